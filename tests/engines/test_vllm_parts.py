@@ -124,11 +124,13 @@ def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.
         lines.take("(APIServer pid=12) WARNING 11-22 16:35:38 [vllm.py:725] Model Runner V2 requires Triton\n")
         lines.take("(EngineCore pid=13) ERROR 11-22 16:35:39 [core.py:9] torch.OutOfMemoryError: CUDA out of memory")
         lines.take("INFO:     Application startup complete.")
+        lines.take("(EngineCore pid=13) ERROR 11-22 16:35:40 [core.py:9] Exception: WorkerProc initialization failed")
         lines.take("RuntimeError: Engine core initialization failed. See root cause above.")
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "Model Runner V2 requires Triton"),
         ("ERROR", "torch.OutOfMemoryError: CUDA out of memory"),
         ("INFO", "Application startup complete."),
+        ("ERROR", "Exception: WorkerProc initialization failed"),
         ("INFO", "RuntimeError: Engine core initialization failed. See root cause above."),
     ]
     assert lines.fault == "OutOfMemoryError: CUDA out of memory"

@@ -27,7 +27,7 @@ _LINE = re.compile(
     r"(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)(?: [\d-]+ [\d:]+)?:? *(?:\[[^\]]*\] ?)?(.*)", re.DOTALL
 )
 _FAULT = re.compile(r"(?:^|\s)(?:[\w.]+\.)?(\w*(?:Error|Exception): .*)")
-_ELSEWHERE = "Engine core initialization failed"  # it says no more than that the line before has the reason
+_ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")  # the reason was said before
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Lines:
         line = line.rstrip()
         if not line:
             return
-        if (found := _FAULT.search(line)) and _ELSEWHERE not in line:
+        if (found := _FAULT.search(line)) and not any(words in line for words in _ELSEWHERE):
             self.fault = found[1][:500]
         parts = _LINE.fullmatch(line)
         level, text = (parts[1], parts[2]) if parts else ("INFO", line)
