@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.node.figures import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, KvMetrics, PoolMetrics, PrefillMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 # ---- A node's /metrics as it changes: values, rates and quantiles over the last half minute, without a Prometheus
@@ -227,6 +227,8 @@ def _saturation(live: Live) -> Section:
     kv = live.highest(DecodeMetrics.KV_USED)
     bandwidth = live.highest(GpuMetrics.MEMORY_BUSY)
     link = live.rate(DecodeMetrics.LINK_BUSY_SECONDS)
+    hits = [percent(live.ratio(m.PREFIX_HIT_TOKENS, m.PREFIX_QUERY_TOKENS)) for m in (PrefillMetrics, DecodeMetrics)]
+    tiers = KvMetrics.TIER_BYTES
     reasons = [labels["reason"] for labels, value in live.now.select(GpuMetrics.NVML_UP, {}) if not value]
     return Section(
         "What is full?",
@@ -234,6 +236,8 @@ def _saturation(live: Live) -> Section:
             Line("slots in a step", f"{number(slots)} of {count(live.value(PoolMetrics.SLOTS))}"),
             Line("paused slots", count(live.value(PoolMetrics.PAUSED_SLOTS))),
             Line("KV in use", percent(kv), _mood(kv, 0.9, 0.98)),
+            Line("hits pre, dec", ", ".join(hits)),
+            Line(f"KV {', '.join(tiers)}", ", ".join(size(live.highest(held)) for held in tiers.values())),
             Line("link", f"{percent(link)}, target {percent(live.highest(ControlMetrics.LINK_TARGET))}"),
             Line("GPU bandwidth", reasons[0] if reasons and bandwidth is None else percent(bandwidth)),
         ],

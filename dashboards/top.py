@@ -18,7 +18,7 @@ from runtime.errors import Unavailable
 
 _COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}
 _NAME_WIDTH = 17
-_TITLES = 6
+_COLUMNS = 3
 _TIMEOUT_S = 5.0
 
 
@@ -38,9 +38,9 @@ class Top(App[None]):
 
     CSS = """
     #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
-    Grid { grid-size: 3 2; grid-rows: 7 8; grid-gutter: 0 1; height: 15; }
+    Grid { grid-size: 3; grid-rows: 7 8 9; grid-gutter: 0 1; height: auto; }
     Grid Static { border-top: solid $primary; text-wrap: nowrap; text-overflow: ellipsis; }
-    DataTable { height: 1fr; }
+    DataTable { height: auto; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Look now")]
     ENABLE_COMMAND_PALETTE = False
@@ -56,9 +56,7 @@ class Top(App[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
-        with Grid():
-            for number in range(_TITLES):
-                yield Static(id=f"section-{number}")
+        yield Grid()
         table: DataTable[str] = DataTable(id="workers", show_cursor=False)
         table.add_columns(*screen.WORKER_COLUMNS)
         yield table
@@ -86,10 +84,13 @@ class Top(App[None]):
     def _show(self, snapshot: Snapshot) -> None:
         self._live.add(snapshot)
         self.query_one("#title", Static).update(Text(screen.title(self._live)))
-        for number, section in enumerate(screen.sections(self._live)):
-            box = self.query_one(f"#section-{number}", Static)
+        sections = screen.sections(self._live)
+        grid = self.query_one(Grid)
+        grid.mount_all(Static() for _ in range(len(grid.children), len(sections)))
+        width = self.size.width // _COLUMNS - 1
+        for box, section in zip(grid.query_children(Static), sections, strict=True):
             box.border_title = section.title
-            box.update(Text("\n").join(_line(line, box.size.width) for line in section.lines))
+            box.update(Text("\n").join(_line(line, width) for line in section.lines))
         table = self.query_one("#workers", DataTable)
         table.clear()
         for row in screen.workers(self._live):

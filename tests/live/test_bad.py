@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,19 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
         assert len(contents(second)) == 2
 
 
-def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(tmp_path: Path) -> None:
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
-    childs = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+_GONE = 2**22 + 1  # Linux gives no process a higher number than 2^22
+
+
+def _lock_of_a_gone_process(directory: Path) -> int:
+    """A lock that names a process which is not there, held by what would be its child."""
+    childs = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(childs, fcntl.LOCK_EX)
-    os.write(childs, f"process {gone.pid}\n".encode())
+    os.write(childs, f"process {_GONE}\n".encode())
+    return childs
+
+
+def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(tmp_path: Path) -> None:
+    childs = _lock_of_a_gone_process(tmp_path)
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -59,13 +65,9 @@ def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(t
 
 
 def test_a_lock_that_nobody_alive_has_written_into_is_refused_in_the_end(tmp_path: Path) -> None:
-    with subprocess.Popen(["true"]) as gone:
-        gone.wait()
-    childs = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(childs, fcntl.LOCK_EX)
-    os.write(childs, f"process {gone.pid}\n".encode())
+    childs = _lock_of_a_gone_process(tmp_path)
     pauses: list[float] = []
-    with pytest.raises(CollectionBusy, match=f"process {gone.pid}"):
+    with pytest.raises(CollectionBusy, match=f"process {_GONE}"):
         locked(tmp_path, pauses.append)
     os.close(childs)
     assert 1.0 <= sum(pauses) <= 5.0

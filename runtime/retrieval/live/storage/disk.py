@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -132,7 +130,14 @@ def _taken(fd: int) -> bool:
 def _runs(owner: str) -> bool:
     """Whether the process that a lock names is there, as far as can be told."""
     pid = owner.removeprefix(_OWNER)
-    return not pid.isdecimal() or psutil.pid_exists(int(pid))
+    if pid.isdecimal():
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            pass
+    return True
 
 
 def holds(fd: int, directory: Path) -> bool:
