@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import gpu.cuda.backend  # each of these compiles as it is imported
-import runtime.serving.network.paged_cache
+import runtime.serving.network.llama
 from gpu import GraphIndex
 from gpu.index.rows import DTYPES, METRICS
 from runtime.retrieval.collections.collection import Collection

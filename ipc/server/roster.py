@@ -7,8 +7,7 @@ from ipc.errors import InvalidArgument, IpcError, ProtocolViolation
 from ipc.ring.exchange import INVALID, STALE
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.server.arena_grants import ArenaGrants
-from ipc.server.desk import Desk
-from ipc.server.places import ClientPlace, Terms
+from ipc.server.places import ClientPlace, Desk, Terms
 from ipc.server.reception import ASKED, Reception
 from ipc.session.messages import VERSION, Attach, Attached, Refused, ServerStatistics
 

@@ -7,8 +7,7 @@ from ipc.errors import InvalidArgument, IpcError, MemoryRefused, ProtocolViolati
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.server.arena_grants import ArenaGrants
-from ipc.server.desk import Desk
-from ipc.server.places import ClientPlace, Number, Terms
+from ipc.server.places import ClientPlace, Desk, Number, Terms
 from ipc.server.reception import Reception
 from ipc.server.roster import Roster
 from ipc.session.device_arena import DeviceArena

@@ -7,16 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ipc import Stage
 from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
 from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import Wanted, filter_bytes
+from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import deadline_of, with_words
+from runtime.retrieval.search.query import PassageQuery, deadline_of, with_words
 
 _MAX_ATTEMPTS = 4  # to find a build of a collection that stays until it is asked
 _TOLD_OF_NS = 2_000_000_000
@@ -41,26 +40,13 @@ class AsyncSearch:
         """["pool"] while no pool is attached."""
         return [] if self.client.live else ["pool"]
 
-    async def search(
-        self,
-        *,
-        collection: str,
-        k: int,
-        query: str | None,
-        vector: Sequence[float] | None,
-        embedded: Callable[[], None],
-        stage: Stage = "prefill",
-        wanted: Wanted = None,
-        hybrid: float = 0.0,
-        timeout_s: float,
-    ) -> list[Passage]:
-        """The k nearest passages to a text or a vector, nearest first. Raises `TrinityError`.
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        """The passages, nearest first. Raises `TrinityError`.
 
-        `embedded` is called when the query's vector is there. The pool is told the `stage`, and how long is left of
-        `timeout_s`. Only passages that pass the filter `wanted` are found. With a share of `hybrid` > 0 what the text's
-        words find is fused with them, by rank.
+        `embedded` is called when the query's vector is there. The pool is told how long is left of `timeout_s`.
         """
-        if hybrid and query is None:
+        collection, query = asked.collection, asked.query
+        if asked.hybrid and query is None:
             raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
         deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), _MAX_ATTEMPTS, embedded
         told_of_ns = time.monotonic_ns() + _TOLD_OF_NS
@@ -71,22 +57,24 @@ class AsyncSearch:
                 if query is not None:
                     embedder, array = await self._embed(collection, query)
                 else:
-                    array = np.asarray(vector, dtype=np.float32)
+                    array = np.asarray(asked.vector, dtype=np.float32)
                 told()
                 told = _once_is_enough
-                if hybrid and query is not None:
-                    by_words = self.library.by_words(collection, query, k, filter_bytes(wanted), deadline_ns)
-                asked = self.client.search(
-                    array, by_words.depth if by_words else k, collection=collection, stage=stage, filter=wanted,
+                if asked.hybrid and query is not None:
+                    wanted = filter_bytes(asked.wanted)
+                    by_words = self.library.by_words(collection, query, asked.k, wanted, deadline_ns)
+                searching = self.client.search(
+                    array, by_words.depth if by_words else asked.k,
+                    collection=collection, stage=asked.stage, filter=asked.wanted,
                     accept=self.library.accept(collection, embedder, by_words.identity if by_words else ""),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
                 if by_words is None:
-                    result = await asked
+                    result = await searching
                 else:
                     looked = asyncio.get_running_loop().run_in_executor(self._words, by_words.search, array)
-                    result, words = await asyncio.gather(asked, looked)
-                    result = with_words(result, words, k, hybrid)
+                    result, words = await asyncio.gather(searching, looked)
+                    result = with_words(result, words, asked.k, asked.hybrid)
                 return list(self.library.passages(collection, result))
             except CollectionReplaced:
                 if not attempts:

@@ -6,7 +6,7 @@ metric. One that does not answer is out until it has said so again, for which it
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -19,9 +19,10 @@ import msgspec
 from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_of
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import Wanted, as_json, decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import as_json, decode_filter, filter_bytes
 from runtime.retrieval.embedding.loading import read_key
 from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.search.query import PassageQuery
 
 LOOK_S = 2.0
 _LONGEST_S = 3600.0  # of a search
@@ -189,25 +190,17 @@ class RemoteCollections:
         self._made: aiohttp.ClientSession | None = None
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
-    async def search(
-        self,
-        *,
-        collection: str,
-        k: int,
-        query: str | None,
-        vector: Sequence[float] | None,
-        wanted: Wanted = None,
-        hybrid: float = 0.0,
-        timeout_s: float,
-    ) -> list[Passage]:
-        """The k nearest of all the collection's nodes, which embed the `query`; `Partial` without those of some. Raises
+    async def search(self, asked: PassageQuery, timeout_s: float) -> list[Passage]:
+        """The nearest of all the collection's nodes, which embed a text; `Partial` without those of some. Raises
         `TrinityError`."""
-        if hybrid:  # ranks of different nodes say nothing of each other
-            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
-        asked: dict[str, Any] = {"k": k} | ({"query": query} if query is not None else {"vector": vector})
-        if content := filter_bytes(wanted):
-            asked["filter"] = as_json(decode_filter(content))
-        return await self.by_name[collection].search(asked, timeout_s)
+        if asked.hybrid:  # ranks of different nodes say nothing of each other
+            told = f"collection {asked.collection!r} is on other nodes: they are asked without it"
+            raise InvalidRequest(told, "hybrid")
+        body: dict[str, Any] = {"k": asked.k}
+        body |= {"query": asked.query} if asked.query is not None else {"vector": asked.vector}
+        if content := filter_bytes(asked.wanted):
+            body["filter"] = as_json(decode_filter(content))
+        return await self.by_name[asked.collection].search(body, timeout_s)
 
     async def look(self) -> None:
         """Ask the nodes that are out whether they are back."""

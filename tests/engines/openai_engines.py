@@ -22,6 +22,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
@@ -36,21 +37,21 @@ class Library:
     """A search that finds other passages every time; or what the test gives it to do."""
 
     def __init__(self) -> None:
-        self.calls: list[Json] = []
+        self.calls: list[tuple[PassageQuery, float]] = []
         self.error: TrinityError | None = None
         self.hangs = self.partial = self.same = False
         self.long = 0  # bytes that a passage has beside its name
         self._count = itertools.count(1)
 
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        self.calls.append(call)
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        embedded()
+        self.calls.append((asked, timeout_s))
         if self.hangs:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         number = 1 if self.same else next(self._count)
-        names = [f"{number}.{k}" for k in range(call["k"])]
+        names = [f"{number}.{k}" for k in range(asked.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
         return Partial(found) if self.partial else found
 

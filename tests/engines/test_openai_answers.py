@@ -69,9 +69,9 @@ def test_passages_stand_in_the_system_turn_and_are_told_before_the_first_token()
             told = await whole(request)
             assert [passage.id for passage in told.searches[0].passages] == ["p1.0", "p1.1"]
             assert told.pieces[0] is told.searches[0]
-            assert at.library.calls[0]["query"] == "What is a decorator?"
-            assert at.library.calls[0].get("stage", "prefill") == "prefill"
-            assert 59 < at.library.calls[0]["timeout_s"] <= 60  # the request's own deadline
+            ((asked, timeout_s),) = at.library.calls
+            assert (asked.query, asked.stage) == ("What is a decorator?", "prefill")
+            assert 59 < timeout_s <= 60  # the request's own deadline
             (body,) = at.fake.generations()
             first, *rest = body["messages"]
             assert first["content"].startswith("Be brief.\n\n")

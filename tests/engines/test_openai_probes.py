@@ -23,8 +23,8 @@ def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str)
         async with stand(KINDS[kind]) as at:
             told = await whole(at.chat(retrieval=PROBES, max_tokens=24))
             assert [search.at_token for search in told.searches] == [0, 8, 16]
-            assert [call.get("stage") for call in at.library.calls[1:]] == ["decode", "decode"]
-            assert told.text[:8] in at.library.calls[1]["query"]
+            assert [asked.stage for asked, _ in at.library.calls[1:]] == ["decode", "decode"]
+            assert told.text[:8] in (at.library.calls[1][0].query or "")
             first, second, third = at.fake.generations()
             assert [body["max_tokens"] for body in (first, second, third)] == [8, 8, 8]
             block = "\n\n[T2.0]\npassage 2.0.\n\n"

@@ -154,7 +154,7 @@ def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() ->
             body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
             answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
             assert answer.status_code == 200
-            assert at.library.calls[0]["query"] == "What is in it?"
+            assert at.library.calls[0][0].query == "What is in it?"
             (sent,) = at.fake.generations()
             assert sent["messages"][1:] == turns
             assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)

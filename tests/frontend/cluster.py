@@ -14,6 +14,7 @@ import uvloop
 
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
@@ -33,20 +34,22 @@ class Search:
     """A search that answers with the same passages, or raises what the test put into `error`."""
 
     def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[PassageQuery] = []
         self.error: Exception | None = None
         self.lacking: list[str] = []
         self.unserved: dict[str, str] = {}
         self.hangs = False
+        self.timeout_s = 0.0
 
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        self.calls.append(call)
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        embedded()
+        self.calls.append(asked)
+        self.timeout_s = timeout_s
         while self.hangs:
             await asyncio.sleep(0.005)
         if self.error is not None:
             raise self.error
-        return list(PASSAGES[: call["k"]])
+        return list(PASSAGES[: asked.k])
 
     def missing(self) -> list[str]:
         return self.lacking

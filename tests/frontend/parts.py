@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, parse_filter
 from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader, attributes_of
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 
 HASHING = Hashing(64)
 KEY = "a-key"
@@ -38,11 +39,15 @@ class Part:
         self.told = About(True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64")
         self._directory = directory
 
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        query = call["vector"] if call["query"] is None else HASHING.embed([call["query"]], "query")[0]
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        embedded()
+        query = asked.vector if asked.query is None else HASHING.embed([asked.query], "query")[0]
         with LiveReader(self._directory) as reader:
-            rows, distances = reader.search(np.array([query], np.float32), call["k"], wanted=call["wanted"])
+            rows, distances = reader.search(
+                np.array([query], np.float32),
+                asked.k,
+                wanted=decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None,
+            )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, attributes_of(one))

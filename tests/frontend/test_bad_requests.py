@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.openai_fields import REFUSED
 from tests.frontend.bad import CHAT, COMPLETION, SEARCH, SETTINGS, problem
@@ -275,12 +276,12 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         {"id": passage.id, "title": passage.title, "distance": passage.distance, "text": passage.text}
         for passage in PASSAGES
     ]
-    asked = {"collection": "docs", "timeout_s": 10.0, "wanted": None, "hybrid": 0.0}
-    assert cluster.search.calls[-1] == asked | {"k": 2, "query": "with", "vector": None}
+    assert cluster.search.calls[-1] == PassageQuery("docs", 2, "with")
+    assert cluster.search.timeout_s == 10.0
     http.post("/v1/retrieval", json=SEARCH | {"filter": {"type": "eq", "key": "page", "value": 3}})
-    assert cluster.search.calls[-1]["wanted"] == parse_filter({"type": "eq", "key": "page", "value": 3})
+    assert cluster.search.calls[-1].wanted == parse_filter({"type": "eq", "key": "page", "value": 3})
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
-    assert cluster.search.calls[-1] == asked | {"k": 1, "query": None, "vector": [1, 2, 3, 4.5]}
+    assert cluster.search.calls[-1] == PassageQuery("docs", 1, vector=[1, 2, 3, 4.5])
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]
 
 

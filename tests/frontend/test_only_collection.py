@@ -44,7 +44,7 @@ def test_a_search_is_of_the_only_collection(one: Cluster, query: dict[str, Any])
         answer = http.post("/v1/retrieval", json=query)
     assert answer.status_code == 200, answer.text
     assert answer.json()["collection"] == "docs"
-    assert one.search.calls[-1]["collection"] == "docs"
+    assert one.search.calls[-1].collection == "docs"
 
 
 def test_several_are_named_instead_of_one_being_chosen() -> None:

@@ -19,7 +19,7 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
-from runtime.retrieval.search.query import Limits
+from runtime.retrieval.search.query import Limits, PassageQuery
 from tests.frontend.fakes import WAIT, run
 from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
 
@@ -59,8 +59,8 @@ def silent() -> Iterator[str]:
 
 def nearest(part: Any, query: str | None, **asked: Any) -> list[Passage]:
     """What one index of a part's documents finds."""
-    call = {"query": query, "vector": None, "wanted": None, "k": 10, "embedded": lambda: None}
-    found: list[Passage] = asyncio.run(part.search(**(call | asked)))
+    wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
+    found: list[Passage] = asyncio.run(part.search(wanted, embedded=lambda: None, timeout_s=60.0))
     return sorted(found, key=lambda passage: passage.distance)
 
 

@@ -15,6 +15,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.about import About
 from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.process import NoSearch
 from runtime.serving.frontend.remote_collections import WithRemote
 from runtime.serving.http.service import NoCatalogue, Settings
@@ -36,9 +37,11 @@ async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[W
         await asyncio.gather(looking, return_exceptions=True)
 
 
-def ask(search: Any, query: str | None = "cats purr", **changed: Any) -> Awaitable[list[Passage]]:
-    asked = {"collection": "all", "k": 10, "query": query, "vector": None, "timeout_s": 60.0, "embedded": lambda: None}
-    found: Awaitable[list[Passage]] = search.search(**(asked | changed))
+def ask(
+    search: Any, query: str | None = "cats purr", *, timeout_s: float = 60.0, **changed: Any
+) -> Awaitable[list[Passage]]:
+    options: dict[str, Any] = {"collection": "all", "k": 10, "query": query} | changed
+    found: Awaitable[list[Passage]] = search.search(PassageQuery(**options), embedded=lambda: None, timeout_s=timeout_s)
     return found
 
 
@@ -215,8 +218,8 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 
 def test_over_http_an_answer_without_some_nodes_says_partial() -> None:
     class Some:
-        async def search(self, **call: Any) -> list[Passage]:
-            return Partial([Passage("a", "A", 0.5, "text")]) if call["query"] == "some" else []
+        async def search(self, asked: PassageQuery, **options: object) -> list[Passage]:
+            return Partial([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []
 
         def about(self, collection: str) -> About:
             return About(True, metric="cosine")

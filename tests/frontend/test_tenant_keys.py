@@ -90,7 +90,7 @@ def search(
         prefills = cluster.players["prefill-0"].prefills
         retrieval = prefills[-1].generation.retrieval if prefills else None
         return answer, retrieval.filter if retrieval else b""
-    return answer, filter_bytes(cluster.search.calls[-1]["wanted"]) if cluster.search.calls else b""
+    return answer, filter_bytes(cluster.search.calls[-1].wanted) if cluster.search.calls else b""
 
 
 @pytest.mark.parametrize("kind", SEARCHES)

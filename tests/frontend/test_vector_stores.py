@@ -1,7 +1,7 @@
 """OpenAI's client lists the node's collections, searches them and has texts embedded, unchanged."""
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.about import About
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
@@ -36,7 +37,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.kinds: list[TextKind] = []
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[PassageQuery] = []
         self.error: Exception | None = None
 
     def about(self, collection: str) -> About:
@@ -55,10 +56,10 @@ class Stand:
             raise self.error
         return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        self.asked.append(call)
-        return FOUND[call["query"]][: call["k"]]
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        embedded()
+        self.asked.append(asked)
+        return FOUND[asked.query or ""][: asked.k]
 
     def missing(self) -> list[str]:
         return []
@@ -124,7 +125,7 @@ def test_a_search_gives_files_scores_and_attributes(client: openai.OpenAI, stand
     assert first.attributes == {"source": "hr/leave.pdf", "heading": "A", "page": 3}
     assert [(part.type, part.text) for part in first.content] == [("text", "Twelve weeks.")]
     assert (second.file_id, second.filename, second.attributes) == ("plain", "plain", {})
-    assert (stand.asked[-1]["collection"], stand.asked[-1]["k"]) == ("docs", 2)
+    assert (stand.asked[-1].collection, stand.asked[-1].k) == ("docs", 2)
 
 
 def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI, stand: Stand) -> None:
@@ -136,7 +137,8 @@ def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI
             "filters": [{"type": "eq", "key": "team", "value": "hr"}, {"type": "gt", "key": "page", "value": 2}],
         },
     )
-    (one, other) = stand.asked[-1]["wanted"].filters
+    wanted: Any = stand.asked[-1].wanted
+    (one, other) = wanted.filters
     assert {(part.key, part.operator, part.values) for part in (one, other)} == {
         ("team", "eq", ("hr",)), ("page", "gt", (2,)),
     }  # fmt: skip
@@ -160,7 +162,7 @@ def test_openais_weights_of_a_hybrid_search_are_the_words_share(
 ) -> None:
     weights = {"embedding_weight": embedding, "text_weight": text}
     client.vector_stores.search("docs", query="pay", extra_body={"ranking_options": {"hybrid_search": weights}})
-    assert stand.asked[-1]["hybrid"] == share
+    assert stand.asked[-1].hybrid == share
 
 
 def test_a_hybrid_search_s_results_stay_in_their_order(client: openai.OpenAI) -> None:

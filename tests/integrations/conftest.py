@@ -1,6 +1,6 @@
 """A frontend with a live collection of its own on disk, embedded by hashing, searched without a pool."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.retrieval.about import About
+from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader, attributes_of
@@ -15,6 +16,7 @@ from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.nearest import fused
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -30,16 +32,18 @@ class Notes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def search(self, **call: Any) -> list[Passage]:
-        call.pop("embedded")()
-        query = np.asarray(HASHING.embed([call["query"]], "query"))
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        embedded()
+        text = asked.query or ""
+        wanted = decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None
+        query = np.asarray(HASHING.embed([text], "query"))
         with LiveReader(self._directory) as reader:
-            rows, distances = (one[0] for one in reader.search(query, call["k"], wanted=call["wanted"]))
-            if call["hybrid"]:
+            rows, distances = (one[0] for one in reader.search(query, asked.k, wanted=wanted))
+            if asked.hybrid:
                 words = LiveWords(reader.state)
-                by_words = words.nearest(call["query"], query[0], call["k"], call["wanted"], 1 << 62)
+                by_words = words.nearest(text, query[0], asked.k, wanted, 1 << 62)
                 words.close()
-                rows, distances = fused((rows, distances), by_words, call["k"], call["hybrid"])
+                rows, distances = fused((rows, distances), by_words, asked.k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, attributes_of(one))

@@ -25,6 +25,7 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
@@ -163,8 +164,8 @@ def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePo
     search = AsyncSearch(Library(plan), client)
 
     async def found(**options: Any) -> list[str]:
-        asked = {"query": "all of s7", "vector": None} | options
-        passages = await search.search(collection="docs", k=10, embedded=lambda: None, timeout_s=60, **asked)
+        asked = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
+        passages = await search.search(asked, embedded=lambda: None, timeout_s=60)
         return [passage.id for passage in passages]
 
     async def body() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.loops import mix, normed, turn_and_store  # noqa: E402  (with torch's package)
-from runtime.serving.network.paged_cache import GatheredRows, Rows, turn  # noqa: E402
+from runtime.serving.network.llama import normed  # noqa: E402  (with torch's package)
+from runtime.serving.network.paged_cache import GatheredRows, Rows, mix, turn, turn_and_store  # noqa: E402
 
 BLOCKS, SIZE = 9, 8
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 from runtime.serving.triggers import trigger_of
@@ -83,17 +84,14 @@ class Probing:
         return Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, "dropped")
 
     async def _found(self, query: str) -> list[Passage]:
+        asked = self._retrieval
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._search.search(
-                    collection=self._retrieval.collection,
-                    k=self._retrieval.k,
-                    query=query,
-                    vector=None,
+                    PassageQuery(
+                        asked.collection, asked.k, query, stage="decode", wanted=asked.filter, hybrid=asked.hybrid
+                    ),
                     embedded=_nothing,
-                    stage="decode",
-                    wanted=self._retrieval.filter,
-                    hybrid=self._retrieval.hybrid,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:

@@ -28,6 +28,7 @@ from runtime.errors import (
 )
 from runtime.node.engine_config import ServedSection
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Piece, Request
@@ -113,15 +114,12 @@ class AnswerWriter:
         def embedded() -> None:
             stamps[stages.EMBEDDED] = self._means.clock()
 
+        text = last_question(self._asked.messages) if self._chat else str(self._asked.prompt)
+        left_s = max(1e-3, (self._asked.deadline_ns - self._means.clock()) / 1e9)
         self._found = await self._means.search.search(
-            collection=retrieval.collection,
-            k=retrieval.k,
-            query=last_question(self._asked.messages) if self._chat else str(self._asked.prompt),
-            vector=None,
+            PassageQuery(retrieval.collection, retrieval.k, text, wanted=retrieval.filter, hybrid=retrieval.hybrid),
             embedded=embedded,
-            wanted=retrieval.filter,
-            hybrid=retrieval.hybrid,
-            timeout_s=max(1e-3, (self._asked.deadline_ns - self._means.clock()) / 1e9),
+            timeout_s=left_s,
         )
         stamps[stages.SEARCHED] = self._means.clock()
         texts = [turn.content for turn in self._asked.messages] if self._chat else [str(self._asked.prompt)]

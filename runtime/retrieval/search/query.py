@@ -6,7 +6,7 @@ arguments ── `spec_of` ──▶ `Question`, one for each shard, kept until 
 import numbers
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypedDict, TypeVar
 
@@ -88,6 +88,23 @@ def deadline_of(deadline_ms: Any) -> int:
     if not 0 < number <= _LONGEST_MS:
         raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_LONGEST_MS}", "deadline_ms")
     return time.monotonic_ns() + int(float(number) * 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class PassageQuery:
+    """What passages are looked for: the `k` nearest to a text (`query`) or to a `vector`, of which one is set.
+
+    Only passages that pass `wanted` are found. `hybrid`: the share of what a text's words find in the ranks, 0 for
+    none.
+    """
+
+    collection: str
+    k: int
+    query: str | None = None
+    vector: Sequence[float] | None = None
+    stage: Stage = "prefill"
+    wanted: Wanted = None
+    hybrid: float = 0.0
 
 
 # ---- results, and batches of them

@@ -14,7 +14,7 @@ from runtime.errors import InternalError, Overloaded, TrinityError
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.passages import Partial
 from runtime.retrieval.remote import RemoteCollections
-from runtime.retrieval.search.query import Question, SearchResult, failed
+from runtime.retrieval.search.query import PassageQuery, Question, SearchResult, failed
 from runtime.retrieval.search.vectors import Vectors, on_host
 
 _AT_ONCE = 64  # of a batch: nodes refuse more than they can search at once
@@ -127,14 +127,9 @@ class RemoteDispatcher:
         spec, vector = question.spec, question.vector
         left_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
         try:
-            found = await self._remote.search(
-                collection=spec.collection,
-                k=spec.k,
-                query=question.text or None,
-                vector=None if question.text else on_host(vector).tolist(),
-                wanted=spec.filter,
-                timeout_s=left_s,
-            )
+            row = None if question.text else on_host(vector).tolist()
+            asked = PassageQuery(spec.collection, spec.k, question.text or None, row, wanted=spec.filter)
+            found = await self._remote.search(asked, left_s)
             result = SearchResult(
                 question.ticket,
                 np.full(len(found), -1, np.int64),

@@ -67,7 +67,7 @@ class NoSearch:
     def unavailable(self) -> dict[str, str]:
         return {}
 
-    async def search(self, **asked: object) -> list[Passage]:
+    async def search(self, asked: object, **options: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ipc import Stage
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.remote import RemoteCollections
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Catalogue, SearchSource
 
 
@@ -21,29 +20,12 @@ class WithRemote:
         self.remote = RemoteCollections(sections)
         self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # a vector's length is the nodes' to check
 
-    async def search(
-        self,
-        *,
-        collection: str,
-        k: int,
-        query: str | None,
-        vector: Sequence[float] | None,
-        embedded: Callable[[], None],
-        stage: Stage = "prefill",
-        wanted: Wanted = None,
-        hybrid: float = 0.0,
-        timeout_s: float,
-    ) -> list[Passage]:
+    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
         """See `SearchSource`. A remote collection's texts are embedded by its nodes; the stage stays here."""
-        if collection not in self.dims:
-            return await self._own.search(
-                collection=collection, k=k, query=query, vector=vector, embedded=embedded, stage=stage, wanted=wanted,
-                hybrid=hybrid, timeout_s=timeout_s,
-            )  # fmt: skip
+        if asked.collection not in self.dims:
+            return await self._own.search(asked, embedded=embedded, timeout_s=timeout_s)
         embedded()
-        return await self.remote.search(
-            collection=collection, k=k, query=query, vector=vector, wanted=wanted, hybrid=hybrid, timeout_s=timeout_s
-        )
+        return await self.remote.search(asked, timeout_s)
 
     def missing(self) -> list[str]:
         return self._own.missing()

@@ -10,14 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ipc import Stage
 from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import Wanted
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
@@ -35,24 +34,10 @@ class SearchSource(Protocol):
     """What searches."""
 
     def search(
-        self,
-        *,
-        collection: str,
-        k: int,
-        query: str | None,
-        vector: Sequence[float] | None,
-        embedded: Callable[[], None],
-        stage: Stage = "prefill",
-        wanted: Wanted = None,
-        hybrid: float = 0.0,
-        timeout_s: float,
+        self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float
     ) -> Awaitable[list[Passage]]:
-        """The k nearest passages to a text or to a vector (one of them is set), nearest first.
-
-        `embedded` is called once, when the query's vector is there; the pool is told the `stage` and what is left of
-        `timeout_s`. Only passages that pass `wanted` are found. `hybrid`: the share of what a text's words find in the
-        ranks, 0 for none. Raises TrinityError.
-        """
+        """The passages, nearest first. `embedded` is called once, when the query's vector is there; the pool is told
+        what is left of `timeout_s`. Raises TrinityError."""
 
     def missing(self) -> list[str]:
         """What is not there to search with, by name; empty when searches are served."""
@@ -79,13 +64,14 @@ class Searches:
         Raises Forbidden or Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
         """
         wanted = access.wanted(collection, body.filter)
+        asked = PassageQuery(collection, body.k, body.query, body.vector, wanted=wanted, hybrid=body.hybrid)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
         self._traces.search_begun(request_id, client_id, Retrieval(collection, body.k))
         state, found = "internal_error", 0
         self._running += 1
         try:
-            passages = await self._ask(body, collection, wanted, request_id)
+            passages = await self._ask(asked, request_id)
             self._traces.stamp(request_id, stages.SEARCHED)
             state, found = "found", len(passages)
             return passages
@@ -101,22 +87,13 @@ class Searches:
             told = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
 
-    async def _ask(self, body: RetrievalBody, collection: str, wanted: Wanted, request_id: str) -> list[Passage]:
+    async def _ask(self, asked: PassageQuery, request_id: str) -> list[Passage]:
         def embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._source.search(
-                    collection=collection,
-                    k=body.k,
-                    query=body.query,
-                    vector=body.vector,
-                    embedded=embedded,
-                    wanted=wanted,
-                    hybrid=body.hybrid,
-                    timeout_s=self._timeout_s,
-                )
+                return await self._source.search(asked, embedded=embedded, timeout_s=self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 

@@ -14,6 +14,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
@@ -21,8 +22,7 @@ from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo, WeightsType
-from runtime.serving.network.loops import normed
-from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
+from runtime.serving.network.paged_cache import Angles, PagedBatch, attend, compiled_loop
 
 # ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
 
@@ -225,6 +225,19 @@ def packing_works(dtype: torch.dtype = torch.float32) -> bool:
             return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=near)
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+@compiled_loop("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
+def normed(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
+    """output[t] = x[t] · weight / root mean square of x[t]."""
+    tokens, hidden = x.shape
+    for token in range(tokens):
+        total = np.float32(0.0)
+        for d in range(hidden):
+            total += x[token, d] * x[token, d]
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(hidden) + epsilon)
+        for d in range(hidden):
+            output[token, d] = x[token, d] * scale * weight[d]
 
 
 @dataclass(frozen=True)
