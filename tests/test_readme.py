@@ -52,6 +52,16 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_what_the_architecture_page_points_at_stands_in_the_files_that_it_names() -> None:
+    table = TEXTS["docs/architecture.md"].partition("## Where to look")[2].partition("## ")[0]
+    rows = [row for row in table.splitlines() if "](" in row and row.startswith("|")]
+    assert len(rows) >= 6
+    for row in rows:
+        sources = [(ROOT / "docs" / path).read_text(encoding="utf-8") for path in re.findall(r"\]\(([^)]+)\)", row)]
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", row):
+            assert any(re.search(rf"\b{name}\b", source) for source in sources), name
+
+
 def test_the_configuration_s_page_is_what_trinity_config_prints() -> None:
     assert TEXTS["docs/configuration.md"] == reference(), "trinity config > docs/configuration.md"
 
