@@ -18,7 +18,7 @@ NEEDED = {
     "runtime.serving.prefill.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.engines.frontend": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
-    "runtime.serving.frontend.process": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
+    "runtime.serving.http.process": {"numba", "pydantic", "starlette", "uvicorn", "zmq"},
     "runtime.node.supervisor.supervisor": {"prometheus_client", "psutil", "zmq"},
     "runtime.checks.preflight": {"prometheus_client", "psutil"},
     "launchers.main": {"prometheus_client", "psutil", "rich", "typer", "zmq"},

@@ -2,11 +2,11 @@
 
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
-from runtime.serving.frontend import process
 from runtime.serving.frontend.engine import Engine, RestartLimits
 from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
+from runtime.serving.http import process
 from runtime.serving.http.service import SearchSource
 
 

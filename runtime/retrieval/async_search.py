@@ -81,7 +81,7 @@ class AsyncSearch:
                     raise
             except InvalidFilter:
                 attempts += 1
-                content = filter_bytes(wanted)
+                content = filter_bytes(asked.wanted)
                 if time.monotonic_ns() > told_of_ns or not self.library.fits(collection, content):
                     raise
                 self.client.look()

@@ -16,9 +16,8 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.about import About
 from runtime.retrieval.passages import Partial, Passage
 from runtime.retrieval.search.query import PassageQuery
-from runtime.serving.frontend.process import NoSearch
-from runtime.serving.frontend.remote_collections import WithRemote
-from runtime.serving.http.service import NoCatalogue, Settings
+from runtime.serving.http.remote_collections import WithRemote
+from runtime.serving.http.service import NoCatalogue, NoSearch, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import run
 from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of

@@ -1,6 +1,6 @@
 """A frontend that takes a dead one's place waits for its workers, and not for ever."""
 
-from runtime.serving.frontend.process import until_known
+from runtime.serving.http.process import until_known
 from tests.frontend.fakes import run
 
 

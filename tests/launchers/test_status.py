@@ -19,7 +19,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.serving.frontend.process import tell_writes
+from runtime.serving.http.process import tell_writes
 from tests.frontend.test_documents import Embeds
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")

@@ -1,1 +1,1 @@
-"""The frontend: HTTP in, requests placed on workers and kept until they end, answers out."""
+"""The life of requests: placed on workers, kept until they end, started again; traces and stored answers."""

@@ -1,1 +1,1 @@
-"""The HTTP interface: OpenAI's routes and our own, in front of an engine."""
+"""The frontend's process and its HTTP interface: OpenAI's routes and our own, in front of an engine."""

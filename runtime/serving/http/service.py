@@ -10,7 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.errors import ConfigError, DeadlineExceeded, Overloaded, TrinityError, UnknownCollection, UnknownModel
+from runtime.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Overloaded,
+    TrinityError,
+    Unavailable,
+    UnknownCollection,
+    UnknownModel,
+)
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.about import About
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
@@ -44,6 +52,19 @@ class SearchSource(Protocol):
 
     def unavailable(self) -> dict[str, str]:
         """The collections that cannot be searched though others can, and why."""
+
+
+class NoSearch:
+    """The search of a node without collections."""
+
+    def missing(self) -> list[str]:
+        return []
+
+    def unavailable(self) -> dict[str, str]:
+        return {}
+
+    async def search(self, asked: object, **options: object) -> list[Passage]:
+        raise Unavailable("this node has no collections")
 
 
 class Searches:

@@ -30,18 +30,17 @@ from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Measures
-from runtime.serving.frontend.remote_collections import WithRemote
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import ConnectionLimits, HttpConfig, Readiness
 from runtime.serving.http.guard import accesses, id_source
+from runtime.serving.http.remote_collections import WithRemote
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.service import NoCatalogue, SearchSource, Service, Settings, missing_roles
+from runtime.serving.http.service import NoCatalogue, NoSearch, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
@@ -56,19 +55,6 @@ _TELL_S = 2.0  # how often the table is told of live collections
 _SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
 _OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
-
-
-class NoSearch:
-    """The search of a node without collections."""
-
-    def missing(self) -> list[str]:
-        return []
-
-    def unavailable(self) -> dict[str, str]:
-        return {}
-
-    async def search(self, asked: object, **options: object) -> list[Passage]:
-        raise Unavailable("this node has no collections")
 
 
 class SupervisorLink:
