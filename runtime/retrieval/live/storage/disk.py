@@ -129,8 +129,6 @@ def _taken(fd: int) -> bool:
 
 def _runs(owner: str) -> bool:
     """Whether the process that a lock names is there, as far as can be told."""
-    import psutil  # few come here, and a pool need not have it
-
     pid = owner.removeprefix(_OWNER)
     if pid.isdecimal():
         try:
