@@ -90,6 +90,13 @@ class BatchMemory:
         found: np.void = head[0]
         return found
 
+    def device_heads(self) -> npt.NDArray[np.void]:
+        """Every SLOT as the device has it. Waits for what is queued."""
+        lines = np.zeros(self.lines.shape, np.uint8)
+        self._driver.copy_to_host(self._stream, lines, int(self.record["slots"][0]))
+        self._driver.synchronise(self._stream)
+        return lines[:, : layout.SLOT.itemsize].copy().view(layout.SLOT)[:, 0]
+
     def upload(self, name: str, data: IndexData) -> DeviceArrays:
         """Begin to copy one more index, by steps. Raises OutOfDeviceMemory; nothing is done then."""
         arrays = device_arrays(data)

@@ -13,6 +13,7 @@ from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
 from gpu.cuda.handle import Handle
+from gpu.cuda.stage_times import StageTimes, time_stages
 from gpu.cuda.upload import DeviceArrays, Progress
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME, Backend
 from gpu.errors import DeviceError, InvalidParams
@@ -93,7 +94,7 @@ class CudaEngine:
             named = dict(zip(collections, data, strict=True))
             self._memory = memory = BatchMemory(driver, self._stream, named, shape, progress)
             batch = layout.argument(memory.record)
-            kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
+            self._kernels = kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
             self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), form, extends_per_launch)
             self.handle = own = Handle(driver, self._stream, memory, kernels, self._graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
@@ -302,6 +303,14 @@ class CudaEngine:
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_head(slot)
         return int(head["extends"]) if head["ticket"] == ticket else 0
+
+    def time_stages(self, fused: bool = False) -> StageTimes:
+        """An extend of what is running, its kernels timed one by one; see `gpu.cuda.stage_times`. It counts as one."""
+        if self.handle.words[backend.PENDING]:
+            raise DeviceError("what was admitted, paused or released since the last extend is not on the device yet")
+        times = time_stages(self._driver, self._stream, self._kernels, self.batch_memory(), fused)
+        self.handle.words[backend.LAUNCHES] = int(self.batch_memory().progress[0])
+        return times
 
     def close(self) -> None:
         """See `Engine.close`. A driver that `open` made is closed too."""

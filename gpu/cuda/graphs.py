@@ -10,13 +10,13 @@ later ones would wait while the first go on.
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.cuda import layout
-from gpu.cuda.driver import Dim, Driver
+from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
 
 Form = Literal["plain", "loop", "fused"]
@@ -26,6 +26,17 @@ BUCKETS = (1, 8, 32, 128, 512, 2048)
 def buckets_of(slots: int) -> tuple[int, ...]:
     """The buckets of an engine: the usual ones below its slots, and all of its slots."""
     return (*(bucket for bucket in BUCKETS if bucket < slots), slots)
+
+
+class Stage(NamedTuple):
+    """A kernel as it is launched: its function, blocks, threads a block, arguments, bytes of shared memory."""
+
+    name: str
+    kernel: int
+    blocks: int
+    threads: int
+    arguments: tuple[Argument, ...]
+    shared_bytes: int
 
 
 class Kernels:
@@ -59,22 +70,31 @@ class Kernels:
     def _load(self, kernel: layout.KernelSpec, shared_bytes: int) -> tuple[int, int]:
         return self._driver.kernel(self._module, kernel.name, shared_bytes), shared_bytes
 
-    def extend(self, stream: int, bucket: int, limit: int, condition: int) -> None:
-        """The three kernels of one extend."""
-        launch, shape = self._driver.launch, self._shape
-        threads = Dim(layout.SLOT_THREADS)
-        launch(stream, self._gather, Dim(bucket), threads, (self._batch,), shape.gather_shared_bytes)
+    def stages(self, bucket: int, limit: int = 1, condition: int = 0) -> tuple[Stage, ...]:
+        """The three kernels of one extend of slots 0 … bucket - 1, in their order."""
+        shape, batch = self._shape, self._batch
         blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
-        launch(stream, self._compute, Dim(blocks), Dim(self._distances.threads), (self._batch,))
-        arguments = (self._batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
-        launch(stream, self._merge, Dim(bucket), threads, arguments, shape.merge_shared_bytes)
+        last = (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
+        gather, compute, merge = layout.GATHER_TASKS, self._distances, layout.MERGE_TOP_M
+        return (
+            Stage(gather.name, self._gather, bucket, gather.threads, (batch,), shape.gather_shared_bytes),
+            Stage(compute.name, self._compute, blocks, compute.threads, (batch,), 0),
+            Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),
+        )
 
-    def extend_fused(self, stream: int, bucket: int, limit: int) -> None:
+    def fused_stage(self, bucket: int, limit: int = 1) -> Stage:
         """Up to `limit` extends in one kernel."""
         assert self._fused is not None, "load_fused comes first"
         kernel, shared_bytes = self._fused
         arguments = (self._batch, ctypes.c_uint32(limit))
-        self._driver.launch(stream, kernel, Dim(bucket), Dim(layout.FUSED_THREADS), arguments, shared_bytes)
+        return Stage(layout.EXTEND_FUSED.name, kernel, bucket, layout.FUSED_THREADS, arguments, shared_bytes)
+
+    def launch(self, stream: int, *stages: Stage) -> None:
+        """One after the other."""
+        for stage in stages:
+            self._driver.launch(
+                stream, stage.kernel, Dim(stage.blocks), Dim(stage.threads), stage.arguments, stage.shared_bytes
+            )
 
 
 class LaunchGraphs:
@@ -128,12 +148,12 @@ class LaunchGraphs:
         driver.begin_capture(stream)
         try:
             if form == "plain":
-                self._kernels.extend(stream, bucket, 1, 0)
+                self._kernels.launch(stream, *self._kernels.stages(bucket))
             elif form == "fused":
-                self._kernels.extend_fused(stream, bucket, limit)
+                self._kernels.launch(stream, self._kernels.fused_stage(bucket, limit))
             else:
                 loop = driver.begin_while(stream)
-                self._kernels.extend(loop.stream, bucket, limit, loop.handle)
+                self._kernels.launch(loop.stream, *self._kernels.stages(bucket, limit, loop.handle))
                 driver.end_while(loop)
         except DeviceError:
             driver.abandon_capture(stream)

@@ -181,6 +181,7 @@ class RecordingDriver:
 
     def record(self, stream: int, event: int) -> None:
         self.events[event] = self._number()
+        self.calls.append(("record", event))
 
     def elapsed_ms(self, begin: int, end: int) -> float:
         return float(self.events[end] - self.events[begin])

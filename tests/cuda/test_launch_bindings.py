@@ -122,6 +122,18 @@ def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Pat
     assert out[0].endswith("False")
 
 
+def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(library: Path) -> None:
+    script = OPEN + (
+        "begin, end = driver.create_event(), driver.create_event()\n"
+        "driver.record(stream, begin); driver.record(stream, end)\n"
+        "print(stream, begin, end, driver.elapsed_ms(begin, end))\n"
+    )
+    out, calls = run(library, script)
+    stream, begin, end, took = out[0].split()
+    assert calls[-2:] == [f"cuEventRecord {event} {stream} 0 0" for event in (begin, end)]
+    assert took == "2.5"
+
+
 def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Path) -> None:
     script = OPEN + (
         "kernel = driver.kernel(driver.load_module(b'image'), 'merge_top_m')\n"
