@@ -1,16 +1,20 @@
 """Search and the model on a GPU: correct? how fast? beside what? One run, one JSON file, one table.
 
-    python -m benchmarks.gpu_check --data DIR [--set NAME] [--index DIR] [--device cuda:0] [--out DIR]
-    python -m benchmarks.gpu_check --dry-run          every step on the CPU backend, at a tiny size
+    python -m benchmarks.gpu_check [--rows 1000000] [--device cuda:0] [--out DIR]
+    python -m benchmarks.gpu_check --data DIR [--set NAME] [--index DIR]
+    python -m benchmarks.gpu_check --dry-run          every section on the CPU backend, at a tiny size
+    python -m benchmarks.gpu_check --carry DIR        the wheels that a machine with torch and CuPy lacks, in pieces
 
-DIR holds NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.data`); without --data the vectors are
-random clusters. --index is an index directory of that set's base (`trinity index build` makes one as COLLECTION/index);
-without it the index is built here, by cuVS where that is installed.
+Without --data two sets are made on the device: a million clustered vectors of 96 and of 768 dims, in float16. DIR holds
+NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.data`); --index is an index directory of that set's
+base (`trinity index build` makes one as COLLECTION/index). Else graphs are built on the GPU, by cuVS and by torch,
+whichever is there, or on the CPU.
 
 Needs numpy and numba, and on a GPU the extra [cuda]; what else a section needs and is not installed, it says, and is
 skipped. Writes gpu-DEVICE.json and gpu-DEVICE.md, after every section, with a verdict for each bar of `verdicts`. A
-section that cannot be done says why and the others go on; one that fails, and a bar that is missed, make the exit code
-1. Sections that begin after --seconds (540) are left out and say so.
+section that cannot be done says why and the others go on; one that fails, or is not done in its time, keeps the lines
+that it has, and it, and a bar that is missed, make the exit code 1. All sections' times together, and what begins after
+--seconds is left out, keep a run below nine minutes.
 """
 
 import argparse
@@ -18,87 +22,125 @@ import importlib
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, "4")
 
 from benchmarks.common.report import keep  # noqa: E402
+from benchmarks.gpu_check.carry import carry  # noqa: E402
+from benchmarks.gpu_check.limits import OutOfTime, within  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
 from benchmarks.gpu_check.verdicts import verdicts  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
 
 _OURS = ("benchmarks", "gpu", "ipc", "runtime")
+_DRY_RUN_S = 180.0  # a section's time on a CPU that others keep busy
+
+Check = Callable[[Setup, Outcome], None]
 
 
-def _section(module: str) -> Callable[[Setup], Outcome]:
+class Section(NamedTuple):
+    """What it does, its seconds on a GPU, and whether it is done for each set."""
+
+    check: Check
+    seconds: float
+    each_set: bool = False
+
+
+def _module(name: str) -> Check:
     """A module's `check`, imported at its turn: what one section needs is nothing that others should miss."""
 
-    def check(setup: Setup) -> Outcome:
+    def check(setup: Setup, outcome: Outcome) -> None:
         try:
-            done: Outcome = importlib.import_module(f"benchmarks.gpu_check.sections.{module}").check(setup)
+            importlib.import_module(f"benchmarks.gpu_check.sections.{name}").check(setup, outcome)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] in _OURS:
                 raise
             raise Skipped(f"{error.name} is not installed") from None
-        return done
 
     return check
 
 
 SECTIONS = {
-    "correctness": _section("correctness"),
-    "steps": _section("steps"),
-    "load": _section("load"),
-    "cuvs": _section("peers"),
-    "exchange": _section("exchange"),
-    "model": _section("model"),
-    "handover": _section("handover"),
-    "sanitizer": _section("sanitizer"),  # last: it is slow, and nothing needs it
+    "data": Section(_module("data"), 90, each_set=True),
+    "steps": Section(_module("steps"), 25, each_set=True),
+    "kernels": Section(_module("kernels"), 15, each_set=True),
+    "load": Section(_module("load"), 25, each_set=True),
+    "cuvs": Section(_module("peers"), 40, each_set=True),
+    "correctness": Section(_module("correctness"), 40),
+    "exchange": Section(_module("exchange"), 15),
+    "model": Section(_module("model"), 25),
+    "handover": Section(_module("handover"), 20),
+    "profile": Section(_module("profile"), 25),
+    "sanitizer": Section(_module("sanitizer"), 25),  # last: it is slow, and nothing needs it
 }
 
 
-def run(setup: Setup, begin: float, seconds: float, path: Path) -> dict[str, Outcome]:
+def turns(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
+    """Sections in their order, by name: first those of each set, one set after the other, then the others."""
+    for setup in setups:
+        for name, section in SECTIONS.items():
+            if section.each_set:
+                yield f"{name}, {setup.source.name}", section, setup
+    for name, section in SECTIONS.items():
+        if not section.each_set:
+            yield name, section, setups[0]
+
+
+def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> dict[str, Outcome]:
     """Every section's outcome, by its name. After each, all that is known is written: a later one may end the process.
 
-    No section begins later than `seconds` after `begin`, in `time.monotonic()`.
+    No section begins later than `seconds` after `begin`, in `time.monotonic()`, or goes on after that.
     """
     outcomes: dict[str, Outcome] = {}
-    for name, section in SECTIONS.items():
+    for name, section, setup in turns(setups):
+        outcome = outcomes[name] = Outcome()
+        print(name, flush=True)
         at = time.monotonic()
+        left = begin + seconds - at
         try:
-            if at - begin > seconds:
+            if left <= 0:
                 raise Skipped(f"{at - begin:.0f} s are over, the limit is {seconds:.0f}")
-            outcome = section(setup)
+            with within(min(left, _DRY_RUN_S if setup.small else section.seconds)):
+                section.check(setup, outcome)
         except Skipped as reason:
-            outcome = Outcome([("", f"skipped: {reason}")])
+            outcome.say("", f"skipped: {reason}")
+        except OutOfTime as error:
+            outcome.failed = True
+            outcome.say("", f"FAILED: {error}")
         except Exception as error:
-            where = traceback.format_exc()
-            outcome = Outcome([("", f"FAILED: {type(error).__name__}: {error}")], {"where": where}, failed=True)
-        outcome.seconds = time.monotonic() - at
-        outcomes[name] = outcome
-        for line, value in outcome.lines:
-            print(f"{name:12} {line:44} {value}", flush=True)
-        write(setup, outcomes, path)
+            outcome.failed = True
+            outcome.data["where"] = traceback.format_exc()
+            outcome.say("", f"FAILED: {type(error).__name__}: {error}")
+        finally:
+            outcome.seconds = time.monotonic() - at
+            write(setups, outcomes, path)
     return outcomes
 
 
-def verdicts_of(outcomes: dict[str, Outcome]) -> list[tuple[str, str, str]]:
-    """What the bars say of what was found so far."""
-    return verdicts({name: outcome.data for name, outcome in outcomes.items()})
+def verdicts_of(setups: Sequence[Setup], outcomes: Mapping[str, Outcome]) -> list[tuple[str, str, str]]:
+    """What the bars say of what was found so far, of each set."""
+    judged = []
+    for setup in setups:
+        found = {name: outcomes[key].data for name in SECTIONS if (key := f"{name}, {setup.source.name}") in outcomes}
+        judged += [(f"{what}, {setup.source.name}", figure, verdict) for what, figure, verdict in verdicts(found)]
+    return judged
 
 
-def write(setup: Setup, outcomes: dict[str, Outcome], path: Path) -> None:
+def write(setups: Sequence[Setup], outcomes: Mapping[str, Outcome], path: Path) -> None:
     """PATH.json and PATH.md."""
-    judged = verdicts_of(outcomes)
+    judged = verdicts_of(setups, outcomes)
     sections = {
         name: {"seconds": outcome.seconds, "lines": outcome.lines, "data": outcome.data}
         for name, outcome in outcomes.items()
     }
-    record = {"machine": setup.machine, "settings": setup.settings, "verdicts": judged, "sections": sections}
-    keep(record, markdown(setup, outcomes, judged), path)
+    settings = {setup.source.name: setup.settings for setup in setups}
+    record = {"machine": setups[0].machine, "settings": settings, "verdicts": judged, "sections": sections}
+    keep(record, markdown(setups, outcomes, judged), path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,16 +154,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--index", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "int8"))
-    parser.add_argument("--rows", type=int, help="take the first rows of the set only")
+    parser.add_argument("--rows", type=int, help="of a set that is made; of another one the first so many only")
     parser.add_argument("--slots", type=int, default=1024)
-    parser.add_argument("--top-m", type=int, default=64)
+    parser.add_argument("--top-m", type=int, default=0, help="0: the least with a recall@10 of .95")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--carry", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
+    if options.carry is not None:
+        carry(options.carry)
+        return 0
     begin = time.monotonic()
     try:
-        setup = prepare(options)
+        setups = prepare(options)
     except DeviceUnavailable as error:
         parser.error(f"--device {options.device}: {error}")
     except Exception:
@@ -131,13 +177,13 @@ def main(arguments: list[str] | None = None) -> int:
             options.out / "gpu-setup",
         )
         raise
-    path = options.out / f"gpu-{setup.file_name}"
-    outcomes = run(setup, begin, options.seconds, path)
-    judged = verdicts_of(outcomes)
-    if setup.small:
+    path = options.out / f"gpu-{setups[0].file_name}"
+    outcomes = run(setups, begin, options.seconds, path)
+    judged = verdicts_of(setups, outcomes)
+    if options.dry_run:
         print("a dry run: the verdicts say nothing of a GPU")
     for what, figure, verdict in judged:
         print(f"{verdict:12} {what}: {figure}")
     print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")
-    missed = setup.on_gpu and any(verdict == "FAIL" for _, _, verdict in judged)
+    missed = not options.dry_run and any(verdict == "FAIL" for _, _, verdict in judged)
     return int(missed or any(outcome.failed for outcome in outcomes.values()))

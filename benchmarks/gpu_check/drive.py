@@ -1,12 +1,22 @@
-"""Queries through an engine at the times at which they arrive, one by one."""
+"""Queries through an engine at the times at which they arrive, one by one, by a compiled loop over its backend.
 
-import time
+The loop is the engine's own way of being driven (`gpu.engine.Backend`): Python's cost for a query is no part of what is
+measured.
+"""
+
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu import Engine, SearchParams
+from gpu.compiled import compiled
+from gpu.engine import RELEASE
+from gpu.instructions import call, monotonic_ns
+from gpu.slots import MAX_SLOTS
+
+_INVALID_QUERY, _ENGINE_FAILED = -1, -2
 
 
 @dataclass
@@ -41,40 +51,82 @@ def drive(
     queries: npt.NDArray[np.float32],
     params: SearchParams,
     arrivals_s: npt.NDArray[np.float64] | None = None,
-    limit_s: float = 60.0,
+    limit_s: float = 20.0,
 ) -> Driven:
     """Search for each query from its arrival on (None: all at once), in the collection "docs".
 
     Latency is from the arrival, so waiting for a slot counts. host_s: time beside waiting for the device.
+    Raises AssertionError for a query that cannot be searched, and what the engine raises where it fails.
     """
-    count = len(queries)
-    arrivals = np.zeros(count) if arrivals_s is None else arrivals_s
-    due = arrivals.tolist()
+    count, slots = len(queries), engine.free_slots
+    backend = engine.backend()
+    due = np.zeros(count, np.int64) if arrivals_s is None else (arrivals_s * 1e9).astype(np.int64)
     ids = np.full((count, params.k), -1, np.int64)
     distances = np.full((count, params.k), np.inf, np.float32)
-    latency = np.full(count, np.nan)
-    owner: dict[int, int] = {}
-    admitted = done = steps = extends = 0
+    took = np.full(count, -1, np.int64)
+    owners = np.full(MAX_SLOTS, -1, np.int64)
+    functions = (backend.admit, backend.extend, backend.harvest, backend.change, backend.handle)
+    asked = (backend.number("docs"), params.k, params.top_m, params.search_width, params.patience or 0)
     waited_ns = getattr(engine, "waited_ns", 0)
-    begin = now = time.perf_counter()
-    while done < count and now - begin < limit_s:
-        now = time.perf_counter()
-        while admitted < count and due[admitted] <= now - begin and engine.free_slots:
-            owner[engine.admit(queries[admitted], params, "docs")] = admitted
-            admitted += 1
-        if not engine.active_slots:
-            continue
-        finished = engine.extend()
-        steps += 1
-        for slot in finished.tolist():
-            number = owner.pop(slot)
-            ids[number], distances[number] = engine.result(slot)
-            latency[number] = time.perf_counter() - begin - due[number]
-            extends += engine.extends(slot)
-            engine.release(slot)
-            done += 1
-    seconds = time.perf_counter() - begin
-    for slot in owner:
-        engine.release(slot)
+    vectors = np.ascontiguousarray(queries, np.float32)
+    counts = _drive(
+        functions, vectors, asked, due, int(limit_s * 1e9), slots, ids, distances, took, owners,
+        np.zeros(2 + 2 * MAX_SLOTS, np.int64), np.zeros(2, np.int64),
+    )  # fmt: skip
+    done, steps, extends, spent_ns = (int(one) for one in counts)
+    assert done != _INVALID_QUERY, "a query cannot be searched"
+    if done == _ENGINE_FAILED:
+        backend.check()
     waited_s = (getattr(engine, "waited_ns", 0) - waited_ns) / 1e9
-    return Driven(ids, distances, latency, seconds, steps, extends, seconds - waited_s)
+    latency = np.where(took >= 0, took / 1e9, np.nan)
+    return Driven(ids, distances, latency, spent_ns / 1e9, steps, extends, spent_ns / 1e9 - waited_s)
+
+
+@compiled
+def _drive(
+    functions: Any, vectors: Any, asked: Any, due: Any, limit: int, free: int, ids: Any, distances: Any, took: Any,
+    owners: Any, report: Any, clock: Any,
+) -> Any:  # fmt: skip
+    """Queries that were done, or what went wrong; steps; extends of them all; nanoseconds that it took."""
+    admit, extend, harvest, change, handle = functions
+    collection, k, top_m, width, patience = asked
+    count = len(vectors)
+    admitted = done = running = steps = extends = 0
+    begin = now = monotonic_ns(clock.ctypes.data)
+    while done < count and now - begin < limit:
+        now = monotonic_ns(clock.ctypes.data)
+        while admitted < count and due[admitted] <= now - begin and free > 0:
+            vector = vectors.ctypes.data + admitted * vectors.strides[0]
+            slot = call(admit, (handle, vector, collection, k, top_m, width, patience))
+            if slot < 0:
+                return _INVALID_QUERY, steps, extends, now - begin
+            owners[slot] = admitted
+            free, running, admitted = free - 1, running + 1, admitted + 1
+        if running == 0:
+            continue
+        finished = call(extend, (handle, report.ctypes.data))
+        if finished < 0:
+            return _ENGINE_FAILED, steps, extends, now - begin
+        steps += 1
+        for i in range(finished):
+            slot = report[2 + 2 * i]
+            number = owners[slot]
+            owners[slot] = -1
+            extends += report[3 + 2 * i]
+            call(
+                harvest,
+                (
+                    handle,
+                    slot,
+                    ids.ctypes.data + number * ids.strides[0],
+                    distances.ctypes.data + number * distances.strides[0],
+                ),
+            )
+            took[number] = monotonic_ns(clock.ctypes.data) - begin - due[number]
+            call(change, (handle, slot, RELEASE))
+            free, running, done = free + 1, running - 1, done + 1
+    spent = monotonic_ns(clock.ctypes.data) - begin
+    for slot in range(len(owners)):
+        if owners[slot] >= 0:
+            call(change, (handle, slot, RELEASE))
+    return done, steps, extends, spent

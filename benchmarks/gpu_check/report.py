@@ -1,6 +1,6 @@
-"""What a section hands back, and the table that it goes into."""
+"""What a section tells, line by line, and the table that it goes into."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +16,30 @@ class Skipped(Exception):
 
 @dataclass
 class Outcome:
-    """`lines`: (what, value) for the table. `data`: everything that was measured, for the JSON file."""
+    """What a section has found so far, which stays whatever happens to it.
 
-    lines: list[tuple[str, str]]
-    data: Any = None
+    `lines`: (what, value) for the table. `data`: everything that was measured, for the JSON file.
+    """
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
     failed: bool = False
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0
+
+    def say(self, what: str, value: str) -> None:
+        """Add a line, and print it."""
+        self.lines.append((what, value))
+        print(f"  {what:60} {value}", flush=True)
 
 
-def markdown(setup: "Setup", outcomes: dict[str, Outcome], verdicts: Sequence[Sequence[str]]) -> str:
+def markdown(setups: Sequence["Setup"], outcomes: Mapping[str, Outcome], verdicts: Sequence[Sequence[str]]) -> str:
     """The whole run as a page. verdicts: what, figure and verdict of each bar."""
-    settings = ", ".join(f"{name} {value}" for name, value in setup.settings.items())
-    machine = ", ".join(f"{name}: {value}" for name, value in setup.machine.items())
-    lines = [f"# Search and the model on {setup.device_name}", "", f"{settings}.", "", f"{machine}.", ""]
-    if setup.small:
+    first = setups[0]
+    machine = ", ".join(f"{name}: {value}" for name, value in first.machine.items())
+    lines = [f"# Search and the model on {first.device_name}", "", f"{machine}.", ""]
+    for setup in setups:
+        lines += ["; ".join(f"{name} {value}" for name, value in setup.settings.items()) + ".", ""]
+    if first.small:
         lines += ["A dry run: its figures and verdicts say nothing of a GPU.", ""]
     lines += [*table(("bar", "figure", "verdict"), verdicts), ""]
     rows = [(name, what, value) for name, outcome in outcomes.items() for what, value in outcome.lines]

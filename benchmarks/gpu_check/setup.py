@@ -3,38 +3,68 @@
 import argparse
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from benchmarks.common.data import DataSet, data_sets, load, nearest
+from benchmarks.common.data import DataSet, data_sets
 from benchmarks.common.machine import machine
-from gpu import DeviceError, Engine, GraphIndex, SearchParams, check_device, open_engine
-
-FloatArray = npt.NDArray[np.float32]
+from benchmarks.gpu_check.report import Skipped
+from gpu import Engine, GraphIndex, SearchParams, check_device, open_engine
 
 if TYPE_CHECKING:
     from gpu.cuda.engine import CudaEngine
 
+_DIMS, _SMALL_DIMS = (96, 768), (32, 48)
+_ROWS, _SMALL_ROWS = 1_000_000, 1500
+DEFAULT_TOP_M = 64
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a set comes from: a directory and its name there, or, made for this run, its dimensions."""
+
+    name: str
+    dim: int = 0
+    directory: Path | None = None
+    index: Path | None = None
+    rows: int | None = None
+
 
 @dataclass
 class Setup:
-    """`device` is "cpu" in a dry run. `small` asks for tiny amounts of everything."""
+    """`device` is "cpu" in a dry run. `small` asks for tiny amounts of everything. Data and index are there, and
+    `params` are what recall asks for, once the section "data" has given them."""
 
     device: str
     device_name: str
-    data: DataSet
-    index: GraphIndex
-    params: SearchParams
+    source: Source
+    dtype: str
+    top_m: int
     slots: int
     small: bool
     machine: dict[str, str]
     settings: dict[str, Any] = field(default_factory=dict)
+    params: SearchParams = field(default_factory=lambda: SearchParams(10, DEFAULT_TOP_M, 4))
+    given: tuple[DataSet, GraphIndex] | None = None
 
     @property
     def on_gpu(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def data(self) -> DataSet:
+        """Raises Skipped where there is none."""
+        return self._given()[0]
+
+    @property
+    def index(self) -> GraphIndex:
+        """Raises Skipped where there is none."""
+        return self._given()[1]
+
+    def _given(self) -> tuple[DataSet, GraphIndex]:
+        if self.given is None:
+            raise Skipped(f"there is no index of {self.source.name}: see the section data")
+        return self.given
 
     @property
     def file_name(self) -> str:
@@ -53,8 +83,8 @@ class Setup:
         return CudaEngine.open(self.device, {"docs": self.index}, slots=slots or self.slots, max_top_m=512, **options)
 
 
-def prepare(options: argparse.Namespace) -> Setup:
-    """Read or make data and index. Raises DeviceUnavailable for a device that is not there."""
+def prepare(options: argparse.Namespace) -> list[Setup]:
+    """A setup for each set, without its data. Raises DeviceUnavailable for a device that is not there."""
     device = "cpu" if options.dry_run else options.device
     check_device(device)
     name, where = "CPU", machine()
@@ -65,54 +95,19 @@ def prepare(options: argparse.Namespace) -> Setup:
         name = driver.name
         where["gpu"] = f"{name}, {driver.memory()[1] / 2**30:.0f} GiB, {driver.multiprocessors} SMs, {driver.arch}"
         driver.close()
-    data = _data(options)
-    index = _index(options, data, device)
-    settings = {
-        "set": data.name,
-        "vectors": index.size,
-        "dimensions": index.dim,
-        "dtype": index.dtype,
-        "degree": index.degree,
-        "top_m": options.top_m,
-        "slots": 16 if options.dry_run else options.slots,
-    }
-    params = SearchParams(10, options.top_m, 4)
-    return Setup(device, name, data, index, params, settings["slots"], options.dry_run, where, settings)
+    slots = 16 if options.dry_run else options.slots
+    return [
+        Setup(device, name, source, options.dtype, options.top_m, slots, options.dry_run, where)
+        for source in _sources(options)
+    ]
 
 
-def random_set(rows: int, dim: int, queries: int, seed: int) -> DataSet:
-    """Gaussian clusters of low intrinsic dimension, l2, with exact neighbours."""
-    random = np.random.default_rng(seed)
-    basis = random.standard_normal((12, dim))
-    centres = random.standard_normal((30, 12)) * 2
-
-    def draw(count: int) -> FloatArray:
-        points = centres[random.integers(30, size=count)] + random.standard_normal((count, 12))
-        return (points @ basis + 0.3 * random.standard_normal((count, dim))).astype(np.float32)
-
-    base, asked = draw(rows), draw(queries)
-    return DataSet(f"random-{dim}-l2", "l2", base, asked, nearest(base, asked, 10))
-
-
-def _data(options: argparse.Namespace) -> DataSet:
-    if options.dry_run:
-        return random_set(1500, 32, 100, 0)
-    if options.data is None:
-        return random_set(100_000, 96, 2000, 0)
+def _sources(options: argparse.Namespace) -> list[Source]:
+    if options.data is None or options.dry_run:
+        dims, rows = (_SMALL_DIMS, _SMALL_ROWS) if options.dry_run else (_DIMS, options.rows or _ROWS)
+        return [Source(f"{dim} dims", dim, rows=rows) for dim in dims]
     names = data_sets(options.data)
     name = options.set or names[0]
     if name not in names:
         raise SystemExit(f"--set {name}: {options.data} has {', '.join(names)}")
-    return load(options.data, name, options.rows)
-
-
-def _index(options: argparse.Namespace, data: DataSet, device: str) -> GraphIndex:
-    if options.index is not None and not options.dry_run:
-        return GraphIndex.load(options.index)
-    build: dict[str, Any] = {"metric": data.metric, "dtype": options.dtype}
-    if device != "cpu":
-        try:
-            return GraphIndex.build(data.base, **build, device="cuda")
-        except DeviceError as error:  # no cuVS, or one that fails: the run goes on
-            print(f"the index is built on the CPU: {error}", flush=True)
-    return GraphIndex.build(data.base, **build, threads=1 if options.dry_run else 16)
+    return [Source(name, directory=options.data, index=options.index, rows=options.rows)]

@@ -1,8 +1,10 @@
 """The run for a GPU machine: every step of it works on the CPU backend, and its parts do what they say."""
 
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +12,98 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import bench as gpu_check
+from benchmarks.gpu_check import carry as carrying
+from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.drive import drive, poisson
+from benchmarks.gpu_check.made import made_set
 from benchmarks.gpu_check.report import Outcome, Skipped
-from benchmarks.gpu_check.sections import peers
+from benchmarks.gpu_check.sections import kernels, peers, profile
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.verdicts import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
+from gpu.cuda.stage_times import StageTimes
 from tests.gpu.cases import clustered
 
 
 @pytest.mark.timeout(400)  # processes that import torch, on as many cores as there are
-def test_a_dry_run_does_every_step_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
+def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    sections = ["correctness", "steps", "load", "cuvs", "exchange", "model", "handover", "sanitizer"]
-    assert list(record["sections"]) == sections
-    assert record["settings"]["vectors"] == 1500
-    assert record["sections"]["load"]["data"]["capacity_per_s"] > 0
-    assert len(record["sections"]["steps"]["data"]["roofline"]["measured"]) == 5
+    each = ["data", "steps", "kernels", "load", "cuvs"]
+    once = ["correctness", "exchange", "model", "handover", "profile", "sanitizer"]
+    sections = record["sections"]
+    assert list(sections) == [f"{name}, {dim} dims" for dim in (32, 48) for name in each] + once
+    for dim in (32, 48):
+        settings = record["settings"][f"{dim} dims"]
+        assert (settings["set"], settings["vectors"]) == (f"made-{dim}-l2", 1500)
+        assert settings["graph"] == "by torch, degree 32"
+        assert sections[f"data, {dim} dims"]["data"]["torch_graph"]["recall"] > 0.95
+        assert sections[f"load, {dim} dims"]["data"]["capacity_per_s"] > 0
+        assert len(sections[f"steps, {dim} dims"]["data"]["roofline"]["measured"]) == 5
+        assert sections[f"cuvs, {dim} dims"]["data"]["cuvs"] == "none"
     page = (tmp_path / "gpu-dry-run.md").read_text()
     forms = ("16 extends a launch, loop", "16 extends a launch, fused")
-    for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC"):
+    for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC", "ncu", "1 slots, one kernel"):
         assert f"| {what} | skipped: no GPU" in page
     assert "| model | same greedy tokens as transformers on the CPU | 3 of 3 prompts |" in page
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
-    assert record["sections"]["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
-    assert record["sections"]["cuvs"]["data"]["cuvs"] == "none"
-    assert [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]] == [True] * 5
+    assert sections["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
+    assert [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]] == [*[True] * 4, False] * 2
     assert "A dry run: its figures and verdicts say nothing of a GPU." in page
     assert "FAILED" not in page
-    assert "skipped" not in page.replace("skipped: no GPU", "")
+    assert "skipped" not in page.replace("skipped: no GPU", "").replace("| skipped: no persistent kernel", "").replace(
+        "skipped: cuVS is not installed", ""
+    )
 
 
-def test_a_section_that_fails_or_is_late_does_not_stop_the_others(
+def put_sections(monkeypatch: pytest.MonkeyPatch, **checks: Any) -> None:
+    monkeypatch.setattr(gpu_check, "SECTIONS", {name: Section(check, 100.0) for name, check in checks.items()})
+
+
+def speed(setup: Any, outcome: Outcome) -> None:
+    outcome.say("speed", "1/s")
+
+
+def test_a_section_that_fails_or_is_late_keeps_what_it_has_and_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(setup: Any) -> Outcome:
+    def wrong(setup: Any, outcome: Outcome) -> None:
+        speed(setup, outcome)
         raise AssertionError("an id comes twice")
 
-    def impossible(setup: Any) -> Outcome:
+    def impossible(setup: Any, outcome: Outcome) -> None:
         raise Skipped("no such tool")
 
-    sections = {"first": wrong, "second": impossible, "third": lambda setup: Outcome([("speed", "1/s")])}
-    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    def without_data(setup: Any, outcome: Outcome) -> None:
+        assert setup.index
+
+    put_sections(monkeypatch, first=wrong, second=impossible, third=without_data, fourth=speed)
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 1
     page = (tmp_path / "gpu-dry-run.md").read_text()
-    assert "| first | | FAILED: AssertionError: an id comes twice |" in page
+    assert "| first | speed | 1/s |\n| first | | FAILED: AssertionError: an id comes twice |" in page
     assert "| second | | skipped: no such tool |" in page
-    assert "| third | speed | 1/s |" in page
+    assert "| third | | skipped: there is no index of 32 dims: see the section data |" in page
+    assert "| fourth | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
-    assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 3
+    assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 4
+
+
+def test_a_section_that_is_not_done_in_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(setup: Any, outcome: Outcome) -> None:
+        speed(setup, outcome)
+        while True:
+            pass
+
+    put_sections(monkeypatch, first=endless, second=speed)
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "0.2"]) == 1
+    page = (tmp_path / "gpu-dry-run.md").read_text()
+    assert "| first | speed | 1/s |\n| first | | FAILED: not done within 0 s |" in page
+    assert "| second | | skipped: " in page
+
+
+def test_the_sections_of_both_sets_together_stay_below_nine_minutes() -> None:
+    seconds = [section.seconds * (2 if section.each_set else 1) for section in gpu_check.SECTIONS.values()]
+    assert sum(seconds) <= 540
 
 
 def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misses(tmp_path: Path) -> None:
@@ -68,7 +112,7 @@ def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misse
         "import sys",
         f"sys.modules.update(dict.fromkeys({missing}))",
         "from benchmarks.gpu_check import bench",
-        "wanted = ('exchange', 'model', 'handover', 'steps')",
+        "wanted = ('data', 'steps', 'exchange', 'model', 'handover')",
         "bench.SECTIONS = {name: bench.SECTIONS[name] for name in wanted}",
         f"sys.exit(bench.main(['--dry-run', '--out', {str(tmp_path)!r}]))",
     ]
@@ -78,7 +122,9 @@ def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misse
     assert "| exchange | | skipped: the package of the rings needs msgspec |" in page
     assert "| model | | skipped: the model needs torch: the extra [llm] |" in page
     assert "| handover | | skipped: msgspec is not installed |" in page
-    assert "| steps | extend of 16 slots |" in page
+    assert "| data, 48 dims | graph by torch | skipped: torch " in page
+    assert "| data, 48 dims | graph by the CPU |" in page
+    assert "| steps, 48 dims | extend of 16 slots |" in page
 
 
 def test_a_setup_that_fails_leaves_its_traceback_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +138,17 @@ def test_a_setup_that_fails_leaves_its_traceback_behind(tmp_path: Path, monkeypa
 
 
 def cuvs_found(recall: float, per_s: float, p99_s: float, alone_s: float) -> dict[str, Any]:
-    theirs = {"recall": 0.95, "per_s": 1000.0, "stream": {"p99_s": 1.0}, "alone_s": [1.0]}
-    ours = {"recall": recall, "per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": [alone_s]}
+    theirs = {"recall": 0.95, "per_s": 1000.0, "stream": {"p99_s": 1.0}, "alone_s": 1.0}
+    ours = {"recall": recall, "per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": alone_s}
     return {"ours": ours, "theirs": theirs}
 
 
 def test_each_bar_passes_reaches_its_aim_or_fails_and_what_is_missing_was_not_measured() -> None:
-    steps = {
-        "roofline": {"peak_bytes_s": 100.0, "measured": [{"nbytes": 60, "seconds": 2}, {"nbytes": 60, "seconds": 0.5}]}
-    }
-    good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "steps": steps}
+    kernels = {"copy_bytes_s": 100.0, "distance_bytes_s": 60.0}
+    good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "kernels": kernels}
     assert [verdict for _, _, verdict in verdicts(good)] == ["aim", "aim", "aim", "aim", "pass"]
     assert verdicts(good)[4][1] == "0.600 ≥ 0.5, aim 0.7"
-    fair = {"cuvs": cuvs_found(0.94, 900.0, 0.4, 1.0), "steps": None}
+    fair = {"cuvs": cuvs_found(0.94, 900.0, 0.4, 1.0), "kernels": None}
     assert [verdict for _, _, verdict in verdicts(fair)] == ["FAIL", "pass", "pass", "pass", "not measured"]
     assert {verdict for _, _, verdict in verdicts({"cuvs": None})} == {"not measured"}
     nobody_was_answered = {"cuvs": cuvs_found(0.96, 700.0, float("nan"), 1.1)}
@@ -124,11 +168,10 @@ def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(
 def test_what_is_known_is_written_before_a_section_that_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fatal(setup: Any) -> Outcome:
+    def fatal(setup: Any, outcome: Outcome) -> None:
         raise SystemExit(9)
 
-    sections = {"first": lambda setup: Outcome([("speed", "1/s")]), "second": fatal}
-    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    put_sections(monkeypatch, first=speed, second=fatal)
     with pytest.raises(SystemExit):
         gpu_check.main(["--dry-run", "--out", str(tmp_path)])
     assert "| first | speed | 1/s |" in (tmp_path / "gpu-dry-run.md").read_text()
@@ -158,14 +201,16 @@ def test_what_is_not_finished_within_the_limit_is_counted_and_leaves_no_slot_tak
 
 
 class FakePeer:
-    """Finds each query's number, and remembers the sizes of its batches."""
+    """Remembers what it was asked, batch by batch."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
+        self.asked: list[list[float]] = []
 
-    def search(self, queries: np.ndarray, k: int, top_m: int) -> np.ndarray:
-        self.sizes.append(len(queries))
-        return np.repeat(queries[:, :1].astype(np.int64), k, axis=1)
+    def put(self, queries: np.ndarray) -> np.ndarray:
+        return queries
+
+    def search(self, queries: np.ndarray, k: int, top_m: int) -> None:
+        self.asked.append(queries[:, 0].tolist())
 
 
 def test_the_peers_window_gathers_what_came_within_a_millisecond_of_the_first() -> None:
@@ -173,11 +218,64 @@ def test_the_peers_window_gathers_what_came_within_a_millisecond_of_the_first() 
     arrivals = np.array([0.0, 0.0001, 0.0002, 0.05, 0.0501])
     queries = np.arange(5, dtype=np.float32)[:, None]
     found = peers.windowed(peer, queries, 64, arrivals, 10.0)
-    assert sum(peer.sizes) == 5
-    assert peer.sizes[0] >= 3
-    assert found.ids[:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert [number for batch in peer.asked for number in batch] == [0, 1, 2, 3, 4]
+    assert len(peer.asked[0]) >= 3
     assert found.latency_s[0] >= 0.001
     assert found.latency_s[3] >= 0.001
+
+
+def test_the_neighbors_found_on_a_device_are_the_exact_ones() -> None:
+    made = made_set(900, 24, 50, seed=1, device="cpu")
+    assert np.array_equal(made.base, made.base.astype(np.float16))
+    distances = np.square(made.queries[:, None].astype(np.float64) - made.base[None]).sum(axis=2)
+    found = np.take_along_axis(distances, made.truth, axis=1)
+    np.testing.assert_allclose(found, np.sort(distances, axis=1)[:, :10], rtol=1e-4)
+
+
+def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None:
+    seconds = {"gather_tasks": 9.0, "compute_distances_16": 2.0, "merge_top_m": 9.0}
+    found = [StageTimes(seconds, 4, 30), StageTimes(seconds, 4, 10)]
+    outcome = Outcome()
+    kernels.tell(outcome, 4, found)
+    assert outcome.lines[1] == ("4 slots, compute_distances_16, p50", "2,000,000.0 µs")
+    assert outcome.lines[3] == ("… rows compared in an extend, p50", "20")
+    assert kernels.distance_bytes_s(found, 100) == 1000.0
+
+
+def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
+    text = """==PROF== Connected to process 1
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","1","merge_top_m(Batch, unsigned int)","gpu__time_duration.sum","nsecond","4,000"
+"1","1","merge_top_m(Batch, unsigned int)","gpu__time_duration.sum","nsecond","6,000"
+"1","1","merge_top_m(Batch, unsigned int)","dram__bytes_read.sum","byte","2,048"
+"1","1","merge_top_m(Batch, unsigned int)","something_else","","x"
+"""
+    assert profile.medians(text) == {"merge_top_m": {"time": "5,000 nsecond", "read from memory": "2,048 byte"}}
+    with pytest.raises(AssertionError, match="no table"):
+        profile.medians("==ERROR== nothing was profiled")
+
+
+def test_what_is_carried_is_cut_into_small_pieces_that_make_the_archive_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(carrying, "PIECE_BYTES", 20_000)
+
+    def fetch(requirements: Any, to: Path) -> None:
+        (to / "numpy-2.0-any.whl").write_bytes(b"n" * 15_000)  # needed by both
+        name = requirements[0].partition(">")[0]
+        (to / f"{name}-1.0-any.whl").write_bytes(name.encode() * 10_000)
+
+    carrying.carry(tmp_path, fetch)
+    pieces = sorted(tmp_path.glob("*.piece"))
+    assert all(piece.stat().st_size <= 20_000 for piece in pieces)
+    assert all(piece.name in capsys.readouterr().out for piece in pieces[:1])
+    held = []
+    for pack in carrying.PACKS:
+        whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces if piece.name.startswith(pack)))
+        with tarfile.open(fileobj=whole) as archive:
+            held += archive.getnames()
+    assert held == ["wheels/numba-1.0-any.whl", "wheels/numpy-2.0-any.whl", "wheels/cuvs-cu13-1.0-any.whl"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".piece"] * len(pieces)
 
 
 def test_only_memory_that_results_come_out_of_is_poisoned(index: GraphIndex) -> None:

@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from benchmarks.common.data import DataSet
 from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.made import random_set
 from benchmarks.gpu_check.report import Outcome
-from benchmarks.gpu_check.setup import Setup, random_set
+from benchmarks.gpu_check.setup import Setup
 from gpu import Engine, GraphIndex, SearchParams, open_engine
 
 _POISON_NODE, _POISON_DISTANCE = -77, np.float32(-1e30)
@@ -16,9 +17,8 @@ _LEAST_RECALL = 0.85
 _TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "int8": 1e-4}  # of distances, against those of the vectors themselves
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """Fresh random vectors in every dtype and metric, then the data of this run. Raises AssertionError."""
-    lines, data = [], {}
     rows, queries = (1000, 60) if setup.small else (5000, 300)
     for number, (metric, dtype, dim) in enumerate(
         (("l2", "float32", 24), ("ip", "float16", 96), ("cosine", "int8", 200), ("l2", "int8", 40))
@@ -29,18 +29,17 @@ def check(setup: Setup) -> Outcome:
         engine = open_engine(setup.device, {"docs": index}, slots=min(64, setup.slots), max_top_m=128)
         found = _checked(engine, index, exact, SearchParams(10, 128, 4))
         engine.close()
-        lines.append((f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}"))
-        lines.append(("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}"))
-        data[f"random-{metric}-{dtype}"] = found
+        outcome.say(f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}")
+        outcome.say("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
+        outcome.data[f"random-{metric}-{dtype}"] = found
     engine = setup.engine(min(256, setup.slots))
     asked = setup.data.queries[: 50 if setup.small else 2000]
     real = DataSet(setup.data.name, setup.data.metric, setup.data.base, asked, setup.data.truth[: len(asked)])
     found = _checked(engine, setup.index, real, setup.params)
     engine.close()
-    lines.append((f"{setup.data.name}: recall@10", f"{found['recall']:.4f}"))
-    lines.append(("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}"))
-    data[setup.data.name] = found
-    return Outcome(lines, data)
+    outcome.say(f"{setup.data.name}: recall@10", f"{found['recall']:.4f}")
+    outcome.say("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
+    outcome.data[setup.data.name] = found
 
 
 def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchParams) -> dict[str, Any]:

@@ -20,7 +20,7 @@ _EPOCH = 1
 _JOIN_S = 30.0
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """Raises AssertionError where an answer differs from that of the same query handed over directly."""
     try:
         from ipc.memory.device import DeviceMemory, HostMemory
@@ -73,13 +73,14 @@ def check(setup: Setup) -> Outcome:
         engine.close()
     same = float(np.mean(np.array(found) == direct))
     assert same == 1.0, f"only {same:.1%} of the ids are those of the queries handed over directly"
-    lines = [
+    outcome.data |= {"write_s": write_s, "take_s": took}
+    for what, value in (
         ("queries from another process, same answers", f"{len(found)} of {len(queries)}"),
         ("client: write vector and ready word, p50", micros(float(np.median(write_s)))),
         ("pool: copy out until it is written, acknowledge, p50", micros(float(np.median(took)))),
         ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
-    ]
-    return Outcome(lines, {"write_s": write_s, "take_s": took})
+    ):
+        outcome.say(what, value)
 
 
 def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:

@@ -21,7 +21,7 @@ _LEASE_MS = 60_000.0
 _ROUNDS = 5
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """Blocks in order, and scattered. Raises AssertionError where a copy is not what was offered."""
     device = torch_device(setup)
     layers, heads, dim = (2, 2, 16) if setup.small else (32, 8, 128)  # of an 8-billion-parameter Llama
@@ -47,8 +47,8 @@ def check(setup: Setup) -> Outcome:
         for name, taken in orders.items():
             for _ in range(_ROUNDS):
                 source.offer(endpoint, 0, json.dumps(taken).encode())
-                outcome = _outcome(source)
-                assert outcome.accepted, f"the hand-over was refused: {outcome.reason}"
+                ended = _outcome(source)
+                assert ended.accepted, f"the hand-over was refused: {ended.reason}"
             assert ours.poll(_LEASE_MS / 1e3), "the other process does not answer"
             found[name] = ours.recv()
         puller.join(_LEASE_MS / 1e3)
@@ -60,15 +60,14 @@ def check(setup: Setup) -> Outcome:
         ours.close()
         source.close()
     megabytes = found["in order"]["bytes"] / 2**20
-    lines = []
+    outcome.data |= found
     for name, took in found.items():
-        lines.append((f"{_TOKENS} tokens, {megabytes:,.0f} MiB, blocks {name}: whole, p50", micros(took["pull_s"])))
-        lines.append(("… of it the host was busy", micros(took["host_s"])))
-        lines.append(("… against a plain copy", f"{took['pull_s'] / took['copy_s']:.2f}×"))
-    lines.append(
-        ("device to device, through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)")
+        outcome.say(f"{_TOKENS} tokens, {megabytes:,.0f} MiB, blocks {name}: whole, p50", micros(took["pull_s"]))
+        outcome.say("… of it the host was busy", micros(took["host_s"]))
+        outcome.say("… against a plain copy", f"{took['pull_s'] / took['copy_s']:.2f}×")
+    outcome.say(
+        "device to device, through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"
     )
-    return Outcome(lines, found)
 
 
 def _fill(memory: Any, shape: tuple[int, ...], device: str) -> None:

@@ -1,6 +1,6 @@
 """Queries a second with all slots busy, and latency by the rate at which queries arrive."""
 
-from typing import Any
+from contextlib import closing
 
 import numpy as np
 
@@ -11,25 +11,23 @@ from benchmarks.gpu_check.setup import Setup
 _SHARES = (0.2, 0.4, 0.6, 0.8, 0.9)
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """Recall stands beside every speed."""
-    engine = setup.engine()
-    count = 80 if setup.small else 20_000
+    count = 80 if setup.small else 100_000
     queries = repeated(setup.data.queries, count)
-    drive(engine, queries[: len(queries) // 10], setup.params)
-    full = drive(engine, queries, setup.params)
-    capacity = full.finished / full.seconds
-    lines = [("all slots busy", f"{rate(capacity)} at recall@10 {recall_of(setup, full):.4f}")]
-    data: dict[str, Any] = {"capacity_per_s": capacity, "rates": []}
-    seconds = 0.2 if setup.small else 4.0
-    for share in _SHARES:
-        offered = share * capacity
-        wanted = max(20, min(int(offered * seconds), len(queries)))
-        found = drive(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
-        lines.append((f"Poisson at {share:.0%} ({rate(offered)})", summary(found)))
-        data["rates"].append({"offered_per_s": offered, **figures(found)})
-    engine.close()
-    return Outcome(lines, data)
+    seconds = 0.2 if setup.small else 2.0
+    with closing(setup.engine()) as engine:
+        drive(engine, queries[: len(queries) // 10], setup.params)
+        full = drive(engine, queries, setup.params)
+        capacity = full.finished / full.seconds
+        outcome.say("all slots busy", f"{rate(capacity)} at recall@10 {recall_of(setup, full):.4f}")
+        outcome.data |= {"capacity_per_s": capacity, "rates": []}
+        for share in _SHARES:
+            offered = share * capacity
+            wanted = max(20, min(int(offered * seconds), len(queries)))
+            found = drive(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
+            outcome.say(f"Poisson at {share:.0%} ({rate(offered)})", summary(found))
+            outcome.data["rates"].append({"offered_per_s": offered, **figures(found)})
 
 
 def repeated(queries: np.ndarray, count: int) -> np.ndarray:

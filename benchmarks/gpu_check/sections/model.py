@@ -16,7 +16,7 @@ _BLOCK, _CONTEXT, _ANSWER = 16, 512, 24
 _TOLERANCE = 1e-3  # of a logit, against the largest
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """A random Llama serves ragged prompts in chunks, several at once. Raises AssertionError where tokens differ."""
     device = torch_device(setup)
     from benchmarks.model.reference import Reference
@@ -40,7 +40,6 @@ def check(setup: Setup) -> Outcome:
         blocks = np.random.default_rng(1).permutation(model.blocks).tolist()
         tables = [blocks[row * each : (row + 1) * each] for row in range(len(prompts))]
         answers, logits = _serve(model, tables, prompts)
-        lines, data = [], {}
         for name, reference in references.items():
             expected = [reference.generate(prompt, _ANSWER) for prompt in prompts]
             theirs = [reference.logits(prompt)[-1].cpu() for prompt in prompts]
@@ -49,16 +48,16 @@ def check(setup: Setup) -> Outcome:
                 for mine, other in zip(logits, theirs, strict=True)
             )
             same = sum(mine == other for mine, other in zip(answers, expected, strict=True))
-            lines.append((f"same greedy tokens as {name}", f"{same} of {len(prompts)} prompts"))
-            lines.append(("… largest difference of a logit, of the largest", f"{far:.1e}"))
-            data[name] = {"same": same, "logits": far}
+            outcome.say(f"same greedy tokens as {name}", f"{same} of {len(prompts)} prompts")
+            outcome.say("… largest difference of a logit, of the largest", f"{far:.1e}")
+            outcome.data[name] = {"same": same, "logits": far}
             assert far < _TOLERANCE, f"a logit is {far:.1e} of the largest away from that of {name}"
             assert same == len(prompts), f"only {same} of {len(prompts)} answers are those of {name}"
         step_s, waits = _step(model, tables, prompts, setup.on_gpu)
-        lines.append((f"decode step of {len(prompts)} rows, p50", micros(step_s)))
+        outcome.say(f"decode step of {len(prompts)} rows, p50", micros(step_s))
         waited = "skipped: no GPU" if waits is None else f"{waits} (1: the logits)"
-        lines.append(("… waits for the device in it", waited))
-    return Outcome(lines, {**data, "step_s": step_s, "waits": waits})
+        outcome.say("… waits for the device in it", waited)
+    outcome.data |= {"step_s": step_s, "waits": waits}
 
 
 def torch_device(setup: Setup) -> str:

@@ -14,29 +14,30 @@ _SECONDS = 40
 _TOOLKIT = "/usr/local/cuda/bin"
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """The small run: alone in a dry run, under each tool on a GPU. A complaint is a line; the other tools go on."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         text = _run([*small, "plain"])
-        return Outcome([("small run", text.splitlines()[-1]), *((tool, "skipped: no GPU") for tool in _TOOLS)])
+        outcome.say("small run", text.splitlines()[-1])
+        for tool in _TOOLS:
+            outcome.say(tool, "skipped: no GPU")
+        return
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=_TOOLKIT)
     if sanitizer is None:
         raise Skipped(f"no compute-sanitizer on the PATH or in {_TOOLKIT}")
-    outcome = Outcome([], {})
     for tool in _TOOLS:
         for form in _FORMS:
             what = f"{tool}, {form}"
             try:
                 text = _run([sanitizer, "--tool", tool, "--error-exitcode", "9", *small, form])
                 found = next((line for line in reversed(text.splitlines()) if "SUMMARY" in line), "no summary")
-                outcome.lines.append((what, found.strip("= ")))
+                outcome.say(what, found.strip("= "))
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 text = str(error)
-                outcome.lines.append((what, f"FAILED: {text.splitlines()[0]}"))
+                outcome.say(what, f"FAILED: {text.splitlines()[0]}")
                 outcome.failed = True
             outcome.data[what] = text[-4000:]
-    return outcome
 
 
 def _run(command: list[str]) -> str:

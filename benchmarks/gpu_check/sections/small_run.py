@@ -6,7 +6,7 @@ python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused
 import sys
 
 from benchmarks.gpu_check.drive import drive
-from benchmarks.gpu_check.setup import random_set
+from benchmarks.gpu_check.made import random_set
 from gpu import Engine, GraphIndex, SearchParams, open_engine
 
 

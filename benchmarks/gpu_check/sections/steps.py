@@ -1,11 +1,12 @@
-"""What a step costs: by bucket, by form of launch, beside a plain copy; and how much of it is the host's."""
+"""What a step costs: by bucket, by form of launch, and how much of it is the host's."""
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.drive import drive
+from benchmarks.gpu_check.drive import Driven, drive
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 from gpu.backends import copy_bytes_s
@@ -14,48 +15,49 @@ from gpu.roofline import measure_extends, search_roofline
 _LAUNCH = 16  # extends a launch, in the forms that do several
 
 
-def check(setup: Setup) -> Outcome:
+def check(setup: Setup, outcome: Outcome) -> None:
     """Extend times, the bandwidth that they use, the host's part, and launches of several extends."""
     copy = copy_bytes_s(setup.device)
-    engine = setup.engine()
-    times = measure_extends(engine, "docs", setup.index, setup.params)
-    roofline = search_roofline(setup.device_name, copy, times)
-    lines = [("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")]
-    for one in times:
-        used = one.nbytes / one.seconds / (2 * copy)
-        what = f"{micros(one.seconds)}, {used:.1%} of the copy if every edge's vector is read"
-        lines.append((f"extend of {one.active} slots", what))
-    curve = roofline.saturation
-    lines.append(("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}"))
-    data: dict[str, Any] = {"roofline": asdict(roofline), "forms": {}}
+    outcome.say("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
-    shipped = drive(engine, queries, setup.params)
-    engine.close()
+    with closing(setup.engine()) as engine:
+        times = measure_extends(engine, "docs", setup.index, setup.params)
+        for one in times:
+            used = one.nbytes / one.seconds / (2 * copy)
+            what = f"{micros(one.seconds)}, {used:.1%} of the copy if every edge's vector is read"
+            outcome.say(f"extend of {one.active} slots", what)
+        roofline = search_roofline(setup.device_name, copy, times)
+        outcome.data |= {"roofline": asdict(roofline), "forms": {}}
+        shipped = drive(engine, queries, setup.params)
+    curve = roofline.saturation
+    outcome.say("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}")
     step_s, query_s = shipped.host_s / shipped.steps, shipped.host_s / shipped.finished
-    host = ("host time a step, all slots in use", step_s), ("… a query", query_s)
-    lines += [(what, micros(seconds) if setup.on_gpu else "skipped: no GPU") for what, seconds in host]
-    data["forms"]["shipped"] = _form(shipped)
+    for what, seconds in (("host time a step, all slots in use", step_s), ("… a query", query_s)):
+        outcome.say(what, micros(seconds) if setup.on_gpu else "skipped: no GPU")
+    outcome.data["forms"]["shipped"] = _form(shipped)
     for form, limit in (("plain", 1), ("loop", _LAUNCH), ("fused", _LAUNCH)):
         what = f"{limit} extends a launch, {form}"
         if not setup.on_gpu:
-            lines.append((what, "skipped: no GPU"))
+            outcome.say(what, "skipped: no GPU")
             continue
-        tuned = setup.cuda_engine(extends_per_launch=limit, form=form)
-        made, refused = sorted(set(tuned.forms.values())), tuned.refused
-        found = drive(tuned, queries, setup.params)
-        single = setup.cuda_engine(1, extends_per_launch=limit, form=form)
-        alone = drive(single, queries[:50], setup.params)
-        single.close()
-        tuned.close()
+        with closing(setup.cuda_engine(extends_per_launch=limit, form=form)) as tuned:
+            made, refused = sorted(set(tuned.forms.values())), tuned.refused
+            found = drive(tuned, queries, setup.params)
+        with closing(setup.cuda_engine(1, extends_per_launch=limit, form=form)) as single:
+            alone = drive(single, queries[:50], setup.params)
         same = float(np.mean(found.ids == shipped.ids))
         what += "" if made == [form] else f" (the device gave {', '.join(made)}: {refused})"
-        lines.append((what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped"))
-        lines.append((f"… one query at a time, {form}, p50", micros(alone.percentile(0.5))))
-        data["forms"][form] = {**_form(found), "made": made, "alone_p50_s": alone.percentile(0.5), "same_ids": same}
-    return Outcome(lines, data)
+        outcome.say(what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
+        outcome.say(f"… one query at a time, {form}, p50", micros(float(np.median(np.diff(_ends(alone))))))
+        outcome.data["forms"][form] = {**_form(found), "made": made, "same_ids": same}
 
 
-def _form(found: Any) -> dict[str, float]:
+def _ends(found: Driven) -> Any:
+    """When queries of a single slot were done, one after the other; all had arrived at the start."""
+    return np.sort(found.latency_s[np.isfinite(found.latency_s)])
+
+
+def _form(found: Driven) -> dict[str, float]:
     return {
         "queries_per_s": found.finished / found.seconds,
         "steps": found.steps,

@@ -1,0 +1,63 @@
+"""What a machine with torch and CuPy lacks for the check, in pieces that are small enough to be sent one by one.
+
+Such a machine may have no way to a package registry. The wheels are fetched here, packed into one archive for the check
+and one for cuVS, without which its comparison is left out, and cut into pieces.
+"""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PIECE_BYTES = 60_000_000
+PACKS = {
+    "check": ("numba", "cuda-bindings>=13", "cuda-core>=1", "nvidia-cuda-nvrtc>=13", "pyzmq>=26", "msgspec>=0.19"),
+    "cuvs": ("cuvs-cu13>=26.2",),
+}
+"""What is fetched, with all that it needs, by the name of the archive."""
+
+Fetch = Callable[[Sequence[str], Path], None]
+
+
+def fetch(requirements: Sequence[str], to: Path) -> None:
+    """Wheels of the requirements, and of what these need, for this Python and machine. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(to)]
+    subprocess.run([*command, *requirements], check=True)
+
+
+def carry(directory: Path, fetch: Fetch = fetch) -> None:
+    """Write the pieces of each pack to a directory, and print what they hold and how they are put together again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held: set[str] = set()
+    for pack, requirements in PACKS.items():
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            wheels = Path(folder) / "wheels"
+            wheels.mkdir()
+            fetch(requirements, wheels)
+            own = [wheel for wheel in sorted(wheels.iterdir()) if wheel.name not in held]
+            held |= {wheel.name for wheel in own}
+            archive = Path(folder) / "pack.tar"
+            with tarfile.open(archive, "w") as tar:
+                for wheel in own:
+                    tar.add(wheel, f"wheels/{wheel.name}")
+            pieces = cut(archive, directory, pack)
+        for piece in pieces:
+            print(f"{piece}  {piece.stat().st_size / 1e6:.1f} MB")
+        print(f"  {', '.join(wheel.name.partition('-')[0] for wheel in own)}")
+    print("there, in the checkout's directory, with the pieces beside it:")
+    print(f"  cat {' '.join(f'{pack}-*.piece | tar x; cat' for pack in PACKS).removesuffix('; cat')}")
+    print("  python -m pip install --no-index --find-links wheels numba cuda-bindings cuda-core nvidia-cuda-nvrtc \\")
+    print("      pyzmq msgspec cuvs-cu13   # cuvs-cu13 only with its pieces")
+    print("  python -m benchmarks.gpu_check")
+
+
+def cut(archive: Path, directory: Path, name: str) -> list[Path]:
+    """A file as NAME-00.piece, NAME-01.piece …, which in this order are the file."""
+    pieces: list[Path] = []
+    with archive.open("rb") as file:
+        while part := file.read(PIECE_BYTES):
+            pieces.append(directory / f"{name}-{len(pieces):02}.piece")
+            pieces[-1].write_bytes(part)
+    return pieces

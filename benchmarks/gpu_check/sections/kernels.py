@@ -1,0 +1,70 @@
+"""What each kernel takes, by CUDA events, and the bytes a second of the rows that were really read."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.gpu_check.report import Outcome, micros
+from benchmarks.gpu_check.setup import Setup
+from gpu.backends import copy_bytes_s
+from gpu.roofline import typical_queries
+
+if TYPE_CHECKING:
+    from gpu.cuda.stage_times import StageTimes
+
+_EXTENDS, _ROUNDS = 4, 5
+_FUSED_SLOTS = 128
+
+
+def check(setup: Setup, outcome: Outcome) -> None:
+    """Full batches in three kernels, and smaller ones in one."""
+    cases = ((setup.slots, False), (_FUSED_SLOTS, True), (1, True))
+    if not setup.on_gpu:
+        for slots, fused in cases:
+            outcome.say(f"{slots} slots, {'one kernel' if fused else 'each kernel'}", "skipped: no GPU")
+        return
+    copy = copy_bytes_s(setup.device)
+    row_bytes = int(setup.index.data.rows.codes.strides[0])
+    outcome.data |= {"copy_bytes_s": 2 * copy, "row_bytes": row_bytes, "stages": {}}
+    for slots, fused in cases:
+        found = _measure(setup, slots, fused)
+        outcome.data["stages"][f"{slots}, {'fused' if fused else 'plain'}"] = tell(outcome, slots, found)
+        if not fused:
+            bytes_s = distance_bytes_s(found, row_bytes)
+            outcome.say("… rows read", f"{bytes_s / 1e9:,.0f} GB/s, {bytes_s / (2 * copy):.1%} of the copy")
+            outcome.data["distance_bytes_s"] = bytes_s
+
+
+def tell(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> list[dict[str, Any]]:
+    """Lines of each kernel's median; all of it for the file."""
+    for name in found[0].seconds:
+        outcome.say(f"{slots} slots, {name}, p50", micros(float(np.median([one.seconds[name] for one in found]))))
+    if rows := float(np.median([one.rows for one in found])):
+        outcome.say("… rows compared in an extend, p50", f"{rows:,.0f}")
+    return [{"seconds": one.seconds, "slots": one.slots, "rows": one.rows} for one in found]
+
+
+def distance_bytes_s(found: Sequence["StageTimes"], row_bytes: int) -> float:
+    """Bytes of rows a second while their distances are computed, over all extends."""
+    seconds = sum(taken for one in found for name, taken in one.seconds.items() if name.startswith("compute_distances"))
+    return sum(one.rows for one in found) * row_bytes / seconds
+
+
+def _measure(setup: Setup, slots: int, fused: bool) -> list["StageTimes"]:
+    """Extends that advance all slots; none of the first round's, which warms up."""
+    with closing(setup.cuda_engine(slots)) as engine:
+        queries = typical_queries(setup.index, slots * (_ROUNDS + 1))
+        found: list[StageTimes] = []
+        for number in range(_ROUNDS + 1):
+            asked = queries[number * slots : (number + 1) * slots]
+            held = [engine.admit(query, setup.params, "docs") for query in asked]
+            engine.extend()  # the first one takes up the seeds
+            times = [engine.time_stages(fused) for _ in range(_EXTENDS)]
+            found += [one for one in times if number and one.slots == slots]
+            for slot in held:
+                engine.release(slot)
+    if not found:
+        raise AssertionError("no extend advanced all slots: the queries end too soon to be measured")
+    return found

@@ -1,0 +1,114 @@
+"""How the check asks cuVS: with arrays of the device, one set of resources, and its persistent kernel.
+
+The fakes have the documented signatures of cuVS 26 and of CuPy, and refuse arrays of the host.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.common.data import nearest
+from benchmarks.gpu_check.made import random_set
+from benchmarks.gpu_check.report import Outcome
+from benchmarks.gpu_check.sections import peers
+from benchmarks.gpu_check.sections.peers import Peer
+from gpu import GraphIndex
+
+
+class OnDevice(np.ndarray):
+    """An array of the device."""
+
+
+def on_device(*arrays: Any) -> bool:
+    return all(isinstance(array, OnDevice) for array in arrays)
+
+
+class FakeCuvs:
+    """`cuvs.neighbors.cagra` and `cuvs.common.Resources`; what was asked stands in `asked`."""
+
+    def __init__(self, persistent: bool) -> None:
+        self.persistent = persistent
+        self.asked: list[dict[str, Any]] = []
+        self.pending: set[int] = set()
+        outer = self
+
+        class Resources:
+            def sync(self) -> None:
+                outer.pending.discard(id(self))
+
+        class SearchParams:
+            def __init__(
+                self, *, itopk_size: int = 64, algo: str = "auto", persistent: bool = False,
+                persistent_lifetime: float | None = None,
+            ) -> None:  # fmt: skip
+                self.__dict__ |= {"itopk_size": itopk_size, "algo": algo, "persistent": persistent}
+
+        self.Resources, self.SearchParams = Resources, SearchParams
+
+    def from_graph(self, graph: Any, dataset: Any, metric: str = "sqeuclidean", resources: Any = None) -> Any:
+        assert on_device(graph, dataset)
+        assert (graph.dtype, dataset.dtype) == (np.uint32, np.float16)
+        self.pending.add(id(resources))
+        return dataset
+
+    def search(
+        self, params: Any, index: Any, queries: Any, k: int, neighbors: Any = None, distances: Any = None,
+        resources: Any = None, filter: Any = None,
+    ) -> None:  # fmt: skip
+        assert on_device(queries, neighbors, distances)
+        if params.persistent and not self.persistent:
+            raise RuntimeError("not supported here")
+        neighbors[:] = nearest(np.asarray(index, np.float32), np.asarray(queries, np.float32), k)
+        self.pending.add(id(resources))
+        self.asked.append(dict(vars(params), resources=id(resources), into=neighbors.ctypes.data))
+
+
+@pytest.fixture(params=[True, False], ids=["with its persistent kernel", "without"])
+def cuvs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuvs:
+    fake = FakeCuvs(request.param)
+    cupy = SimpleNamespace(
+        asarray=lambda array: array.view(OnDevice),
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(OnDevice),
+        asnumpy=lambda array: np.array(array),
+    )
+    package = ModuleType("cuvs")
+    package.__version__ = "26.2"  # type: ignore[attr-defined]
+    modules = {"cupy": cupy, "cuvs": package, "cuvs.neighbors": ModuleType("cuvs.neighbors"), "rmm": None}
+    for name, module in {**modules, "cuvs.neighbors.cagra": fake, "cuvs.common": fake}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+@pytest.fixture
+def setup() -> Any:
+    data = random_set(300, 16, 20, seed=0)
+    index = GraphIndex.build(data.base, metric="l2", dtype="float16", degree=8)
+    return SimpleNamespace(data=data, index=index)
+
+
+def test_searches_use_the_same_resources_and_results_again_and_have_ended_when_they_return(
+    cuvs: FakeCuvs, setup: Any
+) -> None:
+    peer = Peer(setup)
+    asked = peer.put(setup.data.queries)
+    for _ in range(3):
+        found = peer.search(asked, 10, 64)
+        assert cuvs.pending == set()
+    assert setup.data.recall(peer.ids(found)) > 0.99
+    assert len({(one["resources"], one["into"]) for one in cuvs.asked}) == 1
+
+
+def test_one_query_is_asked_in_both_ways_and_the_better_counts(cuvs: FakeCuvs, setup: Any) -> None:
+    outcome = Outcome()
+    found = peers.one_query(Peer(setup), setup.data.queries, 48, outcome)
+    assert set(found) == ({"a call", "its persistent kernel"} if cuvs.persistent else {"a call"})
+    assert cuvs.asked[0] == {**cuvs.asked[0], "itopk_size": 48, "algo": "auto", "persistent": False}
+    told = dict(outcome.lines)["one query alone, p50, cuVS, its persistent kernel"]
+    if cuvs.persistent:
+        assert cuvs.asked[-1] == {**cuvs.asked[-1], "algo": "single_cta", "persistent": True}
+        assert told.endswith("µs")
+    else:
+        assert told == "not possible: not supported here"
