@@ -126,7 +126,7 @@ def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
     numa = "–" if gpu is None else "unknown" if worker.numa_node is None else str(worker.numa_node)
     spins = "–" if worker.role != "pool" else "yes" if worker.spin else "no"
     return (
-        worker.name,
+        f"{worker.name} beside {worker.beside}" if worker.beside else worker.name,
         worker.device if gpu is None else gpu.index,
         "–" if gpu is None else gpu.uuid,
         "–" if gpu is None else gpu.pci_bus,

@@ -80,7 +80,7 @@ def _policy_bench(options: Namespace, **more: Any) -> bench.Bench:
 
 
 def placements(options: Namespace) -> Found:
-    """The best split of eight GPUs for each place of the index: in a pool of its own, on prefill's GPUs, on all."""
+    """The best split of eight GPUs for each place of the index: a pool of its own, on GPUs of prefill, decode, both."""
     found = list(bench.placements(_policy_bench(options)))
     rows = [
         (
@@ -89,7 +89,7 @@ def placements(options: Namespace) -> Found:
         )
         for row in found
     ]
-    head = ("cost of a search", "pool of its own, requests/s", "with prefill", "coupled")
+    head = ("cost of a search", "pool of its own, requests/s", "with prefill", "with decode", "coupled")
 
     def draw(path: Path) -> None:
         with plot(path, 1) as (axes,):

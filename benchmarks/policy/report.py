@@ -131,7 +131,8 @@ def _placements(report: Report) -> Iterator[str]:
         ]
         others = max(plan.rate for plan in row.best[1:])
         rows.append([row.trace, f"×{row.cost}", *cells, _ratio(row.best[0].rate, others)])
-    yield from table(("trace", "search", "pool of its own", "with prefill", "coupled", "own / best other"), rows)
+    head = ("trace", "search", "pool of its own", "with prefill", "with decode", "coupled", "own / best other")
+    yield from table(head, rows)
 
 
 def _range(values: list[int]) -> str:
@@ -174,9 +175,9 @@ def draw_plans(report: Report, path: Path) -> None:
     with plot(path, len(traces)) as panels:
         for axes, trace in zip(panels, traces, strict=True):
             rows = [row for row in report.placements if row.trace == trace]
-            for i, name in enumerate(("pool of its own", "with prefill", "coupled")):
-                at = [number + (i - 1) * 0.27 for number in range(len(rows))]
-                axes.bar(at, [row.best[i].rate for row in rows], 0.25, label=name)
+            for i, name in enumerate(("pool of its own", "with prefill", "with decode", "coupled")):
+                at = [number + (i - 1.5) * 0.21 for number in range(len(rows))]
+                axes.bar(at, [row.best[i].rate for row in rows], 0.2, label=name)
             axes.set_xticks(range(len(rows)), [f"×{row.cost}" for row in rows])
             axes.set_title(trace)
             axes.set_xlabel("cost of a search")

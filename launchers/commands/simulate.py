@@ -3,13 +3,15 @@
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from runtime.node.config import PoolPlacement
 from runtime.simulator.traces import MAX_REQUESTS
 
 if TYPE_CHECKING:
@@ -22,8 +24,8 @@ def simulate_node(
     trace: Annotated[Path, typer.Option(help="Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
     policy: Annotated[str, typer.Option(help="configured, adaptive, fixed:r, paper, fifo, static …")] = "configured",
     placement: Annotated[
-        Literal["pool", "with-prefill", "coupled"], typer.Option(help="Where the index lies.")
-    ] = "pool",
+        PoolPlacement | None, typer.Option(help="Where the pool is.", show_default="as the file's \\[pool]")
+    ] = None,
     rate: Annotated[float, typer.Option(help="Requests/s to stretch the trace's time to; 0: as it is.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Requests of the trace to take.", min=2)] = MAX_REQUESTS,
     times: Annotated[Path | None, typer.Option(help="Service times (.json); else those of an H100.")] = None,
@@ -54,6 +56,8 @@ def simulate_node(
     from runtime.simulator.workload import Slos, Workload
 
     settings = load_config(config)
+    if placement is not None:
+        settings = replace(settings, pool=replace(settings.pool, placement=placement))
     setup = Setup(
         config=settings,
         times=ServiceTimes() if times is None else ServiceTimes.load(times),
@@ -62,7 +66,6 @@ def simulate_node(
             ttft_s=settings.slo.ttft_s if ttft is None else ttft, tpot_s=settings.slo.tpot_s if tpot is None else tpot
         ),
         policy=PolicyChoice.parse(policy),
-        placement=placement,
         seed=seed,
     )
     arrivals = load_trace(trace, limit)
@@ -119,7 +122,7 @@ def calibrate_machine(
 
 
 def _result_table(result: "Result") -> Table:
-    table = Table(title=f"{result.policy}, index {result.placement}, {result.sent_per_s:.2f} requests/s sent")
+    table = Table(title=f"{result.policy}, pool {result.placement}, {result.sent_per_s:.2f} requests/s sent")
     for name in ("", "met SLO", "p50", "p90", "p99"):
         table.add_column(name, justify="right" if name else "left")
     for name, share, spread in (
@@ -145,14 +148,7 @@ def _plans_table(found: "list[Plan]") -> Table:
         table.add_column(name, justify="left" if name in ("placement", "busiest") else "right")
     for plan in found:
         table.add_row(
-            _NAMES[plan.placement], str(plan.prefill), str(plan.decode), str(plan.pool), str(plan.decode_slots),
+            plan.placement, str(plan.prefill), str(plan.decode), str(plan.pool), str(plan.decode_slots),
             plan.busiest, f"{plan.capacity:.2f}", f"{plan.rate:.2f}",
         )  # fmt: skip
     return table
-
-
-_NAMES = {
-    "pool": "own GPUs",
-    "with-prefill": "with prefill",
-    "coupled": "coupled",
-}

@@ -281,12 +281,14 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
 
 def _files(config: NodeConfig, machine: Machine) -> Finding:
     try:
-        preflight.check(lay_out(config, machine), machine=machine)
+        plan = lay_out(config, machine)
+        preflight.check(plan, machine=machine)
     except TrinityError as error:
         return Finding(
             "error", "model, index and placement", error.message, "mend the configuration or the files named"
         )
-    return Finding("ok", "model, index and placement", "all there, and they fit")
+    near = "".join(f"; {pool.name} beside {pool.beside}" for pool in plan.of_role("pool") if pool.beside)
+    return Finding("ok", "model, index and placement", f"all there, and they fit{near}")
 
 
 def _limit(value: int) -> str:

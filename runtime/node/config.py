@@ -16,7 +16,8 @@ from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
-Workers = Annotated[int, Meta(ge=0, le=8)]
+MOST_WORKERS = 8
+Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
@@ -175,8 +176,15 @@ Doorbell = Literal["eventfd", "zeromq"]
 """As `ipc` names them; it is not imported here."""
 
 
+PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
+
+
 class PoolSection(Placed, frozen=True):
     """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
+
+    `placement`: "own" is where `devices` says. Else there is one beside each prefill worker, each decode worker, or
+    each of both ("coupled"), on its GPU, or on its cores, and `workers` and `devices` are left out. A worker asks the
+    pool beside it first, and another while that is down, slow or crowded; who has none asks all in turn.
 
     `slots` queries are active at most; "auto": the fewest with which an extend wastes no more than a tenth, measured at
     start (few on a CPU, hundreds on a GPU). The engine has as many again for paused queries. `policy` is what decides
@@ -190,6 +198,7 @@ class PoolSection(Placed, frozen=True):
     sleep, "eventfd" or, about 100 µs slower, "zeromq", which needs no descriptors handed from process to process.
     """
 
+    placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"
     extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1

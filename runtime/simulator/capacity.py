@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ipc import Stage
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.traces import Arrival
@@ -41,10 +42,12 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
         "pool": (ask + probing) / max(config.pool.workers, 1),
         "link": times.copy_s(round(prompt)) / config.decode.workers,
     }
-    if setup.placement == "with-prefill":
-        found["pool"] = (ask + probing) * times.extend_shared / config.prefill.workers
-        found["prefill"] += (ask + probing) / config.prefill.workers
-    elif setup.placement == "coupled":
+    if (placement := limits.placement) in ("with-prefill", "with-decode"):
+        role: Stage = "prefill" if placement == "with-prefill" else "decode"
+        workers = getattr(config, role).workers
+        found["pool"] = (ask + probing) * times.extend_shared / workers
+        found[role] += (ask + probing) / workers
+    elif placement == "coupled":
         found["pool"] = max(ask / config.prefill.workers, probing / config.decode.workers) * times.extend_shared
         found["prefill"] += ask / config.prefill.workers
         found["decode"] += probing / config.decode.workers

@@ -82,24 +82,26 @@ class Simulation:
                 prefill=replace(config.prefill, workers=both),
                 decode=replace(config.decode, workers=both),
             )
-        shares = setup.placement != "pool"
-        slowdown = setup.times.extend_shared if shares else 1.0
-        prefill_gpus = [Gpu(slowdown) for _ in range(config.prefill.workers)]
-        decode_gpus = [Gpu(slowdown if setup.placement == "coupled" else 1.0) for _ in range(config.decode.workers)]
-        with_pool = prefill_gpus + decode_gpus * (setup.placement == "coupled")
-        if not shares:
+        near = {role: config.pool.placement in (f"with-{role}", "coupled") for role in ("prefill", "decode")}
+        slowdown = setup.times.extend_shared
+        prefill_gpus = [Gpu(slowdown if near["prefill"] else 1.0) for _ in range(config.prefill.workers)]
+        decode_gpus = [Gpu(slowdown if near["decode"] else 1.0) for _ in range(config.decode.workers)]
+        with_pool = prefill_gpus * near["prefill"] + decode_gpus * near["decode"]
+        if config.pool.placement == "own":
             with_pool = [Gpu() for _ in range(config.pool.workers)]
         rules = setup.policy.rules(config, slots_of(config.pool, setup.times))
         self._pools = Pools(
             self.events, setup.times, config.pool, [(rules, gpu) for gpu in with_pool or [Gpu()]], Random(setup.seed)
         )
         self.pools = self._pools.pools
-        everyone = self._pools.group(range(len(prefill_gpus) if shares else len(self.pools)))
-        coupled = setup.placement == "coupled"
-        groups = [self._pools.group([len(prefill_gpus) + i]) if coupled else everyone for i in range(len(decode_gpus))]
+        everyone = self._pools.group(range(len(self.pools)))
+        beside = iter(range(len(with_pool)))  # a worker asks the pool beside it
+        prefill_pools = [self._pools.group([next(beside)]) if near["prefill"] else everyone for _ in prefill_gpus]
+        decode_pools = [self._pools.group([next(beside)]) if near["decode"] else everyone for _ in decode_gpus]
         batches = Batches(
             self.events, setup.times, config.decode, setup.workload, self._pools,
-            [(gpu, groups[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)], self._most_steps,
+            [(gpu, decode_pools[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)],
+            self._most_steps,
         )  # fmt: skip
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
@@ -111,10 +113,9 @@ class Simulation:
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
         for i, gpu in enumerate(prefill_gpus):
-            pools = self._pools.group([i]) if coupled else everyone
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                self._asker(pools), self._offer, self._roles.report, self._fail,
+                self._asker(prefill_pools[i]), self._offer, self._roles.report, self._fail,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill

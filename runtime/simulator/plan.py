@@ -9,12 +9,13 @@ import msgspec
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
+from runtime.node.config import PoolPlacement
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
-from runtime.simulator.setup import PlacementKind, Setup
+from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival, at_rate
 
-PLACEMENTS: tuple[PlacementKind, ...] = ("pool", "with-prefill", "coupled")
+PLACEMENTS: tuple[PoolPlacement, ...] = ("own", "with-prefill", "with-decode", "coupled")
 _MEMORY_IN_USE = 0.9  # of a GPU's memory may be planned; activations and the like have the rest
 _TRIED = 3  # splits of each placement that are simulated
 _ROUNDS = 6  # of bisection: the greatest rate is found to within 2% of the capacity
@@ -23,7 +24,7 @@ _ROUNDS = 6  # of bisection: the greatest rate is found to within 2% of the capa
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A split and what it can do. `rate` is the greatest at which `share` of the sent requests met both SLOs."""
 
-    placement: PlacementKind
+    placement: PoolPlacement
     prefill: int
     decode: int
     pool: int
@@ -54,7 +55,7 @@ def plans(
                     placement=placement,
                     prefill=config.prefill.workers,
                     decode=config.decode.workers,
-                    pool=config.pool.workers if placement == "pool" else 0,
+                    pool=config.pool.workers,
                     decode_slots=config.decode.slots,
                     capacity=1 / max(needs.values()),
                     busiest=max(needs, key=lambda name: needs[name]),
@@ -81,20 +82,20 @@ def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes
     return low
 
 
-def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PlacementKind, gpus: int) -> Iterator[Setup]:
+def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PoolPlacement, gpus: int) -> Iterator[Setup]:
     config = setup.config
-    slots = fitting_slots(setup, arrivals, index_there=placement == "coupled")
+    slots = fitting_slots(setup, arrivals, index_there=placement in ("with-decode", "coupled"))
     if not slots:
         return
-    for pool in range(1, gpus - 1) if placement == "pool" else (0,):
+    for pool in range(1, gpus - 1) if placement == "own" else (0,):
         for prefill in range(1, gpus - pool):
             split = replace(
                 config,
                 prefill=replace(config.prefill, workers=prefill),
                 decode=replace(config.decode, workers=gpus - pool - prefill, slots=slots),
-                pool=replace(config.pool, workers=pool),
+                pool=replace(config.pool, workers=pool, placement=placement),
             )
-            yield replace(setup, config=split, placement=placement)
+            yield replace(setup, config=split)
 
 
 def fitting_slots(setup: Setup, arrivals: Sequence[Arrival], index_there: bool) -> int:

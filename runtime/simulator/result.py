@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         sent_per_s = sent / max(arrivals[-1].at_s, 1e-9) if arrivals else 0.0
         return cls(
             policy=str(setup.policy),
-            placement=setup.placement,
+            placement=setup.config.pool.placement,
             seed=setup.seed,
             sent=sent,
             sent_per_s=sent_per_s,

@@ -1,16 +1,11 @@
 """What a run of the simulator is told."""
 
-from typing import Literal
-
 import msgspec
 
 from runtime.node.config import NodeConfig
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Slos, Workload
-
-PlacementKind = Literal["pool", "with-prefill", "coupled"]
-"""Where the index lies: on GPUs of its own, on every prefill GPU for all, or on every GPU for its own worker alone."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +16,5 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload = Workload()
     slos: Slos = Slos()
     policy: PolicyChoice = PolicyChoice("configured")
-    placement: PlacementKind = "pool"
     seed: int = 0
     sample_s: float = 1.0

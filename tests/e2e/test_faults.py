@@ -139,6 +139,28 @@ def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> No
     assert len(answer["passages"]) == 3
 
 
+def test_a_pool_beside_each_worker_has_that_ones_queries_and_another_has_them_while_it_is_down(
+    node: Node, start_node: StartNode
+) -> None:
+    coupled = start_node(more='\n[pool]\nplacement = "coupled"\n')
+    bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
+    answers = [answer_of(node, body) for body in bodies]
+
+    def queries(pool: str, stage: str) -> float:
+        return coupled.metric("trinity_pool_queries_total", worker=pool, stage=stage)
+
+    before = queries("pool-1", "prefill")  # what the frontend asks goes to each in turn
+    assert [answer_of(coupled, body) for body in bodies] == answers
+    assert queries("pool-0", "prefill") >= 4
+    assert queries("pool-1", "decode") >= 4
+    assert (queries("pool-0", "decode"), queries("pool-1", "prefill")) == (0, before)
+    coupled.kill("pool-0")
+    assert answer_of(coupled, bodies[0]) == answers[0]
+    assert queries("pool-1", "prefill") > before
+    coupled.wait_ready()
+    assert coupled.stop() == 0
+
+
 def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: Node) -> None:
     ended = threading.Event()
 

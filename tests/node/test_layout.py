@@ -2,7 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -151,6 +153,95 @@ def test_the_whole_eight_gpu_layout_can_be_simulated(tmp_path: Path) -> None:
     assert placed["prefill-0"] == "SIM-0"
     assert placed["pool-1"] == "SIM-7"
     assert all(worker.device == "cpu" and worker.visible_devices == "" for worker in plan.workers)
+
+
+def near(tmp_path: Path, placement: str, **more: Any) -> NodeConfig:
+    """One prefill and two decode workers, each on a GPU of its own."""
+    tables = {
+        "model": {"name": "m"},
+        "prefill": {"devices": ["cuda:0"]},
+        "decode": {"workers": 2, "devices": ["cuda:1", "cuda:2"]},
+        "collections": [{"name": "docs", "path": str(tmp_path)}],
+    }
+    return parse_config(tables | {"pool": {"placement": placement}} | more)
+
+
+@pytest.mark.parametrize(
+    ("placement", "beside"),
+    [
+        ("with-prefill", {"pool-0": "prefill-0"}),
+        ("with-decode", {"pool-0": "decode-0", "pool-1": "decode-1"}),
+        ("coupled", {"pool-0": "prefill-0", "pool-1": "decode-0", "pool-2": "decode-1"}),
+    ],
+)
+@pytest.mark.parametrize("here", [machine(), Machine.with_simulated_gpus(3)])
+def test_a_pool_beside_a_worker_is_on_its_gpu_and_on_cores_of_its_own(
+    tmp_path: Path, placement: str, beside: dict[str, str], here: Machine
+) -> None:
+    plan = lay_out(near(tmp_path, placement), here)
+    workers = {worker.name: worker for worker in plan.workers}
+    assert {name: worker.beside for name, worker in workers.items() if worker.role == "pool"} == beside
+    for number, (pool, worker) in enumerate(beside.items()):
+        assert workers[pool].gpu == workers[worker].gpu != ""
+        assert not set(workers[pool].cores) & set(workers[worker].cores)
+        assert plan.near_pools(worker) == (number,)
+    assert plan.near_pools("frontend-0") == ()
+    assert plan.config.pool.workers == len(beside)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=NodePlan) == plan  # as workers are told of it
+    with open("/dev/null", "w") as null:
+        console = Console(width=160, record=True, file=null, force_terminal=True, color_system=None)
+        show_placement(plan, here, {}, console)
+    assert all(f"{pool} beside {worker}" in console.export_text(clear=False) for pool, worker in beside.items())
+
+
+def test_on_a_processor_a_pool_beside_a_worker_shares_its_cores_and_does_not_spin(tmp_path: Path) -> None:
+    core = Machine.read().cores[0]
+    on_cpu = {"prefill": {"cores": [[core]]}, "decode": {"workers": 2, "cores": [[core]]}}
+    plan = lay_out(near(tmp_path, "coupled", **on_cpu), Machine.read())
+    assert [(pool.cores, pool.spin) for pool in pools(plan)] == [((core,), False)] * 3
+
+
+def test_a_pool_and_the_model_beside_it_must_fit_together(tmp_path: Path) -> None:
+    plan = lay_out(near(tmp_path, "with-prefill"), machine())
+    with open("/dev/null", "w") as null:
+        console = Console(width=160, file=null, force_terminal=True)
+        assert not show_placement(plan, machine(), {"pool-0": 40 * GIB, "prefill-0": 40 * GIB}, console)
+        assert show_placement(plan, machine(), {"pool-0": 40 * GIB, "decode-0": 40 * GIB}, console)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"pool": {"placement": "coupled", "workers": 2}},
+            'pool.workers = 2 with pool.placement = "coupled", which makes it 3 (one beside each prefill and decode '
+            "worker): leave it out",
+        ),
+        (
+            {"pool": {"placement": "with-decode", "devices": ["cuda:7"]}},
+            'pool.devices = ["cuda:7"] with pool.placement = "with-decode", which makes it ["cuda:1","cuda:2"]',
+        ),
+        (
+            {"decode": {"workers": 8, "devices": ["cuda:1"]}},
+            'pool.placement = "coupled": 9 pool workers, one beside each prefill and decode worker, and a node has at '
+            "most 8",
+        ),
+        ({"decode": {"workers": 2, "devices": ["cuda:1"] * 3}}, "decode.devices has 3 entries for decode.workers = 2"),
+        ({"model": {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}}, "only prefill and decode"),
+        ({"collections": [{"name": "docs", "path": "/", "shards": 3}]}, "holds whole collections, and 'docs' has 3"),
+        ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is none of this machine's GPUs"),
+    ],
+)
+def test_a_pool_that_cannot_stand_beside_its_workers_is_refused(
+    tmp_path: Path, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lay_out(near(tmp_path, "coupled", **more), machine())
+    assert says in caught.value.message
+
+
+def test_without_anything_to_search_there_is_no_pool_beside_anybody(tmp_path: Path) -> None:
+    assert not pools(lay_out(near(tmp_path, "coupled", collections=[]), machine()))
 
 
 @pytest.mark.parametrize("count", [0, 9])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gpu import GraphIndex
 from ipc import AttachTimeout
@@ -45,6 +46,24 @@ def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
         assert min(result.extends, result.search_ns) > 0
         assert result.wait_ns >= 0
     assert [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools] == [len(queries) / 2] * 2
+
+
+def test_who_has_a_pool_beside_it_asks_that_and_another_when_it_is_down(
+    two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
+) -> None:
+    plan, pools = two
+    first, second, *rest = plan.workers
+    client = attached(make_client(replace(plan, workers=(first, replace(second, beside="test"), *rest))))
+    for query in queries[:10]:
+        client.search(query, 4)
+    asked = PoolMetrics.QUERIES["prefill"]
+    assert [pool.metric(asked) for pool in pools] == [0, 10]
+    with pools[1].held():
+        ticket = client.submit(queries[10], 4)
+        pools[1].die()  # has not read it
+    assert collect(client, 1)[ticket].error is None
+    client.search(queries[11], 4)
+    assert pools[0].metric(asked) == 2
 
 
 def test_search_waits_for_its_own_answer_and_keeps_the_others(

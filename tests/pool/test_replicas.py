@@ -32,6 +32,28 @@ def test_a_dead_pool_is_no_choice_and_the_others_go_on_in_turn() -> None:
     assert replicas.choose([], 0) == []
 
 
+def test_the_pool_beside_who_asks_is_asked_as_long_as_it_is_up() -> None:
+    replicas = Replicas(3, near=[1])
+    took = dict.fromkeys(range(3), MS)
+    assert [asked(replicas, [0, 1, 2], now * MS, took) for now in range(6)] == [1] * 6
+    assert [asked(replicas, [0, 2], now * MS, took) for now in range(6, 10)] == [0, 2] * 2
+    replicas.lost(1)
+    assert asked(replicas, [0, 1, 2], 10 * MS, took) == 1, "it is back"
+
+
+def test_a_near_pool_that_is_slow_or_crowded_is_passed_over() -> None:
+    replicas = Replicas(2, ReplicaPolicy(crowded=4), near=[0])
+    for _ in range(5):
+        assert replicas.choose([0, 1], 0)[0] == 0
+        replicas.sent(0, 0)
+    assert replicas.choose([0, 1], 0)[0] == 1, "five wait there, and nobody here"
+    replicas = Replicas(2, POLICY, near=[0])
+    for pool, took in ((0, 100 * MS), (1, MS)):
+        replicas.sent(pool, 0)
+        replicas.answered(pool, took, 0)
+    assert replicas.choose([0, 1], MS)[0] == 1
+
+
 def test_a_pool_that_answers_slowly_is_passed_over_but_probed_and_comes_back_when_it_is_fast() -> None:
     replicas = Replicas(2, POLICY)
     slow = {0: MS, 1: 100 * MS}

@@ -10,6 +10,7 @@ from runtime.node.config import (
     HandoverSection,
     HttpSection,
     NodeConfig,
+    PoolPlacement,
     PoolSection,
     PrefillSection,
 )
@@ -23,14 +24,14 @@ POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "dec
 
 def config(
     *, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000,
-    disaggregate: Disaggregate = "always",
+    disaggregate: Disaggregate = "always", placement: PoolPlacement = "own",
 ) -> NodeConfig:  # fmt: skip
     return NodeConfig(
         http=HttpSection(max_in_flight=in_flight),
         prefill=PrefillSection(workers=prefill, slots=4, chunk_tokens=512),
         decode=DecodeSection(workers=decode, slots=slots),
         handover=HandoverSection(disaggregate=disaggregate),
-        pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02),
+        pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02, placement=placement),
     )
 
 

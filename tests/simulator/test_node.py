@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.errors import ConfigError
-from runtime.node.config import Disaggregate, SloSection
+from runtime.node.config import Disaggregate, PoolPlacement, SloSection
 from runtime.simulator.node import Simulation, simulate
-from runtime.simulator.plan import fitting_slots, greatest_rate, plans
+from runtime.simulator.plan import PLACEMENTS, fitting_slots, greatest_rate, plans
 from runtime.simulator.policies import PolicyChoice
-from runtime.simulator.setup import PlacementKind
 from runtime.simulator.times.service import ServiceTimes
 from tests.simulator.nodes import POLICIES, config, poisson, setup
 
@@ -30,7 +29,7 @@ def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -
 @settings(max_examples=40)
 @given(
     policy=st.sampled_from(POLICIES),
-    placement=st.sampled_from(["pool", "with-prefill", "coupled"]),
+    placement=st.sampled_from(PLACEMENTS),
     count=st.integers(1, 60),
     rate=st.floats(0.5, 200),
     slot_s=st.sampled_from([1e-7, 1e-4, 3e-3]),
@@ -39,11 +38,11 @@ def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -
     disaggregate=st.sampled_from(["always", "auto", "never"]),
 )
 def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
-    policy: str, placement: PlacementKind, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float,
+    policy: str, placement: PoolPlacement, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float,
     disaggregate: Disaggregate,
 ) -> None:  # fmt: skip
-    made = replace(
-        setup(policy, slot_s=slot_s, node=config(in_flight=in_flight, disaggregate=disaggregate)), placement=placement
+    made = setup(
+        policy, slot_s=slot_s, node=config(in_flight=in_flight, disaggregate=disaggregate, placement=placement)
     )
     http = replace(made.config.http, request_timeout_s=timeout_s)
     simulation = Simulation(replace(made, config=replace(made.config, http=http)), poisson(count, rate))
@@ -111,7 +110,7 @@ def test_a_policy_reads_back_as_it_is_written(policy: str) -> None:
 
 def test_a_plan_uses_every_gpu_and_puts_the_best_first() -> None:
     found = plans(setup(), poisson(120, 5.0), gpus=4, tried=1)
-    assert {plan.placement for plan in found} == {"pool", "with-prefill", "coupled"}
+    assert {plan.placement for plan in found} == set(PLACEMENTS)
     assert all(plan.prefill + plan.decode + plan.pool == 4 for plan in found)
     assert [plan.rate for plan in found] == sorted((plan.rate for plan in found), reverse=True)
 

@@ -9,6 +9,7 @@ from runtime.node.config import DecodeSection, HandoverSection, HttpSection, Nod
 from runtime.serving.prefill import job
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import Simulation, simulate
+from runtime.simulator.plan import PLACEMENTS
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate
@@ -140,9 +141,9 @@ def test_below_the_capacity_queues_end_and_above_it_they_grow() -> None:
 
 def test_sharing_gpus_slows_both_sides_down() -> None:
     arrivals = poisson(400, 10.0)
-    made = setup(slot_s=2e-5, node=config(pools=1))
-    own = simulate(made, arrivals)
-    near = simulate(replace(made, placement="with-prefill"), arrivals)
-    coupled = simulate(replace(made, placement="coupled"), arrivals)
-    assert near.use["prefill"] > own.use["prefill"]
+    own, prefill, decode, coupled = (
+        simulate(setup(slot_s=2e-5, node=config(placement=placement)), arrivals) for placement in PLACEMENTS
+    )
+    assert prefill.use["prefill"] > own.use["prefill"]
+    assert decode.tpot_s.p50 > own.tpot_s.p50
     assert coupled.tpot_s.p50 > own.tpot_s.p50

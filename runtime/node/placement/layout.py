@@ -11,15 +11,17 @@ from runtime.node.config import NodeConfig, Placed, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place_spares, resolve
+from runtime.node.placement.near import with_near_pools
+from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place, place_spares
 
-_PLACED: tuple[Role, ...] = ("pool", "prefill", "decode")
+_PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool beside them is where they are
 
 
 def lay_out(config: NodeConfig, machine: Machine) -> NodePlan:
     """Like `resolve`, with GPUs found by index, UUID or MIG id, and cores by their NUMA nodes. Raises `ConfigError`."""
+    config = with_near_pools(config)
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
-    plan = resolve(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
+    plan = place(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
     workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
     if isinstance(config.model, VllmSection):
         workers = _with_gpus(workers, config.model, machine)

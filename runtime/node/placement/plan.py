@@ -14,6 +14,7 @@ from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
+from runtime.node.placement.near import each_place, neighbours, with_near_pools
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
@@ -31,7 +32,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
     machine, `device` what the process calls it. An engine may have several: then these are the first one's, and
     `gpu_numbers` those of all; `stage` is what it is for. `numa_node` None: not known, or of no matter. `spare`: the
-    number of a standby worker, which is placed like worker `index` of its role; None for every other.
+    number of a standby worker, which is placed like worker `index` of its role; None for every other. `beside`: the
+    worker beside which a pool's stands, that asks it first.
     """
 
     role: Role
@@ -46,6 +48,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     spare: int | None = None
     gpu_numbers: tuple[str, ...] = ()
     stage: Stage = ""
+    beside: str = ""
 
     @property
     def name(self) -> str:
@@ -124,15 +127,24 @@ class NodePlan(msgspec.Struct, frozen=True):
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
 
+    def near_pools(self, worker: str) -> tuple[int, ...]:
+        """Which of the pool's workers stand beside a worker."""
+        return tuple(pool.index for pool in self.of_role("pool") if pool.beside == worker)
+
 
 def resolve(config: NodeConfig) -> NodePlan:
     """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
+    return place(with_near_pools(config))
+
+
+def place(config: NodeConfig) -> NodePlan:
+    """As `resolve`, of a configuration whose pool has its place."""
     _check_collections(config)
     _check_remote(config)
     read_api_keys(config)
     _check_engine(config)
     workers = [
-        *_place("pool", config.pool if config.needs_pool else msgspec.structs.replace(config.pool, workers=0)),
+        *_place_pool(config),
         *(_place("prefill", config.prefill) if config.own_model else ()),
         *(_place("decode", config.decode) if config.own_model else ()),
         *(_place_engine(config.model) if isinstance(config.model, VllmSection) else ()),
@@ -168,20 +180,24 @@ def default_run_dir(name: str) -> Path:
 
 
 def _place(role: Role, section: Placed) -> list[WorkerPlan]:
-    for key, entries in (("devices", section.devices), ("cores", section.cores)):
-        if len(entries) > 1 and len(entries) != section.workers:
-            raise ConfigError(
-                f"{role}.{key} has {len(entries)} entries for {role}.workers = {section.workers}: give 1 or as many"
-            )
-    if not section.devices:
-        raise ConfigError(f'{role}.devices is empty: give at least one, such as "cpu"')
     plans = []
-    for index in range(section.workers):
-        device = section.devices[index if len(section.devices) > 1 else 0]
-        cores = section.cores[index if len(section.cores) > 1 else 0] if section.cores else ()
+    for index, (device, cores) in enumerate(each_place(role, section)):
         _check_device(role, device)
         plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
     return plans
+
+
+def _place_pool(config: NodeConfig) -> list[WorkerPlan]:
+    """On cores that it shares with a model it does not spin."""
+    if not config.needs_pool:
+        return []
+    workers = _place("pool", config.pool)
+    if not (names := neighbours(config)):
+        return workers
+    return [
+        msgspec.structs.replace(worker, beside=name, spin=worker.device != CPU)
+        for worker, name in zip(workers, names, strict=True)
+    ]
 
 
 def _place_engine(section: VllmSection) -> list[WorkerPlan]:
@@ -239,7 +255,7 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
             raise ConfigError(f"{worker.role}.threads = {worker.threads}: {worker.name} has {cores} cores")
     owner: dict[int, str] = {}
     for worker in workers:
-        if worker.role != "pool":
+        if worker.role != "pool" or not worker.spin:
             continue
         for core in sorted(set(worker.cores)):
             if core in owner:

@@ -6,7 +6,7 @@ with SearchClient.connect("my-node") as client:
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -64,10 +64,14 @@ class SearchClient:
         limits: Limits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         remote: Sequence[RemoteSection] = (),
+        near: Collection[int] = (),
     ) -> None:
-        """Raises `ConfigError` for a key of `remote` that cannot be read."""
+        """near: the numbers of the endpoints that are asked before the others.
+
+        Raises `ConfigError` for a key of `remote` that cannot be read.
+        """
         self._collections = tuple(collections)  # the node's own; empty: as its pools tell
-        self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock)
+        self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock, near)
         self.remote = frozenset(section.name for section in remote)
         """The collections that are on other nodes."""
         self._remote = _remote_dispatcher(remote, (limits or Limits()).parked) if remote else None
@@ -90,7 +94,7 @@ class SearchClient:
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
         return cls(
             endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock,
-            remote=plan.config.remote,
+            remote=plan.config.remote, near=plan.near_pools(name),
         )  # fmt: skip
 
     @classmethod

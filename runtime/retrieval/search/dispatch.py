@@ -9,7 +9,7 @@ Every question that was taken ends once. One without a deadline waits while its 
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -43,6 +43,7 @@ class Dispatcher:
         find: Callable[[], Iterable[str]] | None = None,
         limits: Limits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        near: Collection[int] = (),
     ) -> None:
         self._name, self.settings, self._policy, self._find = name, settings, policy, find
         self._limits, self.clock = limits or Limits(), clock
@@ -50,7 +51,8 @@ class Dispatcher:
         self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
-        self.replicas = Replicas(len(self.pools), policy)
+        self._near = near
+        self.replicas = Replicas(len(self.pools), policy, near)
         self.routes = Routes()
         self._parked: deque[Question] = deque()  # waiting for any pool
         self._rescue_ns = 0  # not before then
@@ -90,7 +92,7 @@ class Dispatcher:
         new = [self._session(endpoint) for endpoint in endpoints[len(kept) :]]
         self.pools = [*kept, *new]
         self._up = [0] * len(self.pools)
-        self.replicas = Replicas(len(self.pools), self._policy)
+        self.replicas = Replicas(len(self.pools), self._policy, self._near)
 
     @property
     def seeking(self) -> bool:

@@ -6,7 +6,7 @@ new one.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -244,7 +244,8 @@ class PoolSession:
             session.client.close()
 
 
-# ---- which of several pools a query goes to: the replicas in turn, those that are slow or crowded passed over
+# ---- which of several pools a query goes to: the one beside who asks, else the replicas in turn, those that are slow
+# or crowded passed over
 # Pure code: the clock is handed in.
 
 
@@ -291,24 +292,28 @@ class _Replica:
 class Replicas:
     """What is known of `count` pools: `choose` from those that live; tell what was `sent`, `answered`, `lost`."""
 
-    def __init__(self, count: int, policy: ReplicaPolicy | None = None) -> None:
+    def __init__(self, count: int, policy: ReplicaPolicy | None = None, near: Collection[int] = ()) -> None:
+        """near: those beside who asks."""
         self._policy = policy or ReplicaPolicy()
+        self._near = frozenset(near)
         self._replicas = [_Replica() for _ in range(count)]
         self._turn = 0
 
     def choose(self, live: Sequence[int], now_ns: int) -> Sequence[int]:
-        """All of `live` in the order to try: a slow one due for a probe, the others in turn, the crowded, the slow."""
+        """All of `live` in the order to try: a slow one due for a probe, the near one, the others in turn, the crowded,
+        the slow."""
         if len(live) <= 1:
             return live
         self._judge(live, now_ns)
         least = min(self._replicas[pool].outstanding for pool in live)
-        return sorted(live, key=lambda pool: self._rank(self._replicas[pool], least, now_ns))
+        return sorted(live, key=lambda pool: self._rank(pool, least, now_ns))
 
-    def _rank(self, replica: _Replica, least: int, now_ns: int) -> tuple[int, int]:
+    def _rank(self, pool: int, least: int, now_ns: int) -> tuple[int, bool, int]:
+        replica, far = self._replicas[pool], pool not in self._near
         if replica.slow:
             due = replica.outstanding == 0 and now_ns - replica.probed_ns >= self._policy.probe_ns
-            return (0 if due else 3), replica.turn
-        return (2 if replica.outstanding > least + self._policy.crowded else 1), replica.turn
+            return (0 if due else 3), far, replica.turn
+        return (2 if replica.outstanding > least + self._policy.crowded else 1), far, replica.turn
 
     def _judge(self, live: Sequence[int], now_ns: int) -> None:
         expected = {pool: self._replicas[pool].expected_ns(now_ns) for pool in live}
