@@ -18,6 +18,7 @@ from benchmarks.common.report import table, write
 from benchmarks.fleet.pairs import HEAD, Pair, Request, pairs, row
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.testing.node import Node
 
 _NODE = '[node]\nname = "{name}"\nrun_dir = "{home}/run-{name}"\n[http]\nport = 0\n'
@@ -29,7 +30,7 @@ K = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=400)
-    parser.add_argument("--embedder", default="all-MiniLM-L6-v2", help="as in `trinity index build`")
+    parser.add_argument("--embedder", default=MINILM, help="as in `trinity index build`")
     parser.add_argument("--count", type=int, default=500, help="pairs of each kind, all different")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to keep the table: OUT.md and OUT.json")
