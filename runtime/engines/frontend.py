@@ -39,7 +39,7 @@ def trinity_engine(worker: Worker, measures: Measures) -> WorkerLink:
     http = worker.plan.config.http
     return WorkerLink(
         worker.plan.endpoint("frontend"),
-        Router(max_in_flight=http.max_in_flight),
+        Router(max_in_flight=http.max_in_flight, overlap_weight=http.overlap_weight),
         epoch=worker.epoch,
         on_end=measures.ended,
         on_refused=measures.refused,

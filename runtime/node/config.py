@@ -58,7 +58,9 @@ class HttpSection(Section, frozen=True):
     A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
     no other worker, it waits for one for `restart_wait_s`, and so does a new one, unless `restarts` is 0. For as long
     at most, a frontend that takes a dead one's place leaves connections waiting until it knows a worker of each role.
-    Traces of the last `traces` requests that ended are kept.
+    Traces of the last `traces` requests that ended are kept. A request goes to the worker, or the model's server, with
+    the fewest requests; one that has been given all of its prompt lately counts `overlap_weight` fewer, one that has
+    been given a part of it that part. 0: load alone decides.
 
     A request's head must be there `header_timeout_s` after its first byte (or the connection's begin); a connection is
     closed when it has been without a request for `idle_timeout_s`, or when its client has read nothing of an answer for
@@ -82,6 +84,7 @@ class HttpSection(Section, frozen=True):
     restarts: Annotated[int, Meta(ge=0, le=100)] = 3
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     traces: Annotated[int, Meta(ge=0, le=100_000)] = 512
+    overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
     header_timeout_s: Seconds = 10.0
     idle_timeout_s: Seconds = 75.0
     send_timeout_s: Seconds = 60.0

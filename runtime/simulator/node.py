@@ -58,7 +58,11 @@ class Simulation:
         self._timeouts: Timeouts[SimRequest] = Timeouts(self.events, self._timeout_ns, self._expire)
         self._frontend_ns = ns(setup.times.frontend_s)
         config = setup.config
-        self.router = Router(max_in_flight=config.http.max_in_flight, clock=lambda: self.events.now_ns)
+        self.router = Router(
+            max_in_flight=config.http.max_in_flight,
+            overlap_weight=config.http.overlap_weight,
+            clock=lambda: self.events.now_ns,
+        )
         self._judged = self._missed = self._asked_tokens = self._left_tokens = 0
         self._roles = Roles(
             self.events,

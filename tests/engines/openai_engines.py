@@ -106,6 +106,7 @@ async def stand(
     sockets: Path | None = None,
     stages: Sequence[Stage] = (),
     handover_tokens: int | Literal["auto"] = "auto",
+    overlap_weight: float = 1.0,
     **section: Any,
 ) -> AsyncIterator[Stand]:
     """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory.
@@ -132,6 +133,7 @@ async def stand(
         ],
         partial(ask, section=settings),
         clock,
+        overlap_weight=overlap_weight,
     )
     if reach:
         await servers.reach()

@@ -245,6 +245,16 @@ def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> 
     run(test())
 
 
+def test_where_overlaps_weigh_nothing_the_turns_of_a_conversation_go_to_each_server_in_turn() -> None:
+    async def test() -> None:
+        async with stand(Behaviour(), Behaviour(), overlap_weight=0.0) as at:
+            for number in range(4):
+                await whole(at.chat("decorators " * 60 + str(number), max_tokens=2))
+            assert [len(fake.generations()) for fake in at.fakes] == [2, 2]
+
+    run(test())
+
+
 def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsewhere() -> None:
     async def test() -> None:
         busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())

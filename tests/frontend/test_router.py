@@ -22,9 +22,9 @@ def report(name: str, queued: int = 0, running: int = 0, free: int = 4, draining
     return Report(name, 1, 1, queued, running, free, draining)
 
 
-def router(*names: str, max_in_flight: int = 1000) -> Router:
+def router(*names: str, max_in_flight: int = 1000, overlap_weight: float = 1.0) -> Router:
     """p… are prefill workers, d… decode workers."""
-    made = Router(max_in_flight=max_in_flight)
+    made = Router(max_in_flight=max_in_flight, overlap_weight=overlap_weight)
     for name in names:
         made.add(hello("prefill" if name.startswith("p") else "decode", name))
     return made
@@ -83,6 +83,26 @@ def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
     other = ({"p0", "p1"} - {knows}).pop()
     made.report(report(knows, queued=2))
     assert made.place(prefix).prefill == other
+
+
+def test_where_overlaps_weigh_nothing_load_alone_decides_and_equals_take_turns() -> None:
+    for weight, again in ((1.0, "the same"), (0.0, "another")):
+        made = router("p0", "p1", "d0", "d1", overlap_weight=weight)
+        first = made.place(prefix_blocks(TEXT))
+        made.finished(first, prefilled=False)
+        second = made.place(prefix_blocks(TEXT))
+        assert (second.prefill == first.prefill) == (second.decode == first.decode) == (again == "the same")
+
+
+def test_an_overlap_outweighs_as_many_waiting_requests_as_it_is_said_to() -> None:
+    made = router("p0", "p1", "d0", overlap_weight=3.0)
+    knows = made.place(prefix_blocks(TEXT))
+    made.finished(knows, prefilled=False)
+    for queued, same in ((2, True), (4, False)):
+        made.report(report(knows.prefill, queued=queued))
+        placement = made.place(prefix_blocks(TEXT))
+        assert (placement.prefill == knows.prefill) == same
+        made.finished(placement, prefilled=False)
 
 
 def test_a_decode_worker_with_a_free_slot_comes_before_one_without() -> None:

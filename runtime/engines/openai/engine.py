@@ -193,6 +193,7 @@ async def openai_engine(
         [Server(url, key, section.connect_s) for url in section.urls],
         partial(ask, section=section),
         advice="start it, or mend model.url",
+        overlap_weight=worker.plan.config.http.overlap_weight,
     )
     return await engine_over(servers, worker, section, measures, search)
 

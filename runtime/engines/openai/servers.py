@@ -2,8 +2,9 @@
 
 The rule is that of the node's own workers (`runtime.serving.frontend.router`): the fewest requests, less the share of
 the prompt's leading blocks that the server has lately been given, one more for a server whose KV is nearly full. A full
-overlap is worth one request, no more. So the turns of a conversation stay where its KV is. A server's requests are the
-larger of what it reports and what it has been given here; among equals it is the one that was chosen longest ago.
+overlap is worth `overlap_weight` requests, no more. So the turns of a conversation stay where its KV is. A server's
+requests are the larger of what it reports and what it has been given here; among equals it is the one that was chosen
+longest ago.
 
 Where prefill and decode have servers of their own, answers are written by those of decode; while none of them answers
 by the others too, which can do all that they can.
@@ -100,10 +101,10 @@ class Member:
     def name(self) -> str:
         return self.server.url
 
-    def cost(self, prefix: Sequence[int]) -> float:
+    def cost(self, prefix: Sequence[int], overlap_weight: float) -> float:
         """Of a request more with these leading blocks: the fewer the better."""
         reported, full = (self.load.requests, self.load.kv_usage > _FULL) if self.load else (0, False)
-        return max(reported, self.in_flight) - self.overlap(prefix) + full
+        return max(reported, self.in_flight) - overlap_weight * self.overlap(prefix) + full
 
     def overlap(self, prefix: Sequence[int]) -> float:
         """The share of `prefix` that it has lately been given, 0..1."""
@@ -122,10 +123,12 @@ class Servers:
         source: random.Random | None = None,
         look_s: float = _LOOK_S,
         advice: str = "",
+        overlap_weight: float = 1.0,
     ) -> None:
         source = source or random.Random()
         self.members = [Member(server, Backoff(source, most_s=look_s)) for server in servers]
         self._ask, self._clock, self._advice = ask, clock, advice and f"; {advice}"
+        self._overlap_weight = overlap_weight
         self._turns = 0
         self.changed = asyncio.Event()
         """Set whenever a server has come back."""
@@ -154,14 +157,18 @@ class Servers:
         """The fitting server for an answer behind a prompt of these leading blocks. Those to `avoid` are taken only if
         there is no other. Raises as `fitting`. `leave` must follow.
         """
-        fitting = self.fitting(fits)
-        return self._take(min(fitting, key=lambda m: (m in avoid, m.server.stage == "prefill", m.cost(prefix), m.turn)))
+        return self._take(
+            min(self.fitting(fits), key=lambda m: (m in avoid, m.server.stage == "prefill", *self._order(m, prefix)))
+        )
 
     def choose_prefill(self, avoid: Collection[Member], prefix: Sequence[int]) -> Member | None:
         """The server that computes such a prompt for another, not one of those to `avoid`; None without any. `leave`
         must follow."""
         able = [member for member in self.up if member.server.stage == "prefill" and member not in avoid]
-        return self._take(min(able, key=lambda m: (m.cost(prefix), m.turn))) if able else None
+        return self._take(min(able, key=lambda m: self._order(m, prefix))) if able else None
+
+    def _order(self, member: Member, prefix: Sequence[int]) -> tuple[float, int]:
+        return member.cost(prefix, self._overlap_weight), member.turn
 
     def remember(self, member: Member, prefix: Sequence[int]) -> None:
         """A server has the KV of these blocks, or soon will."""

@@ -25,5 +25,10 @@ async def vllm_engine(worker: Worker, section: VllmSection, measures: Measures, 
         )
         for place in worker.plan.of_role("engine")
     ]
-    servers = Servers(instances, partial(ask, section=section), look_s=_LOOK_S)
+    servers = Servers(
+        instances,
+        partial(ask, section=section),
+        look_s=_LOOK_S,
+        overlap_weight=worker.plan.config.http.overlap_weight,
+    )
     return await engine_over(servers, worker, section, measures, search)

@@ -5,6 +5,7 @@
   more: a hot prefix cannot starve the other workers.
 - **Decode**: a worker with a free slot and enough free KV blocks before one without, then the smallest share of slots
   in use; a full overlap is worth one slot.
+- `overlap_weight` is what a full overlap is worth, if not one; with 0 load alone decides.
 - Among equals the one that was chosen longest ago: a worker that is new has its first request at once.
 
 What a worker has seen is known from what this router gave it, and forgotten once the worker reports that it has given
@@ -169,11 +170,13 @@ class Router:
         self,
         *,
         max_in_flight: int,
+        overlap_weight: float = 1.0,
         remembered_blocks: int = 4096,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.max_in_flight = max_in_flight
         self.in_flight = 0
+        self._overlap_weight = overlap_weight
         self._remembered_blocks = remembered_blocks
         self._choices = 0
         self._clock = clock
@@ -224,7 +227,7 @@ class Router:
             self._fitting("prefill", tokens),
             lambda worker: (
                 worker.hello.worker == avoid,
-                worker.load - worker.overlap(prefix, blocks) + (not worker.has_free_blocks(tokens)),
+                self._cost(worker, prefix, blocks) + (not worker.has_free_blocks(tokens)),
             ),
         )
         decode = self._pick(
@@ -232,7 +235,7 @@ class Router:
             lambda worker: (
                 worker.hello.worker == avoid,
                 not (worker.has_free_slot and worker.has_free_blocks(tokens)),
-                (worker.load - worker.overlap(prefix, blocks)) / worker.hello.slots,
+                self._cost(worker, prefix, blocks) / worker.hello.slots,
             ),
         )
         load = DecodeLoad(decode.load, decode.hello.slots, decode.step_ns)
@@ -243,6 +246,9 @@ class Router:
         decode.assigned += 1
         self.in_flight += 1
         return Placement(prefill.hello.worker, decode.hello.worker, decode.hello.endpoint, load)
+
+    def _cost(self, worker: Worker, prefix: Sequence[int], blocks: int) -> float:
+        return worker.load - self._overlap_weight * worker.overlap(prefix, blocks)
 
     def prefilled(self, placement: Placement) -> None:
         """The request has left its prefill worker."""
