@@ -49,12 +49,12 @@ def build_graph(
     width = min(2 * degree, count - 1)
     neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), keep)
     progress("graph", 0.0)
-    graph = keep("graph", lambda: optimize(neighbors, degree, int(seeds[0])))
+    graph = keep("graph", lambda: optimize(neighbors, degree, int(seeds[0]), threads))
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
         wider = min(_WIDER * degree, count - 1)
         neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, keep)
-        graph = optimize(neighbors, degree, int(seeds[0]))
+        graph = optimize(neighbors, degree, int(seeds[0]), threads)
     return graph, seeds
 
 

@@ -51,7 +51,11 @@ def nearest_neighbors(
 
     @cache
     def cells() -> list[tuple[Indices, Indices]]:
-        return [(everyone, everyone)] if count <= EXACT_LIMIT else _cells(space, norms, np.random.default_rng(seed))
+        return (
+            [(everyone, everyone)]
+            if count <= EXACT_LIMIT
+            else _cells(space, norms, np.random.default_rng(seed), threads)
+        )
 
     def part(first: int, last: int) -> npt.NDArray[np.uint64]:
         done = [0]
@@ -88,18 +92,20 @@ def exact_sample(space: FloatArray, rows: Indices, k: int) -> Indices:
     return np.argpartition(distances, k - 1, axis=1)[:, :k]
 
 
-def _cells(space: FloatArray, norms: FloatArray, random: np.random.Generator) -> list[tuple[Indices, Indices]]:
+def _cells(
+    space: FloatArray, norms: FloatArray, random: np.random.Generator, threads: int
+) -> list[tuple[Indices, Indices]]:
     """Pairs (visitors, members) of row numbers: each row visits its nearest cells, and is a member of the nearest."""
     count = len(space)
     cell_count = count // _CELL
     sample = space[random.permutation(count)[: cell_count * _SAMPLE_PER_CELL]]
     centres = sample[:cell_count].copy()
     for _ in range(_LLOYD_ROUNDS):
-        owners = _nearest_centres(sample, centres, 1)[:, 0]
+        owners = _nearest_centres(sample, centres, 1, threads)[:, 0]
         sums, sizes = np.zeros(centres.shape, np.float64), np.bincount(owners, minlength=cell_count)
         _add_rows(sample, owners, sums)
         centres = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres).astype(np.float32)
-    probes = _nearest_centres(space, centres, min(_PROBES, cell_count))
+    probes = _nearest_centres(space, centres, min(_PROBES, cell_count), threads)
     by_owner = np.argsort(probes[:, 0], kind="stable")
     ends = np.cumsum(np.bincount(probes[:, 0], minlength=cell_count))
     visits = np.argsort(probes, axis=None, kind="stable") // probes.shape[1]
@@ -122,13 +128,17 @@ def _cells(space: FloatArray, norms: FloatArray, random: np.random.Generator) ->
     return cells
 
 
-def _nearest_centres(space: FloatArray, centres: FloatArray, count: int) -> npt.NDArray[np.int32]:
+def _nearest_centres(space: FloatArray, centres: FloatArray, count: int, threads: int) -> npt.NDArray[np.int32]:
     """The nearest centres of each row, the nearest one first: int32 [N, count]."""
     out = np.empty((len(space), count), np.int32)
     norms = np.einsum("ij,ij->i", centres, centres)
-    for begin in range(0, len(space), _BLOCK):
+
+    def block(begin: int) -> None:
         distances = norms - 2 * (space[begin : begin + _BLOCK] @ centres.T)
         _smallest(distances, out[begin : begin + _BLOCK])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(block, range(0, len(space), _BLOCK)))
     return out
 
 

@@ -4,12 +4,16 @@ A row of the graph has exactly `degree` entries; where there are not enough neig
 itself, which a search has always seen already.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
 
 Graph = npt.NDArray[np.uint32]
+_PARTS_A_THREAD = 4
 
 
 @compiled
@@ -52,19 +56,24 @@ def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_reverse_edges(kept, graph):  # type: ignore[no-untyped-def]
-    """graph[a] = the first half of kept[a], then sources that keep `a` (best rank first), then the rest of kept[a]."""
+def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
+    """reverse[a, :filled[a]] = sources that keep `a`, best rank first."""
     count, width = kept.shape
-    degree = graph.shape[1]
-    reverse = np.empty((count, degree), np.uint32)
-    filled = np.zeros(count, np.int32)
+    degree = reverse.shape[1]
+    filled[:] = 0
     for rank in range(width):
         for source in range(count):
             target = kept[source, rank]
             if filled[target] < degree:
                 reverse[target, filled[target]] = source
                 filled[target] += 1
-    for a in range(count):
+
+
+@compiled
+def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore[no-untyped-def]
+    """For rows begin..end: graph[a] = the first half of kept[a], then its sources, then the rest of kept[a]."""
+    width, degree = kept.shape[1], graph.shape[1]
+    for a in range(begin, end):
         size = 0
         for part in range(3):
             begin = (width + 1) // 2 if part == 2 else 0
@@ -134,24 +143,36 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
         replaced += 1
 
 
-def optimize(neighbors: Graph, degree: int, root: int) -> Graph:
+def optimize(neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
     """The search graph uint32 [N, degree] of lists uint32 [N, width ≥ 1]; every node can be reached from `root`."""
-    return link(prune(neighbors, degree), neighbors, degree, root)
+    return link(prune(neighbors, degree, threads), neighbors, degree, root, threads)
 
 
-def prune(neighbors: Graph, degree: int) -> Graph:
+def prune(neighbors: Graph, degree: int, threads: int = 1) -> Graph:
     """The neighbours with the fewest detours, fewest first, ties by rank: uint32 [N, degree], or all that there are."""
     count, width = neighbors.shape
     detours = np.empty((count, width), np.int32)
-    count_detours(neighbors, 0, count, detours)
+    in_parts(count, threads, lambda begin, end: count_detours(neighbors, begin, end, detours))
     kept = np.empty((count, min(degree, width)), np.uint32)
     keep_fewest(neighbors, detours, kept)
     return kept
 
 
-def link(kept: Graph, neighbors: Graph, degree: int, root: int) -> Graph:
+def link(kept: Graph, neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
     """What was kept of the lists, with reverse edges, as a graph in which every node can be reached from `root`."""
-    graph = np.empty((len(kept), degree), np.uint32)
-    add_reverse_edges(kept, graph)
+    count = len(kept)
+    graph, reverse, filled = (np.empty(shape, np.uint32) for shape in ((count, degree), (count, degree), count))
+    find_sources(kept, reverse, filled)
+    in_parts(count, threads, lambda begin, end: add_reverse_edges(kept, reverse, filled, begin, end, graph))
     connect(neighbors, graph, root)
     return graph
+
+
+def in_parts(count: int, threads: int, work: Callable[[int, int], None]) -> None:
+    """`work(begin, end)` over all of 0..count, on so many threads."""
+    if threads == 1:
+        work(0, count)
+        return
+    size = -(-count // (_PARTS_A_THREAD * threads))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda begin: work(begin, min(begin + size, count)), range(0, count, size)))

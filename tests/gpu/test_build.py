@@ -9,7 +9,7 @@ import pytest
 from gpu import GraphIndex
 from gpu.build.graph import searched_neighbors
 from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
-from gpu.build.optimize import add_reverse_edges, connect, count_detours, keep_fewest, optimize
+from gpu.build.optimize import add_reverse_edges, connect, count_detours, find_sources, keep_fewest, optimize
 from tests.gpu.cases import clustered
 
 
@@ -111,8 +111,10 @@ def test_detours_are_counted_as_the_paper_says() -> None:
 
 def test_rows_begin_with_forward_edges_then_reverse_ones_without_doubles() -> None:
     kept = np.array([[1, 2], [2, 0], [1, 0], [0, 1]], np.uint32)
-    graph = np.empty((4, 2), np.uint32)
-    add_reverse_edges(kept, graph)
+    graph, reverse, filled = (np.empty(shape, np.uint32) for shape in ((4, 2), (4, 2), 4))
+    find_sources(kept, reverse, filled)
+    for begin in (0, 2):
+        add_reverse_edges(kept, reverse, filled, begin, begin + 2, graph)
     assert graph[0].tolist() == [1, 3]  # its nearest, then node 3, which ranks it first
     assert graph[3].tolist() == [0, 1]  # nobody's neighbour: its own edges only
 
