@@ -6,14 +6,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 from gpu.compiled import compiled
 from gpu.cpu.rotation import rotate
+from gpu.cpu.simd import LANES, l2_f32, prefetch
 from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
 from gpu.index.rows import FloatArray, aligned_empty
 
 _AT_ONCE = 4096  # nodes between two words of progress
 _TINY = np.float32(1e-30)
+_STEPS = np.array([0, 1.596, 0.9957, 0.586, 0.3352], np.float32)
+"""Between the levels of 1 … 4 bits: the least error for a Gaussian of deviation 1 (J. Max, IRE Trans. IT-6, 1960)."""
 
 
 def make_codes(
@@ -25,11 +31,13 @@ def make_codes(
     seed: int,
     threads: int = 1,
     scale: float = 1.0,
+    bits: int = 1,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> NeighborCodes:
     """Codes of `graph` over `vectors`, float32 [N, d], as the rows hold them; `centre` float32 [d] is their mean.
 
     scale: of the rows, where queries are not scaled as they are (dot products of float16).
+    bits: of a code for each dimension.
     """
     dim = vectors.shape[1]
     signs = make_signs(dim, np.random.default_rng(seed))
@@ -39,20 +47,20 @@ def make_codes(
     rotated[:-1, :dim] = vectors
     rotated[-1, :dim] = centre
     rotate_all(rotated, signs)
-    blocks = aligned_empty((len(graph), block_bytes(dim, graph.shape[1])), np.uint8)
-    entry = aligned_empty((1, block_bytes(dim, len(seeds))), np.uint8)
+    blocks = aligned_empty((len(graph), block_bytes(dim, graph.shape[1], bits)), np.uint8)
+    entry = aligned_empty((1, block_bytes(dim, len(seeds), bits)), np.uint8)
     dot = np.float32(0 if l2 else 1 / scale)
-    _encode(rotated, np.array([len(vectors)]), seeds[None], dot, entry)
+    _encode(rotated, np.array([len(vectors)]), seeds[None], dot, bits, entry)
     begins = range(0, len(graph), _AT_ONCE)
 
     def encode(begin: int) -> None:
         part = slice(begin, begin + _AT_ONCE)
-        _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], dot, blocks[part])
+        _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], dot, bits, blocks[part])
 
     with ThreadPoolExecutor(threads) as pool:
         for number, _ in enumerate(pool.map(encode, begins)):
             progress((number + 1) / len(begins))
-    return NeighborCodes(blocks, entry, signs)
+    return NeighborCodes(blocks, entry, signs, bits)
 
 
 @compiled
@@ -63,50 +71,158 @@ def rotate_all(vectors: Any, signs: Any) -> None:
 
 
 @compiled
-def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, blocks: Any) -> None:
+def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, bits: int, blocks: Any) -> None:
     """Blocks of `nodes`, rows of float32 [n, D'], whose neighbours are `neighbors` uint32 [nodes, degree].
 
     dot: 0 for squared distances; for dot products, how long queries' components are beside the rows'.
     """
     dims, degree = rotated.shape[1], neighbors.shape[1]
-    part_bytes = 4 * dims + 8 * GROUP
-    signs = np.empty(dims, np.uint8)
+    plane_bytes, row_bytes = 4 * dims, np.uint64(4 * dims)
+    part_bytes = bits * plane_bytes + 8 * GROUP
+    start = np.uint64(rotated.ctypes.data)
+    levels, places = np.empty(dims, np.uint8), np.empty(dims // 4, np.uint8)
+    levels_at, places_at = np.uint64(levels.ctypes.data), np.uint64(places.ctypes.data)
+    top = np.float32((1 << bits) - 1)
     for i in range(len(nodes)):
-        node = rotated[nodes[i]]
+        node = start + np.uint64(nodes[i]) * row_bytes
         block = blocks[i]
         block[:] = 0
-        for j in range(blocks.shape[1] // part_bytes * GROUP):
-            part = block[j // GROUP * part_bytes : (j // GROUP + 1) * part_bytes]
-            added = part[4 * dims : 4 * dims + 4 * GROUP].view(np.float32)
-            factor = part[4 * dims + 4 * GROUP :].view(np.float32)
-            lane = j % GROUP
+        factors = block.view(np.float32)
+        for j in range(len(block) // part_bytes * GROUP):
+            begin, lane = j // GROUP * part_bytes, j % GROUP
+            added = (begin + bits * plane_bytes) // 4 + lane
             if j >= degree:
-                added[lane] = np.float32(np.inf)
+                factors[added] = np.float32(np.inf)
                 continue
-            square, total, own, product = _facts(node, rotated[neighbors[i, j]], signs)
+            if j + 1 < degree:
+                following = start + np.uint64(neighbors[i, j + 1]) * row_bytes
+                for offset in range(0, 4 * dims, 64):
+                    prefetch(following + np.uint64(offset))
+            neighbor = start + np.uint64(neighbors[i, j]) * row_bytes
+            square = l2_f32(node, neighbor, dims)
+            inverse = np.float32(0)
+            if square > 0:
+                inverse = np.float32(1) / (_STEPS[bits] * np.sqrt(square / np.float32(dims)))
+            total, own, product = _quantise(node, neighbor, dims, inverse, top, levels_at)
             f = square / max(total, _TINY)
-            added[lane] = square + 2 * f * own if dot == 0 else dot * (f * own - product)
-            factor[lane] = -2 * f if dot == 0 else -f
-            column, shift = lane % 16, np.uint8(4 * (lane // 16))
-            for group in range(dims // 4):
-                first = 4 * group
-                bits = signs[first] | signs[first + 1] << 1 | signs[first + 2] << 2 | signs[first + 3] << 3
-                part[16 * group + column] |= np.uint8(bits << shift)
+            factors[added] = square + 2 * f * own if dot == 0 else dot * (f * own - product)
+            factors[added + GROUP] = -2 * f if dot == 0 else -f
+            column, shift = begin + lane % 16, np.uint8(4 * (lane // 16))
+            for plane in range(bits):
+                _gather_bits(levels_at, dims, plane, places_at)
+                for group in range(dims // 4):
+                    block[column + 16 * group] |= places[group] << shift
+                column += plane_bytes
+    levels[0] = places[0] = 0  # numba frees an array after its last mention, and its address was in use until here
 
 
-@compiled
-def _facts(node: Any, neighbor: Any, signs: Any) -> Any:
-    """Of r = neighbour - node: |r|², Σ|rᵢ|, ⟨sign(r), node⟩, ⟨node, r⟩; and whether each rᵢ is positive."""
-    squares, totals = np.zeros(16, np.float32), np.zeros(16, np.float32)
-    owns, products = np.zeros(16, np.float32), np.zeros(16, np.float32)
-    for begin in range(0, len(node), 16):
-        for lane in range(16):
-            c = node[begin + lane]
-            r = neighbor[begin + lane] - c
-            positive = r > 0
-            signs[begin + lane] = positive
-            squares[lane] += r * r
-            totals[lane] += abs(r)
-            owns[lane] += c if positive else -c
-            products[lane] += c * r
-    return squares.sum(), totals.sum(), owns.sum(), products.sum()
+@intrinsic  # type: ignore[untyped-decorator]
+def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse: Any, top: Any, levels: Any) -> Any:
+    """Of r = neighbour - node, both float32 [D'] at addresses, the levels 0..top of its code s, as bytes to `levels`.
+
+    Returns Σ sᵢ·rᵢ, Σ sᵢ·nodeᵢ and Σ rᵢ·nodeᵢ. inverse: of the step between levels.
+    """
+    float32, fast = types.float32, ("contract", "reassoc", "nsz")
+    floats, lanes_type = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        node, neighbor, dims, inverse, top, levels = args
+
+        def at(address: Any, place: Any, size: int, kind: Any) -> Any:
+            moved = builder.add(address, builder.mul(place, ir.Constant(i64, size)))
+            return builder.inttoptr(moved, ir.PointerType(kind))
+
+        def everywhere(value: Any) -> Any:
+            single = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.Constant(i32, 0))
+            return builder.shuffle_vector(single, single, ir.Constant(lanes_type, [0] * LANES))
+
+        scales, tops = everywhere(inverse), everywhere(top)
+        middle = builder.fmul(
+            builder.fadd(tops, ir.Constant(floats, [1.0] * LANES)), ir.Constant(floats, [0.5] * LANES)
+        )
+        lowest = ir.Constant(floats, None)
+
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        place = builder.phi(i64)
+        place.add_incoming(ir.Constant(i64, 0), before)
+        sums = [builder.phi(floats) for _ in range(3)]
+        for total in sums:
+            total.add_incoming(lowest, before)
+        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
+
+        builder.position_at_end(body)
+        c, x = (builder.load(at(address, place, 4, floats), align=4) for address in (node, neighbor))
+        r = builder.fsub(x, c)
+        level = builder.fadd(builder.fmul(r, scales), middle)
+        level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
+        level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
+        whole = builder.fptosi(level, lanes_type)
+        bytes_type = ir.VectorType(ir.IntType(8), LANES)
+        builder.store(builder.trunc(whole, bytes_type), at(levels, place, 1, bytes_type), align=1)
+        level = builder.sitofp(whole, floats)
+        s = builder.fsub(builder.fadd(level, level), tops)
+        for total, (left, right) in zip(sums, ((s, r), (s, c), (r, c)), strict=True):
+            total.add_incoming(builder.fadd(total, builder.fmul(left, right, flags=fast), flags=fast), body)
+        place.add_incoming(builder.add(place, ir.Constant(i64, LANES)), body)
+        builder.branch(head)
+
+        builder.position_at_end(after)
+        found = []
+        for total in sums:
+            whole, half = total, LANES // 2
+            while half:
+                parts = [
+                    builder.shuffle_vector(
+                        whole, whole, ir.Constant(ir.VectorType(i32, half), [*range(begin, begin + half)])
+                    )
+                    for begin in (0, half)
+                ]
+                whole, half = builder.fadd(*parts), half // 2
+            found.append(builder.extract_element(whole, ir.Constant(i32, 0)))
+        return context.make_tuple(builder, sig.return_type, found)
+
+    address = types.uint64
+    return types.UniTuple(float32, 3)(address, address, types.int64, float32, float32, address), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _gather_bits(typing_context: Any, levels: Any, dims: Any, plane: Any, places: Any) -> Any:
+    """Bit `plane` of every four of the bytes [D'] at `levels`, as the lower four of a byte at `places` [D' / 4]."""
+    words, i32, i64 = ir.VectorType(ir.IntType(32), LANES), ir.IntType(32), ir.IntType(64)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        levels, dims, plane, places = args
+
+        def same(value: Any) -> Any:
+            if isinstance(value, int):
+                return ir.Constant(words, [value] * LANES)
+            single = builder.insert_element(ir.Constant(words, ir.Undefined), value, ir.Constant(i32, 0))
+            return builder.shuffle_vector(single, single, ir.Constant(words, [0] * LANES))
+
+        shift = same(builder.trunc(plane, i32))
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        place = builder.phi(i64)
+        place.add_incoming(ir.Constant(i64, 0), before)
+        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
+        builder.position_at_end(body)
+        pointer = builder.inttoptr(builder.add(levels, place), ir.PointerType(words))
+        bits = builder.and_(builder.lshr(builder.load(pointer, align=1), shift), same(0x01010101))
+        found = bits
+        for number in (7, 14, 21):
+            found = builder.or_(found, builder.lshr(bits, same(number)))
+        found = builder.trunc(builder.and_(found, same(15)), ir.VectorType(ir.IntType(8), LANES))
+        quarter = builder.lshr(place, ir.Constant(i64, 2))
+        builder.store(found, builder.inttoptr(builder.add(places, quarter), ir.PointerType(found.type)), align=1)
+        place.add_incoming(builder.add(place, ir.Constant(i64, 4 * LANES)), body)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.int64, types.int64, types.uint64), codegen

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from gpu.errors import InvalidParams
+from gpu.index.data import MAX_CODE_BITS
 from gpu.index.rows import DTYPES, METRICS
 from gpu.index.storage import MAX_DEGREE
 
@@ -26,6 +27,7 @@ class BuildParams:
     degree: int = 32
     dtype: str = "float32"
     neighbor_codes: bool = False
+    code_bits: int = 0
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -35,6 +37,7 @@ class BuildParams:
         check_one_of("dtype", self.dtype, DTYPES)
         check_one_of("device", self.device, get_args(BuildDevice))
         check_within("degree", self.degree, MIN_DEGREE, MAX_DEGREE)
+        check_within("code_bits", self.code_bits, 0, MAX_CODE_BITS)
         check_within("seed", self.seed, 0, MAX_SEED)
         check_within("threads", self.threads, 1, MAX_THREADS)
         if self.neighbor_codes and self.dtype == "int8":

@@ -17,7 +17,7 @@ from numba import carray
 from gpu.compiled import compiled
 from gpu.cpu.rotation import rotate
 from gpu.cpu.scan import write_table
-from gpu.cpu.simd import dot_f16, dot_f32, pointer
+from gpu.cpu.simd import LANES, dot_f16, dot_f32, pointer, square_f64
 from gpu.cpu.tables import (
     CENTRE,
     CODE_LANES,
@@ -181,17 +181,13 @@ def write_query(query: Any, form: Any, record: Any) -> Any:
 
 @compiled
 def squared_norm(query: Any) -> Any:
-    """The squared norm of float32 [d] in float64; four sums at a time, for one waits for itself."""
-    a = b = c = d = 0.0
-    whole = len(query) // 4 * 4
-    for j in range(0, whole, 4):
-        a += np.float64(query[j]) * np.float64(query[j])
-        b += np.float64(query[j + 1]) * np.float64(query[j + 1])
-        c += np.float64(query[j + 2]) * np.float64(query[j + 2])
-        d += np.float64(query[j + 3]) * np.float64(query[j + 3])
+    """The squared norm of contiguous float32 [d] in float64."""
+    whole = len(query) // LANES * LANES
+    address = np.uint64(query.ctypes.data)
+    total = square_f64(address, address, whole)
     for value in query[whole:]:
-        a += np.float64(value) * np.float64(value)
-    return (a + b) + (c + d)
+        total += np.float64(value) * np.float64(value)
+    return total
 
 
 @compiled

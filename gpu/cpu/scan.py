@@ -14,7 +14,7 @@ from numba.core import config, types
 from numba.extending import intrinsic
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import WAYS
+from gpu.cpu.simd import WAYS, load_f32
 
 _i1, _i8, _i16, _i32, _i64, _f32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
 _GROUP = 32
@@ -49,6 +49,12 @@ def _shuffled(builder: Any, left: Any, right: Any, lanes: Any) -> Any:
 def _everywhere(builder: Any, value: Any, count: int) -> Any:
     single = builder.insert_element(ir.Constant(_vector(value.type, count), ir.Undefined), value, ir.Constant(_i32, 0))
     return _shuffled(builder, single, single, [0] * count)
+
+
+def _function(builder: Any, name: str, vector: Any, arguments: int) -> Any:
+    """LLVM's function of so many vectors of float32, lane by lane."""
+    kind = ir.FunctionType(vector, [vector] * arguments)
+    return builder.module.declare_intrinsic(f"{name}.v{vector.count}f32", (), kind)
 
 
 def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
@@ -105,7 +111,8 @@ def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
     """The kernel over a way of looking up; see `scan`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, table, begin, end, sums = args
+        codes, table, begin, end, weight, sums = args
+        weights = _everywhere(builder, weight, 16)
 
         before = builder.block
         head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
@@ -140,7 +147,8 @@ def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
             even = builder.sub(_folded(builder, totals[2 * number]), builder.shl(odd, _same(odd.type, 8)))
             both = _shuffled(builder, even, odd, [lane for pair in range(8) for lane in (pair, 8 + pair)])
             pointer = _at(builder, _offset(builder, sums, 64 * number), _floats)
-            total = builder.fadd(builder.load(pointer, align=4), builder.uitofp(both, _floats))
+            product = builder.fmul(weights, builder.uitofp(both, _floats), flags=_FAST)
+            total = builder.fadd(builder.load(pointer, align=4), product, flags=_FAST)
             builder.store(total, pointer, align=4)
         return context.get_dummy_value()
 
@@ -158,9 +166,9 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
     codegen = _scan(look_up)
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def add_sums(typing_context: Any, codes: Any, table: Any, begin: Any, end: Any, sums: Any) -> Any:
+    def add_sums(typing_context: Any, codes: Any, table: Any, begin: Any, end: Any, weight: Any, sums: Any) -> Any:
         address = types.uint64
-        return types.void(address, address, types.int64, types.int64, address), codegen
+        return types.void(address, address, types.int64, types.int64, types.float32, address), codegen
 
     return add_sums
 
@@ -227,30 +235,70 @@ def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _write_entries(typing_context: Any, query: Any, inverse: Any, table: Any) -> Any:
-    """Sixteen bytes at `table`: (sum + |q₀|+|q₁|+|q₂|+|q₃|) · inverse of the four float32 at `query`, rounded.
+def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> Any:
+    """|q₀|+|q₁|+|q₂|+|q₃| of every four of float32 [dims] at `query`, to float32 [dims / 4] at `widths`.
 
-    Returns |q₀|+|q₁|+|q₂|+|q₃|.
+    Returns the greatest, and the sum of all.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        query, inverse, table = args
-        absolute = builder.module.declare_intrinsic("llvm.fabs", [_f32])
-        values = [builder.load(_at(builder, _offset(builder, query, 4 * i), _f32), align=4) for i in range(4)]
-        width = builder.call(absolute, [values[0]])
-        for value in values[1:]:
-            width = builder.fadd(width, builder.call(absolute, [value]))
+        query, dims, widths = args
+        absolute = _function(builder, "llvm.fabs", _floats, 1)
+
+        def pairs(left: Any, right: Any) -> Any:
+            """The sums of each two neighbours of 32."""
+            return builder.fadd(*(_shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
+
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        place, most, total = builder.phi(_i64), builder.phi(_floats), builder.phi(_floats)
+        place.add_incoming(ir.Constant(_i64, 0), before)
+        for phi in (most, total):
+            phi.add_incoming(ir.Constant(_floats, None), before)
+        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
+
+        builder.position_at_end(body)
+        begin = builder.add(query, builder.mul(place, ir.Constant(_i64, 4)))
+        parts = [builder.load(_at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
+        parts = [builder.call(absolute, [part]) for part in parts]
+        sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
+        builder.store(sums, _at(builder, builder.add(widths, place), _floats), align=4)
+        most.add_incoming(builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums]), body)
+        total.add_incoming(builder.fadd(total, sums), body)
+        place.add_incoming(builder.add(place, ir.Constant(_i64, 64)), body)
+        builder.branch(head)
+
+        builder.position_at_end(after)
+        for half in (8, 4, 2, 1):
+            parts = [[_shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
+            greater = _function(builder, "llvm.maxnum", _vector(_f32, half), 2)
+            most, total = builder.call(greater, parts[0]), builder.fadd(*parts[1])
+        found = [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
+        return context.make_tuple(builder, sig.return_type, found)
+
+    return types.UniTuple(types.float32, 2)(types.uint64, types.int64, types.uint64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _write_entries(typing_context: Any, query: Any, width: Any, inverse: Any, table: Any) -> Any:
+    """Sixteen bytes at `table`: (sum + width) · inverse of the four float32 at `query`, rounded."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        query, width, inverse, table = args
         total = _everywhere(builder, width, 16)
-        for i, value in enumerate(values):
+        for i in range(4):
+            value = builder.load(_at(builder, _offset(builder, query, 4 * i), _f32), align=4)
             signs = ir.Constant(_floats, [1.0 if entry >> i & 1 else -1.0 for entry in range(16)])
             total = builder.fadd(total, builder.fmul(signs, _everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
-        scaled = builder.fmul(total, _everywhere(builder, inverse, 16))
-        rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16))
+        scaled = builder.fmul(total, _everywhere(builder, inverse, 16), flags=_FAST)
+        rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16), flags=_FAST)
         entries = builder.trunc(builder.fptosi(rounded, _vector(_i32, 16)), _vector(_i8, 16))
         builder.store(entries, _at(builder, table, entries.type), align=1)
-        return width
+        return context.get_dummy_value()
 
-    return types.float32(types.uint64, types.float32, types.uint64), codegen
+    return types.void(types.uint64, types.float32, types.float32, types.uint64), codegen
 
 
 @compiled
@@ -259,43 +307,32 @@ def write_table(rotated: Any, dims: int, table: Any) -> Any:
 
     Returns (step, offset): Σ ±qᵢ = offset + step · Σ entries.
     """
-    widest = np.float32(0)
-    for j in range(0, dims, 4):
-        widest = max(widest, _group_width(rotated + np.uint64(4 * j)))
+    # The table's last quarter has the widths meanwhile: the entries of a group end before the width of the next.
+    widths = table + np.uint64(3 * dims)
+    widest, total = _write_widths(rotated, dims, widths)
     step = max(np.float32(2) * widest / np.float32(254.5), np.float32(1e-30))
     inverse = np.float32(1) / step
-    offset = np.float32(0)
     for j in range(0, dims, 4):
-        offset -= _write_entries(rotated + np.uint64(4 * j), inverse, table + np.uint64(4 * j))
-    return step, offset
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _group_width(typing_context: Any, query: Any) -> Any:
-    """|q₀|+|q₁|+|q₂|+|q₃| of the four float32 at an address."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        absolute = builder.module.declare_intrinsic("llvm.fabs", [_f32])
-        values = [builder.load(_at(builder, _offset(builder, args[0], 4 * i), _f32), align=4) for i in range(4)]
-        width = builder.call(absolute, [values[0]])
-        for value in values[1:]:
-            width = builder.fadd(width, builder.call(absolute, [value]))
-        return width
-
-    return types.float32(types.uint64), codegen
+        width = load_f32(widths + np.uint64(j))
+        _write_entries(rotated + np.uint64(4 * j), width, inverse, table + np.uint64(4 * j))
+    return step, -total
 
 
 @compiled
-def estimate(codes: Any, table: Any, dims: int, base: Any, step: Any, offset: Any, out: Any) -> None:
+def estimate(codes: Any, table: Any, dims: int, bits: int, base: Any, step: Any, offset: Any, out: Any) -> None:
     """Estimated distances of 32 neighbours to float32 [32] at address `out`.
 
     codes: the address of their part of a node's block. table, step, offset: `write_table`'s. base: the node's distance.
     """
     lines = dims // 16
     _clear(out)
-    for begin in range(0, lines, _LINES_A_SUM):
-        add_sums(codes, table, begin, min(begin + _LINES_A_SUM, lines), out)
-    _combine(out, codes + np.uint64(4 * dims), base, step, offset)
+    weight = np.float32(1)
+    for _ in range(bits):
+        for begin in range(0, lines, _LINES_A_SUM):
+            add_sums(codes, table, begin, min(begin + _LINES_A_SUM, lines), weight, out)
+        codes += np.uint64(4 * dims)
+        weight *= np.float32(2)
+    _combine(out, codes, base, step, offset * (weight - np.float32(1)))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -16,6 +16,7 @@ LANES = 16
 WAYS = 8
 KEYS_AT_ONCE = 8
 _i8, _i16, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_f64 = ir.DoubleType()
 _FAST = ("contract", "reassoc", "nsz")
 _ACCUMULATORS = 4  # independent sums hide the latency of a fused multiply-add
 
@@ -63,6 +64,13 @@ def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any
         return builder.fadd(total, builder.fmul(left, right, flags=_FAST), flags=_FAST)
 
     return term
+
+
+def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
+    """Adds the squares of as many float32 as the sum has lanes of float64."""
+    loaded = _widen_f32(builder, builder.add(row, builder.mul(position, ir.Constant(_i64, 4))), total.type.count)
+    x = builder.fpext(loaded, total.type)
+    return builder.fadd(total, builder.fmul(x, x, flags=_FAST), flags=_FAST)
 
 
 def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
@@ -160,6 +168,8 @@ dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, type
 l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32, tail=4)
 dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32, tail=8)
 l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
+# The squared norm of float32 lanes, a multiple of 16, in float64; the address is given twice.
+square_f64 = _sum(_square_term, LANES, types.float64, _f64)
 # int8 row, int16 query, int32 result; lanes are a multiple of 32.
 dot_i8 = _sum(_code_term, 2 * LANES, types.int32, _i32)
 # 4-bit sketch, int16 query in blocks of 32 lanes (lower halves, upper halves), int32 result; lanes are bytes.

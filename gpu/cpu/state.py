@@ -12,6 +12,7 @@ from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import (
     BLOCK_BYTES,
     BLOCKS,
+    CODE_BITS,
     COLLECTION_FIELDS,
     DEGREE,
     ENTRY,
@@ -87,7 +88,7 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
         if data.codes is not None:
             line[BLOCKS], line[BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
             line[ENTRY], line[ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
-            line[QUERY_TABLE] = table_offset(rows)
+            line[QUERY_TABLE], line[CODE_BITS] = table_offset(rows), data.codes.bits
     return table
 
 

@@ -39,8 +39,9 @@ from gpu.cpu.simd import pointer
     ENTRY,
     ROTATED,
     QUERY_TABLE,
-) = range(23)
-COLLECTION_FIELDS = 23
+    CODE_BITS,
+) = range(24)
+COLLECTION_FIELDS = 24
 
 # Columns of the table of forms, int64 [collections, FORM_FIELDS]: how the queries of a collection are prepared.
 # SCALE and SLACK are the bits of float64, CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32.

@@ -9,13 +9,15 @@ from gpu.errors import InvalidParams
 from gpu.index.rows import Rows, padded
 
 # ---- RaBitQ codes of every node's neighbours, stored beside the graph: an extend estimates all of them in one pass
-# After SymphonyQG (arXiv 2411.12229) and RaBitQ (arXiv 2405.12497). With a random rotation P, a node c, a neighbour x
-# and r = P(x - c), a code has a bit a dimension: s = sign(r). For a query q
+# After SymphonyQG (arXiv 2411.12229) and RaBitQ (arXiv 2405.12497, 2409.09913). With a random rotation P, a node c, a
+# neighbour x and r = P(x - c), a code s has B bits a dimension: r in steps of Δ, as odd numbers -2ᴮ+1 … 2ᴮ-1. With one
+# bit these are the signs; with more, Δ is what suits a Gaussian of r's length (`build.neighbor_codes`). For a query q
 #
-#     ⟨q - c, x - c⟩ ≈ f · ⟨s, P(q - c)⟩,    f = |r|² / Σ|rᵢ|
+#     ⟨q - c, x - c⟩ ≈ f · ⟨s, P(q - c)⟩,    f = |r|² / ⟨s, r⟩
 #
-# is an unbiased estimate, off by more than ε·|q - c|·|x - c|/√D' with a probability that falls like exp(-ε²). The part
-# of it that belongs to the node is computed when the index is built, so that for each neighbour two floats are left:
+# is an unbiased estimate, off by more than ε·|q - c|·|x - c|/√D' with a probability that falls like exp(-ε²); a second
+# bit halves the error. The part of it that belongs to the node is computed when the index is built, so that for each
+# neighbour two floats are left:
 #
 #     estimate = base + A + F · ⟨s, Pq⟩
 #     l2    base = |q - c|²     A = |r|² + 2f⟨s, Pc⟩                 F = -2f
@@ -27,7 +29,8 @@ from gpu.index.rows import Rows, padded
 #
 # A node's block, for each 32 of its neighbours (the last ones are filled up with A = +inf):
 #
-#     D'/4 · 16 bytes   byte j of group g: bits 4g … 4g+3 of neighbour j (low half) and of neighbour j + 16 (high half)
+#     B · D'/4 · 16 bytes   lowest bits first. Byte j of group g: those of dimensions 4g … 4g+3, of neighbour j (low
+#                       half) and of neighbour j + 16 (high half)
 #     32 · float32      A
 #     32 · float32      F
 #
@@ -37,7 +40,9 @@ from gpu.index.rows import Rows, padded
 
 GROUP = 32  # neighbours that are estimated together
 ROUNDS = 4  # of the rotation
+MAX_CODE_BITS = 4
 _DIM_STEP = 64
+_TWO_BITS_UP_TO = 256
 FACTOR_BYTES = 2 * 4 * GROUP
 
 
@@ -46,16 +51,17 @@ class NeighborCodes:
     """The codes of an index's graph.
 
     blocks: uint8 [N, block_bytes]. entry: uint8 [1, entry bytes], a block of the seeds as neighbours of the centre.
-    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`).
+    signs: float32 [ROUNDS, D'], the rotation (see `gpu.cpu.rotation`). bits: B.
     """
 
     blocks: npt.NDArray[np.uint8]
     entry: npt.NDArray[np.uint8]
     signs: npt.NDArray[np.float32]
+    bits: int = 1
 
     @property
     def dims(self) -> int:
-        """D', the bits of a code."""
+        """D', the dimensions of a code."""
         return int(self.signs.shape[1])
 
     @property
@@ -68,9 +74,18 @@ def code_dims(dim: int) -> int:
     return padded(dim, _DIM_STEP)
 
 
-def block_bytes(dim: int, neighbors: int) -> int:
+def block_bytes(dim: int, neighbors: int, bits: int = 1) -> int:
     """Bytes of a block, a multiple of 64."""
-    return -(-neighbors // GROUP) * (4 * code_dims(dim) + FACTOR_BYTES)
+    return -(-neighbors // GROUP) * (4 * bits * code_dims(dim) + FACTOR_BYTES)
+
+
+def fastest_bits(dim: int) -> int:
+    """How many bits make searches fastest: a second one where few dimensions leave a large error.
+
+    Measured (docs/benchmarks.md): 2 bits are 1.4 times as fast as 1 with 100 dimensions, as fast with 384, and slower
+    with 784; 3 and 4 are never faster than the better of these by more than 5%.
+    """
+    return 2 if code_dims(dim) <= _TWO_BITS_UP_TO else 1
 
 
 def window(dims: int) -> int:

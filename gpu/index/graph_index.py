@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, check_within
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
-from gpu.index.data import IndexData, bitmap
+from gpu.index.data import IndexData, bitmap, fastest_bits
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
@@ -39,6 +39,7 @@ class GraphIndex:
         dtype: rows.Dtype = "float32",
         ids: npt.ArrayLike | None = None,
         neighbor_codes: bool = False,
+        code_bits: int = 0,
         seed: int = 0,
         threads: int = 1,
         device: BuildDevice = "cpu",
@@ -50,14 +51,15 @@ class GraphIndex:
         degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
         the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
         RaBitQ codes of every node's neighbours beside the graph (`gpu.index.data`; not with int8): searches on a
-        CPU are faster, and the index is larger by d/8 + 8 bytes an edge. seed: of the random choices, 0 or more; on the
-        CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda" has the graph
-        built on a GPU, by cuVS (extra [cuvs]) or else by torch. progress: called with a stage's name and the part of it
-        that is done, 0..1. keep: called with the name of what takes long and what makes it; returns that array, or what
-        it has of it from a build of the same vectors that did not end.
+        CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes an edge. code_bits: of a code for each
+        dimension, 1..4; 0: as many as are fastest (`gpu.index.data.fastest_bits`). seed: of the random choices, 0 or
+        more; on the CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda"
+        has the graph built on a GPU, by cuVS (extra [cuvs]) or else by torch. progress: called with a stage's name and
+        the part of it that is done, 0..1. keep: called with the name of what takes long and what makes it; returns that
+        array, or what it has of it from a build of the same vectors that did not end.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
-        BuildParams(metric, degree, dtype, neighbor_codes, seed, threads, device)
+        BuildParams(metric, degree, dtype, neighbor_codes, code_bits, seed, threads, device)
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
@@ -72,7 +74,8 @@ class GraphIndex:
         codes = None
         if neighbor_codes:
             scaled = checked * np.float32(encoded.scale)
-            codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads, encoded.scale)
+            bits = code_bits or fastest_bits(checked.shape[1])
+            codes = make_codes(scaled, encoded.centre, metric == "l2", graph, seeds, seed, threads, encoded.scale, bits)
         report("encoding", 1.0)
         return cls(IndexData(encoded, graph, seeds, own_ids, codes))
 

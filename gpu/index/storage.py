@@ -1,7 +1,7 @@
 """An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
 
-    meta.json      {"format": "trinity-index", "version": 3, "metric", "dtype", "dim", "size", "degree",
-                    "scale", "sketch_lines", "slack", "files": {"codes.npy": {"bytes", "sha256"}, …}}
+    meta.json      {"format": "trinity-index", "version": 4, "metric", "dtype", "dim", "size", "degree",
+                    "scale", "sketch_lines", "slack", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
     codes.npy      encoded vectors as the search reads them      (see `gpu.index.rows`)
     full.npy       float32 [N, d padded to 4], for rescoring     (int8 only)
     sketch.npy     uint8 [N, 64·lines]                           (see `gpu.index.sketch`; where sketches pay)
@@ -14,7 +14,7 @@
     entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
 
-Version 2 had no codes of neighbours; its indexes are read as they are.
+Version 3 had codes of one bit, and does not tell; version 2 had none. Their indexes are read as they are.
 
 The directory appears whole or not at all: it is written beside its place and renamed. Nothing in it is executed or
 unpickled.
@@ -35,11 +35,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.errors import IndexFormatError
-from gpu.index.data import ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
+from gpu.index.data import MAX_CODE_BITS, ROUNDS, IndexData, NeighborCodes, block_bytes, code_dims
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS, Rows, code_shape, padded
 from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
 
-FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 3, 2
+FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 4, 2
 MAX_DEGREE = 512
 MAX_SEEDS = 4096  # every slot of a batch has room for all of them
 CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy")  # of codes of neighbours
@@ -87,6 +87,7 @@ def save(data: IndexData, directory: Path) -> None:
             "scale": data.rows.scale,
             "sketch_lines": 0 if sketch is None else sketch.codes.shape[1] // LINE,
             "slack": 0.0 if sketch is None else sketch.slack,
+            "code_bits": 0 if data.codes is None else data.codes.bits,
             "files": {
                 name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in arrays
             },
@@ -120,7 +121,7 @@ def load(directory: Path) -> IndexData:
     if "ids.npy" in files:
         shapes["ids.npy"] = ((size,), np.int64)
     if "neighbors.npy" in files and dtype != "int8":
-        shapes["neighbors.npy"] = ((size, block_bytes(dim, degree)), np.uint8)
+        shapes["neighbors.npy"] = ((size, block_bytes(dim, degree, meta["code_bits"])), np.uint8)
         shapes["entry.npy"] = ((1, -1), np.uint8)
         shapes["rotation.npy"] = ((ROUNDS, code_dims(dim)), np.float32)
     if set(files) != set(shapes):
@@ -139,22 +140,23 @@ def load(directory: Path) -> IndexData:
         meta["scale"],
         Sketch(arrays["sketch.npy"], arrays["projection.npy"], meta["slack"]) if lines else None,
     )
-    return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"), _codes(arrays, dim, directory))
+    codes = _codes(arrays, dim, meta["code_bits"], directory)
+    return IndexData(rows, arrays["graph.npy"], np.array(seeds), arrays.get("ids.npy"), codes)
 
 
-def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, directory: Path) -> NeighborCodes | None:
+def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, bits: int, directory: Path) -> NeighborCodes | None:
     if "neighbors.npy" not in arrays:
         return None
     entry, signs, wanted = (
         arrays["entry.npy"],
         np.array(arrays["rotation.npy"]),
-        block_bytes(dim, len(arrays["seeds.npy"])),
+        block_bytes(dim, len(arrays["seeds.npy"]), bits),
     )
     if entry.shape[1] != wanted:
         raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes for seeds of {wanted}")
     if not np.isfinite(signs).all():
         raise IndexFormatError(f"{directory / 'rotation.npy'} is damaged: it holds values that are not finite")
-    return NeighborCodes(arrays["neighbors.npy"], entry, signs)
+    return NeighborCodes(arrays["neighbors.npy"], entry, signs, bits)
 
 
 def verify(directory: Path) -> None:
@@ -202,11 +204,13 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             f"{path} has version {meta.get('version')}; this program reads versions {OLDEST_VERSION} to {VERSION}: "
             "build it anew"
         )
+    meta.setdefault("code_bits", 1)
     limits = {
         "size": (1, (1 << 31) - 1),
         "degree": (2, MAX_DEGREE),
         "dim": (1, MAX_DIM),
         "sketch_lines": (0, MAX_LINES),
+        "code_bits": (0, MAX_CODE_BITS),
     }
     for name, (least, most) in limits.items():
         if type(meta.get(name)) is not int or not least <= meta[name] <= most:

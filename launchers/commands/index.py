@@ -83,6 +83,9 @@ def build(
             show_default=False,
         ),
     ] = None,
+    code_bits: Annotated[
+        int, typer.Option(help="Of such a code for each dimension, 1 to 4; 0: 2 up to 256 dimensions, else 1.")
+    ] = 0,
     shards: Annotated[int, typer.Option(help="Split it over so many pool workers, 1 to 8.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the graph's random choices, from 0.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
@@ -100,6 +103,7 @@ def build(
         "degree": degree,
         "dtype": dtype,
         "neighbor_codes": neighbor_codes,
+        "code_bits": code_bits,
         "shards": shards,
         "seed": seed,
         "threads": threads,

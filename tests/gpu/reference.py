@@ -206,7 +206,7 @@ class EstimatedReference:
         for entry in self.top_m:
             if len(self.scored) < wanted and entry not in self.passed:
                 self._score(entry[1])
-        if len(self.scored) >= wanted or self._distinct or self._allowed is not None:
+        if len(self.scored) >= wanted or self._distinct:
             return True
         self._distinct = True
         self._begin()
@@ -231,18 +231,21 @@ class Table:
         signs = np.array([[1 if entry >> i & 1 else -1 for i in range(4)] for entry in range(16)], np.float32)
         self._step = np.float32(max(2 * widths.max() / np.float32(254.5), np.float32(1e-30)))
         self._offset = np.float32(-widths.sum())
+        self._bits = codes.bits
         self._entries = ((groups @ signs.T + widths[:, None]) / self._step + np.float32(0.5)).astype(np.int64)
 
     def estimates(self, block: npt.NDArray[np.uint8], count: int, base: float) -> FloatArray:
         """Estimated distances of a block's neighbours, float32 [count]."""
         found = []
-        size = 16 * len(self._entries)
+        size = 16 * len(self._entries) * self._bits
         for part in block.reshape(-1, size + FACTOR_BYTES):
-            code = part[:size].reshape(-1, 16)
-            places = np.concatenate([code & 15, code >> 4], axis=1)  # [groups, neighbours]
-            sums = np.take_along_axis(self._entries, places.astype(np.int64), axis=1).sum(axis=0)
+            product = np.zeros(GROUP, np.float32)  # of a code and the query
+            for number, code in enumerate(part[:size].reshape(self._bits, -1, 16)):
+                places = np.concatenate([code & 15, code >> 4], axis=1)  # [groups, neighbours]
+                sums = np.take_along_axis(self._entries, places.astype(np.int64), axis=1).sum(axis=0)
+                product += np.float32(1 << number) * (self._offset + self._step * sums.astype(np.float32))
             added, factor = part[size:].view(np.float32).reshape(2, GROUP)
-            found.append(np.float32(base) + added + factor * (self._offset + self._step * sums.astype(np.float32)))
+            found.append(np.float32(base) + added + factor * product)
         return np.concatenate(found)[:count].astype(np.float32)
 
 

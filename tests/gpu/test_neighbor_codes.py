@@ -37,13 +37,14 @@ def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: flo
     table, out = aligned_empty((1, 4 * codes.dims), np.uint8), np.zeros(GROUP, np.float32)
     step, offset = scan.write_table(np.uint64(prepared.ctypes.data), codes.dims, np.uint64(table.ctypes.data))
     found = []
-    part_bytes = block_bytes(codes.dims, GROUP)
+    part_bytes = block_bytes(codes.dims, GROUP, codes.bits)
     for begin in range(0, codes.blocks.shape[1], part_bytes):
         address = np.uint64(codes.blocks[node].ctypes.data + begin)
         scan.estimate(
             address,
             np.uint64(table.ctypes.data),
             codes.dims,
+            codes.bits,
             np.float32(base),
             step,
             offset,
@@ -53,13 +54,16 @@ def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: flo
     return np.concatenate(found)
 
 
-def random_data(random: np.random.Generator, dim: int, metric: Metric, degree: int = 40, count: int = 150) -> IndexData:
+def random_data(
+    random: np.random.Generator, dim: int, metric: Metric, degree: int = 40, count: int = 150, bits: int = 1
+) -> IndexData:
     """Gaussian vectors under a graph of random edges."""
     vectors = checked_vectors(random.standard_normal((count, dim)).astype(np.float32), metric)
     graph = random.integers(count, size=(count, degree), dtype=np.uint32)
     seeds = np.arange(min(count, 20), dtype=np.uint32)
     rows = encode(vectors, metric, "float32")
-    return IndexData(rows, graph, seeds, None, make_codes(vectors, rows.centre, metric == "l2", graph, seeds, 1))
+    codes = make_codes(vectors, rows.centre, metric == "l2", graph, seeds, 1, bits=bits)
+    return IndexData(rows, graph, seeds, None, codes)
 
 
 @pytest.mark.parametrize("dim", [3, 64, 100, 200, 784, 1536])
@@ -78,10 +82,11 @@ def test_the_rotation_keeps_lengths_and_angles_and_spreads_every_direction(
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dim", [20, 100, 1536])  # of the last the sums are taken in two parts
-def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound(
-    random: np.random.Generator, dim: int, metric: Metric
+@pytest.mark.parametrize(("bits", "least", "most"), [(1, 0.3, 1.0), (2, 0.15, 0.45), (4, 0.03, 0.2)])
+def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound_which_more_bits_lower(
+    random: np.random.Generator, dim: int, metric: Metric, bits: int, least: float, most: float
 ) -> None:
-    data = random_data(random, dim, metric)
+    data = random_data(random, dim, metric, bits=bits)
     assert data.codes is not None
     vectors = data.rows.codes[:, :dim]
     errors = []
@@ -95,11 +100,12 @@ def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound(
         spread = np.linalg.norm(query - vectors[node]) * np.linalg.norm(others - vectors[node], axis=1)
         errors.append(off / np.maximum((2 if metric == "l2" else 1) * spread / np.sqrt(data.codes.dims), 1e-2))
     assert abs(np.mean(errors)) < 0.05
-    assert 0.3 < np.std(errors) < 1.0
+    assert least < np.std(errors) < most
 
 
-def test_the_kernel_and_the_reference_read_a_block_alike(random: np.random.Generator) -> None:
-    data = random_data(random, 200, "l2")
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_kernel_and_the_reference_read_a_block_alike(random: np.random.Generator, bits: int) -> None:
+    data = random_data(random, 200, "l2", bits=bits)
     assert data.codes is not None
     query = random.standard_normal(200).astype(np.float32)
     theirs = Table(data.codes, query).estimates(data.codes.blocks[3], data.graph.shape[1], 5.0)
@@ -121,8 +127,22 @@ def test_processors_without_look_ups_of_bytes_sum_the_same(random: np.random.Gen
 
     @compiled
     def both(codes: Any, table: Any, quick: Any, one_by_one: Any) -> None:
-        scan.add_sums(np.uint64(codes.ctypes.data), np.uint64(table.ctypes.data), 0, 4, np.uint64(quick.ctypes.data))
-        slow(np.uint64(codes.ctypes.data), np.uint64(table.ctypes.data), 0, 4, np.uint64(one_by_one.ctypes.data))
+        scan.add_sums(
+            np.uint64(codes.ctypes.data),
+            np.uint64(table.ctypes.data),
+            0,
+            4,
+            np.float32(1),
+            np.uint64(quick.ctypes.data),
+        )
+        slow(
+            np.uint64(codes.ctypes.data),
+            np.uint64(table.ctypes.data),
+            0,
+            4,
+            np.float32(1),
+            np.uint64(one_by_one.ctypes.data),
+        )
 
     codes, table = (random.integers(256, size=256, dtype=np.uint8) for _ in range(2))
     found = np.zeros((2, GROUP), np.float32)
@@ -149,9 +169,10 @@ def test_recall_is_high_and_distances_are_exact(random: np.random.Generator, met
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_search_and_reference_agree_but_for_near_ties(random: np.random.Generator, metric: Metric) -> None:
+@pytest.mark.parametrize("bits", [1, 2])
+def test_search_and_reference_agree_but_for_near_ties(random: np.random.Generator, metric: Metric, bits: int) -> None:
     vectors = clustered(random, 800, 48)
-    index = GraphIndex.build(vectors, metric=metric, neighbor_codes=True)
+    index = GraphIndex.build(vectors, metric=metric, neighbor_codes=True, code_bits=bits)
     queries = vectors[:60] + 0.2 * random.standard_normal((60, 48)).astype(np.float32)
     same = total = 0
     for k, top_m, width, patience in ((5, 16, 1, None), (10, 10, 3, None), (10, 40, 4, 2)):
@@ -270,6 +291,24 @@ def test_codes_that_are_noise_lead_nowhere_outside(tmp_path: Path, random: np.ra
     data.codes.entry[:] = random.integers(256, size=data.codes.entry.shape, dtype=np.uint8)
     ids, _ = GraphIndex(data).search(random.standard_normal((50, 40)), k=10, top_m=32)
     assert ((ids >= -1) & (ids < 150)).all()
+
+
+@pytest.mark.parametrize(("dim", "fastest"), [(100, 2), (256, 2), (257, 1), (384, 1)])
+def test_a_code_has_as_many_bits_as_are_asked_for_or_as_are_fastest(
+    random: np.random.Generator, tmp_path: Path, dim: int, fastest: int
+) -> None:
+    vectors = random.standard_normal((60, dim))
+    for asked, bits in ((0, fastest), (1, 1), (3, 3)):
+        index = GraphIndex.build(vectors, metric="l2", neighbor_codes=True, code_bits=asked)
+        index.save(tmp_path / "index")
+        loaded = GraphIndex.load(tmp_path / "index")
+        assert index.data.codes is not None
+        assert loaded.data.codes is not None
+        assert loaded.data.codes.bits == index.data.codes.bits == bits
+        assert loaded.data.codes.blocks.shape[1] == block_bytes(dim, 32, bits)
+        np.testing.assert_array_equal(loaded.search(vectors, 10, 32)[0], index.search(vectors, 10, 32)[0])
+    with pytest.raises(InvalidParams, match=r"code_bits is 5, outside 0\.\.4"):
+        GraphIndex.build(vectors, neighbor_codes=True, code_bits=5)
 
 
 def test_codes_do_not_go_with_int8(random: np.random.Generator) -> None:

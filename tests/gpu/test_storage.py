@@ -64,6 +64,21 @@ def test_an_index_that_was_never_saved_cannot_be_verified(index: GraphIndex) -> 
         index.verify()
 
 
+@pytest.mark.parametrize(("version", "codes"), [(2, False), (3, False), (3, True)])
+def test_an_index_of_an_older_version_answers_as_it_did(tmp_path: Path, version: int, codes: bool) -> None:
+    vectors = clustered(np.random.default_rng(1), 300, 48)
+    built = GraphIndex.build(vectors, neighbor_codes=codes, code_bits=1)
+    built.save(tmp_path / "index")
+    path = tmp_path / "index" / "meta.json"
+    meta = json.loads(path.read_text())
+    assert meta.pop("code_bits") == int(codes)  # neither had it: codes were of one bit
+    path.write_text(json.dumps(meta | {"version": version}))
+    old = GraphIndex.load(tmp_path / "index")
+    old.verify()
+    for found, expected in zip(old.search(vectors[:50]), built.search(vectors[:50]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -96,7 +111,7 @@ def change(directory: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"version": 99}, "version 99; this program reads versions 2 to 3"),
+        ({"version": 99}, "version 99; this program reads versions 2 to 4"),
         ({"format": "other"}, "does not describe a trinity-index"),
         ({"size": 10**12}, "size is 1000000000000, outside 1..2147483647"),
         ({"dim": -1}, "dim is -1"),

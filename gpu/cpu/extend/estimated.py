@@ -20,6 +20,7 @@ from gpu.cpu.tables import (
     BLOCK_BYTES,
     BLOCKS,
     CENTRE,
+    CODE_BITS,
     COLLECTION,
     CURSOR,
     DEGREE,
@@ -32,6 +33,7 @@ from gpu.cpu.tables import (
     KIND,
     LANES,
     PARENTS,
+    PASSING,
     PATIENCE,
     QUERY,
     QUERY_FULL,
@@ -204,7 +206,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
     collection, query = slots[slot, COLLECTION], slots[slot, QUERY]
     dims, size, distinct = collections[collection, ROTATED], collections[collection, SIZE], slots[slot, DISTINCT]
     filled, top_m, cursor = slots[slot, FILLED], slots[slot, TOP_M], slots[slot, CURSOR]
-    table = np.uint64(query + collections[collection, QUERY_TABLE])
+    table, planes = np.uint64(query + collections[collection, QUERY_TABLE]), collections[collection, CODE_BITS]
     step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
     keys = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0])
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
@@ -212,7 +214,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
     estimates = np.uint64(distances.ctypes.data)
     changed = False
     for begin in range(0, count, GROUP):
-        estimate(np.uint64(block), table, dims, base, step, offset, estimates)
+        estimate(np.uint64(block), table, dims, planes, base, step, offset, estimates)
         limit = distance_of(load_u64(keys + np.uint64(8 * (top_m - 1)))) if filled == top_m else _INFINITY
         near = below(estimates, limit)
         while near != 0:
@@ -222,14 +224,14 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
             entry = set_of(visited, bits, node)
             if node >= size or was_visited(entry, node):  # a damaged graph must not lead outside of the rows
                 continue
-            if distinct:
-                visit(entry, node)
             position = insert_by_chunks(keys, filled, top_m, key_of(distances[lane], node))
             if position >= 0:
+                if distinct:
+                    visit(entry, node)
                 changed = True
                 filled = min(filled + 1, top_m)
                 cursor = min(cursor, position)
-        block += 4 * dims + 8 * GROUP
+        block += 4 * dims * planes + 8 * GROUP
     slots[slot, FILLED], slots[slot, CURSOR] = filled, cursor
     return changed
 
@@ -239,8 +241,8 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
     """A slot has no parent left, or no patience. Whether its search is over.
 
     Where fewer than k nodes were expanded, others are scored for the results. If top_m does not hold enough of them,
-    because the same few nodes fill it, the search begins anew and takes each node in once; not where only some nodes
-    may be results.
+    because the same few nodes fill it, the search begins anew and takes each node in once; where it is known how many
+    nodes may be results, these are compared instead.
     """
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
@@ -251,7 +253,7 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
         if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, ALLOWED], node):
             score(handle, slot, node)
         position += 1
-    if slots[slot, ALLOWED] != 0:
+    if slots[slot, PASSING] != 0:
         return not compare_instead(batch, slot, slots[slot, SCORED])
     if slots[slot, SCORED] == wanted or slots[slot, DISTINCT]:
         return True

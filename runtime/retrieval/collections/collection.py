@@ -207,6 +207,7 @@ class Collection:
         degree: int = 32,
         dtype: Dtype = "float32",
         neighbor_codes: bool | None = None,
+        code_bits: int = 0,
         shards: int = 1,
         seed: int = 0,
         threads: int = 1,
@@ -225,15 +226,15 @@ class Collection:
         vectors: the documents' vectors, row by row, where they are known already; may be a .npy file.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
-        degree, dtype, neighbor_codes, seed, device: see `GraphIndex.build`; codes are made by default, but not with
-            int8. threads: cores to use.
+        degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; codes are made by default, but
+            not with int8. threads: cores to use.
         force: replace a collection that is at `out`.
         progress: called with a stage's name and the part of it that is done, 0..1.
         Raises `BuildRefused` for an argument, before anything is read or, where the number of rows matters, embedded;
         `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
         """
         codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
-        _check_arguments(BuildParams, metric, degree, dtype, codes, seed, threads, device)
+        _check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
         _check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
         if embedder is not None:
             embedder_dim(embedder)
@@ -282,6 +283,7 @@ class Collection:
                         degree=degree,
                         dtype=dtype,
                         neighbor_codes=codes,
+                        code_bits=code_bits,
                         ids=None if own_ids is None else own_ids[shard::shards],
                         seed=seed,
                         threads=threads,

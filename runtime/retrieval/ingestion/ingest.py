@@ -106,11 +106,13 @@ def add(
         job.done.words = not info.word_bytes
         if not job.look() and not job.done.words:
             return job.done
+        codes = old.shards[0].data.codes
         as_before: dict[str, Any] = {
             "metric": info.metric,
             "degree": info.degree,
             "dtype": info.dtype,
-            "neighbor_codes": old.shards[0].data.codes is not None,
+            "neighbor_codes": codes is not None,
+            "code_bits": 0 if codes is None else codes.bits,
             "shards": info.shards,
         }
         Collection.build(

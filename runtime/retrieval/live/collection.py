@@ -67,7 +67,7 @@ def create(
     """
     disk = disk or Disk()
     try:
-        BuildParams(metric, degree, dtype, dtype != "int8", 0, 1, "cpu")
+        BuildParams(metric, degree, dtype, neighbor_codes=dtype != "int8")
     except GpuError as error:
         raise BuildRefused(str(error)) from error
     if not 1 <= dim <= MAX_DIM:
