@@ -1,24 +1,24 @@
 """The engines under comparison, each behind the same few calls. A peer that is not installed is left out.
 
 All graphs have 32 edges a node at the bottom: hnswlib, faiss and usearch with M=16 and efConstruction=200, Vamana with
-degree 32, window 200, SymphonyQG with degree 32, ef 200. ScaNN has no graph: four of its effort are a leaf. VSAG is
-left out: its Python package takes one query a call, with its parameters as JSON.
+degree 32, window 200, SymphonyQG with degree 32, ef 200, VSAG with degree 32, ef 300. ScaNN has no graph: four of its
+effort are a leaf.
 """
 
-import functools
 import importlib
 import importlib.metadata
-import multiprocessing
+import json
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.common.data import Array, DataSet
-from gpu import CpuEngine, GraphIndex, SearchParams
+from benchmarks.engine.masked import MASKED_PEERS, is_masked
+from benchmarks.engine.ours import Trinity, TrinityStepwise
 
 EFFORTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 50, 64, 80, 100, 130, 160, 200, 260, 340, 440, 600)
 
@@ -43,108 +43,6 @@ class Contender(Protocol):
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
         """Ids [q, 10]. `effort` is the length of the list of candidates (ef, top_m, window)."""
-
-
-class Trinity:
-    """This engine, run to completion; with codes of neighbours, as collections are built, or without."""
-
-    def __init__(self, dtype: str, codes: bool = False) -> None:
-        self.dtype, self._codes, self.compressed = dtype, codes, codes or dtype != "float32"
-        self.label = f"trinity {dtype}" + (" with codes" if codes else "")
-        self.index: GraphIndex
-
-    def build(self, data: DataSet, threads: int) -> None:
-        self.index = GraphIndex.build(
-            data.base,
-            metric=data.metric,  # type: ignore[arg-type]
-            dtype=self.dtype,  # type: ignore[arg-type]
-            neighbor_codes=self._codes,
-            threads=threads,
-        )
-
-    def save(self, directory: Path) -> None:
-        self.index.save(directory / "index")
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        self.index = GraphIndex.load(directory / "index")
-
-    def bytes(self) -> int:
-        return self.index.nbytes
-
-    def search(self, queries: Array, effort: int, threads: int) -> Array:
-        return self.index.search(queries, k=10, top_m=effort, threads=threads)[0]
-
-
-class TrinityStepwise:
-    """The same index through the slots, one extend at a time: as in a node, a process for each thread."""
-
-    def __init__(self, whole: Trinity, slots: int = 32) -> None:
-        self._whole, self._slots = whole, slots
-        self.label, self.compressed = f"{whole.label} stepwise", whole.compressed
-        self._processes: ProcessPoolExecutor | None = None
-        self._asked: Array | None = None
-
-    def build(self, data: DataSet, threads: int) -> None:
-        """Nothing to do: the index is the other one's."""
-        self._processes = None
-
-    def save(self, directory: Path) -> None:
-        """Nothing of its own."""
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        """Nothing of its own."""
-        self._processes = None
-
-    def bytes(self) -> int:
-        return self._whole.bytes()
-
-    def search(self, queries: Array, effort: int, threads: int) -> Array:
-        if threads == 1:
-            return stepwise(self._whole.index, queries, effort, self._slots)
-        if self._processes is None:
-            self._folder = tempfile.TemporaryDirectory()
-            self._whole.index.save(Path(self._folder.name) / "index")
-            self._processes = ProcessPoolExecutor(threads, multiprocessing.get_context("spawn"))
-        if self._asked is not queries:
-            self._asked = queries
-            for number, part in enumerate(np.array_split(queries, threads)):
-                np.save(f"{self._folder.name}/{number}.npy", part)
-            _search(self._processes, self._folder.name, 8, self._slots, threads)  # starts and compiles
-        return _search(self._processes, self._folder.name, effort, self._slots, threads)
-
-
-def _search(processes: ProcessPoolExecutor, folder: str, effort: int, slots: int, threads: int) -> Array:
-    parts = [processes.submit(_stepwise_part, folder, number, effort, slots) for number in range(threads)]
-    return np.concatenate([part.result() for part in parts])
-
-
-@functools.lru_cache(1)
-def _opened(folder: str) -> GraphIndex:
-    return GraphIndex.load(Path(folder) / "index")
-
-
-def _stepwise_part(folder: str, number: int, effort: int, slots: int) -> Array:
-    """In a process of its own."""
-    return stepwise(_opened(folder), np.load(f"{folder}/{number}.npy"), effort, slots)
-
-
-def stepwise(index: GraphIndex, queries: Array, effort: int, slots: int) -> Array:
-    """Ids [q, 10], through an engine's slots as the pool does it."""
-    engine = CpuEngine({"data": index}, slots=slots)
-    params = SearchParams(k=10, top_m=effort, search_width=1)
-    found = np.empty((len(queries), 10), np.int64)
-    asked = [0] * slots
-    following = running = 0
-    while following < len(queries) or running:
-        while running < slots and following < len(queries):
-            asked[engine.admit(queries[following], params, "data")] = following
-            following += 1
-            running += 1
-        for slot in engine.extend().tolist():
-            found[asked[slot]] = engine.result(slot)[0]
-            engine.release(slot)
-            running -= 1
-    return found
 
 
 class Hnswlib:
@@ -260,35 +158,43 @@ class Usearch:
 
 
 class Vamana:
-    """Intel's scalable-vs over float32. (Its LVQ codes run on Intel processors only.)"""
+    """Intel's scalable-vs over float32."""
 
     label, compressed = "scalable-vs Vamana", False
+    _index: Any
 
     def build(self, data: DataSet, threads: int) -> None:
+        self._make(data, data.base, threads)
+
+    def _make(self, data: DataSet, rows: Any, threads: int) -> None:
         import svs
 
-        l2 = data.metric == "l2"
         parameters = svs.VamanaBuildParameters(
-            alpha=1.2 if l2 else 0.95, graph_max_degree=32, window_size=200, prune_to=28
+            alpha=1.2 if data.metric == "l2" else 0.95, graph_max_degree=32, window_size=200, prune_to=28
         )
         self._size = data.base.nbytes + len(data.base) * 33 * 4
-        self._index = svs.Vamana.build(
-            parameters, data.base, svs.DistanceType.L2 if l2 else svs.DistanceType.MIP, num_threads=threads
-        )
+        self._index = svs.Vamana.build(parameters, rows, self._distance(data), num_threads=threads)
 
     def save(self, directory: Path) -> None:
-        self._index.save(str(directory / "config"), str(directory / "graph"), str(directory / "data"))
+        self._index.save(*(str(directory / part) for part in ("config", "graph", "data")))
 
     def load(self, directory: Path, data: DataSet) -> None:
         import svs
 
+        self._open(directory, data, svs.VectorDataLoader(str(directory / "data"), svs.DataType.float32))
+
+    def _open(self, directory: Path, data: DataSet, rows: Any) -> None:
+        import svs
+
         self._size = data.base.nbytes + len(data.base) * 33 * 4
-        self._index = svs.Vamana(
-            str(directory / "config"),
-            svs.GraphLoader(str(directory / "graph")),
-            svs.VectorDataLoader(str(directory / "data"), svs.DataType.float32),
-            svs.DistanceType.L2 if data.metric == "l2" else svs.DistanceType.MIP,
-        )
+        graph = svs.GraphLoader(str(directory / "graph"))
+        self._index = svs.Vamana(str(directory / "config"), graph, rows, self._distance(data))
+
+    @staticmethod
+    def _distance(data: DataSet) -> Any:
+        import svs
+
+        return svs.DistanceType.L2 if data.metric == "l2" else svs.DistanceType.MIP
 
     def bytes(self) -> int:
         return self._size
@@ -297,6 +203,76 @@ class Vamana:
         self._index.num_threads = threads
         self._index.search_window_size = effort
         return np.asarray(self._index.search(queries, 10)[0]).astype(np.int64)
+
+
+class VamanaLVQ(Vamana):
+    """The same over LVQ codes: 4 bits a component, and 8 of what these leave, for the last candidates."""
+
+    label, compressed = "scalable-vs LVQ4x8", True
+
+    def build(self, data: DataSet, threads: int) -> None:
+        import svs
+
+        with tempfile.TemporaryDirectory() as folder:
+            svs.write_vecs(data.base, f"{folder}/base.fvecs")
+            rows = svs.VectorDataLoader(f"{folder}/base.fvecs", svs.DataType.float32, data.base.shape[1])
+            self._make(data, svs.LVQLoader(rows, primary=4, residual=8), threads)
+
+    def load(self, directory: Path, data: DataSet) -> None:
+        import svs
+
+        self._open(directory, data, svs.LVQLoader(str(directory / "data")))
+
+    def bytes(self) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+class Vsag:
+    """VSAG's HGraph over 8-bit codes, float32 for the last candidates. Its package takes one query a call."""
+
+    label, compressed = "VSAG HGraph SQ8", True
+
+    def _new(self, data: DataSet, threads: int) -> Any:
+        pyvsag = importlib.import_module("pyvsag")
+        own = {
+            "base_quantization_type": "sq8_uniform",
+            "use_reorder": True,
+            "precise_quantization_type": "fp32",
+            "max_degree": 32,
+            "ef_construction": 300,
+            "build_thread_count": threads,
+        }
+        metric = "l2" if data.metric == "l2" else "cosine"
+        about = {"dtype": "float32", "metric_type": metric, "dim": data.base.shape[1], "index_param": own}
+        return pyvsag.Index("hgraph", json.dumps(about))
+
+    def build(self, data: DataSet, threads: int) -> None:
+        self._index = self._new(data, threads)
+        count, dim = data.base.shape
+        self._index.build(np.ascontiguousarray(data.base).ravel(), np.arange(count, dtype=np.int64), count, dim)
+
+    def save(self, directory: Path) -> None:
+        self._index.save(str(directory / "index"))
+
+    def load(self, directory: Path, data: DataSet) -> None:
+        self._index = self._new(data, 1)
+        self._index.load(str(directory / "index"))
+
+    def bytes(self) -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            self._index.save(f"{folder}/index")
+            return (Path(folder) / "index").stat().st_size
+
+    def search(self, queries: Array, effort: int, threads: int) -> Array:
+        asked = json.dumps({"hgraph": {"ef_search": effort}})
+
+        def ids(query: Array) -> Array:
+            return np.asarray(self._index.knn_search(query, 10, asked)[0])
+
+        with ThreadPoolExecutor(threads) as pool:
+            return np.stack(list(pool.map(ids, queries) if threads > 1 else map(ids, queries))).astype(np.int64)
 
 
 class SymphonyQG:
@@ -373,12 +349,15 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
         ("usearch", "usearch", lambda: [Usearch("f32"), Usearch("f16")]),
-        ("svs", "scalable-vs", lambda: [Vamana()]),
+        ("svs", "scalable-vs", lambda: [Vamana(), VamanaLVQ()]),
         ("rabitqlib", "rabitqlib", lambda: [SymphonyQG(), SymphonyQG(8)]),
         ("scann", "scann", lambda: [Scann()]),
+        ("pyvsag", "pyvsag", lambda: [Vsag()]),
     )
     versions = {}
     for module, package, make in peers:
+        if is_masked() and module not in MASKED_PEERS:
+            continue
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numba import njit
 
 from benchmarks.common.cores import go_first, undisturbed
+from benchmarks.common.stepwise import Stepwise
 from benchmarks.pool.clients import Kind, Load, Outcome, Vectors, client_main
 from benchmarks.pool.wake import wake_main
 from gpu.cpu.engine import CpuEngine
-from gpu.engine import RELEASE
 from ipc import MemoryReference
-from ipc.memory.instructions import call
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Counter
 from runtime.node.metrics.table import WorkerTable
@@ -74,16 +72,15 @@ def _engine_main(collection: Path, queries: Vectors, usual: Kind, seed: int, cor
     index = Collection.open(collection).index
     _, k, top_m, width = usual
     asked = np.random.default_rng(seed).permutation(queries)
-    engine = CpuEngine({"docs": index}, slots=_STEPWISE_SLOTS, max_top_m=top_m, max_search_width=width)
-    backend = np.array(engine.backend()[:5], np.int64)
-    slots = fewest_slots(measure(engine.backend(), index.data, 0, top_m, width, _STEPWISE_SLOTS))
-    scratch = np.zeros(2 + 2 * _STEPWISE_SLOTS + 2 * k, np.int64)
+    largest = CpuEngine({"docs": index}, slots=_STEPWISE_SLOTS, max_top_m=top_m, max_search_width=width)
+    slots = fewest_slots(measure(largest.backend(), index.data, 0, top_m, width, _STEPWISE_SLOTS))
+    engine = Stepwise(index, slots, top_m, width)
 
     def to_completion(part: Vectors) -> None:
         index.search(part, k, top_m=top_m, search_width=width)
 
     def stepwise(part: Vectors) -> None:
-        _stepwise(backend, part, slots, k, top_m, width, scratch)
+        engine.search(part, k, top_m, width)
 
     for way in (to_completion, stepwise):
         way(asked[:8])  # compiles
@@ -100,28 +97,6 @@ def _engine_main(collection: Path, queries: Vectors, usual: Kind, seed: int, cor
                 taken[number] += time.process_time() - begin
                 done[number] += len(asked[first : first + 512])
         pipe.send((done[0] / taken[0], done[1] / taken[1]))
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _stepwise(engine: Any, vectors: Vectors, slots: int, k: int, top_m: int, width: int, scratch: Any) -> None:
-    """Answer `vectors` by the functions that the pool's loop calls, `slots` at a time, without the loop.
-
-    scratch: int64, room for the engine's report, then for k ids and distances.
-    """
-    admit, extend, harvest, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
-    report, results = scratch.ctypes.data, scratch.ctypes.data + 8 * (len(scratch) - 2 * k)
-    asked = running = 0
-    while asked < len(vectors) or running:
-        while running < slots and asked < len(vectors):
-            call(admit, (handle, vectors.ctypes.data + asked * vectors.strides[0], 0, k, top_m, width, 0))
-            asked += 1
-            running += 1
-        done = call(extend, (handle, report))
-        for i in range(done):
-            slot = scratch[2 + 2 * i]
-            call(harvest, (handle, slot, results, results + 8 * k))
-            call(change, (handle, slot, RELEASE))
-        running -= done
 
 
 def _cpu_clock(pid: int) -> int:
