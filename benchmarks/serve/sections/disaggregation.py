@@ -1,13 +1,24 @@
-"""Goodput of nodes that have prefill and decode apart, never, or choose for each prompt, on the same two cores."""
+"""Goodput of nodes that have prefill and decode apart, never, or choose for each prompt, on the same two cores.
+
+All nodes are up at once, and each load is offered to one after the other, round by round, so that what the machine does
+meanwhile meets all of them alike. How much of the cores others used is told of each play.
+"""
 
 import os
+import time
+from contextlib import ExitStack
+from statistics import fmean
 
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.report import Measure, Section
 from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
+from benchmarks.serve.stand import Stand
 
-_LOADS = (0.4, 0.6, 0.8, 1.0, 1.2)
+_LOADS = (0.25, 0.5, 0.75, 1.0)
+_SECONDS = 6.0  # of load for each point, a round
+_ROUNDS = 2
 _DOCUMENTS = 0.1
+_COLOCATED = "2 colocated"
 
 
 def chats(bench: Bench) -> Section:
@@ -24,32 +35,50 @@ def _compared(bench: Bench, name: str, share: float, bar: float) -> Section:
     """The same requests at the same times; limits from what a request takes alone where both are apart."""
     cores = sorted(os.sched_getaffinity(0))
     both = {"workers": 2, "slots": 16, "cores": [[cores[0]], [cores[-1]]]}
-    lines: dict[str, Curve] = {}
-    with bench.stand("node", handover={"disaggregate": "always"}) as apart:
+    with ExitStack() as up:
+        apart = up.enter_context(bench.stand("node", handover={"disaggregate": "always"}))
         kind = Kind(bench, apart, documents=share)
         slo = {"ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
-        lines["1 + 1, always apart"] = kind.curve(apart, _LOADS)
-    with bench.stand("node", slo=slo) as chooses:
-        lines["1 + 1, chooses"] = kind.curve(chooses, _LOADS)
-    with bench.stand("node", slo=slo, decode=both) as chooses:
-        lines["1 + 2, chooses"] = kind.curve(chooses, _LOADS)
-        prompts = {
-            label: chooses.labelled("prefill", "trinity_prompts_total", label) for label in ("prefill", "decode")
+        stands = {
+            "1 + 1, always apart": apart,
+            "1 + 1, chooses": up.enter_context(bench.stand("node", slo=slo)),
+            "1 + 2, chooses": up.enter_context(bench.stand("node", slo=slo, decode=both)),
+            _COLOCATED: up.enter_context(bench.stand("colocated")),
         }
-    with bench.stand("colocated") as colocated:
-        lines["2 colocated"] = kind.curve(colocated, _LOADS)
+        lines, others = _played(bench, kind, stands)
+        chosen = {
+            system: {by: stand.labelled("prefill", "trinity_prompts_total", by) for by in ("prefill", "decode")}
+            for system, stand in stands.items()
+        }
     told = f", of a document {kind.document_ttft_s * 1e3:.0f} ms" if share else ""
     section = Section(
         name,
         f"Prefill + decode workers. Limits: TTFT {kind.ttft_s * 1e3:.0f} ms{told}, TPOT {kind.tpot_s * 1e3:.1f} ms; "
         f"{share:.0%} of the requests are documents of {bench.long_prompt_tokens} tokens. Goodput is the load at which "
-        f"{ATTAINMENT:.0%} of the sent requests meet both, between the loads tried by a straight line.",
+        f"{ATTAINMENT:.0%} of the sent requests meet both, between the loads tried by a straight line. "
+        f"Others used {fmean(others):.2f} cores in the mean, {max(others):.2f} at most.",
     )
     section.curves = {f"{name}: requests/s, attainment": lines}
     found = {system: goodput(points) for system, points in lines.items()}
     section.measures = [Measure(f"{system}: goodput", rate, "requests/s") for system, rate in found.items()]
-    theirs = found.pop("2 colocated")
+    theirs = found.pop(_COLOCATED)
     ratio = max(found.values()) / theirs if theirs else float("inf")
     section.measures.append(Measure("the best of them / colocated", ratio, "×", "≥", bar))
-    section.details = {"prompts of 1 + 2": prompts} | kind.told
+    section.details = {"prompts computed by": chosen, "cores that others used": others} | kind.told
     return section
+
+
+def _played(bench: Bench, kind: Kind, stands: dict[str, Stand]) -> tuple[dict[str, Curve], list[float]]:
+    """Each stand's curve, means over the rounds; and how many cores others used in each play."""
+    capacity = kind.told["capacity_per_s"]
+    met: dict[tuple[str, float], list[float]] = {}
+    others: list[float] = []
+    for round_number in range(_ROUNDS):
+        for load in _LOADS:
+            for system, stand in stands.items():
+                used_s, begin = stand.used_s()[2], time.monotonic()
+                seconds = bench.seconds(_SECONDS)
+                share = kind.attained(stand, load * capacity, seconds, bench.seed + 100 + round_number)
+                met.setdefault((system, load), []).append(share)
+                others.append((stand.used_s()[2] - used_s) / (time.monotonic() - begin))
+    return {system: [(load * capacity, fmean(met[system, load])) for load in _LOADS] for system in stands}, others

@@ -107,11 +107,13 @@ class Kind:
         return _met(outcome, self.document_ttft_s if document else self.ttft_s, self.tpot_s)
 
     def curve(self, stand: Stand, loads: Sequence[float]) -> Curve:
-        return [(load * self._capacity, self._attained(stand, load * self._capacity)) for load in loads]
+        seconds, seed = self._bench.seconds(_SECONDS), self._bench.seed + 100
+        rates = [load * self._capacity for load in loads]
+        return [(rate, self.attained(stand, rate, max(seconds, min(_SECONDS, _FEWEST / rate)), seed)) for rate in rates]
 
-    def _attained(self, stand: Stand, rate: float) -> float:
-        seconds = max(self._bench.seconds(_SECONDS), min(_SECONDS, _FEWEST / rate))
-        timed = self.load(rate, seconds, self._bench.seed + 100)
+    def attained(self, stand: Stand, rate: float, seconds: float, seed: int) -> float:
+        """The share of the requests of some seconds that keep their limits."""
+        timed = self.load(rate, seconds, seed)
         found = offer(stand.url, timed, self.patience_s)
         met = [self.met(body, outcome) for (_, body), outcome in zip(timed, found, strict=True)]
         return sum(met) / len(met) if met else math.nan
