@@ -7,6 +7,9 @@ the least load, makes everything that the models do longer at the others.
 """
 
 from collections.abc import Sequence
+from math import inf
+from operator import and_
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -18,6 +21,7 @@ from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
 from benchmarks.serve.stand import Stand
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.request import FINISHED
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
@@ -26,6 +30,7 @@ from runtime.simulator.workload import Workload
 _LOADS = (0.3, 0.45, 0.6, 0.75, 0.9, 1.05)
 _SECONDS = 10.0
 _CORES = 2
+Spent = tuple[float, float]  # TTFT and TPOT of a request in s; endless if it was not answered
 _COSTS = (
     "prefill_pass_s", "prefill_token_s", "prefill_behind_s", "prefill_pair_s", "prompt_s",
     "decode_step_s", "decode_row_s", "decode_context_s", "link_s",
@@ -37,6 +42,7 @@ def run(bench: Bench) -> Section:
     real: Curve = []
     simulated: Curve = []
     beside: Curve = []
+    limits: dict[str, list[list[float]]] = {}  # shares that keep TTFT, and TPOT, of each of the three
     light_s = 0.0  # of frontend, pool and client for a request
     with bench.stand("node", models_last=True, handover={"disaggregate": "always"}) as stand:
         times = fitted(bench, stand, calibrate(stand.plan.config, ServiceTimes()))
@@ -47,11 +53,15 @@ def run(bench: Bench) -> Section:
             before = stand.used_s()[1]
             found = offer(stand.url, timed, kind.patience_s)
             light_s = light_s or (stand.used_s()[1] - before) / len(found)
-            met = sum(kind.met(body, outcome) for (_, body), outcome in zip(timed, found, strict=True))
-            real.append((load * capacity, met / len(found)))
-            simulated.append((load * capacity, _simulated(stand, times, kind, timed, found)))
             slowed = _slowed(times, 1 - load * capacity * light_s / _CORES)
-            beside.append((load * capacity, _simulated(stand, slowed, kind, timed, found)))
+            rows = (
+                _shares(kind, [_told(outcome) for outcome in found]),
+                _shares(kind, _simulated(stand, times, timed, found)),
+                _shares(kind, _simulated(stand, slowed, timed, found)),
+            )
+            for line, shares in zip((real, simulated, beside), rows, strict=True):
+                line.append((load * capacity, shares[0]))
+            limits[f"{load * capacity:.1f}/s"] = [list(shares[1:]) for shares in rows]
     ours, theirs = goodput(beside), goodput(real)
     section = Section(
         "curves",
@@ -81,7 +91,10 @@ def run(bench: Bench) -> Section:
             "simulated, more cores": simulated,
         }
     }
-    section.details = kind.told | {"times": {n: getattr(times, n) for n in times.__struct_fields__ if n != "roofline"}}
+    section.details = kind.told | {
+        "TTFT kept, TPOT kept: real, simulated with more cores, simulated": limits,
+        "times": {n: getattr(times, n) for n in times.__struct_fields__ if n != "roofline"},
+    }
     return section
 
 
@@ -92,9 +105,9 @@ def _slowed(times: ServiceTimes, share: float) -> ServiceTimes:
 
 
 def _simulated(
-    stand: Stand, times: ServiceTimes, kind: Kind, timed: Sequence[tuple[float, Body]], found: Sequence[Outcome]
-) -> float:
-    """The share of the same requests that the simulated node would have answered within the same limits."""
+    stand: Stand, times: ServiceTimes, timed: Sequence[tuple[float, Body]], found: Sequence[Outcome]
+) -> list[Spent]:
+    """What the same requests take on the simulated node."""
     begin = min(outcome.sent_s for outcome in found)
     arrivals = [
         Arrival(outcome.sent_s - begin, len(body["prompt"]), body["max_tokens"])
@@ -103,4 +116,16 @@ def _simulated(
     setup = Setup(config=stand.plan.config, times=times, workload=Workload(retrieval=False))
     simulation = Simulation(setup, arrivals)
     simulation.run()
-    return sum(one.met(kind.ttft_s, kind.tpot_s) for one in simulation.requests) / len(arrivals)
+    return [(one.ttft_s, one.tpot_s) if one.outcome == FINISHED else (inf, inf) for one in simulation.requests]
+
+
+def _told(outcome: Outcome) -> Spent:
+    timings = outcome.timings
+    return (timings["ttft"], timings.get("tpot", 0.0)) if outcome.whole else (inf, inf)
+
+
+def _shares(kind: Kind, spent: Sequence[Spent]) -> tuple[float, float, float]:
+    """Of the requests: that keep both limits, that of the first token, that of the others."""
+    first = [ttft_s <= kind.ttft_s for ttft_s, _ in spent]
+    rest = [tpot_s <= kind.tpot_s for _, tpot_s in spent]
+    return fmean(map(and_, first, rest)), fmean(first), fmean(rest)
