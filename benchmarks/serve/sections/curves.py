@@ -6,6 +6,7 @@ them, and have no core of their own here, as they have where a model has GPUs: w
 the least load, makes everything that the models do longer at the others.
 """
 
+import time
 from collections.abc import Sequence
 from math import inf
 from operator import and_
@@ -43,6 +44,7 @@ def run(bench: Bench) -> Section:
     simulated: Curve = []
     beside: Curve = []
     limits: dict[str, list[list[float]]] = {}  # shares that keep TTFT, and TPOT, of each of the three
+    cores: dict[str, list[float]] = {}  # used by prefill and decode; frontend, pool and client; others
     light_s = 0.0  # of frontend, pool and client for a request
     with bench.stand("node", models_last=True, handover={"disaggregate": "always"}) as stand:
         times = fitted(bench, stand, calibrate(stand.plan.config, ServiceTimes()))
@@ -50,9 +52,11 @@ def run(bench: Bench) -> Section:
         capacity = kind.told["capacity_per_s"]
         for load in _LOADS:
             timed = kind.load(load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
-            before = stand.used_s()[1]
+            before, begin_s = stand.used_s(), time.monotonic()
             found = offer(stand.url, timed, kind.patience_s)
-            light_s = light_s or (stand.used_s()[1] - before) / len(found)
+            used = [now - then for now, then in zip(stand.used_s(), before, strict=True)]
+            cores[f"{load * capacity:.1f}/s"] = [each / (time.monotonic() - begin_s) for each in used]
+            light_s = light_s or used[1] / len(found)
             slowed = _slowed(times, 1 - load * capacity * light_s / _CORES)
             rows = (
                 _shares(kind, [_told(outcome) for outcome in found]),
@@ -93,6 +97,7 @@ def run(bench: Bench) -> Section:
     }
     section.details = kind.told | {
         "TTFT kept, TPOT kept: real, simulated with more cores, simulated": limits,
+        "cores: prefill and decode, light processes, others": cores,
         "times": {n: getattr(times, n) for n in times.__struct_fields__ if n != "roofline"},
     }
     return section
