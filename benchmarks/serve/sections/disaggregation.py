@@ -1,7 +1,8 @@
 """Goodput of nodes that have prefill and decode apart, never, or choose for each prompt, on the same two cores.
 
 All nodes are up at once, and each load is offered to one after the other, round by round, so that what the machine does
-meanwhile meets all of them alike. How much of the cores others used is told of each play.
+meanwhile meets all of them alike. Their processes go before whatever else runs, light ones first; how much of the cores
+others used all the same is told.
 """
 
 import os
@@ -36,14 +37,14 @@ def _compared(bench: Bench, name: str, share: float, bar: float) -> Section:
     cores = sorted(os.sched_getaffinity(0))
     both = {"workers": 2, "slots": 16, "cores": [[cores[0]], [cores[-1]]]}
     with ExitStack() as up:
-        apart = up.enter_context(bench.stand("node", handover={"disaggregate": "always"}))
+        apart = up.enter_context(bench.stand("node", models_last=True, handover={"disaggregate": "always"}))
         kind = Kind(bench, apart, documents=share)
         slo = {"ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s}
         stands = {
             "1 + 1, always apart": apart,
-            "1 + 1, chooses": up.enter_context(bench.stand("node", slo=slo)),
-            "1 + 2, chooses": up.enter_context(bench.stand("node", slo=slo, decode=both)),
-            _COLOCATED: up.enter_context(bench.stand("colocated")),
+            "1 + 1, chooses": up.enter_context(bench.stand("node", models_last=True, slo=slo)),
+            "1 + 2, chooses": up.enter_context(bench.stand("node", models_last=True, slo=slo, decode=both)),
+            _COLOCATED: up.enter_context(bench.stand("colocated", models_last=True)),
         }
         lines, others = _played(bench, kind, stands)
         chosen = {
