@@ -137,7 +137,7 @@ def _result_table(result: "Result") -> Table:
     table.caption = (
         f"at work, with batches as full as they were: prefill {used['prefill']}, decode {used['decode']} of the time "
         f"with {used['decode_slots']} of its slots, pool {used['pool']}, link {used['link']}; "
-        f"rows stalled {used['stall']}; ends: {ends}"
+        f"rows stalled {used['stall']}; of the prompts' tokens {used['prefix_hits']} found again; ends: {ends}"
     )
     return table
 

@@ -12,11 +12,11 @@ from random import Random
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
-from runtime.node.config import ModelSection
+from runtime.node.config import KvHolder, ModelSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
 from runtime.node.metrics.columns import Stage
-from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.router import PREFIX_BLOCKS, Router
 from runtime.serving.messages import Hello, Role
 from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
@@ -28,6 +28,7 @@ from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.prefill import Ask, SimPrefill
+from runtime.simulator.stages.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
@@ -63,7 +64,7 @@ class Simulation:
             overlap_weight=config.http.overlap_weight,
             clock=lambda: self.events.now_ns,
         )
-        self._judged = self._missed = self._asked_tokens = self._left_tokens = 0
+        self._judged = self._missed = 0
         self._roles = Roles(
             self.events,
             self.router,
@@ -110,20 +111,23 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
         for i in range(len(decode_gpus)):
+            kv = self._kv_rows()
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
-                self._roles.report, self._finish, self._kv_rows(),
+                self._roles.report, self._finish, kv, self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode
-            self.router.add(self._hello("decode", decode.name, config.decode.slots, decode.kv))
+            self.router.add(self._hello("decode", decode.name, config.decode, kv))
         for i, gpu in enumerate(prefill_gpus):
+            prompts = self._prompts(config.prefill)
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 self._asker(prefill_pools[i]), self._offer, self._roles.report, self._fail,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
+                prompts,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
-            self.router.add(self._hello("prefill", prefill.name, config.prefill.slots))
+            self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
         if moves:
             self._plan_roles(there.prefill.workers, there.decode.workers)
 
@@ -142,8 +146,8 @@ class Simulation:
         return Work(
             pass_s=sum(worker.busy_ns for worker in prefills) / 1e9,
             passed_tokens=sum(worker.tokens for worker in prefills),
-            asked_tokens=self._asked_tokens,
-            left_tokens=self._left_tokens,
+            asked_tokens=sum(worker.asked_tokens for worker in prefills),
+            left_tokens=sum(worker.left_tokens for worker in prefills),
             prompts=len(self.requests),
             row_s=sum(worker.row_ns - worker.batch.stall_ns for worker in decodes) / 1e9,
             tokens=sum(worker.batch.tokens for worker in decodes),
@@ -162,13 +166,17 @@ class Simulation:
         model = config.own_model or ModelSection(name="")
         return KvRows(config.decode.kv_blocks, model.kv_block_tokens)
 
-    def _hello(self, role: Role, name: str, slots: int, kv: KvRows | None = None) -> Hello:
+    def _prompts(self, limits: KvHolder) -> PromptBlocks | None:
+        """What a worker keeps of prompts, where the trace says what they share."""
+        model = self._setup.config.own_model or ModelSection(name="")
+        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * model.kv_block_tokens)
+
+    def _hello(self, role: Role, name: str, limits: KvHolder, kv: KvRows | PromptBlocks | None = None) -> Hello:
+        hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
         if kv is None:
-            return Hello(role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=_MAX_TOKENS)
-        return Hello(
-            role=role, worker=name, epoch=1, pid=0, slots=slots, limit_tokens=kv.most_tokens,
-            block_tokens=kv.block_tokens, blocks=kv.available,
-        )  # fmt: skip
+            return hello
+        told = replace(hello, block_tokens=kv.block_tokens, blocks=kv.available)
+        return replace(told, limit_tokens=kv.available * kv.block_tokens) if limits.kv_blocks else told
 
     def _asker(self, pools: int) -> Ask | None:
         """How a prefill worker asks its pools."""
@@ -201,7 +209,7 @@ class Simulation:
             self._plan_arrival(i + 1)
         arrival, now = self._arrivals[i], self.events.now_ns
         try:
-            placement = self.router.place(arrival.prefix, arrival.prompt_tokens + arrival.output_tokens)
+            placement = self.router.place(arrival.prefix[:PREFIX_BLOCKS], arrival.prompt_tokens + arrival.output_tokens)
         except TrinityError as error:
             self.refused[error.code] = self.refused.get(error.code, 0) + 1
             self._count_end()
@@ -209,7 +217,6 @@ class Simulation:
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
-        self._asked_tokens += arrival.prompt_tokens
         self._timeouts.begin(request)
         prefill = self.prefills[placement.prefill]
         if self._frontend_ns:
@@ -219,7 +226,6 @@ class Simulation:
 
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         request.left_prefill = True
-        self._left_tokens += request.by_decode * request.arrival.prompt_tokens
         self.router.prefilled(request.placement)
         self.decodes[request.placement.decode].offer(request, pulled)
 
@@ -306,6 +312,8 @@ class Simulation:
             "link": sum(worker.link_busy_ns for worker in decodes) / span / max(len(decodes), 1),
             "pool": sum(pool.busy_ns for pool in self.pools) / span / max(len(self.pools), 1),
             "pool_slots": sum(pool.slot_steps for pool in self.pools) / 1.0,
+            "prefix_hits": sum(request.found_tokens for request in self.requests)
+            / max(sum(request.arrival.prompt_tokens for request in self.requests), 1),
             "by_decode": float(sum(request.by_decode for request in self.requests)),
             "preemptions": float(sum(decode.preemptions for decode in decodes)),
             "stall": sum(decode.batch.stall_ns for decode in decodes) / max(row_ns, 1),

@@ -6,7 +6,7 @@ the file and the line.
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -32,14 +32,19 @@ class TraceError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a trace: seconds after the first one, prompt and answer tokens, and its prefix blocks (hashes)."""
+    """One request of a trace: seconds after the first one, prompt and answer tokens, and its prefix blocks.
+
+    These are hashes, each over all before it, of `block_tokens` tokens each; 0: how many is not known.
+    """
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
+    block_tokens: int = 0
 
 
+_MOONCAKE_BLOCK = 512  # tokens
 _Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
@@ -145,7 +150,7 @@ def _tokens(text: str) -> int:
 
 def _mooncake(line: str) -> Arrival:
     row = msgspec.json.decode(line, type=_Mooncake)
-    return _arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids)
+    return _arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids, _MOONCAKE_BLOCK)
 
 
 def _ragpulse(line: str) -> Arrival:
@@ -158,11 +163,11 @@ def _ragpulse(line: str) -> Arrival:
     return _arrival(at_s, row.input_length, row.output_length, hashes)
 
 
-def _arrival(at_s: float, prompt: int, output: int, hashes: list[int] | None = None) -> Arrival:
+def _arrival(at_s: float, prompt: int, output: int, hashes: Sequence[int] = (), block_tokens: int = 0) -> Arrival:
     """A request with no tokens on a side is served as one with one: the model needs one to begin, and draws one."""
     chain = 0
     prefix = []
-    for block in (hashes or [])[:32]:
+    for block in hashes:
         chain = hash((chain, block))  # of integers: the same in every process
         prefix.append(chain)
-    return Arrival(at_s, max(prompt, 1), max(output, 1), tuple(prefix))
+    return Arrival(at_s, max(prompt, 1), max(output, 1), tuple(prefix), block_tokens)

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from msgspec.structs import replace
@@ -215,6 +215,13 @@ class Loop:
         self._next_ns = self._clock.now_ns
 
 
+class Run(NamedTuple):
+    """The stamps of every request, in the order of their ends; by worker the tokens of prompts that it had already."""
+
+    done: list[dict[str, int]]
+    hit_tokens: dict[str, int]
+
+
 def run_workers(
     model: Path,
     times: ServiceTimes,
@@ -224,9 +231,8 @@ def run_workers(
     every: int,
     passages: bool,
     **sections: Any,
-) -> list[dict[str, int]]:
-    """The stamps of every request, in the order of their ends. `search_s`: what the pool takes; `passages`: whether
-    probes bring some."""
+) -> Run:
+    """`search_s`: what the pool takes; `passages`: whether probes bring some."""
     clock = Clock()
     alone = {"kv": {"host_mib": 0}}  # what other runs have computed is not found
     plan = resolve(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **alone, **sections}))
@@ -261,7 +267,7 @@ def run_workers(
             Sampling(arrival.output_tokens, ignore_eos=True),
             received_ns=at_ns,
             deadline_ns=1 << 62,
-            prompt=tuple((number * 7 + i * i) % 250 + 3 for i in range(arrival.prompt_tokens)),
+            prompt=_prompt(number, arrival),
             retrieval=Retrieval("docs", 1, every),
         )
         message = Prefill(f"r{number}", _EPOCH, asked, "decode-0", "")
@@ -269,7 +275,15 @@ def run_workers(
     with _on(clock):
         while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    return frontend.done
+    hits = {worker._worker.name: worker._blocks.statistics().hit_tokens for worker in (prefill, decode)}
+    return Run(frontend.done, hits)
+
+
+def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
+    """The tokens of its prefix blocks are those of every such block; what is behind them is its own."""
+    known = [(block, i) for block in arrival.prefix for i in range(arrival.block_tokens)][: arrival.prompt_tokens]
+    own = (number * 7 + i * i for i in range(len(known), arrival.prompt_tokens))
+    return tuple(token % 250 + 3 for token in (*map(hash, known), *own))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ SECTIONS: dict[str, Any] = {
     "http": {"max_in_flight": 10_000},
 }
 EVERY = 8
+BLOCK = 32  # tokens, of `model.kv_block_tokens`
 MEAN_S = 2e-3 + 300 * 130e-6  # of prefill's time a request takes, which is the scarcest here
 
 
@@ -56,7 +57,7 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
     requests = arrivals(load)
     tokens = {round(arrival.at_s * 1e9): arrival.output_tokens for arrival in requests}
     search_s = 43 * EXTEND_S + 2 * TIMES.ring_s
-    done = run_workers(model, TIMES, requests, search_s=search_s, every=EVERY, passages=passages, **sections)
+    done, _ = run_workers(model, TIMES, requests, search_s=search_s, every=EVERY, passages=passages, **sections)
     real = spans(done, tokens)
     workload = Workload(probe_every_tokens=EVERY, probe_hit=float(passages))
     config = parse_config(sections)
@@ -75,3 +76,42 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
             ours, wanted = (float(np.percentile(values, percent)) for values in (simulated[name], theirs))
             near = 0.1 if percent == 50 or disaggregate == "always" else 0.16
             assert ours == pytest.approx(wanted, rel=near), f"{name} p{percent}"
+
+
+def conversations(count: int = 150) -> list[Arrival]:
+    """Turns of some conversations, each of which begins with all of the turn before; one of a few system prompts is at
+    their beginning. In blocks of a real worker's size."""
+    random, at_s, known = Random(5), 0.0, dict[int, list[int]]()
+    found = []
+    for number in range(count):
+        at_s += random.expovariate(0.5 / MEAN_S)
+        talk = random.randrange(12)
+        prefix = known.setdefault(talk, [talk % 3])
+        prefix += [100 + number * 4 + i for i in range(random.randint(1, 4))]
+        if len(prefix) > 30:
+            del prefix[1:]
+        prompt = len(prefix) * BLOCK + random.randint(0, BLOCK - 1)
+        found.append(Arrival(round(at_s, 9), prompt, random.randint(4, 30), tuple(prefix), BLOCK))
+    return found
+
+
+@pytest.mark.parametrize("kv_blocks", [100, 512])
+@pytest.mark.parametrize(("disaggregate", "worker"), [("always", "prefill-0"), ("never", "decode-0")])
+def test_as_many_tokens_of_prompts_are_found_again_as_by_the_real_workers(
+    disaggregate: str, worker: str, kv_blocks: int, model: Path
+) -> None:
+    sections = SECTIONS | {"handover": {"disaggregate": disaggregate}}
+    sections["prefill"] = SECTIONS["prefill"] | {"kv_blocks": kv_blocks}
+    requests = conversations()
+    real = run_workers(model, TIMES, requests, search_s=43 * EXTEND_S, every=0, passages=False, **sections)
+    simulation = Simulation(
+        Setup(config=parse_config(sections), times=TIMES, workload=Workload(probe_every_tokens=0)), requests
+    )
+    simulation.run()
+    found = sum(request.found_tokens for request in simulation.requests)
+    asked = sum(arrival.prompt_tokens for arrival in requests)
+    assert found == pytest.approx(real.hit_tokens[worker], rel=0.03)
+    assert 0.1 * asked < found < 0.9 * asked
+    ttft = spans(real.done, {round(arrival.at_s * 1e9): arrival.output_tokens for arrival in requests})["ttft"]
+    ours = [request.ttft_s * 1e3 for request in simulation.requests]
+    assert float(np.median(ours)) == pytest.approx(float(np.median(ttft)), rel=0.1)

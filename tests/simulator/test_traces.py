@@ -40,6 +40,7 @@ def test_a_mooncake_trace_is_put_in_order_and_its_blocks_become_chained_prefixes
     assert second.at_s == 0.5
     assert first.prefix[:2] == second.prefix[:2]
     assert first.prefix[2] != second.prefix[2]
+    assert first.block_tokens == 512
 
 
 def test_a_ragpulse_trace_has_its_times_as_text_and_its_blocks_by_part(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ Its loop looks around between two steps only, as the real one's does: what comes
 probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
 steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
 a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
-youngest row makes room and is computed again (there are no KV tiers here). A prompt that comes without KV is computed
-in chunks beside the steps of the others.
+youngest row makes room and is computed again (there are no KV tiers here). The blocks of prompts are found again by
+others where the trace says which ones they share; rows are counted as if they shared none. A prompt that comes without
+KV is computed in chunks beside the steps of the others.
 """
 
 from collections import deque
@@ -18,8 +19,10 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
 from runtime.serving.messages import Report
 from runtime.simulator.events import NEVER_NS, Events, ns
 from runtime.simulator.stages.decode_batches import Batches
+from runtime.simulator.stages.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival
 
 _SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step at most, as there
 
@@ -109,6 +112,7 @@ class SimDecode:
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
         kv: KvRows | None = None,
+        prompts: PromptBlocks | None = None,
     ) -> None:
         self.name = name
         self._events, self._times = events, times
@@ -121,7 +125,7 @@ class SimDecode:
         self._link_ns = ns(times.link_s)
         self._slice_ns = 0 if limits.devices[0] != "cpu" else ns(slice_s)  # 0: copied beside the steps
         self.slots = self.free = limits.slots
-        self.kv = kv
+        self.kv, self.prompts = kv, prompts
         self.batch = batches.add(self._between, kv.most_tokens if kv is not None else NEVER_NS)
         self.batch.calls(kv is not None)
         self._requests: dict[int, SimRequest] = {}  # by row
@@ -165,21 +169,29 @@ class SimDecode:
         while self.free and self.offers:
             request, pulled = self.offers[0]
             tokens = request.arrival.prompt_tokens
-            if not request.ended and self.kv is not None:
-                if self.batch.out or not self.kv.has_room(tokens, len(self.batch)):
-                    break  # who was here before comes first
-                self.kv.take(request, tokens)
+            if not request.ended and not self._has_room(request.arrival):
+                break
             self.offers.popleft()
             if request.ended:
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
+            if self.kv is not None:
+                self.kv.take(request, tokens)
+            found = self.prompts.take(request) if self.prompts is not None else 0
             if request.by_decode:
+                request.done_tokens = request.found_tokens = found
                 self._computing.append(_HandOver(request, pulled, 0))
                 continue
-            took = ns(self._times.copy_s(tokens))
+            took = ns(self._times.copy_s(tokens - found))
             self.link_busy_ns += took
             self._pulling.append(_HandOver(request, pulled, took))
+
+    def _has_room(self, arrival: Arrival) -> bool:
+        """Whether there are blocks for a prompt."""
+        if self.kv is not None and (self.batch.out or not self.kv.has_room(arrival.prompt_tokens, len(self.batch))):
+            return False  # who was here before comes first
+        return self.prompts is None or self.prompts.has_room(arrival)
 
     def _copy(self, handover: _HandOver) -> bool:
         """Go on with the first hand-over; whether all of it is here now."""
@@ -238,6 +250,8 @@ class SimDecode:
 
     def _joined(self, request: SimRequest) -> None:
         self._count_row_time()
+        if self.prompts is not None:
+            self.prompts.fill(request, request.done_tokens)
         self.rows += 1
         request.first_token_ns = self._events.now_ns
         request.row = self.batch.arrive(
@@ -276,6 +290,8 @@ class SimDecode:
         self._count_row_time()
         if self.kv is not None:
             self.kv.end(request)
+        if self.prompts is not None:
+            self.prompts.release(request)
         if request.row >= 0:
             del self._requests[request.row]
             request.stalled_ns = self.batch.free(request.row)
@@ -327,6 +343,8 @@ class SimDecode:
         assert self.kv is not None
         self.preemptions += 1
         self.kv.give_up(row)
+        if self.prompts is not None:
+            self.prompts.release(row)
         if row.row >= 0:  # else its hand-over is under way
             self.batch.make_room(row.row)
 
@@ -354,6 +372,6 @@ class SimDecode:
         self._report(
             Report(
                 self.name, 1, 1, len(self.offers), rows, self.free, free_blocks=free_blocks,
-                step_ns=self.batch.step_ns(),
+                evicted_ns=self.prompts.evicted_ns if self.prompts is not None else 0, step_ns=self.batch.step_ns(),
             )
         )  # fmt: skip

@@ -14,6 +14,7 @@ from runtime.serving.prefill.job import Disaggregation, turn_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
+from runtime.simulator.stages.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
@@ -52,11 +53,13 @@ class SimPrefill:
         fail: Callable[[SimRequest, str], None],
         disaggregation: Disaggregation,
         decodes: Batches,
+        prompts: PromptBlocks | None = None,
     ) -> None:
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
         self._disaggregation, self._decodes = disaggregation, decodes
+        self.prompts = prompts
         self._ahead = 0  # tokens that wait or are being run
         self._embedder, self._embeds = Embedder(events, times.embed_s), 0  # texts that came since the last pass
         self._arrived: list[SimRequest] = []
@@ -70,9 +73,10 @@ class SimPrefill:
         self.slots = self.free = limits.slots
         self._busy = False
         self._pass_end_ns = 0
-        self._told = (-1, -1)
+        self._told = (-1, -1, -1)
         self.busy_ns = 0
-        self.tokens = 0
+        self.tokens = 0  # computed here
+        self.asked_tokens = self.left_tokens = 0  # not known here: of all prompts, and of those that decode computes
 
     def receive(self, request: SimRequest) -> None:
         self.asking += 1
@@ -121,22 +125,31 @@ class SimPrefill:
         self._owed_ns += self._prompt_ns
         self.asking -= 1
         place, tokens = request.placement, request.arrival.prompt_tokens
+        own = tokens - self.prompts.found(request.arrival) if self.prompts is not None else tokens
+        self.asked_tokens += own
         now_ns = self._events.now_ns
-        if self._disaggregation.by_decode(now_ns, place.decode, tokens, self._ahead, place.decode_load):
+        if self._disaggregation.by_decode(now_ns, place.decode, own, self._ahead, place.decode_load):
             request.by_decode = True
+            self.left_tokens += own
             self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
             return
         self._ahead += tokens
-        request.turn_ns = turn_ns(request.received_ns, tokens, self._disaggregation.token_s)
+        request.turn_ns = turn_ns(request.received_ns, own, self._disaggregation.token_s)
         insort(self.waiting, request, key=_last_turn_first)
 
     def _pass(self) -> None:
         """One pass through the model, as long as there is anything to run."""
         admitted = bool(self.free and self.waiting)
         while self.free and self.waiting:
-            request = self.waiting.pop()
+            request = self.waiting[-1]
+            if not request.ended and self.prompts is not None and not self.prompts.has_room(request.arrival):
+                break
+            self.waiting.pop()
             if not request.ended:
                 self.free -= 1
+                if self.prompts is not None:
+                    request.done_tokens = request.found_tokens = self.prompts.take(request)
+                    self._ahead -= request.found_tokens
                 request.begun_ns = self._events.now_ns + self._owed_ns
                 self._running.append(request)
             else:
@@ -176,24 +189,28 @@ class SimPrefill:
             request.done_tokens += tokens
             self.tokens += tokens
             self._ahead -= tokens
+            if self.prompts is not None:
+                self.prompts.fill(request, request.done_tokens)
             if request.ended:
                 self._ahead -= request.arrival.prompt_tokens - request.done_tokens
                 self._running.remove(request)
-                self._release()
+                self._release(request)
             elif request.done_tokens == request.arrival.prompt_tokens:
                 self._running.remove(request)
                 request.prefilled_ns = self._events.now_ns
-                self._offer(request, self._pulled)
+                self._offer(request, partial(self._pulled, request))
         self._round()
         self._tell()
 
-    def _pulled(self) -> None:
+    def _pulled(self, request: SimRequest) -> None:
         """Decode has the KV of an offer, or will not take it."""
-        self._release()
+        self._release(request)
         self._look()
 
-    def _release(self) -> None:
+    def _release(self, request: SimRequest) -> None:
         self.free += 1
+        if self.prompts is not None:
+            self.prompts.release(request)
 
     @property
     def rests(self) -> bool:
@@ -205,10 +222,17 @@ class SimPrefill:
         return self.asking + len(self.waiting)
 
     def _tell(self) -> None:
-        told = self.asking + len(self.waiting), self.free
+        evicted_ns = self.prompts.evicted_ns if self.prompts is not None else 0
+        told = self.asking + len(self.waiting), self.free, evicted_ns
         if told != self._told:
             self._told = told
-            self._report(Report(self.name, 1, 1, told[0], self.slots - self.free, self.free))
+            free_blocks = self.prompts.available if self.prompts is not None else 0
+            running = self.slots - self.free
+            self._report(
+                Report(
+                    self.name, 1, 1, told[0], running, self.free, free_blocks=free_blocks, evicted_ns=evicted_ns,
+                )
+            )  # fmt: skip
 
 
 def _turn(request: SimRequest) -> int:

@@ -27,6 +27,7 @@ class SimRequest:
     left_prefill: bool = False
     by_decode: bool = False  # its prompt is computed by the decode worker
     done_tokens: int = 0  # of the prompt
+    found_tokens: int = 0  # of them its worker had the KV already
     turn_ns: int = 0  # of its prompt, where prefill computes it
     row: int = -1  # of decode's batch
     stalled_ns: int = 0

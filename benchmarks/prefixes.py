@@ -1,0 +1,115 @@
+"""How much of a trace's prompts is found again by the workers that compute them, and what the router has to do with it.
+
+    python -m benchmarks.prefixes --trace mooncake-conversation.jsonl.gz [--requests 4000] [--out NAME]
+
+Eight simulated GPUs, with the simulator's default times, an H100's from data sheets, and KV for what its memory has
+beside the weights; 4 + 4 workers apart or as each prompt has it sooner, or 8 that do both. The router goes by load
+alone, by what it gave whom as it is shipped or with other weights, or by what the workers really have: if workers told
+it of every block that they fill or give up, it could know no more.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import table, write
+from runtime.node.config import DecodeSection, Disaggregate, HandoverSection, HttpSection, NodeConfig, PrefillSection
+from runtime.serving.frontend.router import Worker
+from runtime.simulator.node import Simulation
+from runtime.simulator.setup import Setup
+from runtime.simulator.times.service import ServiceTimes
+from runtime.simulator.traces import Arrival, at_rate, load_trace
+from runtime.simulator.workload import Slos, Workload
+
+LAYOUTS: tuple[tuple[int, int, Disaggregate], ...] = ((4, 4, "always"), (4, 4, "auto"), (1, 8, "never"))
+SLOS = Slos(ttft_s=2.0, tpot_s=0.05)
+_TIMES = ServiceTimes()
+_KV_BLOCKS = int((0.9 * _TIMES.gpu_bytes - _TIMES.weight_bytes) / _TIMES.kv_token_bytes / 32)
+
+
+def found_by(arrivals: Sequence[Arrival], layout: tuple[int, int, Disaggregate], weight: float, knows: bool) -> Any:
+    """A run's figures. `knows`: the router sees what the workers have."""
+    prefill, decode, mode = layout
+    config = NodeConfig(
+        http=HttpSection(max_in_flight=100_000, overlap_weight=weight),
+        prefill=PrefillSection(workers=prefill, slots=8, kv_blocks=_KV_BLOCKS),
+        decode=DecodeSection(workers=decode, slots=64, devices=("cuda:0",), kv_blocks=_KV_BLOCKS),
+        handover=HandoverSection(disaggregate=mode),
+    )
+    setup = Setup(config=config, times=_TIMES, workload=Workload(retrieval=False), slos=SLOS)
+    simulation = Simulation(setup, arrivals)
+    if knows:
+        for worker in simulation.router.workers():
+            worker.prefixes.seen = _seen(simulation, worker)  # type: ignore[method-assign]
+    result = simulation.run()
+    return {
+        "layout": layout, "weight": weight, "knows": knows, "found": result.use["prefix_hits"],
+        "ttft_p50_s": result.ttft_s.p50, "ttft_p90_s": result.ttft_s.p90, "attainment": result.attainment,
+        "by_decode": result.use["by_decode"] / len(arrivals),
+    }  # fmt: skip
+
+
+def _seen(simulation: Simulation, worker: Worker) -> Any:
+    name = worker.hello.worker
+    blocks = (simulation.prefills.get(name) or simulation.decodes[name]).prompts
+    assert blocks is not None, "the trace says what its prompts share"
+
+    def seen(prefix: Sequence[int], since_ns: int = 0) -> int:
+        tokens = len(prefix) * blocks.block_tokens
+        return blocks.found(Arrival(0.0, tokens + 1, 1, tuple(prefix))) // blocks.block_tokens
+
+    return seen
+
+
+def shared(arrivals: Sequence[Arrival]) -> float:
+    """The share of all prompts' tokens that one worker would find that gave nothing up."""
+    known: set[int] = set()
+    found = 0
+    for arrival in arrivals:
+        blocks = arrival.prefix[: (arrival.prompt_tokens - 1) // arrival.block_tokens]
+        found += sum(block in known for block in blocks) * arrival.block_tokens
+        known.update(arrival.prefix)
+    return found / sum(arrival.prompt_tokens for arrival in arrivals)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--trace", type=Path, required=True, help="one that says which blocks prompts share: Mooncake's"
+    )
+    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests/s")
+    parser.add_argument("--weights", type=float, nargs="+", default=[0, 1, 4], help="of what the router gave whom")
+    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    options = parser.parse_args()
+    arrivals = at_rate(load_trace(options.trace, options.requests), options.rate)
+    most = shared(arrivals)
+    found = [
+        found_by(arrivals, layout, weight, knows)
+        for layout in LAYOUTS
+        for weight, knows in (*((weight, False) for weight in options.weights), (1.0, True))
+    ]
+    rows = []
+    for one in found:
+        prefill, decode, mode = one["layout"]
+        workers = f"{decode} that do both" if mode == "never" else f"{prefill} + {decode}, {mode}"
+        way = "what workers have, weight 1" if one["knows"] else f"what it gave, weight {one['weight']:g}"
+        rows.append(
+            (
+                workers, "load alone" if not one["weight"] else way, f"{one['found']:.1%}",
+                f"{one['ttft_p50_s'] * 1e3:.0f}, {one['ttft_p90_s'] * 1e3:.0f} ms", f"{one['attainment']:.1%}",
+                f"{one['by_decode']:.0%}",
+            )
+        )  # fmt: skip
+    head = ("workers", "the router goes by", "tokens found again", "TTFT p50, p90", "met both limits", "by decode")
+    said = (
+        f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s; one worker that gives nothing up "
+        f"would find {most:.1%} of the prompts' tokens again."
+    )
+    write({"shared": most, "found": found}, "\n".join([said, "", *table(head, rows)]), options.out)
+
+
+if __name__ == "__main__":
+    main()
