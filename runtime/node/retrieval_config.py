@@ -32,7 +32,3 @@ class ProbesSection(Section, frozen=True):
     trigger: ProbeTrigger = "every"
     drift_distance: Annotated[float, Meta(gt=0, le=1e6)] = 0.5
     unsure_nats: Annotated[float, Meta(gt=0, le=100)] = 2.0
-
-    def threshold(self, trigger: ProbeTrigger) -> float:
-        """Of a trigger whose request names none; 0 where there is none."""
-        return {"every": 0.0, "drift": self.drift_distance, "unsure": self.unsure_nats}[trigger]

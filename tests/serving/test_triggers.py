@@ -7,6 +7,7 @@ import pytest
 
 from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.passages import Passage
+from runtime.serving.http.api_types import CompletionBody
 from runtime.serving.messages import Retrieval
 from runtime.serving.triggers import Trigger, entropy, trigger_of
 
@@ -63,5 +64,14 @@ def test_entropy_is_that_of_the_softmax_and_knows_what_is_impossible() -> None:
 
 
 def test_a_trigger_without_a_threshold_of_its_request_has_the_nodes() -> None:
-    section = ProbesSection(drift_distance=0.7, unsure_nats=3.0)
-    assert [section.threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.7, 3.0]
+    node = ProbesSection(drift_distance=0.7, unsure_nats=3.0)
+
+    def threshold(kind: str, **own: float) -> float:
+        retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
+        asked = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
+        found = asked.searches(node, "system")
+        assert found is not None
+        return found.threshold
+
+    assert [threshold(kind) for kind in ("every", "drift", "unsure")] == [0.0, 0.7, 3.0]
+    assert threshold("drift", probe_threshold=0.2) == 0.2

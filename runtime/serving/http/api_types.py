@@ -331,7 +331,8 @@ class GenerateBody(StrictModel):
             filter_bytes(options.filter) if options.filter else b"",
             options.hybrid,
             trigger,
-            options.probe_threshold or probes.threshold(trigger),
+            options.probe_threshold
+            or {"every": 0.0, "drift": probes.drift_distance, "unsure": probes.unsure_nats}[trigger],
             options.passages or place,
         )
 
