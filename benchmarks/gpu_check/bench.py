@@ -31,8 +31,8 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 from benchmarks.common.report import keep  # noqa: E402
 from benchmarks.gpu_check.carry import carry  # noqa: E402
-from benchmarks.gpu_check.limits import OutOfTime, within  # noqa: E402
-from benchmarks.gpu_check.report import Outcome, Skipped, markdown  # noqa: E402
+from benchmarks.gpu_check.limits import OutOfTime, Skipped, within  # noqa: E402
+from benchmarks.gpu_check.report import Outcome, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
 from benchmarks.gpu_check.verdicts import verdicts  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402

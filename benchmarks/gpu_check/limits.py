@@ -1,10 +1,14 @@
-"""A section's time: what takes longer is ended, so that the others have theirs."""
+"""How a section ends early: what it needs is not there, or its time is over, so that the others have theirs."""
 
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+class Skipped(Exception):
+    """This cannot be done here; the message says why."""
 
 
 class OutOfTime(Exception):

@@ -2,16 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.common.report import table
-
-if TYPE_CHECKING:
-    from benchmarks.gpu_check.setup import Setup
-
-
-class Skipped(Exception):
-    """This cannot be done here; the message says why."""
+from benchmarks.gpu_check.setup import Setup
 
 
 @dataclass
@@ -32,7 +26,7 @@ class Outcome:
         print(f"  {what:60} {value}", flush=True)
 
 
-def markdown(setups: Sequence["Setup"], outcomes: Mapping[str, Outcome], verdicts: Sequence[Sequence[str]]) -> str:
+def markdown(setups: Sequence[Setup], outcomes: Mapping[str, Outcome], verdicts: Sequence[Sequence[str]]) -> str:
     """The whole run as a page. verdicts: what, figure and verdict of each bar."""
     first = setups[0]
     machine = ", ".join(f"{name}: {value}" for name, value in first.machine.items())

@@ -15,8 +15,9 @@ from benchmarks.gpu_check import bench as gpu_check
 from benchmarks.gpu_check import carry as carrying
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.drive import drive, poisson
+from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.made import made_set
-from benchmarks.gpu_check.report import Outcome, Skipped
+from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.sections import kernels, peers, profile
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.verdicts import verdicts

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_check.drive import drive
-from benchmarks.gpu_check.report import Outcome, Skipped, micros
+from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 
 _SLOTS = 8

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.report import Outcome, Skipped, micros
+from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 
 _BLOCK, _CONTEXT, _ANSWER = 16, 512, 24

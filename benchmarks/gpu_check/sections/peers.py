@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.common.data import nearest
 from benchmarks.gpu_check.drive import Driven, drive, poisson
-from benchmarks.gpu_check.report import Outcome, Skipped, micros, rate
+from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
 from benchmarks.gpu_check.setup import Setup
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu_check.report import Outcome, Skipped
+from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
 
 _TOOLKIT = "/usr/local/cuda/bin"

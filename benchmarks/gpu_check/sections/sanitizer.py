@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_check.report import Outcome, Skipped
+from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
