@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 from msgspec.structs import replace
@@ -152,3 +153,22 @@ def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase:
     dead.due, dead.failed_starts = node.now_s + 50.0, failed
     assert Standbys([spare], [dead]).step(may_start=True) == ()  # no other is started before that one is
     assert (dead.due > node.now_s) == waits
+
+
+def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    class Loading:
+        pid, returncode = 0, None
+
+        def poll(self) -> None:
+            return None
+
+    def spawn(child: Child, by_standby: bool) -> None:
+        child.process = cast("subprocess.Popen[bytes]", Loading())
+
+    node.lifecycle = Lifecycle(NodeConfig(), spawn, lambda: node.now_s)
+    node.pass_time(10.0)
+    assert not caplog.messages
+    node.pass_time(100.0)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["pool-0 still starts", "pool-1 still starts"]

@@ -21,6 +21,7 @@ from runtime.errors import EXIT_CONFIG
 from runtime.node.config import NodeConfig
 from runtime.node.supervisor.child import MOST_FAILED_STARTS, Child, Desired, Phase, close_input, how, kill_group
 
+_SLOW_START_S = 15.0  # after it a person who waits is told why
 _LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed
 
 log = logging.getLogger("supervisor")
@@ -75,6 +76,9 @@ class Lifecycle:
                 child.kill_group()  # it holds nothing yet, and may be far from looking at signals
             case Phase.STARTING if now - child.started > node.start_s:
                 self._abort(child, f"is not ready after node.start_s = {node.start_s:g} s")
+            case Phase.STARTING if now >= child.due:
+                log.info("%s still starts: code is compiled the first time, and large models take long", child.name)
+                child.due = float("inf")
             case Phase.READY | Phase.STANDBY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
                 self._abort(child, f"has no heartbeat for {node.heartbeat_s:g} s")
             case Phase.READY if child.desired is not Desired.RUN:
@@ -107,7 +111,7 @@ class Lifecycle:
         except OSError as error:  # no memory or no process to be had just now
             self._ended(child, f"could not be started: {error}")
         else:
-            child.phase = Phase.STARTING
+            child.phase, child.due = Phase.STARTING, child.started + _SLOW_START_S
 
     def _ended(self, child: Child, how: str) -> None:
         """A life is over that should have gone on, or could not begin: the next one after a while, or none."""
