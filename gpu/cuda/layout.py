@@ -7,16 +7,18 @@ The kernels' C structs are written from the records below (`c_header`), so that 
     slots        SLOT + prepared query [slots, line_bytes]        progress  PROGRESS
     keys         uint64 [slots, keys_stride]           doorbell  uint32: the host sets it, a launch ends at it
     visited      uint32 [slots, visited_stride]        commands  COMMAND [any], and the staged lines they name
+    parents      uint32 [slots, MAX_SEARCH_WIDTH]
     tasks        TASK [slots · slot_tasks]
     distances    float32 [slots · slot_tasks]
     counters     COUNTERS
 
 One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
 
-    gather_tasks        select_parents, expand_neighbors, mark_visited      a block a slot
+    gather_tasks        expand_neighbors, mark_visited                      a block a slot
     compute_distances   over the one global array of tasks                  a fixed grid
-    merge_top_m         merge_top_m; results of slots that are done;        a block a slot
-                        the last block to leave ends the extend
+    merge_top_m         merge_top_m; the next extend's select_parents;      a warp a slot
+                        results of slots that are done; the last to leave
+                        ends the extend
 
 or `extend_fused`, which does several extends of each slot in one block. Both leave the same state, bit for bit, and can
 take turns. `write_slots` admits, pauses, resumes and releases. Every slot that is not ACTIVE is left alone.
@@ -48,7 +50,8 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 _ELEMENTS = ("float32", "float16", "int8")
 
 CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines are whole chunks
-SLOT_THREADS = 128  # a block of gather_tasks and merge_top_m
+GATHER_THREADS = 64  # a block of gather_tasks, each with two neighbours at once
+MERGE_THREADS = 32  # a block of merge_top_m: one warp, which waits for nobody
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
 WRITE_THREADS = 256  # a block of write_slots: a line of 4 KiB comes over the bus in one wait
@@ -88,10 +91,11 @@ SLOT = np.dtype(
         ("visited_bits", np.uint32),
         ("extends", np.uint32),  # from here on the device's; 0 at admission
         ("unchanged", np.uint32),
-        ("cursor", np.uint32),  # the first entry of top_m that has not been a parent
+        ("parent_count", np.uint32),  # of the next extend; they are marked in top_m as having been parents
         ("task_begin", np.uint32),
         ("task_end", np.uint32),
-        ("unused", np.uint32, 3),
+        ("forgot", np.uint32),  # whether the visited table has forgotten a node: it may come a second time
+        ("unused", np.uint32, 2),
     ]
 )
 """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
@@ -143,6 +147,7 @@ BATCH = np.dtype(
         ("slots", np.uint64),
         ("keys", np.uint64),
         ("visited", np.uint64),
+        ("parents", np.uint64),
         ("tasks", np.uint64),
         ("distances", np.uint64),
         ("counters", np.uint64),
@@ -180,7 +185,8 @@ _CONSTANTS = {
     "F16_DOT": F16_DOT,
     "I8_L2": I8_L2,
     "I8_DOT": I8_DOT,
-    "SLOT_THREADS": SLOT_THREADS,
+    "GATHER_THREADS": GATHER_THREADS,
+    "MERGE_THREADS": MERGE_THREADS,
     "DISTANCE_THREADS": DISTANCE_THREADS,
     "FUSED_THREADS": FUSED_THREADS,
     "WRITE_THREADS": WRITE_THREADS,
@@ -209,17 +215,17 @@ class KernelSpec(NamedTuple):
 WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),))
 """Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device."""
 
-GATHER_TASKS = KernelSpec("gather_tasks", SLOT_THREADS)
-"""Grid: bucket. Shared: `BatchShape.gather_shared_bytes`. Reads slots, collections, graph; writes slots, keys, visited,
-tasks, counters."""
+GATHER_TASKS = KernelSpec("gather_tasks", GATHER_THREADS)
+"""Grid: bucket. Shared: `BatchShape.gather_shared_bytes`. Reads slots, parents, collections, graph; writes slots,
+visited, tasks, counters."""
 
 COMPUTE_DISTANCES = {team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS) for team in TEAMS}
 """Grid: any fixed number of blocks (`distance_blocks`): they share the tasks that there are. The distances are the same
 for every team and grid. Reads tasks, slots, collections, rows; writes distances."""
 
-MERGE_TOP_M = KernelSpec("merge_top_m", SLOT_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
+MERGE_TOP_M = KernelSpec("merge_top_m", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
 """Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads tasks, distances, slots, keys, full rows, doorbell;
-writes slots, keys, results, progress, counters.
+writes slots, keys, parents, results, progress, counters.
 
 The extend is the launch's last one when it was number `limit` of the launch, when a slot is done, or when the doorbell
 rang (is not 0). Then progress.launches counts one more; else the loop goes on. `condition`: the handle of the
@@ -282,6 +288,7 @@ class BatchShape:
             "slots": self.slots * self.line_bytes,
             "keys": self.slots * self.keys_stride * 8,
             "visited": self.slots * self.visited_stride * 4,
+            "parents": self.slots * MAX_SEARCH_WIDTH * 4,
             "tasks": self.slots * self.slot_tasks * TASK.itemsize,
             "distances": self.slots * self.slot_tasks * 4,
             "counters": COUNTERS.itemsize,

@@ -42,6 +42,13 @@ __device__ inline void store_release_system(uint32* address, uint32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// 1 / value, off by a unit in the last place at most; +inf for 0.
+__device__ inline float reciprocal(uint32 value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(static_cast<float>(value)));
+    return result;
+}
+
 __device__ inline void set_condition(uint64 handle, uint32 value) { cudaGraphSetConditional(handle, value); }
 
 #endif
@@ -58,6 +65,21 @@ __device__ inline Slot* slot_at(const Batch& batch, uint32 slot) {
     return at<Slot>(batch.slots + static_cast<uint64>(slot) * batch.line_bytes);
 }
 
+// What stands at an address, read by as few loads as it takes.
+template <class T>
+__device__ inline T load_whole(const T* address) {
+    static_assert(sizeof(T) % sizeof(uint4) == 0, "whole chunks");
+    alignas(uint4) T value;
+#pragma unroll
+    for (uint32 i = 0; i < sizeof(T) / sizeof(uint4); i++)
+        reinterpret_cast<uint4*>(&value)[i] = reinterpret_cast<const uint4*>(address)[i];
+    return value;
+}
+
+__device__ inline uint32* parents_at(const Batch& batch, uint32 slot) {
+    return at<uint32>(batch.parents, slot * MAX_SEARCH_WIDTH);
+}
+
 __device__ inline Result* result_at(const Batch& batch, uint32 slot) {
     return at<Result>(batch.results + static_cast<uint64>(slot) * batch.result_bytes);
 }
@@ -65,6 +87,18 @@ __device__ inline Result* result_at(const Batch& batch, uint32 slot) {
 // The query of a slot's line, at an offset in bytes.
 __device__ inline const uint4* query_at(const Slot* slot, uint32 offset) {
     return reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(slot + 1) + offset);
+}
+
+// How many lanes before this thread's a mask has.
+__device__ inline uint32 lanes_before(uint32 mask) { return __popc(mask & ((1u << threadIdx.x % WARP) - 1)); }
+
+// Wait for the block's other threads; a block of one warp has a lighter way.
+template <bool ONE_WARP>
+__device__ inline void wait_for_block() {
+    if constexpr (ONE_WARP)
+        __syncwarp();
+    else
+        __syncthreads();
 }
 
 __device__ inline uint32 power_of_two(uint32 count) { return count <= 1 ? 1 : 1u << (32 - __clz(count - 1)); }

@@ -72,29 +72,32 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
     if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);
 }
 
-// Count the extend and decide whether the query is done; if it is, publish its result. `before`: slot->unchanged, read
-// before the merge, so that nobody need wait for it here. Returns the same to every thread.
-__device__ inline bool finish_extend(const Batch& batch, uint32 slot_number, Slot* slot, const Collection& collection,
-                                     uint64* keys, Merged merged, uint32 before, MergeScratch* scratch) {
-    const uint32 unchanged = merged.changed ? 0 : before + 1;
-    const bool done = merged.cursor == slot->top_m || (slot->patience > 0 && unchanged >= slot->patience);
+// Count the extend, of a slot whose head was `head` before, and decide whether the query is done. Returns the same to
+// every thread.
+__device__ inline bool count_extend(Slot* slot, const Slot& head, Merged merged) {
+    const uint32 unchanged = merged.changed ? 0 : head.unchanged + 1;
+    const bool done = merged.parent_count == 0 || (head.patience > 0 && unchanged >= head.patience);
     if (threadIdx.x == 0) {
-        slot->cursor = merged.cursor;
+        slot->parent_count = merged.parent_count;
         slot->unchanged = unchanged;
-        slot->extends += 1;
+        slot->extends = head.extends + 1;
         if (done) slot->status = FINISHED;
-    }
-    if (done) {
-        if (collection.full != 0) rescore(slot, collection, keys, scratch);
-        publish(batch, slot_number, slot, keys);
     }
     return done;
 }
 
+// Publish what a query that is done has found: `keys`, in the block's memory, with room for a power of two.
+__device__ inline void finish(const Batch& batch, uint32 slot_number, const Slot* slot, const Collection& collection,
+                              uint64* keys, MergeScratch* scratch) {
+    if (collection.full != 0) rescore(slot, collection, keys, scratch);
+    publish(batch, slot_number, slot, keys);
+}
+
 // Leave the launch with what ends it for all (slots that are done, a doorbell that rang). True in one thread of the
 // last block to leave. SYNC POINT: what the other blocks wrote before they left is there for that thread.
+template <bool ONE_WARP>
 __device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
-    __syncthreads();
+    wait_for_block<ONE_WARP>();
     if (threadIdx.x != 0) return false;
     Counters* counters = at<Counters>(batch.counters);
     if (reasons_to_stop > 0) atomicAdd(&counters->stop, reasons_to_stop);

@@ -4,9 +4,7 @@
 //
 // The bytes are those of the stages, less the tasks (12 a task) and, but for the first and last extend of a launch, the
 // keys. One block's loads cannot fill a device: use it while there are fewer active slots than multiprocessors.
-#include "distance.cuh"
 #include "finish.cuh"
-#include "gather.cuh"
 
 // Chunks that a thread asks for at once: as many as a block of FUSED_THREADS has registers for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
@@ -26,19 +24,23 @@ __device__ inline void extend_slot(const Batch& batch, uint32 limit, unsigned ch
     Slot* slot = slot_at(batch, blockIdx.x);
     Counters* counters = at<Counters>(batch.counters);
     uint32 extends = 0, reasons_to_stop = 0;
-    if (slot->status == ACTIVE) {
-        const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
-        const uint32 top_m = slot->top_m, room = max(power_of_two(top_m), MERGE_KEYS);
+    Slot head = load_whole(slot);
+    if (head.status == ACTIVE) {
+        const Collection& collection = at<const Collection>(batch.collections)[head.collection];
+        const uint32 top_m = head.top_m, room = max(power_of_two(top_m), MERGE_KEYS);
         uint32* table = reinterpret_cast<uint32*>(keys + room);
         uint32* nodes = NEAR ? table + batch.visited_stride : table;
         float* distances = reinterpret_cast<float*>(nodes + batch.slot_tasks);
         uint64* stored = at<uint64>(batch.keys, static_cast<uint64>(blockIdx.x) * batch.keys_stride);
         uint32* kept = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
         uint32* visited = NEAR ? table : kept;
-        const bool first = slot->extends == 0;
-        if (NEAR && !first) copy_visited(table, kept, slot->visited_bits);
+        uint32* parents = parents_at(batch, blockIdx.x);
+        const Parents next = {gathering->parents, head.search_width, collection.degree * 4,
+                              at<const unsigned char>(collection.graph)};
+        const bool first = head.extends == 0;
+        if (NEAR && !first) copy_visited(table, kept, head.visited_bits);
+        if (threadIdx.x < head.parent_count) gathering->parents[threadIdx.x] = parents[threadIdx.x];
         for (uint32 i = threadIdx.x; i < room; i += blockDim.x) keys[i] = i < top_m && !first ? stored[i] : NO_KEY;
-        __syncthreads();
         bool done = false;
         while (!done && extends < limit && reasons_to_stop == 0) {
             uint32 rang = 0, others = 0;  // asked for early: the answers come over the bus, and from other blocks
@@ -46,15 +48,19 @@ __device__ inline void extend_slot(const Batch& batch, uint32 limit, unsigned ch
                 rang = load_system(at<const uint32>(batch.doorbell));
                 others = load_system(&counters->stop);
             }
-            gather(slot, collection, keys, visited, nodes, gathering);
-            const uint32 count = gathering->node_count, unchanged = slot->unchanged;
+            gather<1>(slot, head, collection, gathering->parents, head.parent_count, visited, nodes, &gathering->node_count);
+            const uint32 count = gathering->node_count;
             for (uint32 i = threadIdx.x / SLOT_TEAM; i < count; i += blockDim.x / SLOT_TEAM) {
                 const float distance = row_distance<SLOT_TEAM, FUSED_AT_ONCE>(collection, slot, nodes[i]);
                 if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
             }
             const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
-            const Merged merged = merge(keys, top_m, count, key_of_task, fresh, merging);
-            done = finish_extend(batch, blockIdx.x, slot, collection, keys, merged, unchanged, merging);
+            const Merged merged = merge(keys, top_m, count, key_of_task, fresh, slot->forgot != 0, next, merging);
+            done = count_extend(slot, head, merged);
+            if (done) finish(batch, blockIdx.x, slot, collection, keys, merging);
+            head.extends += 1;
+            head.unchanged = merged.changed ? 0 : head.unchanged + 1;
+            head.parent_count = merged.parent_count;
             extends += 1;
             if (threadIdx.x == 0) *stop = (done ? 1 : 0) + (rang ? 1 : 0) + (others ? 1 : 0);
             __syncthreads();
@@ -62,11 +68,12 @@ __device__ inline void extend_slot(const Batch& batch, uint32 limit, unsigned ch
         }
         if (!done) {
             for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
-            if (NEAR) copy_visited(kept, table, slot->visited_bits);
+            if (threadIdx.x < head.parent_count) parents[threadIdx.x] = gathering->parents[threadIdx.x];
+            if (NEAR) copy_visited(kept, table, head.visited_bits);
         }
         if (threadIdx.x == 0) atomicMax(&counters->extends, extends);
     }
-    if (!leave(batch, reasons_to_stop)) return;
+    if (!leave<false>(batch, reasons_to_stop)) return;
     counters->total_extends += counters->extends;
     end_launch(batch);
 }

@@ -1,16 +1,19 @@
-// Merging new keys into a sorted top_m: merge_top_m. A block a slot.
+// Merging new keys into a sorted top_m, and choosing the next extend's parents: merge_top_m, select_parents.
 //
 // Floor: 12 bytes a task and 8 · top_m bytes a slot, read and written; all else is in shared memory and registers. Most
 // new keys are farther than the worst of a full top_m and are dropped before anything is sorted. The rest, up to
 // WARP_FRESH and with a top_m up to WARP_KEYS, is one warp's: it sorts and merges in registers, by exchanges between
-// lanes, so the block waits three times. More keys (of the seeds, or of a wide search's first extends) are sorted and
-// merged by the whole block in shared memory, where steps within a warp's 64 keys need no barrier.
+// lanes. `merge_by_warp` has no more than that warp, which waits for nobody; `merge` has a block, which waits three
+// times, and sorts and merges in shared memory what is more, where steps within a warp's 64 keys need no barrier.
+//
+// A node comes twice only where the visited table has forgotten it: only then are doubles looked for.
 #pragma once
-#include "keys.cuh"
+#include "gather.cuh"
 
 struct MergeScratch {
     uint32 fresh_count;
-    uint32 cursor;
+    uint32 cursor;  // the first entry that has not been a parent
+    uint32 parent_count;
     uint32 least, most, worst;  // of rescoring: floats, ordered
 };
 
@@ -137,9 +140,9 @@ __device__ inline void sort_in_warp(uint64 (&keys)[COUNT]) {
     for (uint32 run = 2; run <= WARP * COUNT; run *= 2) merge_runs(keys, run);
 }
 
-// Sort up to 32 · COUNT new keys and drop doubles, which a table that forgets may have let through: they become NO_KEY.
+// Sort up to 32 · COUNT new keys; where a table has forgotten nodes, doubles become NO_KEY.
 template <uint32 COUNT>
-__device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count) {
+__device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count, bool forgot) {
     const uint32 lane = threadIdx.x % WARP;
     uint64 keys[COUNT];
 #pragma unroll
@@ -151,6 +154,7 @@ __device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count) {
         for (uint32 j = 0; j < COUNT; j++)
             if (lane + WARP * j < count) fresh[lane + WARP * j] = keys[j];
         __syncwarp();
+        if (!forgot) return;
         doubles = false;
 #pragma unroll
         for (uint32 j = 0; j < COUNT; j++)
@@ -162,54 +166,141 @@ __device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count) {
     }
 }
 
-// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most. One warp. Returns the first entry that has
-// not been a parent, or top_m.
+__device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count, bool forgot) {
+    if (count > 2 * WARP)
+        sort_fresh_in_warp<WARP_FRESH / WARP>(fresh, count, forgot);
+    else if (count > WARP)
+        sort_fresh_in_warp<2>(fresh, count, forgot);
+    else if (count > 1)
+        sort_fresh_in_warp<1>(fresh, count, forgot);
+}
+
+// The parents of a slot's next extend, and where their graph rows are, which are brought near meanwhile.
+struct Parents {
+    uint32* nodes;
+    uint32 width;
+    uint32 row_bytes;
+    const unsigned char* graph;
+};
+
+// Make `key`, which has not been one, the parent of this rank.
+__device__ inline uint64 as_parent(const Parents& parents, uint32 rank, uint64 key) {
+    const uint32 node = node_of(key);
+    parents.nodes[rank] = node;
+    const unsigned char* row = parents.graph + static_cast<uint64>(node) * parents.row_bytes;
+    for (uint32 offset = 0; offset < parents.row_bytes; offset += LINE_BYTES) prefetch_line(row + offset);
+    return key | EXPANDED;
+}
+
+// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most (`empty`: there are none yet), and choose the
+// parents among them. One warp. Returns how many there are.
 template <uint32 COUNT>
-__device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* fresh, uint32 count) {
+__device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, bool empty, const uint64* fresh, uint32 count,
+                                      const Parents& parents) {
     const uint32 lane = threadIdx.x % WARP;
     uint64 top[COUNT];
-    // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
 #pragma unroll
-    for (uint32 j = 0; j < COUNT; j++) {
-        const uint32 i = lane + WARP * j, turned = WARP * COUNT - 1 - i;
-        top[j] = min(i < top_m ? keys[i] : NO_KEY, turned < count ? fresh[turned] : NO_KEY);
-    }
-    if (count > 0) merge_runs(top, 2 * WARP * COUNT);
-    uint32 cursor = top_m;
+    for (uint32 j = 0; j < COUNT; j++) top[j] = lane + WARP * j < top_m && !empty ? keys[lane + WARP * j] : NO_KEY;
+    if (count > 0) {
+        // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
 #pragma unroll
-    for (uint32 j = COUNT; j-- > 0;) {
-        const uint32 i = lane + WARP * j;
-        if (i < top_m) keys[i] = top[j];
-        const uint32 open = __ballot_sync(WHOLE_WARP, i < top_m && !(top[j] & EXPANDED));
-        if (open) cursor = WARP * j + __ffs(static_cast<int>(open)) - 1;
+        for (uint32 j = 0; j < COUNT; j++)
+            if (const uint32 turned = WARP * (COUNT - j) - 1 - lane; turned < count) top[j] = min(top[j], fresh[turned]);
+        merge_runs(top, 2 * WARP * COUNT);
     }
-    return cursor;
+    uint32 found = 0;
+#pragma unroll
+    for (uint32 j = 0; j < COUNT; j++)
+        if (found < parents.width && WARP * j < top_m) {
+            const bool open = lane + WARP * j < top_m && !(top[j] & EXPANDED);
+            const uint32 all = __ballot_sync(WHOLE_WARP, open), rank = found + lanes_before(all);
+            if (open && rank < parents.width) {
+                top[j] = as_parent(parents, rank, top[j]);
+                if (count == 0 && !empty) keys[lane + WARP * j] = top[j];
+            }
+            found += __popc(all);
+        }
+    if (count > 0 || empty)
+#pragma unroll
+        for (uint32 j = 0; j < COUNT; j++)
+            if (lane + WARP * j < top_m) keys[lane + WARP * j] = top[j];
+    return min(found, parents.width);
 }
 
 // The same for new keys that are not sorted, WARP_FRESH at most, and any top_m up to WARP_KEYS.
-__device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, uint64* fresh, uint32 count) {
-    if (count > WARP)
-        sort_fresh_in_warp<WARP_FRESH / WARP>(fresh, count);
-    else if (count > 0)
-        sort_fresh_in_warp<1>(fresh, count);
-    if (top_m <= 2 * WARP) return merge_sorted<2>(keys, top_m, fresh, count);
-    if (top_m <= 4 * WARP) return merge_sorted<4>(keys, top_m, fresh, count);
-    return merge_sorted<8>(keys, top_m, fresh, count);
+__device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, bool empty, uint64* fresh, uint32 count, bool forgot,
+                                       const Parents& parents) {
+    sort_fresh_in_warp(fresh, count, forgot);
+    if (top_m <= 2 * WARP) return merge_sorted<2>(keys, top_m, empty, fresh, count, parents);
+    if (top_m <= 4 * WARP) return merge_sorted<4>(keys, top_m, empty, fresh, count, parents);
+    return merge_sorted<8>(keys, top_m, empty, fresh, count, parents);
 }
 
 // ---- the merge
 
 struct Merged {
-    bool changed;   // whether top_m did
-    uint32 cursor;  // its first entry that has not been a parent, or top_m
+    bool changed;         // whether top_m did
+    uint32 parent_count;  // of the next extend
 };
 
-// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted; behind these there is room for MERGE_KEYS and a power of
-// two, filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys or tasks, and at its end.
-// Returns the same to every thread.
+// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted, up to WARP_KEYS, wherever these are. One warp. `fresh`
+// holds WARP_FRESH.
 template <class KeyOfTask>
-__device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
-                               MergeScratch* scratch) {
+__device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, bool empty, uint32 tasks, KeyOfTask key_of_task,
+                                       uint64* fresh, bool forgot, Parents parents) {
+    constexpr uint32 ROUNDS = WARP_FRESH / WARP;
+    const uint32 lane = threadIdx.x % WARP, width = parents.width;
+    Merged merged = {false, 0};
+    uint32 first = 0;
+    do {
+        const uint64 worst = empty ? NO_KEY : keys[top_m - 1];
+        uint64 brought[ROUNDS];
+#pragma unroll
+        for (uint32 j = 0; j < ROUNDS; j++)
+            brought[j] = first + WARP * j + lane < tasks ? key_of_task(first + WARP * j + lane) : NO_KEY;
+        uint32 count = 0;
+#pragma unroll
+        for (uint32 j = 0; j < ROUNDS; j++)
+            if (first + WARP * j < tasks) {
+                bool is_new = brought[j] < worst;
+                if (forgot && is_new && !empty) is_new = !holds(keys, top_m, brought[j]);
+                const uint32 all = __ballot_sync(WHOLE_WARP, is_new);
+                if (is_new) fresh[count + lanes_before(all)] = brought[j];
+                count += __popc(all);
+            }
+        __syncwarp();
+        first += WARP_FRESH;
+        parents.width = first < tasks ? 0 : width;  // once all are there
+        merged.parent_count = merge_in_warp(keys, top_m, empty, fresh, count, forgot, parents);
+        merged.changed |= count > 0;
+        empty = false;
+        __syncwarp();
+    } while (first < tasks);
+    return merged;
+}
+
+// Choose the parents among sorted keys, from the first that has not been one on. One warp.
+__device__ inline uint32 select_parents(uint64* keys, uint32 top_m, uint32 cursor, const Parents& parents) {
+    const uint32 lane = threadIdx.x % WARP;
+    uint32 found = 0;
+    for (uint32 first = cursor; first < top_m && found < parents.width; first += WARP) {
+        const uint32 i = first + lane;
+        const bool open = i < top_m && !(keys[i] & EXPANDED);
+        const uint32 all = __ballot_sync(WHOLE_WARP, open);
+        const uint32 rank = found + lanes_before(all);
+        if (open && rank < parents.width) keys[i] = as_parent(parents, rank, keys[i]);
+        found += __popc(all);
+    }
+    return min(found, parents.width);
+}
+
+// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted, in the block's memory; behind these there is room for
+// MERGE_KEYS and a power of two, filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys
+// or tasks, and at its end. Returns the same to every thread.
+template <class KeyOfTask>
+__device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh, bool forgot,
+                               Parents parents, MergeScratch* scratch) {
+    const uint32 width = parents.width;
     bool changed = false;
     uint32 first = 0;
     do {
@@ -221,9 +312,11 @@ __device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTa
         const uint64 worst = keys[top_m - 1];
         for (uint32 i = first + threadIdx.x; i < min(first + MERGE_KEYS, tasks); i += blockDim.x) {
             const uint64 key = key_of_task(i);
-            if (key < worst && !holds(keys, top_m, key)) fresh[atomicAdd(&scratch->fresh_count, 1u)] = key;
+            if (key < worst && !(forgot && holds(keys, top_m, key))) fresh[atomicAdd(&scratch->fresh_count, 1u)] = key;
         }
         __syncthreads();
+        first += MERGE_KEYS;
+        parents.width = first < tasks ? 0 : width;  // once all are there
         const uint32 count = scratch->fresh_count;
         changed |= count > 0;
         if (top_m > WARP_KEYS || count > WARP_FRESH) {
@@ -233,12 +326,16 @@ __device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTa
                     atomicMin(&scratch->cursor, i);
                     break;
                 }
+            __syncthreads();
+            if (threadIdx.x < WARP) {
+                const uint32 found = select_parents(keys, top_m, scratch->cursor, parents);
+                if (threadIdx.x == 0) scratch->parent_count = found;
+            }
         } else if (threadIdx.x < WARP) {
-            const uint32 cursor = merge_in_warp(keys, top_m, fresh, count);
-            if (threadIdx.x == 0) scratch->cursor = cursor;
+            const uint32 found = merge_in_warp(keys, top_m, false, fresh, count, forgot, parents);
+            if (threadIdx.x == 0) scratch->parent_count = found;
         }
         __syncthreads();
-        first += MERGE_KEYS;
     } while (first < tasks);
-    return {changed, scratch->cursor};
+    return {changed, scratch->parent_count};
 }

@@ -153,4 +153,5 @@ inline unsigned load_system(const unsigned* address) {
 inline void store_release_system(unsigned* address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+inline float reciprocal(unsigned value) { return 1.0f / static_cast<float>(value); }
 inline void set_condition(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }

@@ -23,8 +23,8 @@ FAULTS = {
         "atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1", "counters->left++ < gridDim.x - 1",
     ),
     "room for tasks is taken by a plain sum": (
-        "slot->task_begin = atomicAdd(&at<Counters>(batch.counters)->tasks, count);",
-        "slot->task_begin = at<Counters>(batch.counters)->tasks; at<Counters>(batch.counters)->tasks += count;",
+        "begin = atomicAdd(&at<Counters>(batch.counters)->tasks, count);",
+        "begin = at<Counters>(batch.counters)->tasks; at<Counters>(batch.counters)->tasks += count;",
     ),
     "reasons to stop are read as if nobody wrote them": (
         "others = load_system(&counters->stop);", "others = counters->stop;",

@@ -44,7 +44,7 @@ def test_each_bucket_has_one_graph_of_the_three_kernels(index: GraphIndex) -> No
         assert (gather.kernel, distances.kernel, merge.kernel) == ("gather_tasks", "compute_distances_8", "merge_top_m")
         assert (gather.grid.x, merge.grid.x) == (bucket, bucket)
         assert distances.grid.x == layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
-        threads = (layout.SLOT_THREADS, layout.DISTANCE_THREADS, layout.SLOT_THREADS)
+        threads = (layout.GATHER_THREADS, layout.DISTANCE_THREADS, layout.MERGE_THREADS)
         assert (gather.block.x, distances.block.x, merge.block.x) == threads
         assert (gather.shared_bytes, distances.shared_bytes) == (shape.gather_shared_bytes, 0)
         assert merge.shared_bytes == shape.merge_shared_bytes

@@ -18,8 +18,10 @@ SEEDS = range(40)
 
 # A barrier that is removed: the line that it follows, as the source has it.
 BARRIERS = {
-    "parents are read before they are selected": "select_parents(slot, keys, scratch);\n    __syncthreads();",
-    "nodes are counted before they are there": "node_count, 1u)] = node;\n    }\n    __syncthreads();",
+    "nodes are counted before there are none": "clear_visited(visited, bits);\n    __syncthreads();",
+    "nodes are counted before they are there": "node_count, 1u)] = brought[j];\n    }\n    __syncthreads();",
+    "parents are selected before all have looked": "break;\n                }\n            __syncthreads();",
+    "new keys are sorted before they are there": "count += __popc(all);\n            }\n        __syncwarp();",
     "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
     "sorting steps overtake each other": "max(stride, next) > WARP)\n        __syncthreads();",
     "lanes overtake each other": "else\n        __syncwarp();",
@@ -102,8 +104,8 @@ def test_a_write_past_a_block_s_shared_memory_is_caught(tmp_path: Path) -> None:
 
 def test_a_barrier_that_some_threads_do_not_reach_is_caught(tmp_path: Path) -> None:
     source = planted(
-        "select_parents(slot, keys, scratch);\n    __syncthreads();",
-        "select_parents(slot, keys, scratch);\n    if (threadIdx.x != 40) __syncthreads();",
+        "clear_visited(visited, bits);\n    __syncthreads();",
+        "clear_visited(visited, bits);\n    if (threadIdx.x != 40) __syncthreads();",
     )
     report = caught(build(tmp_path, source, sanitizers=()))
     assert report is not None
@@ -121,7 +123,7 @@ def test_a_shuffle_that_misses_a_partner_is_caught(tmp_path: Path) -> None:
 
 
 def test_undefined_arithmetic_is_caught(tmp_path: Path) -> None:
-    source = planted("((1u << lane) - 1)", "((1u << (lane + 1)) - 1)")
+    source = planted("((1u << threadIdx.x % WARP) - 1)", "((1u << (threadIdx.x % WARP + 1)) - 1)")
     report = caught(build(tmp_path, source))
     assert report is not None
     assert "runtime error: shift exponent" in report

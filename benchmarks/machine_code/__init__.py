@@ -1,0 +1,1 @@
+"""What the kernels' machine code consists of and executes, without a GPU."""

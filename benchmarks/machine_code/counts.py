@@ -1,0 +1,200 @@
+"""What the kernels' machine code consists of, and what of it runs: instructions, barriers, exchanges.
+
+    python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel gather_tasks …]
+                                      [--against REVISION]
+
+Compiles the kernels as an engine does (NVRTC, of the extra [cuda]) and reads the code back with nvdisasm, from the PATH
+or the package nvidia-cuda-nvdisasm (`pip install --target DIR --no-deps nvidia-cuda-nvdisasm`, then --nvdisasm
+DIR/nvidia/cu13/bin/nvdisasm). No GPU is needed. --against: the same of the kernels of a revision in git, beside it.
+
+These are instructions that there are: a loop's body counts once however often it runs, and of two ways both count.
+--executed: instead, what a slot's block executes in an extend of a usual search, all of its warps together: the code is
+carried out on the CPU (`machine`; sm_90 alone), the searches of both revisions being the same ones.
+"""
+
+import argparse
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.common.report import table
+from benchmarks.gpu_check.made import random_set
+from benchmarks.machine_code.executed import ARCHITECTURE, SLOTS
+from gpu import GraphIndex
+from gpu.cuda.compiler import compile_source
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+KERNELS = ("gather_tasks", "merge_top_m")
+_ROOT = Path(__file__).parents[2]
+_ROWS, _DIM = 3000, 32
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.(\w+),")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_SOURCE = "import sys; from gpu.cuda.compiler import kernel_source; sys.stdout.write(kernel_source())"
+
+
+class Counts(NamedTuple):
+    """Of one kernel: instructions; among them barriers of a block, exchanges in a warp (shuffles, votes), accesses to
+    shared memory, and to global memory."""
+
+    instructions: int
+    barriers: int
+    exchanges: int
+    shared: int
+    device: int
+
+
+def counts_of(listing: str) -> dict[str, Counts]:
+    """What nvdisasm -c wrote, by kernel. What fills the code up behind a kernel's end is not counted."""
+    opcodes: dict[str, Counter[str]] = {}
+    kernel: Counter[str] | None = None
+    for line in listing.splitlines():
+        if section := _SECTION.match(line):
+            kernel = opcodes.setdefault(section[1], Counter())
+        elif kernel is not None and (found := _INSTRUCTION.match(line)):
+            kernel[found[1].partition(".")[0]] += 1
+    return {name: _counts(found) for name, found in opcodes.items()}
+
+
+def _counts(opcodes: Counter[str]) -> Counts:
+    def of(*names: str) -> int:
+        return sum(opcodes[name] for name in names)
+
+    return Counts(
+        opcodes.total() - of("NOP"),
+        of("BAR", "UCGABAR_ARV", "UCGABAR_WAIT"),
+        of("SHFL", "VOTE", "VOTEU", "MATCH", "REDUX"),
+        of("LDS", "STS", "ATOMS", "LDSM", "LDGSTS"),
+        of("LDG", "STG", "ATOMG", "ATOM", "RED", "REDG", "LD", "ST"),
+    )
+
+
+def disassemble(image: bytes, nvdisasm: str) -> str:
+    """A cubin's listing. Raises CalledProcessError."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        return subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def tree_at(revision: str | None) -> Iterator[Path]:
+    """A folder with what the kernels of a revision in git are made of and driven by; None: of the checkout itself."""
+    if revision is None:
+        yield _ROOT
+        return
+    command = ["git", "archive", revision, "gpu", "tests"]
+    archive = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            tar.extractall(folder, filter="data")
+        yield Path(folder)
+
+
+def listing_of(tree: Path, arch: str, nvdisasm: str) -> str:
+    """The kernels' text, as the tree's own code puts it together, compiled and read back. Raises CalledProcessError."""
+    return disassemble(compile_source(_run(tree, "-c", _SOURCE), arch)[0], nvdisasm)
+
+
+def _run(tree: Path, *arguments: str) -> str:
+    """A program of Python's in a tree, with the checkout's benchmarks; what it writes."""
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{_ROOT}"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def executed(tree: Path, listing: str, index: Path, top_m: int) -> tuple[dict[str, list[float]], str]:
+    """By kernel, what a slot's block executes in an extend, as in Counts; and what the searches found.
+
+    Raises CalledProcessError."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sass") as file:
+        file.write(listing)
+        file.flush()
+        arguments = ("-m", "benchmarks.machine_code.executed", file.name, str(index), str(top_m))
+        *lines, found = _run(tree, *arguments).splitlines()
+    sums: dict[str, Counter[str]] = {}
+    blocks: Counter[str] = Counter()
+    for line in lines:
+        kernel, opcodes, barriers = json.loads(line)
+        sums.setdefault(kernel, Counter()).update({**opcodes, "BAR": barriers})
+        blocks[kernel] += SLOTS
+    return {kernel: [count / blocks[kernel] for count in _counts(total)] for kernel, total in sums.items()}, found
+
+
+def usual_index(path: Path) -> None:
+    """Clustered vectors of whole numbers, so that sums have one value only, with a graph of degree 32, and queries."""
+    data = random_set(_ROWS, _DIM, SLOTS, seed=0)
+    base, queries = (np.round(4 * vectors).astype(np.float32) for vectors in (data.base, data.queries))
+    index = GraphIndex.build(base, metric="l2", degree=32).data
+    np.savez(path, base=base, graph=index.graph, seeds=index.seeds, queries=queries)
+
+
+def find_nvdisasm() -> str | None:
+    """nvdisasm of the PATH, or of its package."""
+    beside = [str(path) for path in Path(entry).glob("nvidia/cu*/bin/nvdisasm")] if (entry := _site()) else []
+    return shutil.which("nvdisasm") or next(iter(beside), None)
+
+
+def _site() -> str | None:
+    return next((entry for entry in sys.path if (Path(entry) / "nvidia").is_dir()), None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.machine_code",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--nvdisasm", default=find_nvdisasm())
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES)
+    parser.add_argument("--kernel", nargs="+", default=KERNELS)
+    parser.add_argument("--against", metavar="REVISION")
+    parser.add_argument("--executed", action="store_true")
+    parser.add_argument("--top-m", type=int, default=64)
+    options = parser.parse_args(arguments)
+    if options.executed:
+        options.arch = (ARCHITECTURE,)
+    if options.nvdisasm is None:
+        parser.error("nvdisasm is neither on the PATH nor installed (nvidia-cuda-nvdisasm)")
+    revisions: dict[str, str | None] = {"": None}
+    if options.against:
+        command = ["git", "rev-parse", "--short", options.against]
+        named = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        revisions = {f"{named}: ": named, "now: ": None}
+    rows: list[tuple[object, ...]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder) / "index.npz"
+        if options.executed:
+            usual_index(index)
+        for arch in options.arch:
+            counted: dict[str, dict[str, Sequence[object]]] = {}
+            answers = set()
+            for when, revision in revisions.items():
+                with tree_at(revision) as tree:
+                    listing = listing_of(tree, arch, options.nvdisasm)
+                    counted[when] = dict(counts_of(listing))
+                    if options.executed:
+                        found, answer = executed(tree, listing, index, options.top_m)
+                        counted[when] = {name: [f"{one:,.1f}" for one in line] for name, line in found.items()}
+                        answers.add(answer)
+            assert len(answers) < 2, f"revisions found different rows: {answers}"
+            for kernel in options.kernel:
+                rows += [(f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items()]
+    print("\n".join(table(("kernel", *(name.replace("device", "global") for name in Counts._fields)), rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Searches of a small index by the machine code of a revision's kernels, carried out on the CPU.
+
+A program of its own, run by `counts` with that revision's `gpu` and `tests` on the path, whose workbench it drives:
+
+    python -m benchmarks.machine_code.executed LISTING INDEX.npz TOP_M
+"""
+
+import ctypes
+import importlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.machine_code.arithmetic import Arithmetic
+from benchmarks.machine_code.listing import kernels_of
+from benchmarks.machine_code.machine import Memory
+
+SLOTS = 2
+ARCHITECTURE = "sm_90"
+_PARAMETERS_AT = 0x210
+_BYTES = 64 << 20
+
+
+class MachineDriver:
+    """What the workbench asks of a driver; `counts` has each launch's kernel and what it executed."""
+
+    def __init__(self, listing: str) -> None:
+        kernels = kernels_of(listing)
+        self._names = list(kernels)
+        self._memory = Memory(_BYTES)
+        self._machine = Arithmetic(kernels, self._memory, _PARAMETERS_AT)
+        self.counts: list[tuple[str, Counter[str], int]] = []
+
+    def allocate(self, nbytes: int) -> int:
+        return self._memory.allocate(nbytes)
+
+    def allocate_pinned(self, nbytes: int) -> Any:
+        address = self._memory.allocate(nbytes)
+        pinned = importlib.import_module("gpu.cuda.driver").PinnedMemory
+        return pinned(self._memory.view(address, nbytes), address)
+
+    def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
+        self._memory.view(address, source.nbytes)[:] = np.frombuffer(source.tobytes(), np.uint8)
+
+    def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
+        target.view(np.uint8).reshape(-1)[:] = self._memory.view(address, target.nbytes)
+
+    def fill(self, stream: int, address: int, word: int, count: int) -> None:
+        self._memory.view(address, 4 * count).view(np.uint32)[:] = word
+
+    def load_module(self, image: bytes) -> int:
+        return 1
+
+    def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
+        return self._names.index(name)
+
+    def launch(self, stream: int, kernel: int, grid: Any, block: Any, arguments: Any, shared_bytes: int = 0) -> None:
+        packed = b""
+        for argument in arguments:
+            align = min(8, ctypes.sizeof(argument))
+            packed = packed.ljust(-(-len(packed) // align) * align, b"\0") + bytes(argument)
+        name = self._names[kernel]
+        found = self._machine.launch(name, grid[0], block[0], packed, shared_bytes)
+        self.counts.append((name, found.opcodes, found.barriers))
+
+    def create_stream(self) -> int:
+        return 1
+
+    def synchronise(self, stream: int) -> None: ...
+
+
+def main(listing: str, index: str, top_m: str) -> None:
+    """Writes to standard output, as JSON, one line a launch of a search's later extends: kernel, opcodes and how often,
+    barriers; then what was found, and in how many extends. Distances are numpy's."""
+    bench = importlib.import_module("tests.cuda.workbench")
+    rows = importlib.import_module(bench.true_distances.__module__)
+    layout = bench.layout
+    with np.load(index) as stored:
+        base, graph, seeds, queries = (stored[name] for name in ("base", "graph", "seeds", "queries"))
+    data = bench.IndexData(rows.encode(rows.checked_vectors(base, "l2"), "l2", "float32"), graph, seeds, None)
+    wanted = bench.SearchParams(10, int(top_m), 4)
+    driver = MachineDriver(Path(listing).read_text())
+    work = bench.Workbench(driver, [data], bench.Limits(slots=SLOTS, max_top_m=512, max_k=16))
+    for slot in range(SLOTS):
+        work.admit(slot, queries[slot], wanted)
+    number = 0
+    while not any(work.done(slot) for slot in range(SLOTS)):  # as long as all of them run
+        driver.counts.clear()
+        work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
+        tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
+        distances = np.square(base[tasks["node"]] - queries[tasks["slot"]]).sum(axis=1).astype(np.float32)
+        driver.copy_to_device(0, work.addresses["distances"], distances)
+        numbers = layout.MERGE_TOP_M.argument_values(limit=1, condition=0)
+        work.launch(layout.MERGE_TOP_M, SLOTS, work.shape.merge_shared_bytes, *numbers)
+        number += 1
+        for name, opcodes, barriers in driver.counts if number > 1 else ():
+            print(json.dumps([name, opcodes, barriers]))
+    print(json.dumps([[*work.result(slot, 10), work.extends(slot)] for slot in range(SLOTS) if work.done(slot)]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
