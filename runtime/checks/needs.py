@@ -130,6 +130,6 @@ def _index_bytes(collection: CollectionSection) -> int:
 def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:
     """Of `weights`, whatever the files have, and the embedding as float32, which on a host stays in its file: only rows
     that are used are read."""
-    each, table = 2 if weights == "bfloat16" else 4, info.vocabulary * info.hidden
+    each, table = 4 if weights == "float32" else 2, info.vocabulary * info.hidden
     shared = info.tied and weights == "float32"
     return each * (info.layer_weights + table) + (0 if on_host or shared else 4 * table)

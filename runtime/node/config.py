@@ -105,13 +105,14 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     `weights`: the type that large matrices are kept and multiplied in. bfloat16 takes half the memory and, on a
     processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
     than float32 does, and another when a request is computed in other pieces, as after a worker's death. "auto" is
-    bfloat16 on such a processor (AVX-512 BF16, AMX, ARM's BF16) and float32 elsewhere, on GPUs too.
+    bfloat16 on such a processor (AVX-512 BF16, AMX, ARM's BF16) and on GPUs, all of which multiply it, and float32
+    elsewhere. float16 keeps three bits more and has a smaller range: for GPUs, and models that were trained in it.
     """
 
     name: str
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
     kv_block_tokens: Annotated[int, Meta(ge=8, le=256)] = 32
-    weights: Literal["auto", "float32", "bfloat16"] = "auto"
+    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     @property
     def row_blocks(self) -> int:

@@ -6,7 +6,7 @@ passages go in. All that it knows is handed in, so that an answer that goes on e
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from runtime.serving.messages import Retrieval
 
 
 class Trigger(Protocol):
-    """When a row asks."""
+    """When a row asks. `reads_scores`: whether `asks` looks at the logits."""
+
+    reads_scores: ClassVar[bool]
 
     def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:
         """Whether to ask now: a row has `generated` tokens, of which it had `asked_at` when it asked last (0: it has
@@ -32,6 +34,7 @@ class Trigger(Protocol):
 class Every:
     """Each `tokens` tokens."""
 
+    reads_scores: ClassVar[bool] = False
     tokens: int
 
     def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:
@@ -62,6 +65,7 @@ class Drift(Every):
 class Unsure(Every):
     """`tokens` tokens after the last time at the earliest, once the model hesitates between tokens by over `nats`."""
 
+    reads_scores: ClassVar[bool] = True
     nats: float
 
     def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
 from runtime.serving.kv.transport import Transfer, kv_array
-from runtime.serving.model.language_model import Chunk, LanguageModel
+from runtime.serving.messages import Sampling
+from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
 from runtime.serving.model.model_info import ModelInfo, model_identity
 from runtime.testing.tiny_model import make_tiny_llama
 
@@ -197,6 +198,21 @@ class Operations(TorchDispatchMode):
             name = "nonzero"  # torch counts what a mask lets through
         self.names[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_a_step_gives_what_its_samplers_draw_from_the_logits_that_a_pass_gives(model: LanguageModel) -> None:
+    chunks = [at(model, row, 0, prompt) for row, prompt in enumerate(ragged_prompts(4, seed=3))]
+    asked = [Sampling(8), None, Sampling(8, temperature=1.0, seed=5), Sampling(8, temperature=0.7, top_p=0.8, seed=6)]
+    scored = [False, True, True, False]
+    logits = model.forward(chunks)
+    found = model.step(chunks, [Sampler(one) if one else None for one in asked], scored)
+    for drawn, one, row, wanted in zip(found, asked, logits, scored, strict=True):
+        assert (one is None) == (drawn is None)
+        if one is None or drawn is None:
+            continue
+        assert drawn.token == Sampler(one).draw(row)
+        assert drawn.scores is None if not wanted else torch.equal(drawn.scores, row)
+    assert model.step(chunks[:1], [None], [True]) == [None]
 
 
 def test_a_pass_of_the_kind_for_gpus_asks_nothing_of_the_device_and_sends_its_numbers_at_once(

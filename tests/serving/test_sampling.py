@@ -76,6 +76,45 @@ def test_a_model_without_a_finite_logit_is_an_internal_error(logit: float) -> No
         Sampler(Sampling(8)).draw(np.full(4, logit, np.float32))
 
 
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 900),
+    spread=st.sampled_from([0.0, 0.5, 8.0]),
+    steps=st.sampled_from([0.0, 0.25]),
+    wanted=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.1, 0.9, 1.0])), min_size=1, max_size=5
+    ),
+)
+def test_a_batch_draws_on_a_device_what_each_row_draws_on_the_host(
+    seed: int, size: int, spread: float, steps: float, wanted: list[tuple[float, float]]
+) -> None:
+    """Logits of few values tie, where the first counts."""
+    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+    from runtime.serving.network.draws import draw
+
+    logits = (np.random.default_rng(seed).standard_normal((len(wanted), size)) * spread).astype(np.float32)
+    if steps:
+        logits = np.round(logits / np.float32(steps)) * np.float32(steps)
+    asked = [Sampling(8, temperature=heat, top_p=top_p, seed=seed + i) for i, (heat, top_p) in enumerate(wanted)]
+    host, device = [Sampler(one) for one in asked], [Sampler(one) for one in asked]
+    for _ in range(3):
+        found = draw(torch.from_numpy(logits), [sampler.wish() for sampler in device]).tolist()
+        assert found == [sampler.draw(row) for sampler, row in zip(host, logits, strict=True)]
+
+
+@pytest.mark.parametrize("logit", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_without_a_finite_largest_logit_draws_nothing_on_a_device_and_its_neighbour_does(logit: float) -> None:
+    torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+    from runtime.serving.network.draws import NOTHING, draw
+
+    logits = torch.zeros(2, 300)
+    logits[0] = logit
+    asked = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).wish() for _ in range(2)]
+    tokens = draw(logits, asked).tolist()
+    assert tokens[0] == NOTHING
+    assert 0 <= tokens[1] < 300
+
+
 def test_a_torch_row_draws_like_an_array() -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     with torch.inference_mode():

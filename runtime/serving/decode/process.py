@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from runtime.errors import TrinityError
+from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
@@ -26,7 +26,7 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
+from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel, Sampler
 from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.text import TextStream
 
@@ -206,28 +206,35 @@ class DecodeWorker:
         for row, _ in batch:
             if not row.request.blocks:
                 row.request.stages.setdefault(stages.PREFILL_BEGIN, begin)
-        logits = self._model.forward([chunk for _, chunk in batch])
+        ends = [chunk.start + len(chunk.tokens) == len(row.context) for row, chunk in batch]
+        tokens = self._model.step(
+            [chunk for _, chunk in batch],
+            [row.sampler if end else None for (row, _), end in zip(batch, ends, strict=True)],
+            [row.trigger is not None and row.trigger.reads_scores for row, _ in batch],
+        )
         took = time.monotonic_ns() - begin
         self._step_ns += (took - self._step_ns) // 8
         if all(len(chunk.tokens) == 1 for _, chunk in batch):
             self._plain_step_ns += (took - self._plain_step_ns) // 8 if self._plain_step_ns else took
-        for (row, chunk), scores in zip(batch, logits, strict=True):
+        for (row, chunk), drawn in zip(batch, tokens, strict=True):
             self._batch.filled(row, chunk.start + len(chunk.tokens))
-            if row.cached == len(row.context):
-                self._guard(row, partial(self._advance, scores=scores))
+            if drawn is not None:
+                self._guard(row, partial(self._advance, drawn=drawn))
         now = time.monotonic_ns()
-        drawn = [row for row, _ in batch if row.cached < len(row.context)]
-        later = [(now - row.token_ns) / 1e9 for row in drawn if row.token_ns]
+        longer = [row for row, _ in batch if row.cached < len(row.context)]
+        later = [(now - row.token_ns) / 1e9 for row in longer if row.token_ns]
         self._table.observe_many(DecodeMetrics.INTER_TOKEN, later)
-        for row in drawn:
+        for row in longer:
             row.token_ns = now
         return True
 
-    def _advance(self, row: Row, scores: "torch.Tensor") -> None:
+    def _advance(self, row: Row, drawn: Drawn) -> None:
         if not row.request.blocks:
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
-        self._accept(row, row.sampler.draw(scores), scores)
+        if drawn.token is None:
+            raise InternalError("the model has no finite logit")
+        self._accept(row, drawn.token, drawn.scores)
 
     def _accept(self, row: Row, token: int, scores: "torch.Tensor | None" = None, *, asks: bool = False) -> None:
         """A token, drawn from `scores`, joins the row; it may be the last, or call for a probe (`asks`: it does)."""

@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ipc.memory.device import CudaArray
     from runtime.serving.kv.transport import KvArray
+    from runtime.serving.network.decode_graphs import DecodeGraphs
     from runtime.serving.network.llama import Llama
     from runtime.serving.network.paged_cache import Kernels
 
@@ -40,6 +41,13 @@ class Chunk:
     blocks: Sequence[int]
     start: int
     tokens: Sequence[int]
+
+
+class Drawn(NamedTuple):
+    """A sequence's next token (None: no logit was finite), and, where they were asked for, its logits on the host."""
+
+    token: int | None
+    scores: torch.Tensor | None
 
 
 class LanguageModel:
@@ -65,6 +73,11 @@ class LanguageModel:
 
         self._network = network
         self._cache = PagedCache(kv, kernels)
+        self._graphs: DecodeGraphs | None = None
+        if kv.device.type == "cuda":
+            from runtime.serving.network.decode_graphs import DecodeGraphs
+
+            self._graphs = DecodeGraphs(network, self._cache)
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
@@ -131,15 +144,48 @@ class LanguageModel:
         """
         import torch
 
+        with torch.inference_mode():
+            return self._logits(chunks).cpu()
+
+    def step(
+        self, chunks: Sequence[Chunk], samplers: Sequence[Sampler | None], scored: Sequence[bool]
+    ) -> list[Drawn | None]:
+        """`forward`, and a token for each chunk that has a sampler, drawn where the logits are: of a device they stay
+        there but for those that are `scored`. Raises as `forward`."""
+        if self._cache.kernels == "cpu":
+            rows = zip(samplers, self.forward(chunks), scored, strict=True)
+            return [
+                Drawn(_drawn(sampler, row), row if wanted else None) if sampler is not None else None
+                for sampler, row, wanted in rows
+            ]
+        import torch
+
+        from runtime.serving.network.draws import draw
+
+        drawing = [i for i, sampler in enumerate(samplers) if sampler is not None]
+        with torch.inference_mode():
+            logits = self._logits(chunks)
+            if not drawing:
+                logits[:1, :1].cpu()  # waits for the pass
+                return [None] * len(chunks)
+            some = logits if len(drawing) == len(chunks) else logits[drawing]
+            wishes = [sampler.wish() for sampler in samplers if sampler is not None]
+            tokens = draw(some, wishes).tolist()
+            found: list[Drawn | None] = [None] * len(chunks)
+            for i, token in zip(drawing, tokens, strict=True):
+                found[i] = Drawn(token if token >= 0 else None, logits[i].cpu() if scored[i] else None)
+        return found
+
+    def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The logits after each chunk's last token, on the device."""
         from runtime.serving.network.paged_cache import PagedBatch
 
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        with torch.inference_mode():
-            spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
-            batch = PagedBatch(self._cache, spans, tokens)
-            logits: torch.Tensor = self._network.logits(batch).cpu()
-        return logits
+        spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
+        if self._graphs is not None and len(tokens) == len(chunks):
+            return self._graphs.logits(spans, tokens)
+        return self._network.logits(PagedBatch(self._cache, spans, tokens))
 
     def _check(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
@@ -164,6 +210,13 @@ class LanguageModel:
                 raise InvalidRequest(
                     f"token ids must be in 0..{self.info.vocabulary - 1}, got {min(chunk.tokens)}..{max(chunk.tokens)}"
                 )
+
+
+def _drawn(sampler: Sampler, logits: torch.Tensor) -> int | None:
+    try:
+        return sampler.draw(logits)
+    except InternalError:
+        return None
 
 
 def _check_sizes(info: ModelInfo, blocks: int, block_tokens: int, context_tokens: int, threads: int) -> None:
@@ -221,6 +274,14 @@ def _device_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, de
 _NUCLEUS_GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
 
 
+class Wish(NamedTuple):
+    """How a token is drawn: temperature (0: the largest logit), top_p, and a uniform number in [0, 1)."""
+
+    temperature: float
+    top_p: float
+    point: float
+
+
 class Sampler:
     """The draws of one request. Draw number n depends on seed, n and logits alone, wherever it happens:
     a worker that takes a request over after `drawn` tokens goes on as the first one would have."""
@@ -231,8 +292,12 @@ class Sampler:
         self._generator: np.random.Generator | None = None
         if sampling.temperature > 0:
             bits = np.random.PCG64(sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-            bits.advance(drawn)  # one step a draw: see the one call of random() below
+            bits.advance(drawn)  # one step a draw: see the one call of random() in `wish`
             self._generator = np.random.Generator(bits)
+
+    def wish(self) -> Wish:
+        """The next draw, to be made by `runtime.serving.network.draws`; it counts as made."""
+        return Wish(self._temperature, self._top_p, 0.0 if self._generator is None else self._generator.random())
 
     def draw(self, logits: npt.ArrayLike) -> int:
         """The next token, from logits float32 [vocabulary] (array or CPU tensor).
@@ -241,12 +306,12 @@ class Sampler:
         """
         row = np.asarray(logits, dtype=np.float32)
         best = int(row.argmax())
+        point = self.wish().point
         if not np.isfinite(row[best]):
             raise InternalError(f"the model's largest logit is {row[best]}")
         if self._generator is None:
             return best
         weights = np.exp((row.astype(np.float64) - float(row[best])) / self._temperature)
-        point = self._generator.random()
         if self._top_p >= 1.0:
             sums = np.cumsum(weights)
             return _locate(sums, point)

@@ -16,7 +16,7 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
 _KV_ITEM_BYTES = 4  # float32
 
-WeightsType = Literal["float32", "bfloat16"]
+WeightsType = Literal["float32", "bfloat16", "float16"]
 
 
 def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = None) -> Path:
@@ -35,15 +35,17 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
 def weights_type(
     asked: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> WeightsType:
-    """What `model.weights` means on `device`: "auto" is bfloat16 on a processor with instructions for it (AVX-512's,
-    AMX's or ARM's), else float32."""
+    """What `model.weights` means on `device`: "auto" is bfloat16 on GPUs and on a processor with instructions for it
+    (AVX-512's, AMX's or ARM's), else float32."""
     if asked != "auto":
         return asked
+    if device != "cpu":
+        return "bfloat16"
     try:
         flags = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return "float32"
-    return "bfloat16" if device == "cpu" and re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
+    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
 
 
 def model_identity(directory: Path, block_tokens: int, weights: WeightsType = "float32") -> bytes:

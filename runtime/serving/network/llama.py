@@ -172,7 +172,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlainLinear:
-    """A `Linear` that keeps W as it is, float32 or bfloat16; x is multiplied in W's type."""
+    """A `Linear` that keeps W as it is, float32 or half as wide; x is multiplied in W's type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
@@ -321,7 +321,7 @@ class _Loading:
         self, config: dict[str, Any], info: ModelInfo, files: WeightFiles, device: str, weights: WeightsType
     ) -> None:
         self._info, self._files, self._device = info, files, device
-        self._dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+        self._dtype = getattr(torch, weights)
         self._epsilon = float(config.get("rms_norm_eps", 1e-6))
         self._attention_bias, self._mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 

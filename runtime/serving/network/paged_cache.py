@@ -15,7 +15,7 @@ gather theirs into one piece first, which is little beside the chunk's own work.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -268,6 +268,20 @@ class PagedBatch:
             )
             for begin, start, count, seen in chunks
         ]
+
+    @classmethod
+    def of_rows(cls, cache: PagedCache, numbers: torch.Tensor) -> Self:
+        """A batch of single tokens, of which only the device knows: numbers int64 [rows, 2 + blocks] are token,
+        position and block table of each row. For kernels of the kind "torch"; nothing here waits for the device."""
+        batch, size = cls.__new__(cls), cache.block_tokens
+        batch.cache = cache
+        batch.tokens, batch.positions, tables = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
+        in_block = tables.gather(1, batch.positions[:, None] // size).squeeze(1)
+        batch.places = (in_block, batch.positions % size)
+        batch.last = batch.row_tokens = torch.arange(len(numbers), device=numbers.device)
+        batch.rows = GatheredRows(tables, batch.positions + 1, size * tables.shape[1], size)
+        batch.chunks = []
+        return batch
 
 
 def _pieces(begin: int, start: int, count: int, device: torch.device, cut: int | None) -> Iterator[_Piece]:

@@ -7,7 +7,8 @@ from runtime.node.config import Disaggregate
 from runtime.serving.kv.blocks import BlockTable
 from runtime.serving.kv.tiers import Load
 from runtime.serving.messages import Decode, DecodeLoad, Prefill, Reserve
-from runtime.serving.triggers import trigger_of
+from runtime.serving.model.language_model import Sampler
+from runtime.serving.triggers import Trigger, trigger_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,19 @@ class Job:
         """The answer's next token, if its consumer has it already."""
         return self.request.resume.last_token if self.request.resume else None
 
+    @property
+    def trigger(self) -> Trigger | None:
+        """When its answer asks again."""
+        asked = self.request.generation.retrieval
+        return trigger_of(asked) if asked else None
+
+    def sampler(self) -> Sampler | None:
+        """What draws its first token; None if its consumer has that already."""
+        if self.told_token is not None:
+            return None
+        resume = self.request.resume
+        return Sampler(self.request.generation.sampling, drawn=len(resume.generated) if resume else 0)
+
     def for_room(self) -> Reserve:
         """The message that asks decode to keep room before the prompt is run."""
         return Reserve(self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt)
@@ -62,7 +76,7 @@ class Job:
         """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model; the
         first token was drawn from `scores`, unless it was told before."""
         request, asked, resume = self.request, self.request.generation, self.request.resume
-        trigger = trigger_of(asked.retrieval) if asked.retrieval else None
+        trigger = self.trigger
         generated, asked_at = (resume.generated, resume.asked_at) if resume else ((), 0)
         return Decode(
             request_id=self.id,

@@ -8,10 +8,10 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from ipc import IpcError
-from runtime.errors import InvalidRequest, TrinityError, Unavailable, WorkerLost
+from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavailable, WorkerLost
 from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
@@ -24,14 +24,11 @@ from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
+from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel
 from runtime.serving.model.model_info import ModelInfo, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.job import Disaggregation, Job, turn_ns
-
-if TYPE_CHECKING:
-    import torch
 
 _LOAD_NS = 20_000_000  # of a prompt's KV from a tier, before others' next pass
 _WRITE_SHARE = 30  # of a pass's time, at most, blocks are written to tiers before they must
@@ -275,30 +272,33 @@ class PrefillWorker:
         if not batch:
             return 0
         begin_ns = time.monotonic_ns()
-        logits = self._model.forward([chunk for _, chunk in batch])
+        last = [job.done + len(chunk.tokens) == len(job.tokens) for job, chunk in batch]
+        drawn = self._model.step(
+            [chunk for _, chunk in batch],
+            [job.sampler() if end else None for (job, _), end in zip(batch, last, strict=True)],
+            [job.trigger is not None and job.trigger.reads_scores for job, _ in batch],
+        )
         took_ns = time.monotonic_ns() - begin_ns
         self._disaggregation.passed(self.chunk_tokens - budget, took_ns / 1e9)
         self._table.add(PrefillMetrics.PASS_SECONDS, took_ns / 1e9)
         offered = len(self._offered)
-        for (job, chunk), row in zip(batch, logits, strict=True):
-            self._guard(job, partial(self._advance, chunk=chunk, logits=row))
+        for (job, chunk), first in zip(batch, drawn, strict=True):
+            self._guard(job, partial(self._advance, chunk=chunk, drawn=first))
         if self._running and len(self._offered) > offered:
             os.sched_yield()  # to the thread that sends: it may share our core, and the next pass would hold it up
         return took_ns
 
-    def _advance(self, job: Job, chunk: Chunk, logits: "torch.Tensor") -> None:
+    def _advance(self, job: Job, chunk: Chunk, drawn: Drawn | None) -> None:
         job.done += len(chunk.tokens)
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
             return
-        first = job.told_token
+        first, scores = drawn or (job.told_token, None)
         if first is None:
-            resume = job.request.resume
-            drawn = len(resume.generated) if resume else 0
-            first = Sampler(job.request.generation.sampling, drawn=drawn).draw(logits)
+            raise InternalError("the model has no finite logit")
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
-        message = encode(job.for_decode(self._model.identity, first, logits if job.told_token is None else None))
+        message = encode(job.for_decode(self._model.identity, first, scores))
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
         self._offered[job.offer] = job
