@@ -1,6 +1,7 @@
 """A node that most tests share, and the parts to start one of a test's own."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("collections") / "docs"
-    Collection.build(python_documents()[:200], path, embedder="hashing-128")
+    pages = [replace(document, attributes={"source": "python"}) for document in python_documents()[:200]]
+    Collection.build(pages, path, embedder="hashing-128")
     return path
 
 

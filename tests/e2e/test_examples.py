@@ -1,5 +1,6 @@
 """Every script of docs/examples runs as its first lines say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +12,22 @@ from runtime.testing.node import Node
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-QUESTION = "with statement"
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_the_example_answers(script: Path, node: Node, tmp_path: Path) -> None:
     np.save(tmp_path / "queries.npy", np.random.default_rng(0).normal(size=(4, 128)).astype(np.float32))
-    url = f"{node.info.url}/v1"
-    rings, http = [str(node.run_dir), str(tmp_path / "queries.npy")], [url, "tiny", QUESTION]
-    arguments = rings if "NODE QUERIES.npy" in script.read_text() else http
+    told = {
+        "URL": f"{node.info.url}/v1",
+        "MODEL": "tiny",
+        "SOURCE": "python",
+        "QUESTION": "with statement",
+        "NODE": str(node.run_dir),
+        "QUERIES.npy": str(tmp_path / "queries.npy"),
+    }
+    (usage,) = re.findall(r"usage: python docs/examples/\S+ (.*)\"", script.read_text())
     done = subprocess.run(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, str(script), *map(told.__getitem__, usage.split())],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
