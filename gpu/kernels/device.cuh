@@ -24,6 +24,16 @@ __device__ inline uint4 load_row(const uint4* address) {
     return chunk;
 }
 
+// 16 bytes of device memory, asked for here: the assembler would put off a plain load until behind the next branch, and
+// with it what is looked up by what it brings.
+__device__ inline uint4 load_now(const uint4* address) {
+    uint4 chunk;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(chunk.x), "=r"(chunk.y), "=r"(chunk.z), "=r"(chunk.w)
+                 : "l"(address));
+    return chunk;
+}
+
 // An address of device or pinned memory as a pointer of which the compiler knows that it is none to a block's memory.
 __device__ inline void* global_pointer(uint64 address) { return __cvta_global_to_generic(address); }
 
@@ -65,14 +75,14 @@ __device__ inline Slot* slot_at(const Batch& batch, uint32 slot) {
     return at<Slot>(batch.slots + static_cast<uint64>(slot) * batch.line_bytes);
 }
 
-// What stands at an address, read by as few loads as it takes.
+// What stands at an address, by as few loads as it takes, all at once.
 template <class T>
 __device__ inline T load_whole(const T* address) {
     static_assert(sizeof(T) % sizeof(uint4) == 0, "whole chunks");
     alignas(uint4) T value;
 #pragma unroll
     for (uint32 i = 0; i < sizeof(T) / sizeof(uint4); i++)
-        reinterpret_cast<uint4*>(&value)[i] = reinterpret_cast<const uint4*>(address)[i];
+        reinterpret_cast<uint4*>(&value)[i] = load_now(reinterpret_cast<const uint4*>(address) + i);
     return value;
 }
 

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_tasks(const 
     Slot* slot = slot_at(batch, blockIdx.x);
     const Slot head = load_whole(slot);
     if (head.status != ACTIVE) return;
-    const Collection collection = load_whole(at<const Collection>(batch.collections) + head.collection);
+    const Collection& collection = at<const Collection>(batch.collections)[head.collection];
     uint32* visited = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
     const uint32* parents = parents_at(batch, blockIdx.x);
     gather<2>(slot, head, collection, parents, head.parent_count, visited, nodes, &scratch->node_count);

@@ -143,6 +143,7 @@ inline float float_of_half(unsigned short bits) {
 }
 
 inline uint4 load_row(const uint4* address) { return *address; }
+inline uint4 load_now(const uint4* address) { return *address; }
 inline void prefetch_line(const void*) {}
 inline void* global_pointer(unsigned long long address) { return reinterpret_cast<void*>(address); }
 inline unsigned load_system(const unsigned* address) {
