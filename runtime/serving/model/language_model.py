@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
 from runtime.node.start_times import beside
-from runtime.serving.messages import Sampling
+from runtime.serving.messages import Sampling, Wish
 from runtime.serving.model.model_info import ModelInfo, WeightsType, model_directory, model_identity, read_config
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
@@ -272,14 +272,6 @@ def _device_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, de
 
 
 _NUCLEUS_GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
-
-
-class Wish(NamedTuple):
-    """How a token is drawn: temperature (0: the largest logit), top_p, and a uniform number in [0, 1)."""
-
-    temperature: float
-    top_p: float
-    point: float
 
 
 class Sampler:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.serving.model.language_model import Wish
+from runtime.serving.messages import Wish
 
 _GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
 _LOW = (1 << 31) - 1
