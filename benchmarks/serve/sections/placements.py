@@ -1,10 +1,13 @@
 """Where the pool is: in a place of its own, beside prefill, beside decode, beside both; on a real node and simulated.
 
 Two cores: prefill has the first and decode the last. A pool of its own may use both, a pool beside a worker has that
-one's core. The simulated node has the times that `trinity calibrate` measures, and no frontend, client or HTTP.
+one's core. All nodes are up at once and have their turn at each load, before whatever else runs. The simulated node has
+the times that `trinity calibrate` measures, and no frontend, client or HTTP.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 from msgspec.structs import replace
@@ -42,29 +45,27 @@ def dear(bench: Bench) -> Section:
 def _compared(bench: Bench, name: str, searches: dict[str, Any]) -> Section:
     """The same requests at the same times, with passages and probes; limits from a pool with a place of its own."""
     section = Section(name, "")
-    real: dict[str, Curve] = {}
-    simulated: dict[str, Curve] = {}
-    kind: Kind | None = None
-    times: ServiceTimes | None = None
-    for placement in PLACEMENTS:
-        with bench.stand("node", pool=searches | {"placement": placement}) as stand:
-            times = times or calibrate(stand.plan.config, ServiceTimes())
-            retrieval = {"collection": "docs", "k": 4, "every_tokens": EVERY}
-            kind = kind or Kind(bench, stand, retrieval=retrieval)
-            capacity = kind.told["capacity_per_s"]
-            real[placement], simulated[placement] = [], []
-            for number, load in enumerate(_LOADS):
-                timed = kind.load(load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
+    real: dict[str, Curve] = {placement: [] for placement in PLACEMENTS}
+    simulated: dict[str, Curve] = {placement: [] for placement in PLACEMENTS}
+    with ExitStack() as up:
+        stands = {
+            placement: up.enter_context(bench.stand("node", models_last=True, pool=searches | {"placement": placement}))
+            for placement in PLACEMENTS
+        }
+        times = calibrate(stands["own"].plan.config, ServiceTimes())
+        kind = Kind(bench, stands["own"], retrieval={"collection": "docs", "k": 4, "every_tokens": EVERY})
+        for number, load in enumerate(_LOADS):
+            rate = load * kind.told["capacity_per_s"]
+            for placement, stand in stands.items():
+                timed = kind.load(rate, bench.seconds(_SECONDS), bench.seed + 100)
                 before = Waits.so_far(stand)
                 found = offer(stand.url, timed, kind.patience_s)
                 met = [kind.met(body, outcome) for (_, body), outcome in zip(timed, found, strict=True)]
-                real[placement].append((load * capacity, sum(met) / len(met)))
-                share = _simulated(stand.plan.config, times, kind, timed, found)
-                simulated[placement].append((load * capacity, share))
+                real[placement].append((rate, fmean(met)))
+                simulated[placement].append((rate, _simulated(stand.plan.config, times, kind, timed, found)))
                 if number == _SHOWN:
                     wait_s = Waits.so_far(stand).mean_s(before)
                     section.measures += _times(placement, [outcome for outcome in found if outcome.whole], wait_s)
-    assert kind is not None
     section.text = (
         f"Limits: TTFT {kind.ttft_s * 1e3:.0f} ms, TPOT {kind.tpot_s * 1e3:.1f} ms. Goodput is the load at which "
         f"{ATTAINMENT:.0%} of the sent requests meet both, between the loads tried by a straight line. Times at "
