@@ -8,7 +8,16 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, Overloaded
 from runtime.retrieval.live.build import Job, build, parts_of
-from runtime.retrieval.live.maintenance import MERGED, MOST_DELETED, RETRY_S, Build, Builder, Process, to_merge
+from runtime.retrieval.live.maintenance import (
+    MERGED,
+    MOST_DELETED,
+    MOST_SEGMENTS,
+    RETRY_S,
+    Build,
+    Builder,
+    Process,
+    to_merge,
+)
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
@@ -78,6 +87,28 @@ def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
         assert len(expected) == 240
     with open_writer(tmp_path / "a") as writer:
         assert contents(writer) == expected
+
+
+def test_a_flush_has_segments_merged_first_where_there_are_as_many_as_who_searches_has_room_for(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer:  # nobody merges beside it
+        for number in range(MOST_SEGMENTS + 8):
+            writer.upsert([document(str(number), number)])
+            writer.flush()
+            assert writer.state.growing.count == 0
+            assert len(writer.state.segments) <= MOST_SEGMENTS
+        assert len(contents(writer)) == MOST_SEGMENTS + 8
+
+
+def test_what_was_written_waits_for_a_merge_where_there_are_too_many_segments_to_seal_it(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a", seal_rows=4) as writer:
+        for number in range(MOST_SEGMENTS):
+            writer.upsert([document(str(number), number)])
+            writer.flush()
+        writer.upsert(documents(range(1000, 1008)))
+        assert not writer.seal_if_due(writer.build_here)
+        assert writer.merge_if_due(writer.build_here)
+        assert writer.seal_if_due(writer.build_here)
+        assert len(contents(writer)) == MOST_SEGMENTS + 8
 
 
 def test_a_build_that_failed_is_not_tried_again_at_once_however_often_documents_come() -> None:

@@ -3,9 +3,12 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from runtime.errors import CollectionError
@@ -32,6 +35,14 @@ def sealed(tmp_path: Path) -> Path:
             writer.flush()
         writer.delete([str(3 * number) for number in range(20)])
     return tmp_path / "a"
+
+
+def test_a_build_begins_nothing_for_a_writer_that_is_gone(sealed: Path) -> None:
+    there = sorted(sealed.rglob("*"))
+    job = msgspec.json.encode(Job(99, 0, 0, list(range(MERGED)))).decode()
+    ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.live.build", str(sealed), job, "1"])
+    assert ended.returncode == 1
+    assert sorted(sealed.rglob("*")) == there
 
 
 def _build_until(directory: Path, job: Job, last: str) -> None:

@@ -1,4 +1,4 @@
-"""Building a segment: of growing rows, or of other segments. Also a process: `python -m …live.build DIR JOB`."""
+"""Building a segment: of growing rows, or of other segments. Also a process: `python -m …live.build DIR JOB WRITER`."""
 
 import os
 import signal
@@ -132,14 +132,14 @@ def _replayed(directory: Path, job: Job) -> State:
             # a segment was taken meanwhile, and what it was built from is gone
 
 
-def main(directory: Path, job: Job) -> None:
-    """Build, and tell it in lines of JSON."""
+def main(directory: Path, job: Job, writer_pid: int) -> None:
+    """Build, and tell it in lines of JSON. Nothing is built for a writer that is gone: another one may be there."""
 
     def tell(told: Told) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
         sys.stdout.buffer.flush()
 
-    die_with(os.getppid(), signal.SIGKILL)
+    die_with(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
         state = _replayed(directory, job)
@@ -149,4 +149,4 @@ def main(directory: Path, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job))
+    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job), int(sys.argv[3]))

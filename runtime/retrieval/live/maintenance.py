@@ -24,6 +24,9 @@ from runtime.retrieval.live.storage.segment import Segment
 MERGED = 4
 MOST_DELETED = 0.25  # of a segment's rows
 RETRY_S = 10.0
+MOST_SEGMENTS = 32
+"""Of a shard. More than there are while merges go on: then what was written waits for a merge until it is sealed, for
+those who search have room for so many indexes only."""
 _log = logging.getLogger("live")
 
 
@@ -65,13 +68,8 @@ class Process:
     """A build in a process of its own. `progress`: what of it is done."""
 
     def __init__(self, directory: Path, job: Job) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "runtime.retrieval.live.build",
-            str(directory),
-            msgspec.json.encode(job).decode(),
-        ]
+        told = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
+        command = [sys.executable, "-m", "runtime.retrieval.live.build", *told]
         limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
