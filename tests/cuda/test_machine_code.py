@@ -68,7 +68,7 @@ def test_lanes_that_part_meet_again_and_what_runs_is_counted_warp_by_warp() -> N
     numbers = np.arange(64)
     doubled = np.where(numbers < 3, 2 * numbers, numbers)
     assert memory.view(address, 256).view(np.uint32).tolist() == doubled.reshape(-1, 2)[:, ::-1].reshape(-1).tolist()
-    assert (counted.barriers, counted.opcodes["IMAD"], counted.opcodes["BSYNC"]) == (1, 3, 3)  # one warp parts
+    assert (counted.barriers, counted.opcodes["IMAD"], counted.opcodes["BSYNC"]) == (1, 3, 2)  # one warp doubles
 
 
 def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
