@@ -9,6 +9,7 @@ and the leases begin anew.
 ```
 arena, byte 0     magic | version | slots | payload offset | payload bytes | epoch | 0 | 0       int64, written once
             64    generation of slot 0 | of slot 1 | …                                           int64
+64 + 8 · slots    written of slot 0 | of slot 1 | …                                              int64
 payload offset    payload: what it means is the users' business (a KV tensor)
 ```
 The payload may lie in a GPU's memory instead; then the offset is 0 and nothing follows the generations. These stay in
@@ -18,6 +19,9 @@ Only the owner can map it writable. A slot's generation rises in `begin`, before
 carries the generation it was made under. So the puller copies first and asks `current` then: if the generation
 moved, the copy may be torn and is thrown away. On a GPU the same holds because the owner's kernels that write a slot
 anew are launched after `begin`, and the puller asks after its copy has ended.
+
+A slot may be offered before all of it is there: `written` says how much is, in the users' measure, and is 0 after
+`begin`.
 """
 
 from typing import Annotated
@@ -34,7 +38,7 @@ MAX_REASON = 500
 MAX_HELD = 256  # offers in one message
 
 MAGIC = 0x3141564B49525254  # "TRRIKVA1"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 MAX_SLOTS = 1 << 20
 MAX_ARENA_BYTES = 1 << 42

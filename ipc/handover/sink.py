@@ -118,7 +118,7 @@ class MappedArena:
                 raise ProtocolViolation(f"not an arena of version {VERSION}: magic {magic:#x}, version {version}")
             if found != epoch:
                 raise StaleEpoch(f"the offer is of epoch {epoch}, the arena of epoch {found}")
-            begin = HEADER_BYTES + 8 * slots
+            begin = HEADER_BYTES + 16 * slots
             if not 1 <= slots <= MAX_SLOTS or length < 1 or self.memory.size < begin or (offset and offset < begin):
                 raise ProtocolViolation(f"impossible arena: {slots} slots, payload of {length} bytes at {offset}")
             if offset and offset + length != self.memory.size:
@@ -142,6 +142,10 @@ class MappedArena:
         # SYNC POINT: generation, see `KvArena.begin`.
         atomics.fence()
         return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * slot)
+
+    def written(self, slot: int) -> int:
+        # SYNC POINT: written, see `KvArena.wrote`.
+        return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot))
 
     def close(self) -> None:
         self.prefault.close()
@@ -302,6 +306,11 @@ class HandoverSink:
         if arena is None or not self._is_open(offer) or arena.generation(offer.slot) != offer.generation:
             return False
         return arena.device is None or arena.pidfd not in self._dead()
+
+    def written(self, offer: Offer) -> int:
+        """How much of an offer's slot is there by now, as its owner says; 0 if that is gone."""
+        arena = self._arenas.get(offer.arena)
+        return arena.written(offer.slot) if arena is not None else 0
 
     def acknowledge(self, offer: Offer) -> bool:
         """The content is pulled, the source may begin the slot. False: the offer was answered or withdrawn before."""

@@ -37,7 +37,7 @@ from ipc.ring.ring import MAX_EPOCH
 
 
 class KvArena:
-    """The owner's end: a generation for each of `slots`, and the payload.
+    """The owner's end: a generation for each of `slots`, how much of it is written, and the payload.
 
     `payload` is a writable memoryview, empty where the payload is in `device`'s memory (`device_reference` to others).
     """
@@ -83,7 +83,13 @@ class KvArena:
         # `MappedArena.generation`, which keeps the reads of the copy before its load.
         atomics.store_release(self.memory.address + HEADER_BYTES + 8 * slot, self._generations[slot])
         atomics.fence()
+        self.wrote(slot, 0)
         return self._generations[slot]
+
+    def wrote(self, slot: int, amount: int) -> None:
+        """So much of the slot's content is there, in the users' measure."""
+        # SYNC POINT: written. The content's stores come before this one; it pairs with `MappedArena.written`.
+        atomics.store_release(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot), amount)
 
     def generation(self, slot: int) -> int:
         """How often the slot was begun."""
@@ -101,7 +107,7 @@ class KvArena:
 def _payload_offset(slots: int, epoch: int) -> int:
     if not 1 <= slots <= MAX_SLOTS or not 0 <= epoch <= MAX_EPOCH:
         raise InvalidArgument(f"slots {slots} must be within 1..{MAX_SLOTS}, epoch {epoch} within 0..{MAX_EPOCH}")
-    return -(-(HEADER_BYTES + 8 * slots) // PAGE) * PAGE
+    return -(-(HEADER_BYTES + 16 * slots) // PAGE) * PAGE
 
 
 def _format(slots: int, offset: int, payload_bytes: int, epoch: int, size: int) -> SharedMemory:
@@ -219,6 +225,10 @@ class HandoverSource:
         """What the slot stands for may be written anew; whoever still pulls it finds that out."""
         self._arena.begin(lease)
         self._free.append(lease)
+
+    def wrote(self, lease: int, amount: int) -> None:
+        """So much of what the slot stands for is there, in the users' measure: who has an offer of it may pull that."""
+        self._arena.wrote(lease, amount)
 
     def announce(self, endpoint: str, payload: bytes) -> int:
         """Send a message that asks the sink at `endpoint` to keep room; the id of the outcome. Raises as `offer`."""

@@ -269,13 +269,18 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """A prompt that will be offered: keep room for it, until `deadline_ns` at most."""
+    """A prompt that will be offered: keep room for it, until `deadline_ns` at most.
+
+    With `blocks`, as in `Decode`, it is being computed: as much as the source says is written may be pulled already.
+    """
 
     request_id: str
     frontend_epoch: int
     tokens: tuple[int, ...]
     deadline_ns: int
     salt: bytes = b""
+    blocks: tuple[int, ...] = ()
+    model: bytes = b""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):

@@ -132,6 +132,12 @@ class SteppedWorkers:
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
+    def offer_ahead(self, request_id: str, decode: str = "decode-0") -> None:
+        """Prefill alone goes on until it has computed a part of this request's prompt and `decode` can read of it."""
+        while not any(job.id == request_id and job.ahead is not None for job in self.prefill._running):
+            self.prefill.step()
+        assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
+
     def held(self) -> dict[str, tuple[int, int]]:
         """By worker: KV blocks that are held, and leases of prefill that are taken."""
         leases = self.plan.config.prefill.slots - self.prefill._source.free_leases

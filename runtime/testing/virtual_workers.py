@@ -136,7 +136,7 @@ class Handover:
 
     def offer(self, endpoint: str, lease: int, payload: bytes) -> int:
         number = next(self._ids)
-        self.offers.put(SimpleNamespace(offer_id=number, payload=payload))
+        self.offers.put(SimpleNamespace(offer_id=number, payload=payload, arena=0, epoch=0, slot=0, generation=0))
         return number
 
     def announce(self, endpoint: str, payload: bytes) -> int:
@@ -144,6 +144,12 @@ class Handover:
 
     def withdraw(self, number: int) -> None:
         pass
+
+    def wrote(self, lease: int, amount: int) -> None:
+        pass
+
+    def written(self, offer: Any) -> int:
+        return 0
 
     def current(self, offer: Any) -> bool:
         return True
@@ -153,6 +159,9 @@ class Handover:
 
     def acknowledge(self, offer: Any) -> None:
         self.outcomes.put(SimpleNamespace(offer_id=offer.offer_id, accepted=True, reason=""))
+
+    def reject(self, offer: Any, reason: str) -> None:
+        self.outcomes.put(SimpleNamespace(offer_id=offer.offer_id, accepted=False, reason=reason))
 
     def statistics(self) -> Any:
         return SimpleNamespace(**dict.fromkeys(("malformed", *get_args(OfferOutcome)), 0))

@@ -99,6 +99,23 @@ def test_a_sink_tells_a_source_who_it_is_only_until_the_source_watches_it(
     assert [type(decode_at_source(frames[0])) for frames in receive_all(source.socket)] == [Ended]
 
 
+def test_how_much_of_a_slot_is_written_is_seen_and_begins_anew_with_its_content(
+    arena: KvArena, source: HandoverSource, sink: HandoverSink
+) -> None:
+    for slot in (1, 2):
+        arena.begin(slot)
+        source.offer(sink.endpoint, slot, b"")
+    found: list[Offer] = []
+    while len(found) < 2:
+        found += receive(sink)
+    one, other = found
+    assert (sink.written(one), sink.written(other)) == (0, 0)
+    source.wrote(2, 40)
+    assert (sink.written(one), sink.written(other)) == (0, 40)
+    arena.begin(2)
+    assert sink.written(other) == 0
+
+
 def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
     fill(arena, 1, 5)
     source.offer(sink.endpoint, 1, b"")

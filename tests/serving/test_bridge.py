@@ -27,11 +27,13 @@ class Sink:
         self.answers: dict[int, str] = {}
         self.withdrawn: set[int] = set()
         self.transfer: type[Transfer] = Transfer
+        self.has_written = 0
         self._number = 0
 
-    def offer(self, request: Decode | Reserve) -> int:
+    def offer(self, request: Decode | Reserve, generation: int = 0) -> int:
         self._number += 1
-        self.offers.append(Offer(self._number, "p", "r", 1, 0, 0, None, encode(request)))  # type: ignore[arg-type]
+        made = Offer(self._number, "p", "r", 1, 0, generation, None, encode(request))  # type: ignore[arg-type]
+        self.offers.append(made)
         return self._number
 
     def receive(self) -> list[Offer]:
@@ -41,6 +43,9 @@ class Sink:
     def pull(self, offer: Offer, taken: Sequence[int], kv: KvArray, given: Sequence[int]) -> Transfer:
         self.last = self.transfer(self.source, taken, kv, given)
         return self.last
+
+    def written(self, offer: Offer) -> int:
+        return self.has_written
 
     def current(self, offer: Offer) -> bool:
         return offer.offer_id not in self.withdrawn
@@ -72,6 +77,11 @@ class Stand:
 
     def reserve(self, name: str, tokens: Sequence[int], deadline_ns: int = FOREVER) -> int:
         return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns))
+
+    def ahead(self, name: str, tokens: Sequence[int], *, deadline_ns: int = FOREVER, generation: int = 0) -> int:
+        """A prompt that prefill computes."""
+        blocks = tuple(range(-(-len(tokens) // B)))
+        return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns, blocks=blocks, model=MODEL), generation)
 
     def step(self, *, running: int = 0, waiting_blocks: int = 0, now_ns: int = 0, pull: bool = True) -> list[str]:
         """One round; the ids of what is whole now."""
@@ -267,3 +277,123 @@ def test_a_copy_that_fails_is_refused_with_the_reason_and_the_next_one_goes_on()
     stand.decode("b", tokens(50, 8))
     assert stand.step() == ["b"]
     assert stand.sink.answers[failed] == "cuMemcpyDtoDAsync failed"
+
+
+def test_what_is_written_of_a_prompt_is_pulled_while_the_rest_is_computed() -> None:
+    stand = Stand()
+    ahead = stand.ahead("a", tokens(0, 22))
+    for written, blocks in ((0, 0), (9, 2), (11, 2), (20, 5), (22, 5)):
+        stand.sink.has_written = written
+        assert stand.step() == []
+        assert stand.bridge.pulled_bytes == stand.kv[:, :, :blocks].nbytes, "whole blocks, each once"
+        assert not stand.bridge.pulling
+    assert stand.sink.answers == {}, "nothing is taken before it is whole"
+    number = stand.decode("a", tokens(0, 22))
+    stand.bridge.receive(EPOCH)
+    stand.bridge.give_room(0, running=0, waiting_blocks=0)
+    ((_, table),) = stand.bridge.pull(None)
+    assert stand.sink.answers == {ahead: "taken", number: "taken"}
+    assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :6])
+    assert stand.bridge.pulled_bytes == stand.kv[:, :, :6].nbytes
+    assert len(stand.bridge) == 0
+
+
+def test_of_a_prompt_that_is_computed_what_is_here_already_is_not_pulled() -> None:
+    stand = Stand()
+    stand.decode("a", tokens(0, 8))
+    stand.step()
+    before = stand.bridge.pulled_bytes
+    stand.ahead("b", [*tokens(0, 8), *tokens(50, 8)])
+    stand.sink.has_written = 8
+    stand.step()
+    assert stand.bridge.pulled_bytes == before
+    stand.sink.has_written = 12
+    stand.step()
+    assert stand.bridge.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+
+
+def test_what_was_pulled_of_another_life_of_its_slot_is_pulled_again() -> None:
+    stand = Stand()
+    stand.ahead("a", tokens(0, 16), generation=3)
+    stand.sink.has_written = 12
+    stand.step()
+    stand.sink.source[:] = 7.0
+    made = Decode("a", EPOCH, Sampling(5), tuple(tokens(0, 16)), 1, None, (), {}, (0, 1, 2, 3), MODEL, 16)
+    stand.sink.offer(made, generation=4)
+    stand.bridge.receive(EPOCH)
+    ((_, table),) = stand.bridge.pull(None)
+    assert (stand.kv[:, :, table.blocks] == 7.0).all()
+
+
+def test_a_prompt_that_is_computed_keeps_no_room_from_one_that_is_whole_nor_from_a_row() -> None:
+    stand = Stand(waiting_share=1.0)
+    ahead = stand.ahead("long", tokens(0, 60))
+    stand.sink.has_written = 30
+    stand.step()
+    assert stand.blocks.held == 15
+    stand.decode("whole", tokens(100, 32))
+    assert stand.step() == ["whole"]
+    assert ahead in stand.sink.answers
+    stand.ahead("other", tokens(200, 16))
+    stand.step()
+    held = stand.blocks.held
+    assert stand.bridge.make_room()
+    assert stand.blocks.held == held - 4
+    stand.decode("other", tokens(200, 16))
+    assert stand.step() == ["other"], "it is an offer like any other"
+
+
+def test_a_prompt_that_is_computed_does_not_count_as_one_that_waits() -> None:
+    stand = Stand(waiting_share=0.2)
+    stand.ahead("long", tokens(0, 40))
+    stand.step()
+    stand.decode("whole", tokens(100, 8))
+    assert stand.step() == ["whole"]
+
+
+def test_one_with_a_reservation_keeps_its_room_while_it_is_computed() -> None:
+    stand = Stand(waiting_share=1.0)
+    stand.reserve("a", tokens(0, 40))
+    stand.step()
+    stand.ahead("a", tokens(0, 40))
+    stand.sink.has_written = 40
+    stand.step()
+    assert stand.blocks.held == 10
+    number = stand.decode("large", tokens(100, 60))
+    assert stand.step() == []
+    assert number not in stand.sink.answers
+    stand.decode("a", tokens(0, 40))
+    assert stand.step() == ["a"]
+    assert stand.bridge.pulled_bytes == stand.kv[:, :, :10].nbytes
+
+
+@pytest.mark.parametrize("why", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_prompt_whose_computation_ends_without_an_offer_holds_nothing(why: str, reserved: bool) -> None:
+    stand = Stand()
+    if reserved:
+        stand.reserve("a", tokens(0, 16), deadline_ns=100)
+        stand.step()
+    number = stand.ahead("a", tokens(0, 16), deadline_ns=100)
+    stand.step()
+    assert stand.blocks.held == 4
+    if why == "cancelled":
+        stand.bridge.drop("a")
+    elif why == "another frontend":
+        stand.bridge.clear()
+    elif why == "withdrawn":
+        stand.sink.withdrawn.add(number)
+    elif why == "a broken copy":
+        stand.sink.transfer, stand.sink.has_written = BrokenTransfer, 8
+    stand.step(now_ns=100 if why == "late" else 0)
+    assert (stand.blocks.held, len(stand.bridge)) == (0, 0)
+    assert stand.sink.answers[number] == "taken", "nothing stays open"
+
+
+def test_of_another_model_nothing_is_pulled_ahead() -> None:
+    stand = Stand()
+    number = stand.sink.offer(Reserve("a", EPOCH, (1, 2, 3, 4), FOREVER, blocks=(0,), model=b"another"))
+    stand.sink.has_written = 4
+    assert stand.step() == []
+    assert "another model" in stand.sink.answers[number]
+    assert (len(stand.bridge), stand.blocks.held, stand.bridge.pulled_bytes) == (0, 0, 0)

@@ -300,6 +300,26 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
     assert seen == {1}, "each round of the pull was a step of the batch too"
 
 
+@pytest.mark.parametrize("start", ["CPU", "GPU"], indirect=True)
+def test_kv_of_a_long_prompt_comes_while_the_rest_of_it_is_computed(start: Start, reference: Reference) -> None:
+    workers = start(prefill={"chunk_tokens": 32}, handover={"disaggregate": "always"})
+    prompt, decode = list(range(3, 203)), workers.decodes["decode-0"]
+    workers.submit("long", prompt, 4)
+    workers.offer_ahead("long")
+    model = workers.plan.config.own_model
+    assert model is not None
+    block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
+    for chunks in (1, 2, 3):
+        for _ in range(50):  # copies of an emulated GPU take some steps
+            decode.step()
+        assert decode.bridge.pulled_bytes == chunks * 4 * block_bytes
+        workers.prefill.step()
+    workers.run()
+    assert workers.told["long"].tokens == reference.generate(prompt, 4)
+    assert decode.bridge.pulled_bytes == 25 * block_bytes, "each block once"
+    nothing_is_held(workers)
+
+
 @pytest.mark.parametrize("unheard", [0, 1, 3])
 def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened(
     start: Start, reference: Reference, unheard: int

@@ -11,7 +11,8 @@ prefill (HandoverSource)                                decode (KvSink)
   release(lease): blocks may be written anew
 ```
 A lease covers all blocks of one prompt: until it is released they are not written. In order "decode first" an
-announcement goes ahead of the offer; it has no memory to pull, its acknowledgement means that there is room.
+announcement goes ahead of the offer; it has no memory to pull, its acknowledgement means that there is room. A prompt
+of several passes is offered after the first one, too: decode pulls what is `written` of it meanwhile.
 `withdraw` takes an offer back; what is being pulled then is no longer current.
 
 The ways differ in whose memory KV lies in: the host's, or one GPU's, from which it is copied into another's through

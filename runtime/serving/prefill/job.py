@@ -20,7 +20,8 @@ class Job:
 
     `passages` are the ids of those in the prompt. `ticket`, `announcement` and `offer` are what it waits for: the
     pool's answer, decode's room (then it `has_room`), decode's word that the KV is pulled. The blocks are held under
-    `lease`; a prompt that decode computes has neither. What KV tiers have of it is loaded first (`load`).
+    `lease`; a prompt that decode computes has neither. What KV tiers have of it is loaded first (`load`). A prompt of
+    several passes is offered while it is computed, too (`ahead`).
     """
 
     request: Prefill
@@ -30,6 +31,7 @@ class Job:
     build: str = ""  # of the collection that they are from
     tokens: list[int] = field(default_factory=list)
     announcement: int | None = None
+    ahead: int | None = None
     has_room: bool = False
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
@@ -68,9 +70,12 @@ class Job:
         resume = self.request.resume
         return Sampler(self.request.generation.sampling, drawn=len(resume.generated) if resume else 0)
 
-    def for_room(self) -> Reserve:
-        """The message that asks decode to keep room before the prompt is run."""
-        return Reserve(self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt)
+    def for_room(self, model: bytes) -> Reserve:
+        """The message that asks decode to keep room before the prompt is run, or while it is: with its blocks then."""
+        blocks = tuple(self.table.blocks)
+        return Reserve(
+            self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt, blocks, model
+        )
 
     def for_decode(self, model: bytes, first_token: int | None, scores: "torch.Tensor | None" = None) -> Decode:
         """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model; the

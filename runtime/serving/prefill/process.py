@@ -254,7 +254,9 @@ class PrefillWorker:
 
     def _announce(self, job: Job) -> None:
         """Ask decode to keep room before the prompt is run."""
-        job.announcement = self._source.announce(job.request.decode_endpoint, encode(job.for_room()))
+        job.announcement = self._source.announce(
+            job.request.decode_endpoint, encode(job.for_room(self._model.identity))
+        )
         self._announced[job.announcement] = job
 
     def _prefill(self) -> int:
@@ -292,6 +294,7 @@ class PrefillWorker:
         job.done += len(chunk.tokens)
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
+            self._offer_ahead(job)
             return
         first, scores = drawn or (job.told_token, None)
         if first is None:
@@ -304,6 +307,14 @@ class PrefillWorker:
         self._offered[job.offer] = job
         self._log.debug("prefilled %d tokens, for %s", job.done, job.request.decode_worker, extra={"request": job.id})
         self._record(job)
+
+    def _offer_ahead(self, job: Job) -> None:
+        """Have decode pull what there is of the prompt while the rest is computed."""
+        assert job.lease is not None, "a running job has a lease"
+        self._source.wrote(job.lease, job.done)
+        if job.ahead is None:
+            message = encode(job.for_room(self._model.identity))
+            job.ahead = self._source.offer(job.request.decode_endpoint, job.lease, message)
 
     # ---- publish
 
@@ -376,6 +387,8 @@ class PrefillWorker:
         for number, held in ((job.announcement, self._announced), (job.offer, self._offered)):
             if number is not None and held.pop(number, None) is not None:
                 self._source.withdraw(number)
+        if job.ahead is not None:
+            self._source.withdraw(job.ahead)
         if job.lease is not None:
             self._source.release(job.lease)  # a decode worker that is copying just now finds its offer gone
             self._blocks.close(job.table)
