@@ -69,7 +69,9 @@ def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: 
         (embedded,) = client.embeddings.create(model="hashing-128", input=question).data
     body = {"collection": "docs", "vector": embedded.embedding, "k": 3}
     passages = node.post("/v1/retrieval", body)[1]["passages"]
-    assert [result.file_id for result in found] == [passage["id"] for passage in passages]
+    assert [(result.file_id, (result.model_extra or {})["id"]) for result in found] == [
+        ("python", passage["id"]) for passage in passages
+    ]
     for result, passage in zip(found, passages, strict=True):
         assert result.score == pytest.approx(1 - passage["distance"], abs=1e-4)
         assert result.content[0].text == passage["text"]
