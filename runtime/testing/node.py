@@ -39,6 +39,7 @@ class Node:
         self.config, self._look_s = config, look_s
         self.run_dir = self.run_dir_of(config)
         self.log = config.with_suffix(".log")
+        self.log.unlink(missing_ok=True)  # another node that runs here goes on writing into its own
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *arguments],
