@@ -163,3 +163,18 @@ def _opened_and_searched(directory: Path) -> None:
 def _read(directory: Path) -> None:
     with LiveReader(directory) as reader:
         reader.search(vector_of(1)[None], k=5)
+
+
+def test_a_reader_that_could_not_open_the_log_goes_on_when_it_can(tmp_path: Path) -> None:
+    with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
+        writer.upsert(documents(range(10)))
+        writer.flush()
+        log = log_path(tmp_path / "a", writer.state.sequence)
+        log.rename(tmp_path / "away")
+        with pytest.raises(CollectionError, match="cannot be read"):
+            reader.poll()
+        assert contents(reader) == {}
+        (tmp_path / "away").rename(log)
+        writer.upsert(documents(range(10, 12)))
+        reader.poll()
+        assert contents(reader) == contents(writer)

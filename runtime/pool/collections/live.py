@@ -104,7 +104,8 @@ class LiveIndexes:
         """Take in what was written. Raises `CollectionError`, `GpuError`; what was served goes on being served."""
         if self._applied is None:  # before the log is read: a writer that sees nobody waits for nobody
             self._applied = Applied(self.reader.directory)
-        self._stale |= self.reader.poll()
+        stale, self._stale = self._stale, True  # also where something was taken in before an error
+        self._stale = self.reader.poll() or stale
         if self._stale:  # also what the engine had no room for the last time
             parts = self._parts()
             if [part.number for part in parts.parts] == [part.number for part in self._current.parts]:

@@ -159,13 +159,19 @@ class LiveReader:
         if self._loads_beside and fresh is None:
             return False
         had = set(self.state.segments)
-        self.state.advance(manifest, fresh)
-        self.checksums.add(segment for segment in self.state.segments if segment not in had)
-        self._generation = manifest.generation
-        if self._follower.sequence < manifest.sequence:
-            follower = self._follow(manifest)
+        behind = self._follower.sequence < manifest.sequence
+        follower = self._follow(manifest) if behind else self._follower  # first: state and log go forward together
+        try:
+            self.state.advance(manifest, fresh)
+        except CollectionError:
+            if behind:
+                follower.close()
+            raise
+        if behind:
             self._follower.close()
             self._follower = follower
+        self.checksums.add(segment for segment in self.state.segments if segment not in had)
+        self._generation = manifest.generation
         return True
 
     def _loaded(self, manifest: Manifest) -> Loaded | None:
