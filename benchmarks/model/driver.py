@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.node.config import ModelSection
+from runtime.node.engine_config import ModelSection
 from runtime.serving.model.language_model import Chunk, LanguageModel
 
 Tokens = list[int]

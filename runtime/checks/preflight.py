@@ -16,8 +16,8 @@ from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, installed
 from runtime.engines.vllm.transfer import check_transfer
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
-from runtime.node.config import CollectionSection, ModelSection, NodeConfig
-from runtime.node.engine_config import VllmSection
+from runtime.node.config import CollectionSection, NodeConfig
+from runtime.node.engine_config import ModelSection, VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
-from runtime.node.engine_config import OpenAiSection, Seconds, Section, VllmSection
+from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.expected import explained
 from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
@@ -94,30 +94,6 @@ class HttpSection(Section, frozen=True):
     open_paths: tuple[Literal["/health", "/ready", "/metrics"], ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[Origin, ...] = ()
     vllm_metrics: bool = False
-
-
-class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
-    """`engine = "trinity"`, the default: a model that the node's own prefill and decode workers run.
-
-    `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. KV is kept
-    in blocks of `kv_block_tokens` tokens: of a prefix whole blocks are used again; long ones are read faster.
-
-    `weights`: the type that large matrices are kept and multiplied in. bfloat16 takes half the memory and, on a
-    processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
-    than float32 does, and another when a request is computed in other pieces, as after a worker's death. "auto" is
-    bfloat16 on such a processor (AVX-512 BF16, AMX, ARM's BF16) and on GPUs, all of which multiply it, and float32
-    elsewhere. float16 keeps three bits more and has a smaller range: for GPUs, and models that were trained in it.
-    """
-
-    name: str
-    context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
-    kv_block_tokens: Annotated[int, Meta(ge=8, le=256)] = 32
-    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-
-    @property
-    def row_blocks(self) -> int:
-        """KV blocks of a sequence that fills the context."""
-        return -(-self.context_tokens // self.kv_block_tokens)
 
 
 class Placed(Section, frozen=True):

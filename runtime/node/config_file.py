@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import ModelSection, NodeConfig, parse_config
-from runtime.node.engine_config import OpenAiSection, VllmSection
+from runtime.node.config import NodeConfig, parse_config
+from runtime.node.engine_config import ModelSection, OpenAiSection, VllmSection
 
 _MOST_NAME = 255  # bytes: Linux's NAME_MAX
 _MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it

@@ -12,9 +12,10 @@ from random import Random
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
-from runtime.node.config import KvHolder, ModelSection
+from runtime.node.config import KvHolder
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
+from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.columns import Stage
 from runtime.serving.frontend.router import PREFIX_BLOCKS, Router
 from runtime.serving.messages import Hello, Role
