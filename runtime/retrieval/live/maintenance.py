@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
@@ -48,6 +48,11 @@ def to_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
         tiers[tier, segment.facts.shard].append(segment.facts.number)
     full = [numbers for _, numbers in sorted(tiers.items()) if len(numbers) >= MERGED]
     return full[0] if full else holed[:1]
+
+
+def crowded(segments: Sequence[Segment]) -> bool:
+    """Whether a shard has `MOST_SEGMENTS`, so that some are merged before there are more."""
+    return max(Counter(segment.facts.shard for segment in segments).values(), default=0) >= MOST_SEGMENTS
 
 
 Build = Callable[[Path, Job], SegmentFacts | None]

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
 from runtime.retrieval.live.build import Job, Parts, Progress, parts_of, untold
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
-from runtime.retrieval.live.maintenance import MOST_SEGMENTS, Build, Maintenance, to_merge
+from runtime.retrieval.live.maintenance import Build, Maintenance, crowded, to_merge
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import Loaded, WriterState, close, replay, state_of, tombstones_content
 from runtime.retrieval.live.storage.applied import Serving
@@ -151,11 +150,11 @@ class LiveWriter:
         return state_of(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
 
     def flush(self) -> None:
-        """Seal all growing rows, and wait for that; for a merge only where there are `MOST_SEGMENTS`.
+        """Seal all growing rows, and wait for that; for a merge only where a shard has too many segments.
 
         Raises `CollectionError`, `NoRoom`.
         """
-        while self._crowded and self.merge_if_due(self.build_here):
+        while crowded(self.state.segments) and self.merge_if_due(self.build_here):
             pass
         with self.sealing:
             try:
@@ -180,7 +179,7 @@ class LiveWriter:
     def seal_if_due(self, build: Build) -> bool:
         """See `Maintained`."""
         with self.sealing:
-            if self._closed or self._crowded or self.state.growing.count < self._sealed_at:
+            if self._closed or self.state.growing.count < self._sealed_at or crowded(self.state.segments):
                 return False
             self._seal(build)
         self.maintenance.wake()
@@ -337,12 +336,6 @@ class LiveWriter:
         return stored | decided
 
     # --- segments
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether a shard has so many segments that some are merged before there are more."""
-        segments = Counter(segment.facts.shard for segment in self.state.segments)
-        return max(segments.values(), default=0) >= MOST_SEGMENTS
 
     def build_here(self, directory: Path, job: Job, progress: Progress = untold) -> SegmentFacts | None:
         """Build a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
