@@ -224,7 +224,7 @@ def test_when_a_core_is_killed_no_request_is_lost_and_no_process_left(node: Vllm
     askers = [Asker(node.info.url, number, NAME) for number in range(4)]
     for asker in askers:
         asker.start()
-        assert asker.began.wait(120)
+        assert asker.began.wait(120), asker
     os.kill(core.pid, signal.SIGKILL)
     eventually(lambda: all(gone(pid) for pid in old), 60, "the old processes to be gone")
     for asker in askers:

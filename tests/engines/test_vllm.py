@@ -146,7 +146,7 @@ def expected(number: int, tokens: int = TOKENS) -> str:
 
 
 class Asker(threading.Thread):
-    """Asks for a stream; `began` is set by its first token, `text` is all of it, or `error` what ended it."""
+    """Asks for a stream; `began` is set by its first token (or end), `text` is all of it, or `error` what ended it."""
 
     def __init__(self, url: str, number: int, model: str = "fake", tokens: int = TOKENS) -> None:
         super().__init__(daemon=True)
@@ -154,16 +154,22 @@ class Asker(threading.Thread):
         self.began = threading.Event()
         self.text, self.error, self.finish = "", "", ""
 
+    def __repr__(self) -> str:
+        return f"Asker({self.number}, finish={self.finish!r}, error={self.error!r}, text={self.text!r})"
+
     def run(self) -> None:
         try:
             self._ask()
         except httpx.HTTPError as error:
-            self.error = str(error)
+            self.error = repr(error)
 
     def _ask(self) -> None:
         asked = body(self.number, stream=True, model=self.model, temperature=0, ignore_eos=True)
         asked["max_tokens"] = self.tokens
         with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=asked, timeout=900) as answer:
+            if answer.status_code != httpx.codes.OK:
+                self.error = f"{answer.status_code} {answer.read().decode()}"
+                return
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -172,8 +178,8 @@ class Asker(threading.Thread):
                 for choice in chunk.get("choices", ()):
                     self.text += choice["delta"].get("content") or ""
                     self.finish = choice["finish_reason"] or ""
-                if self.text:
-                    self.began.set()
+                    if "role" not in choice["delta"]:  # a token, of text or not: the end mark has none
+                        self.began.set()
 
 
 def asked(node: VllmNode, count: int = 6, first: int = 0, tokens: int = TOKENS) -> list[Asker]:
@@ -182,7 +188,7 @@ def asked(node: VllmNode, count: int = 6, first: int = 0, tokens: int = TOKENS) 
     for asker in askers:
         asker.start()
     for asker in askers:
-        assert asker.began.wait(60)
+        assert asker.began.wait(60), asker
     return askers
 
 
