@@ -120,10 +120,11 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityHeartbeatOld",
-            [Condition(str(ProcessMetrics.HEARTBEAT_AGE), ">", 15)],
-            10 * scale,
+            # The supervisor ends it after half a minute: Prometheus may look once a minute and has to see it all the same.
+            [Condition(f"max_over_time({ProcessMetrics.HEARTBEAT_AGE}[{window(120)}])", ">", 15)],
+            0,
             "ticket",
-            "The loop of {{ $labels.worker }} on {{ $labels.node }} hangs",
+            "The loop of {{ $labels.worker }} on {{ $labels.node }} hung within the last two minutes",
         ),
         Alert(
             "TrinityRequestsFail",

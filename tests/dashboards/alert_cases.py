@@ -88,8 +88,9 @@ CASES: dict[str, Case] = {
         labels={"node": "n", "worker": "decode-0"},
     ),
     "TrinityHeartbeatOld": Case(
-        fires={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": constant(16)},
-        quiet={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": constant(14)},
+        # It was ended before Prometheus looked again; and long ago.
+        fires={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"0x{MINUTES - 2} 16 0"},
+        quiet={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"16x{MINUTES - 4} 14 0 0 0"},
         labels={"node": "n", "worker": "decode-0"},
     ),
     "TrinityRequestsFail": Case(
