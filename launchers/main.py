@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -51,8 +50,8 @@ def serve(
     config: Annotated[Path, typer.Option(help="The node's TOML file.")],
     quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
     with_parent: Annotated[
-        bool, typer.Option(help="Drain and stop when the process that started this one ends.")
-    ] = False,
+        int | None, typer.Option(metavar="PID", help="Drain and stop when this process, which started it, ends.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -71,8 +70,8 @@ def serve(
     if quiet and LEVELS[settings.log.level] < logging.WARNING:
         settings = replace(settings, log=replace(settings.log, level="warning"))
     log = logging.getLogger("supervisor")
-    if with_parent:
-        die_with(os.getppid(), signal.SIGTERM)
+    if with_parent is not None:
+        die_with(with_parent, signal.SIGTERM)
 
     def announce(info: NodeInfo) -> None:
         log.info("node %r serves at %s", info.name, info.url)

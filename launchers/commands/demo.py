@@ -117,7 +117,7 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
 def start_node(config: Path, log: Path, console: Console, *, outlive: bool) -> NodeInfo:
     """Start `trinity serve` in the background and wait until every worker is ready; it may `outlive` this process."""
     _refuse_second_node()
-    life = () if outlive else ("--with-parent",)
+    life = () if outlive else ("--with-parent", str(os.getpid()))
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *life],

@@ -103,7 +103,7 @@ class _Node:
     async def __init__(self, config: str, unavailable_s: float) -> None:  # type: ignore[misc]  # Ray awaits it
         self._unavailable_s = unavailable_s
         name = f"ray-{serve.get_replica_context().replica_id.unique_id}"
-        options = ["--config", config, "--name", name, "--port", "0", "--quiet", "--with-parent"]
+        options = ["--config", config, "--name", name, "--port", "0", "--quiet", "--with-parent", str(os.getpid())]
         self._process = subprocess.Popen([sys.executable, "-m", "launchers.main", "serve", *options])
         self._client = aiohttp.ClientSession(
             auto_decompress=False,

@@ -101,8 +101,8 @@ def test_stop_returns_when_the_node_is_gone(config: Path, tmp_path: Path) -> Non
 
 
 def test_a_node_started_with_its_parent_drains_when_that_is_killed(config: Path, tmp_path: Path) -> None:
-    serve = [sys.executable, "-m", "launchers.main", "serve", "--with-parent", "--config", str(config)]
-    code = f"import subprocess, time; subprocess.Popen({serve!r}); time.sleep(600)"
+    serve = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent"]
+    code = f"import os, subprocess, time; subprocess.Popen([*{serve!r}, str(os.getpid())]); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
         try:
             eventually((tmp_path / "run" / "node.json").exists, START_S, "the node to start")
@@ -110,4 +110,12 @@ def test_a_node_started_with_its_parent_drains_when_that_is_killed(config: Path,
         finally:
             parent.kill()
     eventually(lambda: not psutil.pid_exists(supervisor), 60, "the node to stop")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_whose_parent_has_ended_before_it_looked_does_not_start(config: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    serve = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent", str(gone.pid)]
+    assert subprocess.run(serve, timeout=60).returncode == 1
     assert not (tmp_path / "run").exists()

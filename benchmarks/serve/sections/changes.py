@@ -91,7 +91,8 @@ def _config(bench: Bench) -> tuple[Path, Path]:
 @contextmanager
 def _node(config: Path, run_dir: Path) -> Iterator[NodeInfo]:
     with config.with_suffix(".log").open("wb") as log:
-        command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent"]
+        command = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config)]
+        command += ["--with-parent", str(os.getpid())]
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     try:
         yield _ready(process, run_dir)
