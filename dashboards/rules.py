@@ -120,7 +120,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityHeartbeatOld",
-            # The supervisor ends it after half a minute: Prometheus may look once a minute and has to see it all the same.
+            # The supervisor ends it after half a minute; Prometheus, which may look once a minute, sees it still.
             [Condition(f"max_over_time({ProcessMetrics.HEARTBEAT_AGE}[{window(120)}])", ">", 15)],
             0,
             "ticket",
