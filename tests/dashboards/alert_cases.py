@@ -95,7 +95,10 @@ CASES: dict[str, Case] = {
     ),
     "TrinityRequestsFail": Case(
         fires={f'trinity_requests_total{{{NODE},outcome="refused"}}': grows(2)},
-        quiet={f'trinity_requests_total{{{NODE},outcome="cancelled"}}': grows(50)},
+        quiet={
+            f'trinity_requests_total{{{NODE},outcome="cancelled"}}': grows(50),
+            f'trinity_requests_total{{{NODE},outcome="invalid"}}': grows(50),  # what clients ask wrongly wakes nobody
+        },
         common={
             f'trinity_requests_total{{{NODE},outcome="finished"}}': GROWS,
             f'trinity_requests_total{{{NODE},outcome="failed"}}': grows(0.5),

@@ -75,6 +75,8 @@ def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: Work
     measures.refused(ContextLengthExceeded("long"))
     assert judged(table, "all") == (0, 0)
     assert table.value(FrontendMetrics.REQUESTS["cancelled"]) == 1
+    assert table.value(FrontendMetrics.REQUESTS["invalid"]) == 2
+    assert table.value(FrontendMetrics.REQUESTS["failed"]) == table.value(FrontendMetrics.REQUESTS["refused"]) == 0
 
 
 @pytest.mark.parametrize(

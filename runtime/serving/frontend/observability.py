@@ -265,9 +265,7 @@ class Measures:
         elif ended.code == ClientGone.code:
             self._table.add(FrontendMetrics.REQUESTS["cancelled"])
         else:
-            self._table.add(FrontendMetrics.REQUESTS["failed"])
-            if error_of(ended.code, "").status >= 500:
-                self._broke_all()
+            self._went_wrong("failed", error_of(ended.code, ""))
 
     def relayed(self, ended: Ended) -> None:
         """As `ended`, of an engine that keeps no table of its own: its times go into this one."""
@@ -278,9 +276,7 @@ class Measures:
 
     def refused(self, error: TrinityError) -> None:
         """A generation was not accepted."""
-        self._table.add(FrontendMetrics.REQUESTS["refused"])
-        if error.status >= 500:
-            self._broke_all()
+        self._went_wrong("refused", error)
 
     def responded(self, path: str, status: int, seconds: float) -> None:
         """An HTTP answer is out. Looks at the node's health are no traffic, and fail as they should while it drains."""
@@ -304,6 +300,13 @@ class Measures:
             kept.append(spans["tpot"] <= self._slo.tpot_s)
             self._judge("tpot", kept[1])
         self._judge("all", all(kept))
+
+    def _went_wrong(self, outcome: Literal["failed", "refused"], error: TrinityError) -> None:
+        if error.status < 500:
+            self._table.add(FrontendMetrics.REQUESTS["invalid"])
+            return
+        self._table.add(FrontendMetrics.REQUESTS[outcome])
+        self._broke_all()
 
     def _broke_all(self) -> None:
         self._judge("ttft", False)
