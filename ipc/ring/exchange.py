@@ -5,7 +5,7 @@ int64 [DESK_WORDS], is what a server knows; its words up to `FOUND` are the serv
 `find_request` has found. A *client row*, int64 [CLIENT_WORDS], is what it knows of one client; row i of the clients is
 also row i of the watch table over their request rings (`atomics.py`). A client whose HANDLE is 0 is none.
 
-    next_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is owed
+    find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is owed
                    ARENA:    the vector lies in the pool's arena: `accept` when it is there, then as above
                    FILTER:   its filter, in PLACE, is not known yet: make it known, or refuse the request; look again
                    CANCEL:   the client does not want REQUEST_ID any more, which may be outstanding or not

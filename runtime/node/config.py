@@ -312,7 +312,7 @@ class TracingSection(Section, frozen=True):
 
 
 class AnswerCacheSection(Section, frozen=True):
-    """Answers to prompts like earlier ones, given without running the model (`answer_cache.py`); off by default.
+    """Answers to prompts like earlier ones, given without running the model; off by default.
 
     Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
     and at most `entries` are: in a live collection of the pools, in the node's run directory.

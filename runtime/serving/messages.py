@@ -244,7 +244,7 @@ UNKNOWN_LOAD = DecodeLoad()
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`; or have that run it, if it may as
-    well (`decode_load`, see `prefill/disaggregation.py`).
+    well (`decode_load`, see `prefill/job.py`).
 
     With `resume` the pool is not asked, and the next token is drawn as the lost worker would have drawn it; messages
     and prompt are left out then.

@@ -82,7 +82,7 @@ Slo = Literal["ttft", "tpot", "search", "all"]
 """What is promised: the first token, each later token, a search alone; "all": every promise to a generation."""
 Refusal = Literal["overloaded", "deadline_exceeded", "invalid_request"]
 Outcome = Literal["finished", "cancelled", "failed", "refused", "invalid"]
-"""How a generation ends. "invalid" is the client's mistake, found before it was accepted or in a worker; no fault here."""
+"""How a generation ends; "invalid": by the client's mistake, found before it was accepted or in a worker."""
 StatusClass = Literal["2xx", "4xx", "5xx"]
 Tier = Literal["host", "disk"]
 """Where KV blocks are kept beside a worker's own memory."""
