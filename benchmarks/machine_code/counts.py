@@ -4,8 +4,8 @@
                                       [--against REVISION]
 
 Compiles the kernels as an engine does (NVRTC, of the extra [cuda]) and reads the code back with nvdisasm, from the PATH
-or the package nvidia-cuda-nvdisasm (`pip install --target DIR --no-deps nvidia-cuda-nvdisasm`, then --nvdisasm
-DIR/nvidia/cu13/bin/nvdisasm). No GPU is needed. --against: the same of the kernels of a revision in git, beside it.
+or the package nvidia-cuda-nvdisasm (of the extra [test]). No GPU is needed. --against: the same of the kernels of a
+revision in git, beside it.
 
 These are instructions that there are: a loop's body counts once however often it runs, and of two ways both count.
 --executed: instead, what a slot's block executes in an extend of a usual search, all of its warps together: the code is
