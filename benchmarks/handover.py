@@ -89,7 +89,7 @@ def measure(model: str, tokens: int, prompts: int, rows: list[int]) -> list[dict
         share = statistics.median(h / t for h, t in zip(values["handover"], values["ttft"], strict=True))
         found.append(
             {
-                "model": info.name, "tokens": tokens, "bytes": info.kv_bytes_per_token * tokens, "rows": count,
+                "model": info.name, "tokens": tokens, "bytes": info.kv_bytes_per_token() * tokens, "rows": count,
                 "times": values, "share": share, **{f"{name}_s": value for name, value in median.items()},
             }
         )  # fmt: skip

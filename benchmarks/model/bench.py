@@ -153,7 +153,7 @@ def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[
     source = kv_array(model.kv.numpy().data.cast("B").toreadonly(), model.kv.shape)
     for tokens in lengths:
         blocks = range(-(-tokens // model.block_tokens))
-        count = model.info.kv_bytes_per_token * len(blocks) * model.block_tokens
+        count = model.info.kv_bytes_per_token() * len(blocks) * model.block_tokens
         plain = np.ones(count, np.uint8), np.zeros(count, np.uint8)
         ours, one = paired(
             [lambda: Transfer(source, blocks, target.kv.numpy(), blocks).step(), lambda: np.copyto(plain[1], plain[0])],  # noqa: B023

@@ -18,7 +18,7 @@ from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import model_bytes, place_of
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.retrieval.live.collection import collection_info
-from runtime.serving.model.model_info import ModelInfo, WeightsType, weights_type
+from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
 
 _MIB = 1 << 20
 _PROCESS: dict[Role, int] = {
@@ -95,8 +95,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
         return _Parts(process + (_EMBEDDERS.get(answers.embedder, 0) if answers.enabled else 0), 0)
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
-    kv = info.kv_bytes(section.blocks(config.own_model), size)
     weights = weights_type(config.own_model.weights, worker.device)
+    kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
     return _Parts(process, _weights_bytes(info, weights, on_host=worker.device == "cpu") + kv)
 
 

@@ -27,7 +27,8 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
     processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
     than float32 does, and another when a request is computed in other pieces, as after a worker's death. "auto" is
     bfloat16 on such a processor (AVX-512 BF16, AMX, ARM's BF16) and on GPUs, all of which multiply it, and float32
-    elsewhere. float16 keeps three bits more and has a smaller range: for GPUs, and models that were trained in it.
+    elsewhere. float16 keeps three bits more and has a smaller range: for GPUs, and models that were trained in it. KV
+    is of this type on GPUs, and float32 on a CPU.
     """
 
     name: str

@@ -48,10 +48,12 @@ class SteppedWorkers:
         block: int = 8,
         decodes: int = 1,
         transport: Transport | None = None,
+        weights: str = "auto",
         **sections: Any,
     ) -> None:
         self._transport = transport
-        raw = {"model": {"name": str(model), "context_tokens": context, "kv_block_tokens": block}, **sections}
+        sizes = {"context_tokens": context, "kv_block_tokens": block}
+        raw = {"model": {"name": str(model), "weights": weights, **sizes}, **sections}
         raw.setdefault("kv", {"host_mib": 0})  # what other tests have computed is not found here
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
         self.plan = resolve(parse_config(raw))

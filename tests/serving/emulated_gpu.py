@@ -5,11 +5,14 @@ import ctypes
 from ipc import HandoverSource
 from ipc.memory.device import CudaReference
 from runtime.serving.kv.transport import CudaTransport
+from runtime.serving.model.model_info import Kernels
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 
 class EmulatedTransport(CudaTransport):
     """`CudaTransport` over `cuda`; source and sink may be in one process."""
+
+    kernels: Kernels = "gathered"  # what torch compiles for a GPU is tried in a test of its own
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__("cuda:0")

@@ -46,7 +46,7 @@ def network(tiny_directory: Path) -> Llama:
 def cache(tiny_directory: Path) -> PagedCache:
     info = ModelInfo.read(tiny_directory)
     random = torch.Generator().manual_seed(1)
-    return PagedCache(torch.randn(info.kv_shape(BLOCKS, BLOCK), generator=random), "torch")
+    return PagedCache(torch.randn(info.kv_shape(BLOCKS, BLOCK), generator=random), "gathered")
 
 
 def spans_of(seed: int, lengths: list[int]) -> tuple[list[Span], list[int]]:

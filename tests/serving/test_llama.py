@@ -129,7 +129,7 @@ def test_a_damaged_index_is_a_model_error(tmp_path: Path, tiny_directory: Path, 
         LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize("kernels", ["cpu", "gathered"])
 @pytest.mark.parametrize(("weights", "least", "most"), [("bfloat16", 1e-4, 0.03), ("float16", 1e-5, 0.004)])
 def test_with_weights_of_half_the_width_logits_are_near_those_of_transformers(
     tmp_path: Path, tiny_directory: Path, weights: Any, kernels: Any, least: float, most: float

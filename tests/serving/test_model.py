@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 VOCABULARY = 259
 
 
-@pytest.fixture(params=["cpu", "torch"])
+@pytest.fixture(params=["cpu", "gathered"])
 def model(tiny_directory: Path, request: pytest.FixtureRequest) -> LanguageModel:
     """With attention as on a CPU, and as on other devices: the latter is the same code on a CPU's tensors."""
     return LanguageModel.load(tiny_directory, block_tokens=16, blocks=6 * 32, context_tokens=512, kernels=request.param)
@@ -219,7 +219,7 @@ def test_a_pass_of_the_kind_for_gpus_asks_nothing_of_the_device_and_sends_its_nu
     tiny_directory: Path,
 ) -> None:
     """A value that Python looks at, or a result whose size depends on values, would wait for the device's queue."""
-    model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=64, context_tokens=256, kernels="torch")
+    model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=64, context_tokens=256, kernels="gathered")
     model.forward([Chunk(range(16), 0, [5] * 20), Chunk(range(16, 32), 0, [6] * 40)])
     operations = Operations()
     with operations:
@@ -284,6 +284,8 @@ def test_a_copy_that_does_not_fit_is_refused(model: LanguageModel) -> None:
         kv_array(memoryview(bytes(100)), model.kv.shape)
     with pytest.raises(ValueError, match="does not fit into"):
         Transfer(np.zeros((2, 2, 6, 4, 16, 16), np.float32), [0], ours, [0])
+    with pytest.raises(ValueError, match="KV of 2 bytes a number does not fit into one of 4"):
+        Transfer(ours.astype(np.float16), [0], ours, [0])
 
 
 def test_the_kv_tensor_lies_in_the_given_buffer_and_has_the_announced_size(tiny_directory: Path) -> None:
@@ -313,7 +315,9 @@ def test_models_differ_in_their_identity_and_so_do_block_sizes(tiny_directory: P
     found = {model_identity(tiny_directory, 16), model_identity(tiny_directory, 32), model_identity(other, 16)}
     assert len(found) == 3
     assert model_identity(tiny_directory, 16) in found
-    assert model_identity(tiny_directory, 16, "bfloat16") not in found
+    halves = {model_identity(tiny_directory, 16, "bfloat16", kind) for kind in ("float32", "bfloat16")}
+    assert len(halves) == 2
+    assert not halves & found
 
 
 def test_the_number_of_threads_is_set(tiny_directory: Path) -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.network.llama import normed  # noqa: E402  (with torch's package)
-from runtime.serving.network.paged_cache import GatheredRows, Rows, mix, turn, turn_and_store  # noqa: E402
+from runtime.serving.network.loops import mix, turn_and_store  # noqa: E402
+from runtime.serving.network.paged_cache import turn  # noqa: E402
+from runtime.serving.network.row_attention import GatheredRows, Rows  # noqa: E402
 
 BLOCKS, SIZE = 9, 8
 
@@ -23,10 +25,10 @@ def attend(kernels: str, rows: Any, query: Any, keys: Any, values: Any, scaling:
     tables = torch.tensor([[*table, *[0] * (width - len(table))] for table, _ in rows])
     visible = torch.tensor([visible for _, visible in rows])
     gathered = GatheredRows(tables, visible, int(visible.max()), SIZE)
-    return gathered.attend(query, keys.transpose(1, 2), values.transpose(1, 2), scaling)
+    return gathered.attend(query, keys, values, scaling)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize("kernels", ["cpu", "gathered"])
 @given(
     rows=st.lists(
         st.tuples(st.permutations(range(BLOCKS)).map(lambda order: order[:5]), st.integers(1, 5 * SIZE)),
@@ -51,7 +53,7 @@ def test_each_row_attends_to_its_own_blocks_up_to_what_it_sees(
         torch.testing.assert_close(attended[number], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize("kernels", ["cpu", "gathered"])
 def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
     keys = torch.full((3, 1, 8, 4), float("nan"))
     keys[1, :, :3] = 1.0

@@ -140,7 +140,7 @@ def test_rows_of_q_and_k_return_from_neighbours_to_halves() -> None:
 def test_the_sizes_are_known_without_the_file() -> None:
     info = ModelInfo.read(smollm.NAME)
     assert (info.layers, info.kv_heads, info.head_dim, info.max_context_tokens) == (30, 3, 64, 8192)
-    assert info.kv_bytes_per_token == 30 * 2 * 3 * 64 * 4
+    assert info.kv_bytes_per_token() == 30 * 2 * 3 * 64 * 4
 
 
 # ---- with the real file

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+import torch
+
 from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError
 from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
@@ -47,6 +49,23 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
 def read(tier: FileTier, number: int) -> bytes | None:
     into = bytearray(SIZE)
     return bytes(into) if tier.load(key(number), memoryview(into)) else None
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_blocks_of_either_type_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
+    kv = torch.randn(2, 2, 3, 2, 8, 16).to(getattr(torch, kind))
+    tier = FileTier("host", tmp_path / "kv", 1 << 20, kv.nbytes // 3, 1)
+    blocks = BlockManager(3, 8, b"model")
+    tiers, table, tokens = Tiers([tier], blocks, kv), blocks.open(range(8)), range(8)
+    blocks.grow(table, 8)
+    blocks.fill(table, tokens, 8)
+    assert tiers.write()
+    stored = kv[:, :, table.blocks[0]].clone()
+    kv.zero_()
+    assert tiers.load_block(next(blocks.keys(range(9))), 1)
+    assert torch.equal(kv[:, :, 1], stored)
+    assert not kv[:, :, [0, 2]].any()
+    tiers.close()
 
 
 def test_a_block_that_one_worker_has_stored_is_found_whole_by_another(opens: Opens, tmp_path: Path) -> None:
@@ -201,8 +220,8 @@ def start(tiny_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Worker
     started: list[Workers] = []
 
     def starting(**options: Any) -> Workers:
-        options = {"kv": {"host_mib": 64}, "node": {"run_dir": str(tmp_path)}} | options
-        started.append(Workers(tiny_directory, **options))
+        sections: dict[str, Any] = {"kv": {"host_mib": 64}, "node": {"run_dir": str(tmp_path)}} | options
+        started.append(Workers(tiny_directory, **sections))
         return started[-1]
 
     yield starting

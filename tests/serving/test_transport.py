@@ -188,4 +188,4 @@ def test_the_device_chooses_the_way() -> None:
     pytest.importorskip("cuda.bindings.driver")
     on_gpu = transport_of("cuda:0")
     assert isinstance(on_gpu, CudaTransport)
-    assert (on_gpu.device, on_gpu.kernels) == ("cuda:0", "torch")
+    assert (on_gpu.device, on_gpu.kernels) == ("cuda:0", "paged")

@@ -9,10 +9,12 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from benchmarks.model.reference import Reference
+from runtime.errors import Unavailable
 from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval
+from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
 from tests.serving.workers import FakePool, Start, Workers
 
@@ -318,6 +320,38 @@ def test_kv_of_a_long_prompt_comes_while_the_rest_of_it_is_computed(start: Start
     assert workers.told["long"].tokens == reference.generate(prompt, 4)
     assert decode.bridge.pulled_bytes == 25 * block_bytes, "each block once"
     nothing_is_held(workers)
+
+
+@pytest.mark.parametrize("start", ["GPU"], indirect=True)
+def test_beside_weights_of_half_the_width_kv_has_half_the_bytes_from_gpu_to_gpu(
+    start: Start, tiny_directory: Path
+) -> None:
+    workers = start(weights="bfloat16")
+    alone = LanguageModel.load(
+        tiny_directory, blocks=64, block_tokens=8, context_tokens=512, weights="bfloat16", kernels="gathered"
+    )
+    prompt, table = list(range(3, 60)), range(64)
+    expected = [int(alone.forward([Chunk(table, 0, prompt)]).argmax())]
+    while len(expected) < 24:
+        expected.append(int(alone.forward([Chunk(table, len(prompt) + len(expected) - 1, expected[-1:])]).argmax()))
+    workers.submit("r", prompt, 24)
+    workers.run()
+    assert workers.told["r"].tokens == expected
+    assert 2 * alone.kv.nbytes == ModelInfo.read(tiny_directory).kv_bytes(64, 8)
+    assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == 8 * alone.kv.nbytes // 64
+    nothing_is_held(workers)
+
+
+@pytest.mark.parametrize("start", ["GPU"], indirect=True)
+def test_a_decode_worker_whose_kv_is_of_another_type_takes_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter(("bfloat16", "bfloat16", "float32"))  # prefill's, and those of two decode workers
+    monkeypatch.setattr("runtime.serving.model.language_model.kv_type", lambda weights, kernels: next(kinds))
+    workers = start(weights="bfloat16", decodes=2, handover={"failure_policy": "fail"})
+    workers.submit("r", list(range(3, 60)), 4, decode="decode-1")
+    workers.run()
+    failed = workers.told["r"].failed
+    assert isinstance(failed, Unavailable)
+    assert "its KV is of another model or type" in failed.message
 
 
 @pytest.mark.parametrize("unheard", [0, 1, 3])

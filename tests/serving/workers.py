@@ -126,12 +126,12 @@ class _Noted(Request):
 class Workers(SteppedWorkers):
     """`SteppedWorkers` whose answers are told, of which decode workers die, and which are asked for passages."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, *, weights: str = "float32", **options: Any) -> None:
         self._table = RequestTable(lambda ended, request: None)
         self._requests: dict[str, Request] = {}  # ended ones too
         self._late: list[ToFrontend] = []  # what a worker said before it died, and nobody has heard yet
         self.told: dict[str, Told] = {}
-        super().__init__(model, **options)
+        super().__init__(model, weights=weights, **options)
 
     def lose(self, name: str, unheard: int = 0) -> None:
         """A decode worker dies. What it says in `unheard` last steps comes in when its death is known already."""

@@ -33,8 +33,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
         directory = make_tiny_llama(Path(folder), seed=1, layers=layers, hidden=hidden)
         model = LanguageModel.load(
             directory, blocks=each * len(prompts), block_tokens=_BLOCK, context_tokens=_CONTEXT, device=device,
-            kernels="torch",
+            kernels="paged" if setup.on_gpu else "gathered",
         )  # fmt: skip
+        outcome.say("attention of single tokens", f"{model.kernels}, {model.kv.dtype}".replace("torch.", ""))
         references = {"transformers on the CPU": Reference(directory)}
         if setup.on_gpu:
             references["transformers on the device"] = Reference(directory, device)

@@ -25,7 +25,7 @@ def run(bench: Bench) -> Section:
     wide = make_tiny_llama(bench.folder / "wide", layers=8, hidden=512) if not bench.truth else None
     model = str(wide) if wide else bench.model
     info = ModelInfo.read(model)
-    size = info.kv_bytes_per_token * _TOKENS
+    size = info.kv_bytes_per_token() * _TOKENS
     source, target = np.ones((4, size), np.uint8), np.zeros((4, size), np.uint8)
     random = np.random.default_rng(bench.seed)
     taken: dict[str, list[float]] = {"handover": [], "room": [], "pull": []}

@@ -86,7 +86,7 @@ class Bridge:
             elif request.request_id in self._dropped:
                 self._sink.reject(offer, "cancelled")
             elif (isinstance(request, Decode) or request.blocks) and request.model != self._identity:
-                self._sink.reject(offer, "its KV is of another model, or in blocks of another size")
+                self._sink.reject(offer, "its KV is of another model or type, or in blocks of another size")
             else:
                 self._take(Arrival(offer, request))
 

@@ -26,7 +26,7 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel, Sampler
+from runtime.serving.model.language_model import Drawn, LanguageModel, Sampler
 from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.text import TextStream
 
@@ -60,7 +60,7 @@ class DecodeWorker:
             kernels=transport.kernels,
             stamp=worker.start.part,
         )
-        self._model.forward([Chunk([0], 0, [0])])  # the first pass allocates; a user shall not wait for that
+        self._model.warm_up(config.decode.slots)
         worker.start.part("first pass")
         library = loading()
         worker.start.part("embedder")

@@ -24,7 +24,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.errors import ConfigError
 from runtime.node.metrics.columns import DecodeMetrics, KvMetrics, PrefillMetrics, Tier
@@ -294,14 +293,11 @@ def _one_block(kv: KvArray) -> tuple[KvArray, memoryview]:
     """An array like `kv` of one block, and its bytes."""
     shape = (*kv.shape[:2], 1, *kv.shape[3:])
     if isinstance(kv, np.ndarray):
-        block = np.empty(shape, np.float32)
-        return block, _bytes_of(block)
+        block = np.empty(shape, kv.dtype)
+        return block, block.reshape(-1).view(np.uint8).data
     import torch
 
+    assert isinstance(kv, torch.Tensor)
     # Page-locked, so that a GPU copies by itself. torch waits for each copy, in the order of the model's own work.
-    there = torch.empty(shape, dtype=torch.float32, pin_memory=torch.cuda.is_available())
-    return there, _bytes_of(there.numpy())
-
-
-def _bytes_of(block: NDArray[np.float32]) -> memoryview:
-    return block.reshape(-1).view(np.uint8).data
+    there = torch.empty(shape, dtype=kv.dtype, pin_memory=torch.cuda.is_available())
+    return there, there.view(-1).view(torch.uint8).numpy().data

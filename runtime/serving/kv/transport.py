@@ -19,10 +19,11 @@ The ways differ in whose memory KV lies in: the host's, or one GPU's, from which
 CUDA IPC. A worker on a CPU uses the first, one on a GPU the second; both ends must use the same one, and placement
 sees to that. What is said, leased, withdrawn or found stale is the same, and is `ipc.handover.messages`'s.
 
-KV arrays are [layers, 2, blocks, kv_heads, block_tokens, head_dim] float32: a model's tensor, the same in another
-process's memory, or a tier's. A copy (`Transfer`) goes layer by layer, as a model reads them, and within a layer in
-slices of at most 1 MiB, so that who copies can do something else in between. In a slice blocks that lie one behind the
-other on both sides are copied in one go, straight from there to here.
+KV arrays are [layers, 2, blocks, kv_heads, block_tokens, head_dim], float32 in the host's memory and of a model's own
+type on a GPU: a model's tensor, the same in another process's memory, or a tier's. A copy (`Transfer`) goes layer by
+layer, as a model reads them, and within a layer in slices of at most 1 MiB, so that who copies can do something else
+in between. In a slice blocks that lie one behind the other on both sides are copied in one go, straight from there to
+here.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from runtime.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from runtime.serving.network.paged_cache import Kernels
+    from runtime.serving.model.model_info import Kernels
 
 _SLICE_BYTES = 1 << 20
 
@@ -59,20 +60,24 @@ class KvArray(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def itemsize(self) -> int: ...
+
     def __getitem__(self, index: Any, /) -> Any: ...
 
     def __setitem__(self, index: Any, value: Any, /) -> None: ...
 
 
 def kv_array(memory: memoryview, shape: Sequence[int]) -> NDArray[np.float32]:
-    """KV in someone's memory; `shape[2]` is replaced by as many blocks as it has. Raises ValueError if it has none."""
-    there = kv_shape(memory.nbytes, shape)
+    """float32 KV in someone's memory; `shape[2]` is replaced by as many blocks as it has. Raises ValueError if it has
+    none."""
+    there = kv_shape(memory.nbytes, shape, 4)
     return np.frombuffer(memory, np.float32, count=int(np.prod(there))).reshape(there)
 
 
-def kv_shape(nbytes: int, shape: Sequence[int]) -> tuple[int, ...]:
+def kv_shape(nbytes: int, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     """`shape` with as many blocks as so many bytes hold. Raises ValueError if they hold none."""
-    block_bytes = 4 * int(np.prod([*shape[:2], *shape[3:]]))
+    block_bytes = item_bytes * int(np.prod([*shape[:2], *shape[3:]]))
     blocks = nbytes // block_bytes
     if blocks == 0:
         raise ValueError(f"a memory of {nbytes} bytes holds no KV block of {block_bytes}")
@@ -90,17 +95,18 @@ class Run(NamedTuple):
 class Transfer:
     """One copy, of `source`'s blocks `taken` to `target`'s blocks `given`, in that order. `step` until `done`.
 
-    Each slice is copied when `step` returns. Raises ValueError for arrays of different models, and for blocks that one
-    of them does not have.
+    Each slice is copied when `step` returns. Raises ValueError for arrays of different models or types, and for blocks
+    that one of them does not have.
     """
 
     def __init__(self, source: KvArray, taken: Sequence[int], target: KvArray, given: Sequence[int]) -> None:
         self._source, self._target = source, target
-        self._plan(tuple(source.shape), taken, tuple(target.shape), given)
+        if source.itemsize != target.itemsize:
+            raise ValueError(f"KV of {source.itemsize} bytes a number does not fit into one of {target.itemsize}")
+        self._plan(tuple(source.shape), taken, target, given)
 
-    def _plan(
-        self, source: tuple[int, ...], taken: Sequence[int], target: tuple[int, ...], given: Sequence[int]
-    ) -> None:
+    def _plan(self, source: tuple[int, ...], taken: Sequence[int], into: KvArray, given: Sequence[int]) -> None:
+        target = tuple(into.shape)
         if source[:2] + source[3:] != target[:2] + target[3:]:
             raise ValueError(f"KV of shape {source} does not fit into {target}")
         if len(taken) != len(given):
@@ -108,7 +114,7 @@ class Transfer:
         for name, blocks, shape in (("source", taken, source), ("target", given, target)):
             if blocks and not 0 <= min(blocks) <= max(blocks) < shape[2]:
                 raise ValueError(f"the {name} has blocks 0..{shape[2] - 1}, asked for {sorted(blocks)}")
-        block_bytes = 4 * int(np.prod([2, *target[3:]]))  # of one layer
+        block_bytes = into.itemsize * int(np.prod([2, *target[3:]]))  # of one layer
         each = max(1, _SLICE_BYTES // block_bytes)
         parts = [
             list(_runs(taken[begin : begin + each], given[begin : begin + each]))
@@ -173,13 +179,13 @@ class DeviceTransfer(Transfer):
     """
 
     def __init__(self, memory: DeviceMemory, taken: Sequence[int], target: torch.Tensor, given: Sequence[int]) -> None:
-        source = kv_shape(memory.size, target.shape)
+        source = kv_shape(memory.size, target.shape, target.itemsize)
         if not target.is_contiguous():
             raise ValueError(f"the KV tensor of shape {tuple(target.shape)} is not contiguous")
         self._memory, self._address = memory, target.data_ptr()
-        self._plan(source, taken, tuple(target.shape), given)
+        self._plan(source, taken, target, given)
         self._strides = source[2], int(target.shape[2])
-        self._side_bytes = 4 * int(np.prod(target.shape[3:]))
+        self._side_bytes = target.itemsize * int(np.prod(target.shape[3:]))
         self._began_ns: int | None = None
 
     @property
@@ -269,7 +275,7 @@ class CudaTransport:
     is not given back before the process ends: who has it open might still be copying.
     """
 
-    kernels: Kernels = "torch"
+    kernels: Kernels = "paged"
 
     def __init__(self, device: str) -> None:
         try:

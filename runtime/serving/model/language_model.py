@@ -17,7 +17,16 @@ import numpy.typing as npt
 from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
 from runtime.node.start_times import beside
 from runtime.serving.messages import Sampling, Wish
-from runtime.serving.model.model_info import ModelInfo, WeightsType, model_directory, model_identity, read_config
+from runtime.serving.model.model_info import (
+    Kernels,
+    ModelInfo,
+    WeightsType,
+    kernels_on,
+    kv_type,
+    model_directory,
+    model_identity,
+    read_config,
+)
 from runtime.serving.model.packages import require_packages
 from runtime.serving.model.tokenizer import Tokenizer
 
@@ -28,7 +37,6 @@ if TYPE_CHECKING:
     from runtime.serving.kv.transport import KvArray
     from runtime.serving.network.decode_graphs import DecodeGraphs
     from runtime.serving.network.llama import Llama
-    from runtime.serving.network.paged_cache import Kernels
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,10 @@ class Drawn(NamedTuple):
 class LanguageModel:
     """One model with its tokenizer and its KV blocks. Not for use by two threads at once.
 
-    `kv` is a float32 tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim] on the model's device; index 0 of the
-    second axis is K (after RoPE), 1 is V. A position is valid once a chunk or a copy wrote it; what lies behind is
-    never read. `kv_array` is the same for who copies blocks. `identity` differs between models whose KV differs.
+    `kv` is a tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim] on the model's device, of the type that
+    `kv_type` says; index 0 of the second axis is K (after RoPE), 1 is V. A position is valid once a chunk or a copy
+    wrote it; what lies behind has no weight. `kv_array` is the same for who copies blocks. `identity` differs between
+    models whose KV differs.
     """
 
     def __init__(
@@ -72,7 +81,7 @@ class LanguageModel:
         from runtime.serving.network.paged_cache import PagedCache
 
         self._network = network
-        self._cache = PagedCache(kv, kernels)
+        self._cache = PagedCache(kv, kernels, -(-context_tokens // int(kv.shape[4])))
         self._graphs: DecodeGraphs | None = None
         if kv.device.type == "cuda":
             from runtime.serving.network.decode_graphs import DecodeGraphs
@@ -86,6 +95,7 @@ class LanguageModel:
         self.block_tokens = int(kv.shape[4])
         self.context_tokens = context_tokens
         self.identity = identity
+        self.kernels = kernels
 
     @classmethod
     def load(
@@ -104,21 +114,25 @@ class LanguageModel:
     ) -> LanguageModel:
         """Load a model on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
 
-        KV and all between the matrices are float32; `weights`: of what type the matrices are kept and multiplied.
-        No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory
-        (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it. `kernels`: how attention is
-        computed, by default as suits the device. `stamp` is called with the name of each part of the loading at its
-        end. Raises `ModelError` for a missing package, file or model, `ConfigError` for impossible sizes, and for a
-        device that torch does not have, `ResourceBusy` for one without room.
+        All between the matrices is float32; `weights`: of what type the matrices are kept and multiplied, and KV on
+        other devices than a CPU. No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor
+        lies in that memory (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it.
+        `kernels`: how attention is computed, by default as suits the device; blocks are gathered where torch cannot
+        read them in place. `stamp` is called with the name of each part of the loading at its end. Raises `ModelError`
+        for a missing package, file or model, `ConfigError` for impossible sizes, and for a device that torch does not
+        have, `ResourceBusy` for one without room.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
         require_packages("torch", "safetensors")
-        shape, directory = info.kv_shape(blocks, block_tokens), model_directory(name_or_dir)
-        host_kv = beside(lambda: _host_kv(shape, buffer)) if device == "cpu" else None
+        kernels = kernels or kernels_on(device)
+        kind, directory = kv_type(weights, kernels), model_directory(name_or_dir)
+        kv_bytes = info.kv_bytes(blocks, block_tokens, kind)
+        host_kv = beside(lambda: _host_kv(kv_bytes, buffer)) if device == "cpu" else None
         import torch
 
         from runtime.serving.network.llama import Llama, WeightFiles
+        from runtime.serving.network.row_attention import paging_works
 
         stamp("torch")
         torch.set_num_threads(threads)
@@ -126,13 +140,25 @@ class LanguageModel:
         tokenizer = beside(lambda: Tokenizer.load(directory))
         try:
             network = Llama.load(read_config(directory), info, WeightFiles(directory), device, weights)
-            kv = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(shape, buffer, device)
+            memory = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(kv_bytes, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error
+        kv = memory.view(getattr(torch, kind)).view(info.kv_shape(blocks, block_tokens))
         stamp("weights")
-        identity = model_identity(directory, block_tokens, weights)
-        kernels = kernels or ("cpu" if device == "cpu" else "torch")
+        identity = model_identity(directory, block_tokens, weights, kind)
+        if kernels == "paged":
+            paged = paging_works(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
+            kernels = "paged" if paged else "gathered"
+            stamp("attention")
         return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
+
+    def warm_up(self, rows: int) -> None:
+        """Run steps of up to so many rows: the first ones allocate, and on a GPU compile and capture, which no user
+        shall wait for. Writes to the blocks, so do it before all else."""
+        some = min(rows, self.blocks)
+        counts = {1} if self._graphs is None else {min(1 << bit, some) for bit in range(some.bit_length() + 1)}
+        for count in sorted(counts):
+            self.forward([Chunk([block], 0, [0]) for block in range(count)])
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences together; prompts' chunks and single decode tokens may be mixed.
@@ -241,9 +267,8 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"a model on {device!r}: torch sees {there} here")
 
 
-def _host_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None) -> npt.NDArray[np.float32]:
+def _host_kv(size: int, buffer: memoryview | CudaArray | None) -> npt.NDArray[np.uint8]:
     """Zeros in the buffer, or in memory of our own. Written, so that the pages are there before the first prompt is."""
-    size = 4 * int(np.prod(shape))
     if buffer is None:
         buffer = memoryview(
             mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -251,21 +276,21 @@ def _host_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None) -> n
     elif not isinstance(buffer, memoryview) or buffer.readonly or buffer.nbytes < size:
         held = buffer.nbytes if isinstance(buffer, memoryview) else 0
         raise ConfigError(f"the KV buffer has {held} bytes, must be writable and have {size}")
-    kv = np.frombuffer(buffer, np.float32, size // 4).reshape(shape)
-    kv.fill(0.0)
+    kv = np.frombuffer(buffer, np.uint8, size)
+    kv.fill(0)
     return kv
 
 
-def _device_kv(shape: tuple[int, ...], buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
+def _device_kv(size: int, buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
+    """The same on a device."""
     import torch
 
     if buffer is None:
-        return torch.zeros(shape, dtype=torch.float32, device=device)
-    size = 4 * int(np.prod(shape))
+        return torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
     if there.nbytes < size:
         raise ConfigError(f"the KV buffer has {there.nbytes} bytes on {device}, must have {size}")
-    return there[:size].view(torch.float32).view(shape)
+    return there[:size].zero_()
 
 
 # ---- drawing the next token from logits: greedy, or by temperature and nucleus, reproducible from the request's seed

@@ -14,9 +14,13 @@ from runtime.serving.model import smollm
 # of the whole sequence, which no cache of rotated keys survives.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
-_KV_ITEM_BYTES = 4  # float32
 
 WeightsType = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[WeightsType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Kernels = Literal["cpu", "gathered", "paged"]
+"""How attention is computed: by loops for a CPU; or by torch, decode's over copies of what each row sees, or over KV
+blocks where they lie."""
 
 
 def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = None) -> Path:
@@ -48,12 +52,24 @@ def weights_type(
     return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
 
 
-def model_identity(directory: Path, block_tokens: int, weights: WeightsType = "float32") -> bytes:
-    """A digest that differs between models, block sizes, and types of weights, whose KV blocks may differ.
+def kernels_on(device: str) -> Kernels:
+    """Those that suit a device; "paged" becomes "gathered" where torch cannot compile it."""
+    return "cpu" if device == "cpu" else "paged"
+
+
+def kv_type(weights: WeightsType, kernels: Kernels) -> WeightsType:
+    """Of what type KV is beside such weights; the loops for a CPU read float32 alone."""
+    return "float32" if kernels == "cpu" else weights
+
+
+def model_identity(
+    directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: WeightsType = "float32"
+) -> bytes:
+    """A digest that differs between models, block sizes, and types of weights and of KV, whose KV blocks may differ.
 
     Weights count with their names, sizes and times of change: reading gigabytes at every start would take too long.
     """
-    digest = blake2b(f"kv float32 {block_tokens} of {weights}".encode(), digest_size=16)
+    digest = blake2b(f"kv {kv} {block_tokens} of {weights}".encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         found = path.stat()
@@ -137,14 +153,13 @@ class ModelInfo:
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, int, int, int, int, int]:
-        """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim], float32."""
+        """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim]."""
         return (self.layers, 2, blocks, self.kv_heads, block_tokens, self.head_dim)
 
-    def kv_bytes(self, blocks: int, block_tokens: int) -> int:
-        """Bytes of that tensor."""
-        return blocks * block_tokens * self.kv_bytes_per_token
+    def kv_bytes(self, blocks: int, block_tokens: int, kind: WeightsType = "float32") -> int:
+        """Bytes of that tensor, of numbers of the type `kind`."""
+        return blocks * block_tokens * self.kv_bytes_per_token(kind)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self, kind: WeightsType = "float32") -> int:
         """Bytes of K and V of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * _KV_ITEM_BYTES
+        return self.layers * 2 * self.kv_heads * self.head_dim * ITEM_BYTES[kind]

@@ -1,8 +1,9 @@
 """Passes of single tokens as captured CUDA graphs: a decode step is one launch instead of some dozens a layer.
 
-A graph is of a number of rows and of a number of blocks that a row may see, both rounded up to a bucket; what is
-missing of the rows is the last one again, which writes what that one writes. A graph is captured when its bucket is
-first wanted, and then replayed: all its inputs are one tensor of integers, which is sent anew for each step.
+A graph is of a number of rows, rounded up to a bucket; what is missing of the rows is the last one again, which writes
+what that one writes. Where attention gathers blocks a graph is of a number of blocks that a row may see, too; reading
+them in place takes the time of those that there are. A graph is captured when its bucket is first wanted, and then
+replayed: all its inputs are one tensor of integers, which is sent anew for each step.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
+from runtime.serving.network.row_attention import power_of_two
 
 _FEWEST_TOKENS = 256  # that a row's blocks hold at least
 
@@ -52,10 +54,12 @@ class DecodeGraphs:
         Raises what torch raises where a pass cannot be captured.
         """
         size = self._cache.block_tokens
-        rows = _power_of_two(len(spans))
-        width = _power_of_two(max(self._fewest_blocks, *(start // size + 1 for _, start, _ in spans)))
+        rows, needed = power_of_two(len(spans)), max(start // size + 1 for _, start, _ in spans)
+        width = self._cache.row_blocks
+        if self._cache.kernels == "gathered":
+            width = power_of_two(max(self._fewest_blocks, needed))
         lines = [
-            [token, start, *table[:width], *[0] * (width - len(table))]
+            [token, start, *table[:needed], *[0] * (needed - len(table))]
             for (table, start, _), token in zip(spans, tokens, strict=True)
         ]
         numbers = torch.tensor(lines + lines[-1:] * (rows - len(lines)), dtype=torch.int64)
@@ -64,16 +68,13 @@ class DecodeGraphs:
             numbers = numbers.pin_memory()
         graph = self._graphs.get((rows, width))
         if graph is None:
-            sent = numbers.to(device)
+            sent = torch.zeros(rows, 2 + width, dtype=torch.int64, device=device)
+            sent[:, : 2 + needed] = numbers.to(device)
             captured = self._capture(lambda: self._network.logits(PagedBatch.of_rows(self._cache, sent)))
             graph = self._graphs[rows, width] = _Graph(sent, captured)
-        graph.numbers.copy_(numbers, non_blocking=True)
+        graph.numbers[:, : 2 + needed].copy_(numbers, non_blocking=True)  # behind them nothing is read
         graph.captured.replay()
         return graph.captured.output[: len(spans)]
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 class _CudaCapture:

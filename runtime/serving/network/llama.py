@@ -22,7 +22,8 @@ from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo, WeightsType
-from runtime.serving.network.paged_cache import Angles, PagedBatch, attend, compiled_loop
+from runtime.serving.network.loops import compiled_loop
+from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
 # ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
 

@@ -25,7 +25,7 @@ from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel
-from runtime.serving.model.model_info import ModelInfo, weights_type
+from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.job import Disaggregation, Job, turn_ns
@@ -54,10 +54,12 @@ class PrefillWorker:
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
         loading = beside(lambda: Library.warm(worker.plan, threads=config.prefill.threads))
+        weights = weights_type(config.own_model.weights, transport.device)
+        kind = kv_type(weights, transport.kernels)
         self._source = transport.source(
             worker.name,
             leases=config.prefill.slots,
-            kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens),
+            kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens, kind),
             epoch=worker.epoch,
             lease_ms=config.handover.lease_s * 1e3,
         )
@@ -69,7 +71,7 @@ class PrefillWorker:
             threads=config.prefill.threads,
             buffer=self._source.memory,
             device=transport.device,
-            weights=weights_type(config.own_model.weights, transport.device),
+            weights=weights,
             kernels=transport.kernels,
             stamp=worker.start.part,
         )

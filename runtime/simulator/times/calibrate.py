@@ -187,7 +187,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         decode_step_s=steps.fixed,
         decode_row_s=steps.each,
         decode_context_s=context_s,
-        kv_token_bytes=model.info.kv_bytes_per_token,
+        kv_token_bytes=model.kv.nbytes // (model.blocks * model.block_tokens),
         roofline=replace(
             found.roofline,
             prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,

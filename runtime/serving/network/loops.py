@@ -1,0 +1,100 @@
+"""What a CPU computes in loops of our own: where torch would go over its numbers several times, or spend more on calls
+than on numbers, as for the few rows of a decode step. They agree with torch's to float32 rounding."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numba import njit
+
+from ipc.memory.compiled import keep
+
+F = TypeVar("F", bound=Callable[..., None])
+
+# Sums may be reordered, so that they fit into vector registers; infinities and NaN keep their meaning.
+_FAST = {"reassoc", "contract", "nsz"}
+
+
+def compiled_loop(*arguments: str) -> Callable[[F], F]:
+    """For arguments of these types; compiled, or read from numba's cache, on import."""
+
+    def compile_it(function: F) -> F:
+        dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
+        keep(dispatcher)
+        dispatcher.compile(f"void({', '.join(arguments)})")
+        dispatcher.disable_compile()
+        return cast(F, dispatcher)
+
+    return compile_it
+
+
+_BLOCKS = "float32[:,:,:,::1]"
+
+
+@compiled_loop(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
+def score(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
+    """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], -inf behind."""
+    rows, kv_heads, group, head_dim = query.shape
+    size = keys.shape[2]
+    for row in range(rows):
+        # Block by block and not head by head: a block is one piece of memory, and the longer the piece, the better it
+        # is fetched ahead.
+        for first in range(0, visible[row], size):
+            block = tables[row, first // size]
+            tokens = min(size, visible[row] - first)
+            for head in range(kv_heads):
+                seen = keys[block, head]
+                for offset in range(tokens):
+                    for member in range(group):
+                        total = np.float32(0.0)
+                        for d in range(head_dim):
+                            total += query[row, head, member, d] * seen[offset, d]
+                        scores[row, head, member, first + offset] = total
+        scores[row, :, :, visible[row] :] = -np.inf
+
+
+@compiled_loop(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
+def mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> None:
+    """output[r, h, m] = Σ weights[r, h, m, p] · (head h's value at position p of table r) over p < visible[r]."""
+    rows, kv_heads, group, head_dim = output.shape
+    size = values.shape[2]
+    output[:] = 0.0
+    for row in range(rows):
+        for first in range(0, visible[row], size):
+            block = tables[row, first // size]
+            tokens = min(size, visible[row] - first)
+            for head in range(kv_heads):
+                seen = values[block, head]
+                for offset in range(tokens):
+                    for member in range(group):
+                        weight = weights[row, head, member, first + offset]
+                        for d in range(head_dim):
+                            output[row, head, member, d] += weight * seen[offset, d]
+
+
+@compiled_loop(
+    "float32[:,:,::1]",
+    "float32[:,:]",
+    "float32[:,:]",
+    "int64[:]",
+    "int64[:]",
+    "float32[:,:,:,::1]",
+    "float32[:,:,:,::1]",
+)
+def turn_and_store(projected: Any, cosines: Any, sines: Any, blocks: Any, offsets: Any, keys: Any, values: Any) -> None:
+    """projected [tokens, queries | keys | values, head_dim]: queries and keys are turned in place by cosines and sines
+    [tokens, head_dim], both halves of which are equal; then keys and values go to their places in the cache."""
+    tokens, heads, head_dim = projected.shape
+    kv_heads, half = keys.shape[1], head_dim // 2
+    for token in range(tokens):
+        for head in range(heads - kv_heads):
+            for d in range(half):
+                cosine, sine = cosines[token, d], sines[token, d]
+                first, second = projected[token, head, d], projected[token, head, half + d]
+                projected[token, head, d] = first * cosine - second * sine
+                projected[token, head, half + d] = second * cosine + first * sine
+        block, offset = blocks[token], offsets[token]
+        for head in range(kv_heads):
+            for d in range(head_dim):
+                keys[block, head, offset, d] = projected[token, heads - 2 * kv_heads + head, d]
+                values[block, head, offset, d] = projected[token, heads - kv_heads + head, d]

@@ -1,0 +1,183 @@
+"""Attention of single decode tokens, each over its own blocks: one call for all rows of a batch.
+
+`Rows`: in place, on one CPU core. torch's kernel takes one row at a time here (the rows are of different lengths and
+lie apart) and multiplies matrices that have as many rows as query heads share a KV head, 2 or 3. Two plain loops around
+torch's softmax take a half to a third of its time; they agree with it to float32 rounding.
+
+`PagedRows`: in place, by torch's FlexAttention, compiled for the device. `GatheredRows`: in torch's plain functions,
+over copies of what the rows see, which moves each of them twice: where the other cannot be.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from runtime.serving.network.loops import mix, score
+
+log = logging.getLogger("model")
+
+
+class Rows:
+    """Which blocks each of some tokens sees, and how many positions of them: shared by all layers."""
+
+    def __init__(self, rows: Sequence[tuple[Sequence[int], int]], block_tokens: int) -> None:
+        """`rows` are (block table, visible positions); a table may be longer than what is visible."""
+        self._visible: NDArray[np.int64] = np.array([visible for _, visible in rows], np.int64)
+        self._longest = int(self._visible.max())
+        self._tables: NDArray[np.int64] = np.zeros((len(rows), -(-self._longest // block_tokens)), np.int64)
+        for line, (table, visible) in zip(self._tables, rows, strict=True):
+            count = -(-visible // block_tokens)
+            line[:count] = table[:count]
+
+    def attend(self, query: torch.Tensor, keys: NDArray[Any], values: NDArray[Any], scaling: float) -> torch.Tensor:
+        """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim], all
+        float32 and contiguous, written at every position that is seen. Returns the shape of `query`."""
+        scores = query.new_empty(*query.shape[:3], self._longest)
+        score(query.numpy(), keys, self._tables, self._visible, scores.numpy())
+        weights = torch.softmax(scores.mul_(scaling), -1)
+        output = torch.empty_like(query)
+        mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
+        return output
+
+
+class GatheredRows:
+    """Which positions each of some tokens sees: shared by all layers."""
+
+    def __init__(self, tables: torch.Tensor, visible: torch.Tensor, longest: int, block_tokens: int) -> None:
+        """tables int64 [rows, blocks], padded with anything; visible int64 [rows], at most `longest`."""
+        positions = torch.arange(longest, device=tables.device)
+        seen = positions < visible[:, None]
+        # Behind what it sees a row reads its first position again: what was never written could be NaN, and NaN passes
+        # through a mask.
+        inside = torch.where(seen, positions, 0)
+        self._blocks = tables.gather(1, inside // block_tokens)
+        self._offsets = inside % block_tokens
+        self._mask = seen[:, None, None, :]
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim], of one
+        type. Returns the shape of `query`."""
+        seen_keys, seen_values = (
+            side.transpose(1, 2)[self._blocks, self._offsets].transpose(1, 2) for side in (keys, values)
+        )
+        return scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling)
+
+
+# ---- FlexAttention over blocks where they lie
+# To torch the whole layer is one sequence of *pages*, block 0's of head 0, block 0's of head 1, …, each of
+# `block_tokens` keys one behind the other, as the cache has them; and each KV head of a row is a sequence of its own,
+# whose queries are the heads that share it. A block mask says which pages each of them reads, so the cache needs no
+# other order, and nothing is computed of other pages. Only the last page of a row has a mask. All pages are told as
+# partly masked ones, because torch's kernel shares a row's pages among many thread blocks only then.
+#
+# The kernel multiplies masked values by zero, so the cache must be finite behind what is written too (`attend`).
+
+
+class PagedRows:
+    """Which pages each of some tokens reads, and how much of its last one: shared by all layers.
+
+    Code is compiled for each power of two of rows, the shape of the cache and `row_blocks`.
+    """
+
+    def __init__(
+        self, tables: torch.Tensor, visible: torch.Tensor, row_blocks: int, kv_heads: int, block_tokens: int
+    ) -> None:
+        """tables int64 [rows, blocks], padded with blocks that there are; visible int64 [rows], at least 1; no row has
+        more than `row_blocks`."""
+        self._rows, self._size = len(tables), block_tokens
+        count = power_of_two(self._rows)
+        self._padded: torch.Tensor | None = None
+        if count > self._rows:
+            self._padded = torch.arange(count, device=tables.device).clamp_(max=self._rows - 1)
+            tables, visible = tables[self._padded], visible[self._padded]
+        tables = pad(tables, (0, row_blocks - tables.shape[1]))
+        heads = torch.arange(kv_heads, device=tables.device)
+        pages = (tables[:, None] * kv_heads + heads[:, None]).flatten(0, 1)
+        behind = ((visible - 1) // block_tokens).repeat_interleave(kv_heads, output_size=count * kv_heads)
+        self._last = pages.gather(1, behind[:, None]).squeeze(1).int()
+        self._tail = (visible.repeat_interleave(kv_heads, output_size=count * kv_heads) - behind * block_tokens).int()
+        self._counts = (behind + 1).int().view(-1, 1, 1)
+        self._pages = pages.int().view(-1, 1, 1, row_blocks)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim],
+        contiguous, of one type and finite. Returns the shape of `query`."""
+        asked = query if self._padded is None else query[self._padded]
+        found: torch.Tensor = _compiled()(
+            asked.flatten(0, 1).unsqueeze(1),
+            keys.view(1, 1, -1, keys.shape[-1]),
+            values.view(1, 1, -1, keys.shape[-1]),
+            self._counts, self._pages, self._last, self._tail, scaling, self._size,
+        )  # fmt: skip
+        return found.view(asked.shape)[: self._rows]
+
+
+def power_of_two(count: int) -> int:
+    """The least one that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _over_pages(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, pages: torch.Tensor,
+    last: torch.Tensor, tail: torch.Tensor, scaling: float, size: int,
+) -> torch.Tensor:  # fmt: skip
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def seen(row: Any, head: Any, member: Any, place: Any) -> Any:
+        return (place // size != last[row]) | (place % size < tail[row])
+
+    mask = BlockMask.from_kv_blocks(
+        counts, pages, BLOCK_SIZE=(128, size), mask_mod=seen, seq_lengths=(query.shape[2], keys.shape[2]),
+        compute_q_blocks=False,
+    )  # fmt: skip
+    attended: torch.Tensor = flex_attention(query, keys, values, block_mask=mask, scale=scaling)
+    return attended
+
+
+@cache
+def _compiled() -> Any:
+    """The compiler is imported here, and runs when what it returns is called with other shapes than before."""
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = 64  # one program for each power of two of rows
+    torch._inductor.config.compile_threads = 1  # in this process: it has one program to compile at a time
+    return torch.compile(_over_pages, dynamic=False, fullgraph=True)
+
+
+def paging_works(kv: torch.Tensor, row_blocks: int, group: int) -> bool:
+    """Whether torch compiles `PagedRows` for this cache [layers, 2, blocks, kv_heads, block_tokens, head_dim], of which
+    a row has at most `row_blocks` blocks, and it is right: FlexAttention needs a compiler, and torch may change it. The
+    reason is logged where it is not. Writes to the cache, and leaves zeros; raises nothing.
+    """
+    blocks, (kv_heads, size, head_dim) = min(4, kv.shape[2], row_blocks), kv.shape[3:]
+    if size < 16 or size & (size - 1) or head_dim < 16:
+        log.info("attention gathers blocks: of %d tokens and heads of %d dims there is no kernel", size, head_dim)
+        return False
+    random = torch.Generator().manual_seed(0)
+    keys, values = kv[0]
+    query = torch.randn(2, kv_heads, group, head_dim, generator=random).to(kv.device, kv.dtype)
+    tables = torch.tensor([[number, blocks - 1 - number] for number in range(blocks)], device=kv.device).t()
+    visible = torch.tensor([3, blocks * size - 2], device=kv.device)
+    scaling, near = head_dim**-0.5, 1e-4 if kv.dtype == torch.float32 else 0.05
+    try:
+        with torch.inference_mode():
+            for side in (keys, values):
+                side[:blocks] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device)
+            found = PagedRows(tables, visible, row_blocks, kv_heads, size).attend(query, keys, values, scaling)
+            expected = GatheredRows(tables, visible, blocks * size, size).attend(query, keys, values, scaling)
+            right = torch.allclose(found.float(), expected.float(), rtol=near, atol=near)
+        reason = "" if right else "is wrong"
+    except Exception as error:  # a compiler that is missing, another torch's: anything
+        reason = f"does not work: {str(error)[:300]}"
+    finally:
+        kv[0, :, :blocks].zero_()
+    if reason:
+        log.warning("attention gathers blocks: FlexAttention on %s %s", kv.device, reason)
+    return not reason

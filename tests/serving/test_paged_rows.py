@@ -1,0 +1,119 @@
+"""Decode's attention over KV blocks where they lie, as torch compiles it for this processor: what it is asked is what a
+GPU is asked, its kernel is another one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.serving.model.model_info import Kernels, ModelInfo, WeightsType, read_config
+from tests.cuda.emulation import require_compiler
+
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from runtime.serving.network.decode_graphs import Captured, DecodeGraphs  # noqa: E402
+from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend  # noqa: E402
+from runtime.serving.network.row_attention import paging_works  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's own compiler
+BLOCK, BLOCKS, STEPS = 16, 40, 40
+LENGTHS = [1, 50, 31]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    require_compiler()
+
+
+@pytest.fixture
+def network(tiny_directory: Path) -> Llama:
+    info = ModelInfo.read(tiny_directory)
+    return Llama.load(read_config(tiny_directory), info, WeightFiles(tiny_directory), "cpu")
+
+
+def empty_kv(directory: Path, kind: WeightsType) -> Any:
+    return torch.zeros(ModelInfo.read(directory).kv_shape(BLOCKS, BLOCK), dtype=getattr(torch, kind))
+
+
+def again(run: Any) -> Captured:
+    """A capture that is the pass run again, with the same output tensor."""
+    output = run().clone()
+    return Captured(lambda: output.copy_(run()), output)
+
+
+def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = None) -> list[list[int]]:
+    """`STEPS` greedy tokens of each of three rows in scattered blocks, two of which share one. With `follow`, each is
+    chosen behind its tokens and not behind those that were chosen before."""
+    random = np.random.default_rng(4)
+    order = random.permutation(BLOCKS).tolist()
+    tables = [order[8 * row : 8 * row + 8] for row in range(3)]
+    prompts = [random.integers(0, 259, length).tolist() for length in LENGTHS]
+    prompts[2][:BLOCK] = prompts[1][:BLOCK]
+    tables[2][0] = tables[1][0]
+    graphs = DecodeGraphs(network, cache, again)
+    with torch.inference_mode():
+        spans: list[Span] = [(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
+        logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
+        found = [[int(token)] for token in logits.argmax(-1)]
+        for step in range(STEPS - 1):
+            told = [row[step] for row in (follow or found)]
+            spans = [(table, len(prompt) + step, 1) for table, prompt in zip(tables, prompts, strict=True)]
+            logits = graphs.logits(spans, told) if step % 4 else network.logits(PagedBatch(cache, spans, told))
+            for row, token in zip(found, logits.argmax(-1), strict=True):
+                row.append(int(token))
+    return found
+
+
+def test_float32_gives_the_greedy_tokens_of_gathered_blocks(network: Llama, tiny_directory: Path) -> None:
+    gathered = answers(network, PagedCache(empty_kv(tiny_directory, "float32"), "gathered"))
+    paged = PagedCache(empty_kv(tiny_directory, "float32"), "paged", row_blocks=2 * BLOCKS)
+    assert answers(network, paged) == gathered
+
+
+def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(network: Llama, tiny_directory: Path) -> None:
+    exact = answers(network, PagedCache(empty_kv(tiny_directory, "float32"), "gathered"))
+    each: tuple[Kernels, ...] = ("gathered", "paged")
+    for kernels in each:
+        cache = PagedCache(empty_kv(tiny_directory, "bfloat16"), kernels, row_blocks=2 * BLOCKS)
+        found = answers(network, cache, exact)
+        same = sum(
+            mine == token
+            for row, other in zip(found, exact, strict=True)
+            for mine, token in zip(row, other, strict=True)
+        )
+        assert same >= 0.95 * len(LENGTHS) * STEPS, kernels
+
+
+def test_a_sequence_with_nan_harms_none_that_has_its_blocks_after_it(tiny_directory: Path) -> None:
+    kv = empty_kv(tiny_directory, "float32")
+    cache = PagedCache(kv, "paged", row_blocks=2 * BLOCKS)
+    heads, dim = 2, kv.shape[5]
+
+    def attended(blocks: list[int], tokens: int, projected: Any) -> Any:
+        angles = torch.ones(len(projected), dim), torch.zeros(len(projected), dim)
+        batch = PagedBatch(cache, [([block], 0, tokens) for block in blocks], [9] * len(projected))
+        return attend(batch, 0, projected, angles, heads, 1.0)
+
+    with torch.inference_mode():
+        attended([5], 6, torch.full((6, 4 + 2 * heads, dim), float("nan")))
+        healthy = torch.randn(3, 4 + 2 * heads, dim)
+        value = healthy[:, -heads:].repeat_interleave(2, dim=1)
+        found = attended([5, 6, 7], 1, healthy)
+        torch.testing.assert_close(found, value)  # a first token sees itself alone
+
+
+def test_what_torch_cannot_compile_or_gets_wrong_is_gathered(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = empty_kv(tiny_directory, "float32")
+    assert paging_works(kv, 2 * BLOCKS, 2)
+    assert not kv.any()
+    assert not paging_works(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
+    assert not paging_works(kv, 8, 2), "torch's kernel for CPUs wants as many pages a row as there are"
+    assert "does not work" in caplog.text
+    monkeypatch.setattr("runtime.serving.network.row_attention._compiled", lambda: lambda query, *_: query)
+    assert not paging_works(kv, 2 * BLOCKS, 2)
+    assert "is wrong" in caplog.text
+    assert not kv.any()
