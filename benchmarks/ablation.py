@@ -87,7 +87,7 @@ class Variant(NamedTuple):
 _POLICY, _TABLES, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "tables", "sizing"))
 _SETTINGS, _CONFIG = "runtime/pool/settings.py", "runtime/node/config.py"
 _LAW = "runtime/node/control/law.py"
-_RULES = 'policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"'
+_RULES = 'policy: PoolPolicy = "trinity"'
 
 
 def _rules(name: str) -> Variant:

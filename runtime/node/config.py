@@ -21,6 +21,8 @@ Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
+PoolPolicy = Literal["trinity", "paper", "fifo", "static"]
+"""In the order of their numbers in `runtime/pool/tables.py`; from "fifo" on with one queue, by arrival."""
 
 
 class NodeSection(Section, frozen=True):
@@ -180,7 +182,7 @@ class PoolSection(Placed, frozen=True):
 
     placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
-    policy: Literal["trinity", "paper", "fifo", "static"] = "trinity"
+    policy: PoolPolicy = "trinity"
     extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1
     arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096

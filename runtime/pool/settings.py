@@ -1,10 +1,11 @@
 """The pool's policy as it is configured."""
 
 from dataclasses import dataclass
+from typing import get_args
 
-from runtime.node.config import NodeConfig, PoolSection, SloSection
+from runtime.node.config import NodeConfig, PoolPolicy, PoolSection, SloSection
 
-RULE_NAMES = ("trinity", "paper", "fifo", "static")
+RULE_NAMES: tuple[PoolPolicy, ...] = get_args(PoolPolicy)
 _SHIPPED = PoolSection()
 
 
@@ -20,7 +21,7 @@ class Policy:
     an engine can have them. queue: queries that may wait. reserve: r in [0, 1]. prefill_target_ns: L_pre,max. aging_ns:
     when decode queries wait and none was active for this long, the oldest is. flush_prefill_ns, flush_ns: τ_pre and τ.
     max_pauses: of one decode query. lost_ns: after which wait a prefill query's request has missed its TTFT.
-    rules: "trinity", "paper", "fifo" or "static". The defaults are the configuration's.
+    The defaults are the configuration's.
     """
 
     slots: int
@@ -33,7 +34,7 @@ class Policy:
     flush_ns: int = _ns(_SHIPPED.flush_s)
     max_pauses: int = _SHIPPED.max_pauses
     lost_ns: int = _ns(SloSection().prefill_wait_s)
-    rules: str = _SHIPPED.policy
+    rules: PoolPolicy = _SHIPPED.policy
 
     @property
     def decode_queue(self) -> int:

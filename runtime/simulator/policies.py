@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, PoolPolicy
 from runtime.pool.settings import RULE_NAMES, policy_of
 from runtime.simulator.stages.pool import PoolRules
 
-Kind = Literal["configured", "adaptive", "fixed", "paper", "fifo", "static", "prefill-first", "decode-first"]
+Kind = PoolPolicy | Literal["configured", "adaptive", "fixed", "prefill-first", "decode-first"]
+_KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in get_args(kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,11 @@ class PolicyChoice:
             if 0 <= reserve <= 1:
                 return cls("fixed", reserve)
             raise ConfigError(f"policy {text!r}: give fixed:r with r from 0 to 1, such as fixed:0.3")
-        for known in get_args(Kind):
+        for known in _KINDS:
             if text == known:
                 return cls(known)
-        raise ConfigError(
-            f"policy {text!r}: known are configured, adaptive, fixed:r, paper, fifo, static, prefill-first and "
-            "decode-first"
-        )
+        names = ", ".join("fixed:r" if known == "fixed" else known for known in _KINDS)
+        raise ConfigError(f"policy {text!r}: known are {names}")
 
     def controlled(self, config: NodeConfig) -> bool:
         """Whether the control law moves the reserve."""

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ipc import Stage
 from runtime.errors import DeadlineExceeded, Overloaded
+from runtime.node.config import PoolPolicy
 from runtime.pool import tables as at
-from runtime.pool.settings import Policy
+from runtime.pool.settings import RULE_NAMES, Policy
 from runtime.pool.tables import NEVER_NS
 from tests.pool.scheduler import Entry, Scheduler
 from tests.pool.schedulers import LONG, STAGES, USUAL, entry
@@ -31,10 +32,10 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         flush=st.sampled_from([0, 0, 3]),
         lost=st.sampled_from([20, 10**9]),
         each=st.sampled_from([0.0, 0.0, 0.3]),
-        rules=st.sampled_from(["trinity", "trinity", "trinity", "paper", "fifo", "static"]),
+        rules=st.sampled_from(["trinity", "trinity", *RULE_NAMES]),
     )
     def start(self, slots: int, spare: int, reserve: float, queue: int, due_in: int, max_pauses: int, aging: int,
-              flush: int, lost: int, each: float, rules: str) -> None:  # fmt: skip
+              flush: int, lost: int, each: float, rules: PoolPolicy) -> None:  # fmt: skip
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
             aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush, flush_ns=2 * flush,
