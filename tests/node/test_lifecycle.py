@@ -15,9 +15,9 @@ from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.changes import Rolling
 from runtime.node.supervisor.child import Child, Desired, Phase
 from runtime.node.supervisor.lifecycle import Lifecycle
+from runtime.node.supervisor.rolling import Rolling
 from runtime.node.supervisor.standby import Standbys
 
 

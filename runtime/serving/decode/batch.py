@@ -1,4 +1,4 @@
-"""The rows of a decode worker: which are in the running batch, who makes room when blocks run out, and their probes.
+"""The rows of a decode worker: which are in the running batch, and who makes room when blocks run out.
 
 ```
 hand-over ─▶ waiting ──place free──▶ running ──▶ ends
@@ -8,27 +8,16 @@ hand-over ─▶ waiting ──place free──▶ running ──▶ ends
 Rows are served in the order in which they came, so the oldest always has what it needs and the batch goes on.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy.typing as npt
-
-from ipc import IpcError
-from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.node.config import DecodeSection
-from runtime.node.metrics.columns import DecodeMetrics
-from runtime.node.metrics.table import WorkerTable
-from runtime.retrieval.retriever import Found, Retriever, cited
 from runtime.serving import stages
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
 from runtime.serving.kv.tiers import Load, Tiers
-from runtime.serving.messages import Decode, FinishReason, Probe, ProbeOutcome, Retrieved
+from runtime.serving.messages import Decode, FinishReason, Probe
 from runtime.serving.model.language_model import Chunk, Sampler
-from runtime.serving.model.text import TextStream, passages_chunk
-from runtime.serving.model.tokenizer import Tokenizer
+from runtime.serving.model.text import TextStream
 from runtime.serving.triggers import Trigger, trigger_of
 
 
@@ -198,101 +187,3 @@ class Batch:
         row.cached = row.table.reused_tokens
         row.returning = self._tiers.load(row.table, row.context)
         return True
-
-
-# ---- probes: what decode asks the pool while a row is written, and what becomes of the answers
-
-
-_TIMEOUT_NS = 2_000_000_000  # a row waits for its passages no longer than this, then goes on without them
-
-
-class Probes:
-    """When a row's trigger says so it asks with its last words. One probe a row at a time; in mode "prefetch" the row
-    goes on meanwhile, and a probe that would come while another is out is left out."""
-
-    def __init__(
-        self,
-        retriever: Retriever,
-        tokenizer: Tokenizer,
-        limits: DecodeSection,
-        context_tokens: int,
-        table: WorkerTable,
-        log: logging.Logger,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
-        self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
-
-    def due(self, row: Row, scores: npt.ArrayLike | None) -> bool:
-        """Whether the row, with the token it has just got, drawn from `scores` (None: not here), is to ask."""
-        if row.trigger is None or row.ticket is not None:
-            return False
-        return row.trigger.asks(row.generated, row.asked_at, scores)
-
-    def ask(self, row: Row) -> None:
-        """Have the row's last words embedded and the pool asked. If that cannot be, the probe is left out."""
-        retrieval = row.request.retrieval
-        assert retrieval is not None, "only rows with retrieval are due"
-        window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.asked_at, row.asked_ns = row.generated, self.clock()
-        try:
-            row.ticket = self.retriever.ask(
-                window, retrieval.collection, retrieval.k, stage="decode",
-                deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build, wanted=retrieval.filter,
-                hybrid=retrieval.hybrid,
-            )  # fmt: skip
-        except (TrinityError, IpcError) as error:
-            self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
-            row.probes.append(Probe(row.generated, row.asked_ns, self.clock(), 0, 0, "failed"))
-        self._table.add(DecodeMetrics.PROBES)
-
-    def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
-        """Take in what has come; what was put into rows' contexts."""
-        asking = {row.ticket: row for row in rows if row.ticket is not None}
-        ended = [(asking[found.ticket], found) for found in self.retriever.poll() if found.ticket in asking]
-        answered = {found.ticket for _, found in ended}
-        now = self.clock()
-        for ticket, row in asking.items():
-            if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
-                self.retriever.cancel(ticket)
-                ended.append((row, Found(ticket, error=DeadlineExceeded("it took longer than its limit"))))
-        return [added for row, found in ended if (added := self._end(row, found)) is not None]
-
-    def cancel(self, row: Row) -> None:
-        """The row has ended."""
-        if row.ticket is not None:
-            self.retriever.cancel(row.ticket)
-            self._over(row, "dropped")
-
-    def _end(self, row: Row, found: Found) -> Retrieved | None:
-        """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
-        if found.error is not None:
-            self._log.warning("a probe failed: %s", found.error, extra={"request": row.id})
-            self._over(row, "late" if isinstance(found.error, DeadlineExceeded) else "failed")
-            return None
-        retrieval, trigger = row.request.retrieval, row.trigger
-        assert retrieval is not None, "only rows with retrieval ask"
-        assert trigger is not None, "and with probes"
-        near = not trigger.takes(found.passages, row.seen)
-        new = () if near else tuple(passage for passage in found.passages if passage.id not in row.seen)
-        left = row.request.sampling.max_tokens - row.generated
-        allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
-        chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - left))
-        self._over(row, "near" if near else "answered", len(chunk.used))
-        if chunk.tokens:
-            row.context[-1:-1] = chunk.tokens
-            row.build = found.build
-            row.seen.update(passage.id for passage in chunk.used)
-        elif not found.partial:
-            return None
-        return Retrieved(row.id, cited(chunk.used), row.generated, tuple(chunk.tokens), partial=found.partial)
-
-    def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
-        """Note what the row's probe took."""
-        now = self.clock()
-        stalled = now - row.asked_ns if row.stalled else 0
-        row.stalled_ns += stalled
-        row.ticket = None
-        row.probes.append(Probe(row.asked_at, row.asked_ns, now, stalled, passages, outcome))
-        self._table.observe(DecodeMetrics.PROBE_STALL, stalled / 1e9)
-        self._table.observe(DecodeMetrics.PROBE_TIME, (now - row.asked_ns) / 1e9)

@@ -19,8 +19,9 @@ from runtime.retrieval.library import Follower, Library
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
-from runtime.serving.decode.batch import Batch, Probes, Row
+from runtime.serving.decode.batch import Batch, Row
 from runtime.serving.decode.bridge import Bridge
+from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import Tiers
