@@ -72,10 +72,16 @@ class Bench:
 
     @contextmanager
     def stand(
-        self, kind: Kind, parts: Parts | None = None, *, models_last: bool = False, **more: dict[str, Any]
+        self,
+        kind: Kind,
+        parts: Parts | None = None,
+        *,
+        models_last: bool = False,
+        light_core: int | None = None,
+        **more: dict[str, Any],
     ) -> Iterator[Stand]:
         """A stand of a section's own; of other `parts` if they are given."""
-        with Stand(parts or self.parts, kind, models_last=models_last, **more) as stand:
+        with Stand(parts or self.parts, kind, models_last=models_last, light_core=light_core, **more) as stand:
             self._warm(stand)
             yield stand
 

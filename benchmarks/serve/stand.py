@@ -64,10 +64,20 @@ class Parts:
 class Stand:
     """A running node of one kind. A context: its processes end with it."""
 
-    def __init__(self, parts: Parts, kind: Kind = "node", *, models_last: bool = False, **more: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        kind: Kind = "node",
+        *,
+        models_last: bool = False,
+        light_core: int | None = None,
+        **more: dict[str, Any],
+    ) -> None:
         """`models_last`: frontend, pool and client go before prefill and decode, as if they had cores of their own:
         by real-time priority, and all before what else runs here; or, where that is not allowed, prefill and decode
-        run when nobody at all wants their core (SCHED_IDLE, which also wakes them later: a probe took 2 ms longer)."""
+        run when nobody at all wants their core (SCHED_IDLE, which also wakes them later: a probe took 2 ms longer).
+        `light_core`: where frontend, pool and this process run; else Linux leaves each where it was, by chance."""
+        self._light_core, self._cores = light_core, os.sched_getaffinity(0)
         self.kind, self._models_last, self._real_time = kind, models_last, models_last and go_before_all()
         self.plan = resolve(parse_config(parts.config(kind, more)))
         self.tables = {
@@ -84,6 +94,8 @@ class Stand:
         self._tuning = threading.Thread(target=self._tune, daemon=True)
 
     def __enter__(self) -> Self:
+        if self._light_core is not None:
+            os.sched_setaffinity(0, {self._light_core})
         try:
             for worker in self.plan.workers:
                 if self.kind == "node" or worker.role not in ("prefill", "decode"):
@@ -99,6 +111,7 @@ class Stand:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
+        os.sched_setaffinity(0, self._cores)
         if self._real_time:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for process in self._processes:
