@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError
 from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tiers import FileTier, Tiers
+from runtime.serving.kv.tier_files import FileTier
+from runtime.serving.kv.tiers import Tiers
 from tests.serving.workers import Workers
 
 SIZE = 4096
@@ -209,6 +210,93 @@ def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: 
     assert (disk.counts["loaded"], host.counts["stored"]) == (2, 4)
     for tier in (host, disk):
         tier.close()
+
+
+class TimedTier:
+    """Keeps blocks' names; writing one takes 5 ms, reading one 4."""
+
+    name: Literal["host"] = "host"
+    used_bytes = 0
+
+    def __init__(self) -> None:
+        self.now_ns, self.kept = 0, set[bytes]()
+        self.counts: dict[str, int] = {}
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def has(self, key: bytes) -> bool:
+        return key in self.kept
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        self.now_ns += 4_000_000
+        return key in self.kept
+
+    def store(self, key: bytes, block: memoryview) -> None:
+        self.now_ns += 5_000_000
+        self.kept.add(key)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_busy_worker_gives_blocks_up_unwritten_once_writing_has_had_its_share() -> None:
+    tier, blocks = TimedTier(), BlockManager(4, 4, b"a model")
+    tiers = Tiers((tier,), blocks, None, tier.clock)
+
+    def computes(prompts: range) -> None:
+        for number in prompts:
+            prompt = [number] * 17
+            table = blocks.open(prompt)
+            blocks.grow(table, 16)
+            blocks.fill(table, prompt, 16)
+            blocks.close(table)
+
+    computes(range(5))  # 16 blocks are given up
+    assert len(tier.kept) == 4, "20 ms of writing for nothing that it was busy"
+    tiers.write(20_000_000)
+    assert len(tier.kept) == 4
+    tiers.write(10_000_000)
+    assert len(tier.kept) == 6, "begun while there was time left"
+    while tiers.write():  # it has nothing else to do
+        pass
+    assert len(tier.kept) == 8
+    computes(range(5, 6))
+    assert len(tier.kept) == 8, "those were written: nothing more to be done for their room"
+
+
+class FullTier(TimedTier):
+    """Has every block."""
+
+    def has(self, key: bytes) -> bool:
+        return True
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        self.now_ns += 4_000_000
+        return True
+
+
+@pytest.mark.parametrize(("compute_ms", "loaded"), [(5, [*range(40)]), (3, [0, 16, 27, 38])])
+def test_blocks_that_the_model_computes_sooner_are_not_loaded_but_for_a_try_now_and_then(
+    compute_ms: int, loaded: list[int]
+) -> None:
+    """A load takes 4 ms, which is forgotten by a fiftieth with each prompt that is computed instead."""
+    tier, blocks = FullTier(), BlockManager(8, 4, b"a model")
+    tiers = Tiers((tier,), blocks, None, tier.clock)
+    found = []
+    for number in range(40):
+        prompt = [number] * 33
+        tokens = tiers.found(prompt)
+        table = blocks.open(prompt)
+        blocks.grow(table, 32)
+        load = tiers.load(table, prompt)
+        assert (load is None) == (tokens == 0)
+        if load is not None:
+            load.step()
+            found.append(number)
+        tiers.computed(8, compute_ms * 2_000_000)
+        blocks.close(table)
+    assert found == loaded
 
 
 # ---- workers

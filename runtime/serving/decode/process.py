@@ -24,7 +24,7 @@ from runtime.serving.decode.bridge import Bridge
 from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.tiers import Tiers
+from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
 from runtime.serving.model.language_model import Drawn, LanguageModel, Sampler
@@ -33,8 +33,6 @@ from runtime.serving.model.text import TextStream
 
 if TYPE_CHECKING:
     import torch
-
-_SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step of the batch at most, and as much again of its caches
 
 
 class DecodeWorker:
@@ -89,7 +87,7 @@ class DecodeWorker:
             self._table,
             worker.log,
         )
-        self._step_ns = self._slice_ns * _SLICE_SHARE  # of the last steps, the latest weigh most
+        self._step_ns = self._slice_ns * BUSY_SHARE  # of the last steps, the latest weigh most
         self._plain_step_ns = 0  # the same of steps without prompts or passages
         self._counted_ns = time.monotonic_ns()
         self.link = FrontendLink(
@@ -119,7 +117,7 @@ class DecodeWorker:
         stepped = self._decode()
         self._publish()
         if stepped:
-            self._tiers.write(self._step_ns // _SLICE_SHARE)
+            self._tiers.write(self._step_ns // BUSY_SHARE)
         elif not self.bridge.pulling and not any(self._batch.returning) and not self._tiers.write():
             self._sleep()
 
@@ -155,7 +153,7 @@ class DecodeWorker:
     def _pull(self) -> None:
         """Bring KV in: of rows that made room, then of new ones. A batch that runs waits for a slice, no longer."""
         batch = self._batch
-        slice_ns: int | None = min(self._slice_ns, self._step_ns // _SLICE_SHARE)
+        slice_ns: int | None = min(self._slice_ns, self._step_ns // BUSY_SHARE)
         if not any(row.ready and not row.stalled for row in batch.rows):
             slice_ns = None
         batch.load(slice_ns)
@@ -215,7 +213,10 @@ class DecodeWorker:
         )
         took = time.monotonic_ns() - begin
         self._step_ns += (took - self._step_ns) // 8
-        if all(len(chunk.tokens) == 1 for _, chunk in batch):
+        prompts = sum(len(chunk.tokens) for _, chunk in batch if len(chunk.tokens) > 1)
+        if prompts:
+            self._tiers.computed(prompts, took - self._plain_step_ns * (len(batch) > 1))
+        else:
             self._plain_step_ns += (took - self._plain_step_ns) // 8 if self._plain_step_ns else took
         for (row, chunk), drawn in zip(batch, tokens, strict=True):
             self._batch.filled(row, chunk.start + len(chunk.tokens))

@@ -21,7 +21,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tiers import Tiers
+from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, Tiers
 from runtime.serving.kv.transport import Transport, transport_of
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
 from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel
@@ -29,9 +29,6 @@ from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
 from runtime.serving.prefill.chunk_size import chunk_tokens
 from runtime.serving.prefill.job import Disaggregation, Job, turn_ns
-
-_LOAD_NS = 20_000_000  # of a prompt's KV from a tier, before others' next pass
-_WRITE_SHARE = 30  # of a pass's time, at most, blocks are written to tiers before they must
 
 
 class PrefillWorker:
@@ -123,7 +120,7 @@ class PrefillWorker:
         self._collect_outcomes()
         self._publish()
         if took_ns:
-            self._tiers.write(took_ns // _WRITE_SHARE)
+            self._tiers.write(took_ns // BUSY_SHARE)
         elif not self._running and not self._tiers.write():
             self._sleep()
 
@@ -266,7 +263,7 @@ class PrefillWorker:
         budget = self.chunk_tokens
         batch: list[tuple[Job, Chunk]] = []
         for job in self._running:
-            if job.load is not None and job.load.step(_LOAD_NS):
+            if job.load is not None and job.load.step(LOAD_NS):
                 job.load, job.done = None, job.table.reused_tokens
             if budget == 0 or job.load is not None:
                 continue
@@ -284,6 +281,7 @@ class PrefillWorker:
         )
         took_ns = time.monotonic_ns() - begin_ns
         self._disaggregation.passed(self.chunk_tokens - budget, took_ns / 1e9)
+        self._tiers.computed(self.chunk_tokens - budget, took_ns)
         self._table.add(PrefillMetrics.PASS_SECONDS, took_ns / 1e9)
         offered = len(self._offered)
         for (job, chunk), first in zip(batch, drawn, strict=True):
