@@ -1,11 +1,14 @@
 """How much of a trace's prompts is found again by the workers that compute them, and what the router has to do with it.
 
     python -m benchmarks.prefixes --trace mooncake-conversation.jsonl.gz [--requests 4000] [--out NAME]
+    python -m benchmarks.prefixes --part tiers --trace mooncake-conversation.jsonl.gz
 
 Eight simulated GPUs, with the simulator's default times, an H100's from data sheets, and KV for what its memory has
 beside the weights; 4 + 4 workers apart or as each prompt has it sooner, or 8 that do both. The router goes by load
 alone, by what it gave whom as it is shipped or with other weights, or by what the workers really have: if workers told
-it of every block that they fill or give up, it could know no more.
+it of every block that they fill or give up, it could know no more. These are without KV tiers.
+
+Part "tiers": what host tiers bring, by their size and by how fast blocks are copied in and out; and decode first.
 """
 
 import argparse
@@ -13,31 +16,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from benchmarks.common.report import table, write
-from runtime.node.config import DecodeSection, Disaggregate, HandoverSection, HttpSection, NodeConfig, PrefillSection
+from runtime.node.config import (
+    DecodeSection,
+    Disaggregate,
+    HandoverSection,
+    HttpSection,
+    KvSection,
+    NodeConfig,
+    PrefillSection,
+)
 from runtime.serving.frontend.router import Worker
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
+from runtime.simulator.stages.decode import SimDecode
+from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
 from runtime.simulator.workload import Slos, Workload
 
-LAYOUTS: tuple[tuple[int, int, Disaggregate], ...] = ((4, 4, "always"), (4, 4, "auto"), (1, 8, "never"))
+Layout = tuple[int, int, Disaggregate]
+LAYOUTS: tuple[Layout, ...] = ((4, 4, "always"), (4, 4, "auto"), (1, 8, "never"))
 SLOS = Slos(ttft_s=2.0, tpot_s=0.05)
 _TIMES = ServiceTimes()
 _KV_BLOCKS = int((0.9 * _TIMES.gpu_bytes - _TIMES.weight_bytes) / _TIMES.kv_token_bytes / 32)
 
 
-def found_by(arrivals: Sequence[Arrival], layout: tuple[int, int, Disaggregate], weight: float, knows: bool) -> Any:
-    """A run's figures. `knows`: the router sees what the workers have."""
+def _node(layout: Layout, weight: float = 1.0, host_mib: int = 0) -> NodeConfig:
     prefill, decode, mode = layout
-    config = NodeConfig(
+    return NodeConfig(
         http=HttpSection(max_in_flight=100_000, overlap_weight=weight),
         prefill=PrefillSection(workers=prefill, slots=8, kv_blocks=_KV_BLOCKS),
         decode=DecodeSection(workers=decode, slots=64, devices=("cuda:0",), kv_blocks=_KV_BLOCKS),
         handover=HandoverSection(disaggregate=mode),
+        kv=KvSection(host_mib=host_mib),
     )
-    setup = Setup(config=config, times=_TIMES, workload=Workload(retrieval=False), slos=SLOS)
+
+
+def found_by(arrivals: Sequence[Arrival], layout: Layout, weight: float, knows: bool) -> Any:
+    """A run's figures. `knows`: the router sees what the workers have."""
+    setup = Setup(config=_node(layout, weight), times=_TIMES, workload=Workload(retrieval=False), slos=SLOS)
     simulation = Simulation(setup, arrivals)
     if knows:
         for worker in simulation.router.workers():
@@ -73,18 +93,83 @@ def shared(arrivals: Sequence[Arrival]) -> float:
     return found / sum(arrival.prompt_tokens for arrival in arrivals)
 
 
+# ---- KV tiers
+
+HOST_MIB = (0, 512, 64 << 10, 512 << 10)
+COPIES: tuple[tuple[str, ServiceTimes], ...] = (
+    ("2 GB/s, as files do on the machine at hand", _TIMES),
+    ("40 GB/s, as a GPU's copy to the host might", replace(_TIMES, tier_write_bytes_s=4e10, tier_load_bytes_s=4e10)),
+)
+
+
+def tiers(arrivals: Sequence[Arrival]) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Prefill and decode apart, and GPUs that do both."""
+    found: list[Any] = []
+    for layout in (LAYOUTS[0], LAYOUTS[2]):
+        for name, times in COPIES:
+            sizes = HOST_MIB[name != COPIES[0][0] :]
+            found += [_tiered(arrivals, layout, name, times, host_mib) for host_mib in sizes]
+        if layout[2] != "never":
+            found.append(_tiered(arrivals, layout, "", _TIMES, 0, first=True))
+    rows: list[tuple[Any, ...]] = [
+        (
+            one["workers"], one["tier"], f"{one['found']:.1%}",
+            f"{one['ttft_p50_s'] * 1e3:.0f}, {one['ttft_p90_s'] * 1e3:.0f} ms", f"{one['attainment']:.1%}",
+            f"{one['stored']:,}, {one['loaded']:,}",
+        )
+        for one in found
+    ]  # fmt: skip
+    return found, rows
+
+
+def _tiered(
+    arrivals: Sequence[Arrival], layout: Layout, copies: str, times: ServiceTimes, host_mib: int, *, first: bool = False
+) -> Any:
+    """A run's figures. `first`: in order "decode first"."""
+    config = _node(layout, host_mib=host_mib)
+    if first:
+        config = replace(config, handover=replace(config.handover, order="decode_first"))
+    simulation = Simulation(Setup(config=config, times=times, workload=Workload(retrieval=False), slos=SLOS), arrivals)
+    result = simulation.run()
+    workers: list[SimPrefill | SimDecode] = [*simulation.prefills.values(), *simulation.decodes.values()]
+    kept = [worker.prompts for worker in workers if worker.prompts is not None]
+    size = f"{host_mib >> 10} GiB" if host_mib >= 1024 else f"{host_mib} MiB"
+    return {
+        "workers": f"{layout[1]} that do both" if layout[2] == "never" else f"{layout[0]} + {layout[1]}, {layout[2]}",
+        "tier": f"{size}, {copies}" if host_mib else "none, decode first" if first else "none",
+        "found": result.use["prefix_hits"], "ttft_p50_s": result.ttft_s.p50, "ttft_p90_s": result.ttft_s.p90,
+        "attainment": result.attainment,
+        "stored": sum(prompts.tiers.counted("stored") for prompts in kept),
+        "loaded": sum(prompts.tiers.counted("loaded") for prompts in kept),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--trace", type=Path, required=True, help="one that says which blocks prompts share: Mooncake's"
     )
+    parser.add_argument("--part", choices=("router", "tiers"), default="router")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=4.0, help="requests/s")
     parser.add_argument("--weights", type=float, nargs="+", default=[0, 1, 4], help="of what the router gave whom")
     parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
     options = parser.parse_args()
     arrivals = at_rate(load_trace(options.trace, options.requests), options.rate)
+    if options.part == "tiers":
+        found, rows = tiers(arrivals)
+        head = (
+            "workers",
+            "host tier",
+            "tokens found again",
+            "TTFT p50, p90",
+            "met both limits",
+            "blocks written, loaded",
+        )
+        said = f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s."
+        write({"found": found}, "\n".join([said, "", *table(head, rows)]), options.out)
+        return
     most = shared(arrivals)
     found = [
         found_by(arrivals, layout, weight, knows)

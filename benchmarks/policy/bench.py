@@ -34,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Day, Planned, Row
-from runtime.node.config import DecodeSection, HttpSection, NodeConfig, PrefillSection, SloSection
+from runtime.node.config import DecodeSection, HttpSection, KvSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
 from runtime.simulator.plan import PLACEMENTS, plans
@@ -113,8 +113,9 @@ class Bench:
 
 
 def node(slos: Slos) -> NodeConfig:
-    """The first table's node: shipped settings, and a promise."""
+    """The first table's node: shipped settings but KV tiers, and a promise."""
     return NodeConfig(
+        kv=KvSection(host_mib=0),
         http=HttpSection(max_in_flight=100_000),
         slo=SloSection(ttft_s=slos.ttft_s, tpot_s=slos.tpot_s),
         prefill=PrefillSection(workers=3, slots=16, chunk_tokens=2048),

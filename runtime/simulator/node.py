@@ -21,15 +21,17 @@ from runtime.serving.frontend.router import PREFIX_BLOCKS, Router
 from runtime.serving.messages import Hello, Role
 from runtime.serving.prefill.job import Disaggregation
 from runtime.simulator.events import Events, Timeouts, ns
+from runtime.simulator.kv.prompt_blocks import PromptBlocks, prompt_blocks
+from runtime.simulator.kv.rows import KvRows
+from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.result import Result, Sample
 from runtime.simulator.roles import Roles
 from runtime.simulator.setup import Setup
-from runtime.simulator.stages.decode import KvRows, SimDecode
+from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools, slots_of
 from runtime.simulator.stages.prefill import Ask, SimPrefill
-from runtime.simulator.stages.prompt_blocks import PromptBlocks, prompt_blocks
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
@@ -73,6 +75,8 @@ class Simulation:
             self._work,
             self._rests,
         )
+        model = config.own_model or ModelSection(name="")
+        self.tiers = NodeTiers(config.kv, setup.times, model.kv_block_tokens)
         self._build_workers()
         self._law = ControlLaw(config)
         self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
@@ -125,7 +129,7 @@ class Simulation:
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 self._asker(prefill_pools[i]), self._offer, self._roles.report, self._fail,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
-                prompts,
+                prompts, self._wrote, self._announce if config.handover.order == "decode_first" else None,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
@@ -165,12 +169,12 @@ class Simulation:
         if not config.decode.kv_blocks:
             return None
         model = config.own_model or ModelSection(name="")
-        return KvRows(config.decode.kv_blocks, model.kv_block_tokens)
+        return KvRows(config.decode.kv_blocks, model.kv_block_tokens, self.tiers)
 
     def _prompts(self, limits: KvHolder) -> PromptBlocks | None:
         """What a worker keeps of prompts, where the trace says what they share."""
         model = self._setup.config.own_model or ModelSection(name="")
-        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * model.kv_block_tokens)
+        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * model.kv_block_tokens, self.tiers)
 
     def _hello(self, role: Role, name: str, limits: KvHolder, kv: KvRows | PromptBlocks | None = None) -> Hello:
         hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
@@ -229,6 +233,12 @@ class Simulation:
         request.left_prefill = True
         self.router.prefilled(request.placement)
         self.decodes[request.placement.decode].offer(request, pulled)
+
+    def _announce(self, request: SimRequest, has_room: Callable[[], None]) -> None:
+        self.decodes[request.placement.decode].announce(request, has_room)
+
+    def _wrote(self, request: SimRequest) -> None:
+        self.decodes[request.placement.decode].wrote(request)
 
     def _finish(self, request: SimRequest) -> None:
         if not request.ended:

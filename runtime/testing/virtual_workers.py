@@ -225,7 +225,8 @@ class Loop:
 
 
 class Run(NamedTuple):
-    """The stamps of every request, in the order of their ends; by worker the tokens of prompts that it had already."""
+    """The stamps of every request, in the order of their ends; by worker the tokens of prompts that it had already, or
+    loaded from KV tiers."""
 
     done: list[dict[str, int]]
     hit_tokens: dict[str, int]
@@ -284,8 +285,12 @@ def run_workers(
     with _on(clock):
         while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    hits = {worker._worker.name: worker._blocks.statistics().hit_tokens for worker in (prefill, decode)}
-    return Run(frontend.done, hits)
+    return Run(frontend.done, {worker._worker.name: _had(worker) for worker in (prefill, decode)})
+
+
+def _had(worker: Any) -> int:
+    loaded = sum(tier.counts["loaded"] for tier in worker._tiers._tiers)
+    return int(worker._blocks.statistics().hit_tokens + loaded * worker._blocks.block_tokens)
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:

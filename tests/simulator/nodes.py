@@ -9,6 +9,7 @@ from runtime.node.config import (
     Disaggregate,
     HandoverSection,
     HttpSection,
+    KvSection,
     NodeConfig,
     PoolPlacement,
     PoolSection,
@@ -24,13 +25,14 @@ POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "dec
 
 def config(
     *, prefill: int = 1, decode: int = 2, pools: int = 1, slots: int = 8, in_flight: int = 10_000,
-    disaggregate: Disaggregate = "always", placement: PoolPlacement = "own",
+    disaggregate: Disaggregate = "always", placement: PoolPlacement = "own", host_mib: int = 0,
 ) -> NodeConfig:  # fmt: skip
     return NodeConfig(
         http=HttpSection(max_in_flight=in_flight),
         prefill=PrefillSection(workers=prefill, slots=4, chunk_tokens=512),
         decode=DecodeSection(workers=decode, slots=slots),
         handover=HandoverSection(disaggregate=disaggregate),
+        kv=KvSection(host_mib=host_mib),
         pool=PoolSection(workers=pools, slots=4, prefill_target_s=0.02, placement=placement),
     )
 

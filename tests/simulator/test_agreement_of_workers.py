@@ -21,13 +21,14 @@ from runtime.testing.virtual_workers import run_workers, spans
 EXTEND_S = 10e-6  # 42 to 44 of them a query
 TIMES = ServiceTimes(
     prefill_pass_s=2e-3, prefill_token_s=100e-6, prefill_behind_s=50e-6, prefill_pair_s=10e-9, decode_step_s=2e-3,
-    decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, embed_s=1e-3, ring_s=5e-6,
-    extend_s=EXTEND_S, extend_slot_s=0.0,
+    decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, tier_block_s=0.0, embed_s=1e-3,
+    ring_s=5e-6, extend_s=EXTEND_S, extend_slot_s=0.0,
 )  # fmt: skip
 SECTIONS: dict[str, Any] = {
     "prefill": {"slots": 8, "chunk_tokens": 256},
     "decode": {"slots": 32, "probe_tokens": 64},
     "http": {"max_in_flight": 10_000},
+    "kv": {"host_mib": 0},
 }
 EVERY = 8
 BLOCK = 32  # tokens, of `model.kv_block_tokens`
@@ -95,12 +96,14 @@ def conversations(count: int = 150) -> list[Arrival]:
     return found
 
 
-@pytest.mark.parametrize("kv_blocks", [100, 512])
+@pytest.mark.parametrize(("kv_blocks", "host_mib"), [(100, 0), (100, 64), (512, 0)])
 @pytest.mark.parametrize(("disaggregate", "worker"), [("always", "prefill-0"), ("never", "decode-0")])
 def test_as_many_tokens_of_prompts_are_found_again_as_by_the_real_workers(
-    disaggregate: str, worker: str, kv_blocks: int, model: Path
+    disaggregate: str, worker: str, kv_blocks: int, host_mib: int, model: Path, tmp_path: Path
 ) -> None:
+    """Here, and in KV tiers: what blocks take there is nothing on the virtual clock."""
     sections = SECTIONS | {"handover": {"disaggregate": disaggregate}}
+    sections |= {"kv": {"host_mib": host_mib}, "node": {"run_dir": str(tmp_path / "run")}}
     sections["prefill"] = SECTIONS["prefill"] | {"kv_blocks": kv_blocks}
     requests = conversations()
     real = run_workers(model, TIMES, requests, search_s=43 * EXTEND_S, every=0, passages=False, **sections)

@@ -26,7 +26,7 @@ TIMES = ServiceTimes(
 
 
 def alone(*, disaggregate: Disaggregate = "always", kv_blocks: int = 0, slots: int = 4) -> Setup:
-    """A node of a worker of each role that retrieves nothing; `kv_blocks` of prefill."""
+    """A node of a worker of each role that retrieves nothing and has no KV tiers; `kv_blocks` of prefill."""
     node = config(decode=1, disaggregate=disaggregate)
     node = replace(node, prefill=replace(node.prefill, kv_blocks=kv_blocks, slots=slots))
     return replace(without_retrieval(setup(node=node)), times=TIMES)

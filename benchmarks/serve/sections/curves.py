@@ -8,11 +8,13 @@ have where they have GPUs.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from math import inf
 from operator import and_
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,8 +33,10 @@ from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
 
 _LOADS = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1)
+_OTHERS, _TRIES = 0.1, 3  # cores that others may use meanwhile, or it is done again; so often in all
 _SECONDS = 10.0
 _STAGES = ("queue", "admission", "prefill", "handover", "ttft", "tpot")
+T = TypeVar("T")
 Spans = dict[str, float]  # of a request, in s by stage; without any if it was not answered
 
 
@@ -48,16 +52,15 @@ def run(bench: Bench) -> Section:
         light_core=max(os.sched_getaffinity(0)),  # decode's
         handover={"disaggregate": "always"},
     ) as stand:
-        times = fitted(bench, stand, calibrate(stand.plan.config, ServiceTimes()))
+        base = calibrate(stand.plan.config, ServiceTimes())
+        times, _ = _least_disturbed(stand, lambda: fitted(bench, stand, base))
         kind = Kind(bench, stand)
         capacity = kind.told["capacity_per_s"]
         for load in _LOADS:
-            timed = kind.load(load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
-            before, begin_s = stand.used_s(), time.monotonic()
-            found = offer(stand.url, timed, kind.patience_s)
-            used = [now - then for now, then in zip(stand.used_s(), before, strict=True)]
             rate = f"{load * capacity:.1f}/s"
-            cores[rate] = [each / (time.monotonic() - begin_s) for each in used]
+            (timed, found), cores[rate] = _least_disturbed(
+                stand, partial(_play, kind, stand, load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
+            )
             both = {"real": [_told(outcome) for outcome in found], "simulated": _simulated(stand, times, timed, found)}
             kept[rate] = {}
             for name, spans in both.items():
@@ -72,7 +75,8 @@ def run(bench: Bench) -> Section:
         "curves",
         f"The share of the requests that keep TTFT {kind.ttft_s * 1e3:.0f} ms and TPOT {kind.tpot_s * 1e3:.1f} ms, "
         f"and the load at which {ATTAINMENT:.0%} do; one prefill and one decode worker, always apart. Who has waited "
-        f"{kind.patience_s:.1f} s hangs up, in reality.",
+        f"{kind.patience_s:.1f} s hangs up, in reality. "
+        f"Others used {max(used[2] for used in cores.values()):.2f} cores at most.",
     )
     section.measures = [
         Measure("real goodput", theirs, "requests/s"),
@@ -93,15 +97,36 @@ def run(bench: Bench) -> Section:
     return section
 
 
+def _play(
+    kind: Kind, stand: Stand, rate: float, seconds: float, seed: int
+) -> tuple[list[tuple[float, Body]], list[Outcome]]:
+    """Requests that no cache has the prompts of, whenever it is played; their outcomes."""
+    timed = kind.load(rate, seconds, seed)
+    return timed, offer(stand.url, timed, kind.patience_s)
+
+
+def _least_disturbed(stand: Stand, run: Callable[[], T]) -> tuple[T, list[float]]:
+    """What counts of some tries, and the cores that the models, the light processes and others used meanwhile."""
+    tries: list[tuple[T, list[float]]] = []
+    while not tries or (tries[-1][1][2] > _OTHERS and len(tries) < _TRIES):
+        before, begin_s = stand.used_s(), time.monotonic()
+        found = run()
+        passed_s = time.monotonic() - begin_s
+        tries.append((found, [(now - then) / passed_s for now, then in zip(stand.used_s(), before, strict=True)]))
+    return min(tries, key=lambda one: one[1][2])
+
+
 def _simulated(
     stand: Stand, times: ServiceTimes, timed: Sequence[tuple[float, Body]], found: Sequence[Outcome]
 ) -> list[Spans]:
-    """What the same requests take on the simulated node."""
+    """What the same requests take on the simulated node. They share nothing; their blocks are written to KV tiers."""
+    assert stand.plan.config.own_model is not None
+    tokens = stand.plan.config.own_model.kv_block_tokens
     begin = min(outcome.sent_s for outcome in found)
-    arrivals = [
-        Arrival(outcome.sent_s - begin, len(body["prompt"]), body["max_tokens"])
-        for (_, body), outcome in zip(timed, found, strict=True)
-    ]
+    arrivals = []
+    for number, ((_, body), outcome) in enumerate(zip(timed, found, strict=True)):
+        blocks = tuple(range(number << 16, (number << 16) + len(body["prompt"]) // tokens))
+        arrivals.append(Arrival(outcome.sent_s - begin, len(body["prompt"]), body["max_tokens"], blocks, tokens))
     setup = Setup(config=stand.plan.config, times=times, workload=Workload(retrieval=False))
     simulation = Simulation(setup, arrivals)
     simulation.run()

@@ -3,99 +3,41 @@
 Its loop looks around between two steps only, as the real one's does: what comes during a step, be it a hand-over, a
 probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
 steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
-a slot. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
-youngest row makes room and is computed again (there are no KV tiers here). The blocks of prompts are found again by
-others where the trace says which ones they share; rows are counted as if they shared none. A prompt that comes without
-KV is computed in chunks beside the steps of the others.
+a slot. What prefill has of a prompt is pulled while it computes the rest; in order "decode first" the prompt has its
+slot before. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
+youngest row makes room, and its KV is loaded from tiers later, or computed again. The blocks of prompts are found again
+by others where the trace says which ones they share; rows are counted as if they shared none. A prompt that comes
+without KV is computed in chunks beside the steps of the others, but for what tiers have of it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from runtime.node.config import DecodeSection
-from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
+from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report
 from runtime.simulator.events import NEVER_NS, Events, ns
+from runtime.simulator.kv.early import Earlies, Early
+from runtime.simulator.kv.prompt_blocks import PromptBlocks
+from runtime.simulator.kv.rows import KvRows
+from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode_batches import Batches
-from runtime.simulator.stages.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
-from runtime.simulator.traces import Arrival
-
-_SLICE_SHARE = 30  # a slice of KV takes a thirtieth of a step at most, as there
 
 
 @dataclass(slots=True, eq=False)
 class _HandOver:
-    """A prompt whose KV is pulled: `left_ns` of copying, which ends at `end_ns` once nothing interrupts it."""
+    """A prompt whose KV is pulled: `left_ns` of copying, which ends at `end_ns` once nothing interrupts it. `least_ns`:
+    it is loaded from tiers, by the loop itself, so much at least at a time."""
 
     request: SimRequest
     pulled: Callable[[], None]
     left_ns: int
     end_ns: int = 0
-
-
-class KvRows:
-    """The KV blocks of a worker's rows, held by production's block manager (no prefix is shared).
-
-    Rows are in the order in which they came. A row that has made room for others has no blocks, and keeps its place.
-    """
-
-    def __init__(self, blocks: int, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self.most_tokens = blocks * block_tokens
-        self._blocks = BlockManager(blocks, block_tokens, b"")
-        self._tables: dict[SimRequest, BlockTable | None] = {}
-
-    def __iter__(self) -> Iterator[SimRequest]:
-        return iter(self._tables)
-
-    @property
-    def available(self) -> int:
-        return self._blocks.available
-
-    def has_room(self, tokens: int, running: int) -> bool:
-        """Whether a row of `tokens` tokens can come, with one block left for each running row (as `decode.bridge`)."""
-        return self._blocks.blocks_for(tokens) + running <= self.available
-
-    def missing(self, wanted: Sequence[tuple[SimRequest, int]]) -> int:
-        """Blocks to take until each of these rows holds so many tokens."""
-        return sum(self._blocks.blocks_for(tokens) - len(self._held(row).blocks) for row, tokens in wanted)
-
-    def holds(self, row: SimRequest) -> bool:
-        return self._tables[row] is not None
-
-    def take(self, row: SimRequest, tokens: int) -> None:
-        """Blocks for a row that has none, a new one or one that comes back. Raises `OutOfBlocks`."""
-        table = BlockTable()
-        self._blocks.grow(table, tokens)
-        self._tables[row] = table
-
-    def grow(self, row: SimRequest, tokens: int) -> None:
-        """Raises `OutOfBlocks`."""
-        self._blocks.grow(self._held(row), tokens)
-
-    def youngest(self) -> SimRequest:
-        """The row that makes room next."""
-        return next(row for row in reversed(self._tables) if self._tables[row] is not None)
-
-    def give_up(self, row: SimRequest) -> None:
-        """The row makes room."""
-        self._blocks.close(self._held(row))
-        self._tables[row] = None
-
-    def end(self, row: SimRequest) -> None:
-        """The row is over."""
-        table = self._tables.pop(row)
-        if table is not None:
-            self._blocks.close(table)
-
-    def _held(self, row: SimRequest) -> BlockTable:
-        table = self._tables[row]
-        assert table is not None, "it holds blocks"
-        return table
+    least_ns: int = 0
 
 
 class SimDecode:
@@ -117,15 +59,19 @@ class SimDecode:
         self.name = name
         self._events, self._times = events, times
         self._report, self._finish = report, finish
-        self.offers: deque[tuple[SimRequest, Callable[[], None]]] = deque()
+        self.offers: deque[tuple[SimRequest, Callable[[], None], bool]] = deque()  # the last: announced
         self._pulling: deque[_HandOver] = deque()
         self._computing: deque[_HandOver] = deque()  # prompts without KV
         self._computed: list[SimRequest] = []  # whole with the step under way
         self._chunk_tokens = limits.chunk_tokens
         self._link_ns = ns(times.link_s)
-        self._slice_ns = 0 if limits.devices[0] != "cpu" else ns(slice_s)  # 0: copied beside the steps
+        self._load_slice_ns = ns(slice_s)
+        self._slice_ns = 0 if limits.devices[0] != "cpu" else self._load_slice_ns  # 0: copied beside the steps
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
+        self.early = Earlies(kv, prompts)
+        self._writes = WriteThrough(events, prompts, lambda: not self._runs) if prompts is not None else None
+        self._steps = 0  # of the batch, when it was last written beside them
         self.batch = batches.add(self._between, kv.most_tokens if kv is not None else NEVER_NS)
         self.batch.calls(kv is not None)
         self._requests: dict[int, SimRequest] = {}  # by row
@@ -137,24 +83,69 @@ class SimDecode:
 
     # ---- hand-over
 
+    def announce(self, request: SimRequest, has_room: Callable[[], None]) -> None:
+        """Keep room for a prompt that prefill is to compute then."""
+        self._events.after(self._link_ns, partial(self._take_in, request, has_room, announced=True))
+
     def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         if self._link_ns:
             self._events.after(self._link_ns, partial(self._offered, request, pulled))
         else:
             self._offered(request, pulled)
 
+    def wrote(self, request: SimRequest) -> None:
+        """Prefill has computed more of a prompt, and is not done with it yet."""
+        early = self.early.of(request, self._events.now_ns + self._link_ns)
+        if not early.held and not self.offers and self.early.take(early, len(self.batch), out=bool(self.batch.out)):
+            early.held = True
+        if not early.held:
+            return
+        early.there_ns = ns(self._times.copy_s(max(request.done_tokens - early.found_tokens, 0)))
+        if not self._slice_ns:  # beside the steps
+            begin_ns = max(early.end_ns, early.ready_ns, self.batch.boundary_ns())
+            self.link_busy_ns += early.there_ns - early.copied_ns
+            early.end_ns = begin_ns + early.there_ns - early.copied_ns
+            early.copied_ns = early.there_ns
+        elif early.there_ns > early.copied_ns:
+            self.batch.calls(True)
+            self._events.at(early.ready_ns, self.batch.poke)
+
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
-        self.offers.append((request, pulled))
+        if request in self.early.reserved:
+            early = self.early.pop(request)
+            assert early is not None, "it is reserved"
+            self._pulling.append(self._rest_of(early, pulled))
+            self.batch.calls(True)
+            self.batch.poke()
+            self._tell()
+        else:
+            self._take_in(request, pulled)
+
+    def _take_in(self, request: SimRequest, pulled: Callable[[], None], *, announced: bool = False) -> None:
+        self.offers.append((request, pulled, announced))
         self.batch.calls(True)
         if self._slice_ns or self._pulling or self.kv is not None:
             self.batch.poke()
         else:  # the loop sees it with the next step, and has nothing else to do than to begin the copy
             self._give_room()
-            if self._pulling:
+            if self._pulling and not self._pulling[0].least_ns:
                 self._begin(self._pulling[0], self.batch.boundary_ns())
-            if self._computing:
+            if self._computing or self._pulling:
                 self.batch.poke()
         self._tell()
+
+    def _rest_of(self, early: Early, pulled: Callable[[], None]) -> _HandOver:
+        """A prompt that is whole now, of which some is here."""
+        request, now = early.request, self._events.now_ns
+        took = ns(self._times.copy_s(max(request.arrival.prompt_tokens - early.found_tokens, 0)))
+        left = max(took - early.copied_ns, 0)
+        self.link_busy_ns += left
+        return _HandOver(request, pulled, left + max(early.end_ns - now, 0))
+
+    @property
+    def _runs(self) -> bool:
+        """Whether there is a batch that a copy would hold up."""
+        return bool(len(self.batch) or self.batch.joining)
 
     def _pull(self) -> None:
         """Give room to what is offered, and bring KV in."""
@@ -162,44 +153,85 @@ class SimDecode:
         while self._pulling and self._copy(self._pulling[0]):
             self._arrived(self._pulling.popleft())
             self._give_room()
-            if self._slice_ns and (len(self.batch) or self.batch.joining):
+            if self._slice_ns and self._runs:
                 return  # one between two steps
+        if self._slice_ns and not self._pulling:
+            self._pull_early()
+
+    def _pull_early(self) -> None:
+        """Copy some of the first prompt that is still computed and of which there is more."""
+        now = self._events.now_ns
+        early = self.early.first(now)
+        if early is None:
+            return
+        left = early.there_ns - early.copied_ns
+        if self._runs:
+            left = min(left, self._slice_ns, self.batch.step_ns() // BUSY_SHARE)
+            self.batch.lengthen(left / 1e9)
+        else:
+            early.end_ns = now + left
+            self._events.at(early.end_ns, self.batch.poke)
+        early.copied_ns += left
+        self.link_busy_ns += left
 
     def _give_room(self) -> None:
         while self.free and self.offers:
-            request, pulled = self.offers[0]
-            tokens = request.arrival.prompt_tokens
-            if not request.ended and not self._has_room(request.arrival):
+            request, pulled, announced = self.offers[0]
+            early = self.early.get(request) if not announced else None
+            if not request.ended and not (early is not None and early.held) and not self._has_room(request):
                 break
             self.offers.popleft()
+            if early is not None:
+                self.early.pop(request)
             if request.ended:
+                self.early.release(early)
                 self._events.after(0, pulled)
                 continue
             self.free -= 1
-            if self.kv is not None:
-                self.kv.take(request, tokens)
-            found = self.prompts.take(request) if self.prompts is not None else 0
-            if request.by_decode:
-                request.done_tokens = request.found_tokens = found
-                self._computing.append(_HandOver(request, pulled, 0))
+            if early is not None and early.held:
+                self._pulling.append(self._rest_of(early, pulled))
                 continue
-            took = ns(self._times.copy_s(tokens - found))
-            self.link_busy_ns += took
-            self._pulling.append(_HandOver(request, pulled, took))
+            found = self._take(request)
+            if announced:
+                self.early.reserve(request, found, self._events.now_ns)
+                self._events.after(0, pulled)
+            elif request.by_decode:
+                self._begin_prompt(request, pulled, found)
+            else:
+                took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
+                self.link_busy_ns += took
+                self._pulling.append(_HandOver(request, pulled, took))
 
-    def _has_room(self, arrival: Arrival) -> bool:
-        """Whether there are blocks for a prompt."""
-        if self.kv is not None and (self.batch.out or not self.kv.has_room(arrival.prompt_tokens, len(self.batch))):
-            return False  # who was here before comes first
-        return self.prompts is None or self.prompts.has_room(arrival)
+    def _take(self, request: SimRequest) -> int:
+        """Blocks for a prompt; how many of its tokens are here already."""
+        if self.kv is not None:
+            self.kv.take(request, request.arrival.prompt_tokens)
+        return self.prompts.take(request) if self.prompts is not None else 0
+
+    def _begin_prompt(self, request: SimRequest, pulled: Callable[[], None], found: int) -> None:
+        """A prompt without KV has room: what tiers have of it is loaded, the rest computed."""
+        request.done_tokens = request.found_tokens = found
+        if self.prompts is not None and (load_ns := self.prompts.begin_load(request)):
+            least_ns = self.prompts.tiers.costs.load_ns
+            self._pulling.append(_HandOver(request, pulled, load_ns, least_ns=least_ns))
+        else:
+            self._computing.append(_HandOver(request, pulled, 0))
+
+    def _has_room(self, request: SimRequest) -> bool:
+        """Whether there are blocks for a prompt; those of prompts that come early are given up for it."""
+        while self.batch.out or not self.early.has_room(request.arrival, len(self.batch)):
+            if self.batch.out or not self.early.give_up():
+                return False  # who was here before comes first
+        return True
 
     def _copy(self, handover: _HandOver) -> bool:
         """Go on with the first hand-over; whether all of it is here now."""
         now = self._events.now_ns
         if handover.end_ns:
             return handover.end_ns <= now
-        if self._slice_ns and (len(self.batch) or self.batch.joining):
-            copied = min(handover.left_ns, self._slice_ns, self.batch.step_ns() // _SLICE_SHARE)
+        if (self._slice_ns or handover.least_ns) and self._runs:
+            slice_ns = max(min(self._load_slice_ns, self.batch.step_ns() // BUSY_SHARE), handover.least_ns)
+            copied = min(handover.left_ns, slice_ns)
             handover.left_ns -= copied
             self.batch.lengthen(copied / 1e9)
             return handover.left_ns == 0
@@ -236,7 +268,9 @@ class SimDecode:
             seconds = self._times.prefill_s(request.done_tokens, tokens)
             request.done_tokens += tokens
             budget -= tokens
-            if not len(self.batch) and not self.batch.joining:
+            if self.prompts is not None:
+                self.prompts.computed(tokens, ns(seconds))
+            if not self._runs:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
                 self._begin(prompt, now)
                 break
@@ -245,8 +279,14 @@ class SimDecode:
                 self._computed.append(self._computing.popleft().request)
 
     def _arrived(self, handover: _HandOver) -> None:
+        request = handover.request
+        if handover.least_ns:
+            assert self.prompts is not None, "tiers have blocks of prompts"
+            request.done_tokens = request.found_tokens = self.prompts.end_load(request)
+            self._computing.append(_HandOver(request, handover.pulled, 0))
+            return
         handover.pulled()
-        self._joined(handover.request)
+        self._joined(request)
 
     def _joined(self, request: SimRequest) -> None:
         self._count_row_time()
@@ -273,18 +313,34 @@ class SimDecode:
             self._end(self._requests[row])
         if self.batch.out:
             self._bring_back()
-        if self.offers or self._pulling or self._computing or self._computed:
+        if self.offers or self._pulling or self._computing or self._computed or self.early:
             self._pull()
             self._compute()
-            computes = bool(self._computing or self._computed)
-            self.batch.calls(bool(self.offers or self._pulling or computes or self.kv is not None))
-        most = self._secure() if self.kv is not None else self.batch.most_steps
-        self.batch.go_on(1 if self._computing or self._computed or (self._pulling and self._slice_ns) else most)
+        steps, self._steps = self.batch.steps - self._steps, self.batch.steps
+        if self.kv is not None:
+            self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # of rows that make room
+        if self._writes is not None:
+            took_ns = self._writes.beside(steps * self.batch.step_ns())
+            if self._runs:
+                self.batch.lengthen(took_ns / 1e9)
+            else:
+                self._writes.idle()
+        comes = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
+        self.batch.calls(comes or self.kv is not None or (self._writes is not None and self._writes.unsaved))
+        most = self.kv.secure(self.batch, self._make_room) if self.kv is not None else self.batch.most_steps
+        sliced = self._pulling and (self._slice_ns or self._pulling[0].least_ns)
+        early = self._slice_ns and self.early.first(self._events.now_ns)
+        self.batch.go_on(1 if self._computing or self._computed or sliced or early else most)
 
     def expire(self, request: SimRequest) -> None:
         """Nobody waits for it any more."""
         if request.row >= 0:
             self.batch.expire(request.row)
+        elif (early := self.early.pop(request)) is not None:
+            self.free += early.reserved
+            self.early.release(early)
+            if self.offers:
+                self.batch.poke()
 
     def _end(self, request: SimRequest) -> None:
         self._count_row_time()
@@ -315,37 +371,25 @@ class SimDecode:
                 self._end(row)
                 continue
             self.kv.take(row, context)
-            self.batch.lengthen(self._times.prefill_s(0, context))
+            loaded = self.kv.come_back(row)
+            computed_s = self._times.prefill_s(loaded, context - loaded)
+            self.kv.tiers.computed(context - loaded, ns(computed_s))
+            self.batch.lengthen(computed_s)
+            self.batch.lengthen(self.kv.tiers.take_time_ns() / 1e9)
 
-    def _secure(self) -> int:
-        """Have blocks for the next steps of every row, the oldest first; how many steps they are for."""
+    def _make_room(self) -> None:
+        """Take blocks from a prompt that came early, or from the youngest row."""
         assert self.kv is not None
-        self.batch.take_in()
-        steps = min(self.batch.most_steps, self.kv.block_tokens)
-        wanted = self._wanted(steps)
-        if self.kv.missing(wanted) > self.kv.available:
-            steps, wanted = 1, self._wanted(1)
-        for row, tokens in wanted:
-            while self.batch.has(row.row):
-                try:
-                    self.kv.grow(row, tokens)
-                    break
-                except OutOfBlocks:
-                    self._preempt(self.kv.youngest())
-        return steps
-
-    def _wanted(self, steps: int) -> list[tuple[SimRequest, int]]:
-        """How many tokens each row of the batch will have so many steps on."""
-        assert self.kv is not None
-        return [(row, self.batch.context_after(row.row, steps)) for row in self.kv if self.batch.has(row.row)]
-
-    def _preempt(self, row: SimRequest) -> None:
-        assert self.kv is not None
+        if self.early.give_up():
+            return
+        row = self.kv.youngest()
         self.preemptions += 1
-        self.kv.give_up(row)
+        held = row.row >= 0  # else its hand-over is under way
+        self.kv.give_up(row, self.batch.context_after(row.row, 0) if held else 0)
+        self.batch.lengthen(self.kv.tiers.take_time_ns() / 1e9)
         if self.prompts is not None:
             self.prompts.release(row)
-        if row.row >= 0:  # else its hand-over is under way
+        if held:
             self.batch.make_room(row.row)
 
     # ---- what others see
@@ -353,7 +397,7 @@ class SimDecode:
     @property
     def rests(self) -> bool:
         """Whether it has nothing to do."""
-        return not self.offers and self.free == self.slots
+        return not self.offers and not self.early and self.free == self.slots
 
     @property
     def row_ns(self) -> int:

@@ -249,6 +249,11 @@ class Batch:
         return int(self._worker[at.BUSY])
 
     @property
+    def steps(self) -> int:
+        """That it has taken, in runs that are over."""
+        return int(self._worker[at.TAKEN])
+
+    @property
     def tokens(self) -> int:
         return int(self._worker[at.TOKENS])
 

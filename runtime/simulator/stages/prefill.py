@@ -1,7 +1,9 @@
 """A simulated prefill worker. As `runtime.serving.prefill`: receive → retrieve → prefill → offer.
 
 Its loop looks around between two passes only, as the real one's does: what comes during a pass, be it a request, its
-query's vector or its passages, is taken up when the pass is over.
+query's vector or its passages, is taken up when the pass is over. What KV tiers have of a prompt is loaded between
+passes; what a pass has computed of one is offered to decode while the rest is; and in order "decode first" a prompt
+waits until decode has room for it.
 """
 
 from bisect import insort
@@ -9,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 
 from runtime.node.config import PrefillSection
+from runtime.serving.kv.tiers import LOAD_NS
 from runtime.serving.messages import Report
 from runtime.serving.prefill.job import Disaggregation, turn_ns
 from runtime.simulator.events import Events, ns
+from runtime.simulator.kv.prompt_blocks import PromptBlocks
+from runtime.simulator.kv.write_through import WriteThrough
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
-from runtime.simulator.stages.prompt_blocks import PromptBlocks
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
@@ -54,12 +58,17 @@ class SimPrefill:
         disaggregation: Disaggregation,
         decodes: Batches,
         prompts: PromptBlocks | None = None,
+        wrote: Callable[[SimRequest], None] = lambda request: None,
+        announce: Callable[[SimRequest, Callable[[], None]], None] | None = None,
     ) -> None:
+        """`wrote`: told of prompts of which a pass has computed some; `announce`: asks decode for room before."""
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
         self._disaggregation, self._decodes = disaggregation, decodes
         self.prompts = prompts
+        self._wrote, self._announce = wrote, announce
+        self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
         self._ahead = 0  # tokens that wait or are being run
         self._embedder, self._embeds = Embedder(events, times.embed_s), 0  # texts that came since the last pass
         self._arrived: list[SimRequest] = []
@@ -137,54 +146,98 @@ class SimPrefill:
         request.turn_ns = turn_ns(request.received_ns, own, self._disaggregation.token_s)
         insort(self.waiting, request, key=_last_turn_first)
 
-    def _pass(self) -> None:
-        """One pass through the model, as long as there is anything to run."""
-        admitted = bool(self.free and self.waiting)
-        while self.free and self.waiting:
-            request = self.waiting[-1]
+    def _admit(self) -> bool:
+        """Give slots and blocks to who waits, in their turns; whether anybody has some now."""
+        if self._announce is not None:
+            for request in self.waiting[-self.slots :]:
+                if not request.announced and not request.ended:
+                    request.announced = True
+                    self._announce(request, partial(self._has_room, request))
+        admitted, place = False, len(self.waiting)
+        while self.free and place:
+            place -= 1
+            request = self.waiting[place]
+            if self._announce is not None and not request.has_room and not request.ended:
+                continue
             if not request.ended and self.prompts is not None and not self.prompts.has_room(request.arrival):
                 break
-            self.waiting.pop()
-            if not request.ended:
-                self.free -= 1
-                if self.prompts is not None:
-                    request.done_tokens = request.found_tokens = self.prompts.take(request)
-                    self._ahead -= request.found_tokens
-                request.begun_ns = self._events.now_ns + self._owed_ns
-                self._running.append(request)
-            else:
+            del self.waiting[place]
+            if request.ended:
                 self._ahead -= request.arrival.prompt_tokens
+                continue
+            admitted = True
+            self.free -= 1
+            if self.prompts is not None:
+                request.done_tokens = request.found_tokens = self.prompts.take(request)
+                self._ahead -= request.found_tokens
+                request.load_ns = self.prompts.begin_load(request)
+            request.begun_ns = self._events.now_ns + self._owed_ns
+            self._running.append(request)
+        return admitted
+
+    def _has_room(self, request: SimRequest) -> None:
+        """Decode keeps room for it."""
+        request.has_room = True
+        self._look()
+
+    def _load(self) -> int:
+        """Load some of what tiers have of the prompts that are run; how long that takes."""
+        took_ns = 0
+        for request in self._running:
+            if request.load_ns and self.prompts is not None:
+                loaded_ns = min(request.load_ns, max(LOAD_NS, self.prompts.tiers.costs.load_ns))
+                request.load_ns -= loaded_ns
+                took_ns += loaded_ns
+                if not request.load_ns:
+                    before = request.done_tokens
+                    request.done_tokens = request.found_tokens = self.prompts.end_load(request)
+                    self._ahead -= request.found_tokens - before
+        return took_ns
+
+    def _pass(self) -> None:
+        """One pass through the model, as long as there is anything to run."""
+        admitted = self._admit()
         if admitted:
             self._running.sort(key=_turn)
         embeds, self._embeds = self._embeds, 0
         self._be_busy(bool(self._running))
+        if self._writes is not None:
+            self._writes.beside()  # to make room
         if not self._running:
+            if self._writes is not None:
+                self._writes.idle()
             return
+        self._owed_ns += self._load() + (self._writes.left_ns if self._writes is not None else 0)
         budget, seconds = self._chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
         for request in self._running:
+            if request.load_ns:
+                continue
             tokens = min(request.arrival.prompt_tokens - request.done_tokens, budget)
             if budget == 0:
                 break
             chunks.append((request, tokens))
             seconds += self._times.prefill_s(request.done_tokens, tokens)
             budget -= tokens
-        seconds += self._times.prefill_pass_s + embeds * self._times.embed_core_s
+        seconds += self._times.prefill_pass_s * bool(chunks) + embeds * self._times.embed_core_s
         if self._times.prefill_beside > 1.0 and self._decodes.at_work:
             seconds *= self._times.prefill_beside
-        self._disaggregation.passed(self._chunk_tokens - budget, seconds)
+        if chunks:
+            self._disaggregation.passed(self._chunk_tokens - budget, seconds)
+            if self.prompts is not None:
+                self.prompts.computed(self._chunk_tokens - budget, ns(seconds))
         took = self._owed_ns + ns(seconds) + self._gpu.take_debt_ns()
         self._owed_ns = 0
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
-        self._events.after(took, partial(self._passed, chunks))
+        self._events.after(took, partial(self._passed, chunks, ns(seconds)))
 
     def _be_busy(self, busy: bool) -> None:
         if busy != self._busy:
             self._busy = self._gpu.model_busy = busy
             self._decodes.beside(1 if busy else -1)
 
-    def _passed(self, chunks: list[tuple[SimRequest, int]]) -> None:
+    def _passed(self, chunks: list[tuple[SimRequest, int]], took_ns: int) -> None:
         for request, tokens in chunks:
             request.done_tokens += tokens
             self.tokens += tokens
@@ -199,6 +252,10 @@ class SimPrefill:
                 self._running.remove(request)
                 request.prefilled_ns = self._events.now_ns
                 self._offer(request, partial(self._pulled, request))
+            else:
+                self._wrote(request)
+        if self._writes is not None:
+            self._writes.beside(took_ns)
         self._round()
         self._tell()
 

@@ -5,9 +5,12 @@ Run it on a machine that does nothing else. Fits take the fastest of some repeti
 Memory sizes, the ring and the embedder stay as they are in `base`.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,8 +27,12 @@ from runtime.simulator.times.calibrate_pool import loop_times
 from runtime.simulator.times.roofline import PassRoofline
 from runtime.simulator.times.service import ServiceTimes
 
+if TYPE_CHECKING:
+    from runtime.serving.kv.transport import KvArray
+
 _REPEAT = 3
 _SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, where the pool finds out by itself how many it has
+_TIER_BLOCKS = 16  # of KV, written and loaded
 _QUERIES = 256  # different ones that the pool's loop is asked
 
 Progress = Callable[[str], None]
@@ -126,6 +133,33 @@ def _starts(far: int) -> list[int]:
     return sorted({max(1, far // part) for part in (8, 2, 1)}) if far > 0 else []
 
 
+def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
+    """Blocks of the model written to a host tier, which lies where temporary files do, and loaded again."""
+    from runtime.serving.kv.blocks import BlockManager, BlockTable
+    from runtime.serving.kv.tier_files import FileTier
+    from runtime.serving.kv.tiers import Tiers
+
+    count, nbytes = min(_TIER_BLOCKS, kv.shape[2]), kv.nbytes // kv.shape[2]
+    blocks = BlockManager(kv.shape[2], 1, b"")
+    table = BlockTable()
+    blocks.grow(table, count)
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = Tiers([FileTier("host", Path(folder) / "kv", 8 * count * nbytes, nbytes, 1)], blocks, kv)
+        blocks.fill(table, range(count), count)
+        keys, written, loaded = list(table.chain), [], []
+        for key in keys:
+            begin = time.perf_counter()
+            tiers.write()
+            middle = time.perf_counter()
+            whole = tiers.load_block(key, 0)
+            assert whole, "it has just been written"
+            written.append(middle - begin)
+            loaded.append(time.perf_counter() - middle)
+        tiers.close()
+    write_s, load_s = median(written), median(loaded)
+    return replace(found, tier_block_s=0.0, tier_write_bytes_s=nbytes / write_s, tier_load_bytes_s=nbytes / load_s)
+
+
 def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
     from runtime.serving.kv.transport import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
@@ -178,6 +212,8 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
             copy.step()
         copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
         found = replace(found, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
+    if config.kv.host_mib or config.kv.disk_mib:
+        found = _tier_times(model.kv_array, found)
     return replace(
         found,
         prefill_pass_s=pass_s,

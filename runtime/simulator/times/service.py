@@ -15,6 +15,9 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `kv_token_bytes` | 131,072 | 32 layers · 2 · 8 heads · 128 · 2 bytes |
 | `link_bytes_s` | 3.6e11 | NVLink 4: 450 GB/s a direction, 80% of it |
 | `link_s` | 50 µs | from prefill's offer to decode's hands; an assumption |
+| `tier_block_s` | 50 µs | of a KV block written to a tier, or loaded: opening, renaming; measured by `calibrate` |
+| `tier_write_bytes_s` | 2e9 | the rest of writing, checksum and copies; measured on two CPU cores, not beside a GPU |
+| `tier_load_bytes_s` | 2e9 | the same of loading |
 | `frontend_s` | 0 | from the frontend's reading of a request to a prefill worker; measured by `benchmarks.serve` |
 | `prompt_s` | 0 | prefill's loop, for a request's passages and prompt; measured by `benchmarks.serve` |
 | `prefill_beside` | 1 | a pass while decode is at work too, over one while it is not; measured by `benchmarks.serve` |
@@ -67,6 +70,9 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_token_bytes: _Size = 131_072
     link_bytes_s: Annotated[float, Meta(gt=0)] = 3.6e11
     link_s: _Cost = 50e-6
+    tier_block_s: _Cost = 50e-6
+    tier_write_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
+    tier_load_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     frontend_s: _Cost = 0.0
     prompt_s: _Cost = 0.0
     prefill_beside: _Factor = 1.0
