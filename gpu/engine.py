@@ -24,7 +24,8 @@ class Backend(NamedTuple):
         extend(handle, report)
             Advance every running slot. Returns how many are done: report[0] extends were made, over report[1] slots
             more than are running, and from report[2] on stand pairs: a slot that is done, oldest first, and its
-            extends.
+            extends. Where slots go on by themselves, it returns when one is done, or with none; an extend was made
+            when slots have together made as many as are running, and may be none yet.
         harvest(handle, slot, ids, distances)
             Write a done slot's ids (int64) and distances (float32), nearest first. Returns how many there are.
         change(handle, slot, what)
@@ -32,6 +33,9 @@ class Backend(NamedTuple):
         restrict(handle, slot, allowed, passing)
             Let the query of a slot that was admitted since the last extend find only rows whose bits are set, uint64
             words at `allowed`, `passing` of them. They must stay until the slot is released.
+        hurry(handle, slot)
+            Have the query of a slot that was admitted since the last extend begun before others that do not hurry. 0
+            where every slot is advanced at once.
 
     Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
 
@@ -47,6 +51,7 @@ class Backend(NamedTuple):
     number: Callable[[str], int]
     restrict: int
     check: Callable[[], None] = lambda: None
+    hurry: int = 0
 
 
 class Engine(Protocol):

@@ -28,14 +28,16 @@ from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
 from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 
-# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, IDS: addresses of tables by number, the latter
-# of the collections' ids (0: row numbers). COLLECTIONS, SEARCHES, KEYS: addresses of what `gpu.cuda.passing` has.
-# LINES: the staged lines, LINE_BYTES each, as the host and as the device address them. COMMANDS: int64 [slots, 2], of
-# which PENDING are for the next launch; PLACES, int64 [slots]: one more than the place of a slot's command, 0: none.
-# RESULTS, PROGRESS, DOORBELL: pinned memory. GRAPHS: address of `LaunchGraphs.table`. REPLAY, LAUNCH, QUERY: the
-# driver's entry points. WRITE, ARGUMENTS: the kernel `write_slots` and addresses of its arguments. ARRIVED, and what it
-# takes: asked while a launch of several extends runs, 0: nobody is. TIME: two words for the clock. LAUNCHES and
-# TOTAL_EXTENDS so far; EXTENDS of the last launch, WAITED_NS for all. FAILURE: which call failed, and its CODE.
+# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, IDS: addresses of tables by number, the
+# latter of the collections' ids (0: row numbers). COLLECTIONS, SEARCHES, KEYS: addresses of what `gpu.cuda.passing`
+# has. LINES: the staged lines, LINE_BYTES each, as the host and as the device address them. COMMANDS: int64 [slots,
+# 2], of which PENDING are for the next launch; PLACES, int64 [slots]: one more than the place of a slot's command, 0:
+# none. RESULTS, PROGRESS, DOORBELL: pinned memory. GRAPHS: address of `LaunchGraphs.table`. REPLAY, LAUNCH, QUERY:
+# the driver's entry points. WRITE, ARGUMENTS: the kernel `write_slots` and addresses of its arguments. STAY: address
+# of what `gpu.cuda.resident` has; SEATS: of int64 [slots, SEAT_WORDS], what it knows of each slot: the first word,
+# IS_OUT, is whether the slot is the device's. ARRIVED, and what it takes: asked while a launch of several extends
+# runs, 0: nobody is. TIME: two words for the clock. LAUNCHES and TOTAL_EXTENDS so far; EXTENDS of the last launch,
+# WAITED_NS for all. FAILURE: which call failed, and its CODE.
 (
     TABLE,
     ACTIVE,
@@ -65,6 +67,8 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     QUERY,
     WRITE,
     ARGUMENTS,
+    STAY,
+    SEATS,
     ARRIVED,
     ARRIVED_ARGUMENT,
     TIME,
@@ -77,11 +81,13 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     WAITED_NS,
     FAILURE,
     CODE,
-) = range(40)
-HANDLE_WORDS = 40
+) = range(42)
+HANDLE_WORDS = 42
+IS_OUT, SEAT_WORDS = 0, 5
 
-NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS = range(6)
-"""What went wrong: a call of the driver; a launch that ended without a word; one that does not end."""
+NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS, LOST = range(7)
+"""What went wrong: a call of the driver; a launch that ended without a word; one that does not end; one that ended with
+fewer records than slots that it took."""
 
 _WORD = 0xFFFFFFFF
 _HEAD_WORDS = layout.SLOT.itemsize // 4
@@ -117,17 +123,17 @@ def _raw(own: Any, slot: int) -> Any:
 
 
 @compiled
-def _table(own: Any) -> Any:
+def table_of(own: Any) -> Any:
     return words_at(own[TABLE], STATES + own[SLOTS])
 
 
 @compiled
-def _compared(own: Any) -> Any:
+def compared_of(own: Any) -> Any:
     return among.compared_at(own[COLLECTIONS], own[SEARCHES], own[KEYS], own[SLOTS], own[MAX_K])
 
 
 @compiled
-def _active(own: Any) -> Any:
+def active_of(own: Any) -> Any:
     return carray(pointer(own[ACTIVE]), own[SLOTS], np.int32)
 
 
@@ -149,7 +155,8 @@ def _command(own: Any, slot: int, status: int, line: int) -> None:
 
 
 @compiled
-def _failed(own: Any, what: int, code: int) -> Any:
+def failed(own: Any, what: int, code: int) -> Any:
+    """False; what went wrong stays in the handle."""
     own[FAILURE], own[CODE] = what, code
     return False
 
@@ -163,7 +170,7 @@ def _write_slots(own: Any) -> Any:
         own[LAUNCH], (own[WRITE], grid, one, one, block, one, one, none, own[STREAM], own[ARGUMENTS], np.int64(0))
     )  # fmt: skip
     if code:
-        return _failed(own, LAUNCH_FAILED, code)
+        return failed(own, LAUNCH_FAILED, code)
     places, commands = words_at(own[PLACES], own[SLOTS]), words_at(own[COMMANDS], 2 * count)
     for i in range(count):
         places[commands[2 * i] & _WORD] = 0
@@ -172,15 +179,15 @@ def _write_slots(own: Any) -> Any:
 
 
 @compiled
-def _look_for_faults(own: Any, wanted: int, waited_ns: int) -> Any:
+def look_for_faults(own: Any, wanted: int, waited_ns: int) -> Any:
     """A launch takes long: whether it may still end."""
     code = call(own[QUERY], (own[STREAM],))
     if code == 0 and load_acquire(own[PROGRESS]) != wanted:
-        return _failed(own, SILENT, 0)
+        return failed(own, SILENT, 0)
     if code != 0 and code != NOT_READY:
-        return _failed(own, QUERY_FAILED, code)
+        return failed(own, QUERY_FAILED, code)
     if waited_ns > own[GIVE_UP_NS]:
-        return _failed(own, HANGS, 0)
+        return failed(own, HANGS, 0)
     return True
 
 
@@ -189,7 +196,7 @@ def _launch(own: Any, graph: int) -> Any:
     """Replay, and look at the pinned word until the launch has ended. Whether it did."""
     code = call(own[REPLAY], (graph, own[STREAM]))
     if code:
-        return _failed(own, REPLAY_FAILED, code)
+        return failed(own, REPLAY_FAILED, code)
     own[LAUNCHES] = wanted = (own[LAUNCHES] + 1) & _WORD
     asks = own[ARRIVED] != 0 and own[LIMIT] > 1
     begin = now = monotonic_ns(own[TIME])
@@ -202,7 +209,7 @@ def _launch(own: Any, graph: int) -> Any:
         now = monotonic_ns(own[TIME])
         if now >= look_at:
             look_at = now + own[LOOK_NS]
-            if not _look_for_faults(own, wanted, now - begin):
+            if not look_for_faults(own, wanted, now - begin):
                 return False
     store_release(own[DOORBELL], 0)
     total = load_acquire(own[PROGRESS] + 4)
@@ -215,39 +222,46 @@ def _launch(own: Any, graph: int) -> Any:
 # ---- the functions
 
 
-@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
-def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
+@compiled
+def take_in(own: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    """Prepare a query in the staged line of the slot that it gets, or INVALID."""
     if not 0 <= collection < MAX_COLLECTIONS:
         return INVALID
     form = words_at(own[FORMS] + 8 * FORM_FIELDS * collection, FORM_FIELDS)
     if form[DIM] == 0:
         return INVALID
-    table = _table(own)
+    table = table_of(own)
     slot = slot_changes.next_free(table)
     query = carray(pointer(vector), form[DIM], np.float32)
     line = carray(pointer(own[LINES] + slot * own[LINE_BYTES]), own[LINE_BYTES], np.uint8)
     if not write_query(query, form, line[4 * _HEAD_WORDS :]):
         return INVALID
-    compared = _compared(own)
+    compared = compared_of(own)
     degree = compared.collections[collection, DEGREE]
     among.begin(compared.slots[slot], collection, k, degree == 0)
     layout.write_head(_head(own, slot), own[NEXT_TICKET], collection, degree, k, top_m, width, patience)
     own[NEXT_TICKET] = own[NEXT_TICKET] % _WORD + 1
-    if degree:
-        _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
-    slot_changes.take(table, _active(own), slot)
+    slot_changes.take(table, active_of(own), slot)
     return slot
 
 
-@c_function("int64(int64, int64, int64, int64)")
-def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    compared, head = _compared(own), _head(own, slot)
+    slot = take_in(own, vector, collection, k, top_m, width, patience)
+    if slot != INVALID and not compared_of(own).slots[slot, SCANNING]:
+        _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
+    return slot
+
+
+@compiled
+def keep_to(own: Any, slot: int, allowed: int, passing: int) -> Any:
+    """Restrict a query. Whether the host compares its rows from now on."""
+    compared, head = compared_of(own), _head(own, slot)
     search = compared.slots[slot]
     search[ALLOWED], search[PASSING] = allowed, passing
     if search[SCANNING]:
-        return 0
+        return False
     about = compared.collections[np.int64(head[layout.COLLECTION_NUMBER])]
     length = walk_length(np.int64(head[layout.TOP_M]), passing, about[SIZE], own[MAX_K])
     if length:
@@ -255,6 +269,13 @@ def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
         head[layout.VISITED_BITS] = layout.visited_bits(length, about[DEGREE])
     else:
         search[SCANNING] = 1
+    return length == 0
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    if keep_to(own, slot, allowed, passing):
         _command(own, slot, _FREE, 0)
     return 0
 
@@ -275,6 +296,8 @@ def _compare(own: Any, compared: Any, slot: int) -> Any:
 def _walked(own: Any, compared: Any, slot: int) -> Any:
     """Whether a slot that the device searches is done: too little may have been found, and is compared then."""
     result, search = _result(own, slot), compared.slots[slot]
+    if words_at(own[SEATS] + 8 * SEAT_WORDS * slot, SEAT_WORDS)[IS_OUT]:
+        return False
     if load_acquire(result + _TICKET_OFFSET) != _head(own, slot)[layout.TICKET]:
         return False
     if search[ALLOWED] == 0:
@@ -286,10 +309,31 @@ def _walked(own: Any, compared: Any, slot: int) -> Any:
     return False
 
 
+@compiled
+def finish_done(own: Any, report: int) -> Any:
+    """Take what is done out of the active slots and into the report, after the two words that it begins with; rows that
+    the host compares are compared, an extend's. How many are done."""
+    table, active, compared = table_of(own), active_of(own), compared_of(own)
+    kept = done = 0
+    for i in range(table[ACTIVE_COUNT]):
+        slot = active[i]
+        scanning = compared.slots[slot, SCANNING]
+        if not (_compare(own, compared, slot) if scanning else _walked(own, compared, slot)):
+            active[kept] = slot
+            kept += 1
+            continue
+        slot_changes.finish(table, slot)
+        finished = words_at(report + 16 + 16 * done, 2)
+        finished[0], finished[1] = slot, load_acquire(_result(own, slot) + _EXTENDS_OFFSET)
+        done += 1
+    table[ACTIVE_COUNT] = kept
+    return done
+
+
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    table, active, told, compared = _table(own), _active(own), words_at(report, 2), _compared(own)
+    table, active, told, compared = table_of(own), active_of(own), words_at(report, 2), compared_of(own)
     count = table[ACTIVE_COUNT]
     if own[PENDING] and not _write_slots(own):
         return FAILED
@@ -307,26 +351,13 @@ def extend(handle: int, report: int) -> Any:
         if not _launch(own, buckets[2 * bucket + 1]):
             return FAILED
         told[0], told[1] = own[EXTENDS], buckets[2 * bucket] - walking
-    kept = done = 0
-    for i in range(count):
-        slot = active[i]
-        scanning = compared.slots[slot, SCANNING]
-        if not (_compare(own, compared, slot) if scanning else _walked(own, compared, slot)):
-            active[kept] = slot
-            kept += 1
-            continue
-        slot_changes.finish(table, slot)
-        finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, load_acquire(_result(own, slot) + _EXTENDS_OFFSET)
-        done += 1
-    table[ACTIVE_COUNT] = kept
-    return done
+    return finish_done(own, report)
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    compared, number = _compared(own), np.int64(_head(own, slot)[layout.COLLECTION_NUMBER])
+    compared, number = compared_of(own), np.int64(_head(own, slot)[layout.COLLECTION_NUMBER])
     search, about = compared.slots[slot], compared.collections[number]
     factor, offset = np.int64(about[FACTOR]).view(np.float64), np.int64(about[OFFSET]).view(np.float64)
     k, nodes, raw, names = search[WANTED], _nodes(own, slot), _raw(own, slot), words_at(own[IDS], MAX_COLLECTIONS)
@@ -346,8 +377,8 @@ def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
 @c_function("int64(int64, int64, int64)")
 def change(handle: int, slot: int, what: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
-    slot_changes.change(_table(own), _active(own), slot, what)
-    if _compared(own).slots[slot, SCANNING] and what != RELEASE:
+    slot_changes.change(table_of(own), active_of(own), slot, what)
+    if compared_of(own).slots[slot, SCANNING] and what != RELEASE:
         return 0  # the device knows nothing of it
     _command(own, slot, _PAUSED if what == PAUSE else _ACTIVE if what == RESUME else _FREE, 0)
     return 0

@@ -11,7 +11,6 @@ from gpu.cuda.upload import DeviceArrays, Progress, check_fits, device_arrays
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS
 
-_SHARED = ("results", "progress", "doorbell")  # in pinned memory; the rest is the device's alone
 _ALIGNMENT = 256
 
 
@@ -20,7 +19,8 @@ class BatchMemory:
 
     results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (read-only to the host while
     a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes], where the host writes a query
-    for its slot; commands: COMMAND [slots]. *_address: where the device sees them.
+    for its slot; commands: COMMAND [slots]. rings, goals, records: uint8, as the layout has them. *_address: where the
+    device sees them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BatchMemory:
         self._device: list[int] = []
         self._pinned: list[PinnedMemory] = []
         sizes = shape.array_bytes()
-        state = {name: nbytes for name, nbytes in sizes.items() if name not in _SHARED}
+        state = {name: nbytes for name, nbytes in sizes.items() if name not in layout.IN_PINNED_MEMORY}
         self._records = records = np.zeros(MAX_COLLECTIONS, layout.COLLECTION)
         arrays = {name: device_arrays(data) for name, data in collections.items()}
         needed = {f"{name}.{part}": one.nbytes for name, parts in arrays.items() for part, one in parts.items()}
@@ -53,8 +53,7 @@ class BatchMemory:
             self._collections_address = addresses["collections"]
             driver.copy_to_device(stream, addresses["collections"], records.view(np.uint8))
             driver.synchronise(stream)
-            shared = {name: self._allocate_pinned(sizes[name]) for name in _SHARED}
-            staging = self._allocate_pinned(shape.slots * shape.line_bytes)
+            shared = {name: self._allocate_pinned(sizes[name]) for name in layout.IN_PINNED_MEMORY}
             commands = self._allocate_pinned(shape.slots * layout.COMMAND.itemsize)
         except BaseException:
             self.close()
@@ -68,8 +67,9 @@ class BatchMemory:
         self.result_bytes = shape.result_bytes
         self.progress = shared["progress"].view.view(np.uint32)
         self.doorbell = shared["doorbell"].view.view(np.uint32)
-        self.lines = staging.view.reshape(shape.slots, shape.line_bytes)
-        self.lines_address = staging.address
+        self.lines = shared["lines"].view.reshape(shape.slots, shape.line_bytes)
+        self.lines_address = shared["lines"].address
+        self.rings, self.goals, self.records = (shared[name].view for name in ("rings", "goals", "records"))
         self.commands = commands.view.view(layout.COMMAND)
         self.commands_address = commands.address
 

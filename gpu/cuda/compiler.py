@@ -16,7 +16,7 @@ from gpu.cuda.layout import c_header
 from gpu.errors import DeviceError, DeviceUnavailable
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
-UNITS = ("staged.cu", "fused.cu")
+UNITS = ("staged.cu", "fused.cu", "resident.cu")
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d{2,3}[af]?\Z")
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}

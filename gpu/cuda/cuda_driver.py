@@ -136,6 +136,10 @@ class CudaDriver:
         result = cuda.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0)
         _checked("cuLaunchKernel", result)
 
+    def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
+        found = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes)
+        return int(_checked("cuOccupancyMaxActiveBlocksPerMultiprocessor", found))
+
     # ---- streams, events
 
     def create_stream(self) -> int:

@@ -130,6 +130,9 @@ class Driver(Protocol):
     ) -> None:
         """Run a kernel."""
 
+    def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
+        """Blocks of a kernel that a multiprocessor runs at a time."""
+
     # ---- streams, events
 
     def create_stream(self) -> int:

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.cpu.queries import checked, refusal
-from gpu.cuda import backend, layout
+from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
-from gpu.cuda.graphs import Form, Kernels, LaunchGraphs, buckets_of
+from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, buckets_of
 from gpu.cuda.handle import Handle
 from gpu.cuda.stage_times import StageTimes, time_stages
 from gpu.cuda.upload import DeviceArrays, Progress
@@ -38,8 +38,9 @@ def _function(address: int, arguments: int) -> Callable[..., int]:
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
 
 
-_admit, _extend, _harvest = _function(backend.admit, 7), _function(backend.extend, 2), _function(backend.harvest, 4)
-_change, _launch = _function(backend.change, 3), _function(backend.launch, 2)
+_harvest, _launch, _stop = _function(backend.harvest, 4), _function(backend.launch, 2), _function(resident.stop, 1)
+_BY_LAUNCHES = _function(backend.admit, 7), _function(backend.extend, 2), _function(backend.change, 3)
+_RESIDENT = _function(resident.admit, 7), _function(resident.extend, 2), _function(resident.change, 3)
 
 
 class CudaEngine:
@@ -49,7 +50,8 @@ class CudaEngine:
     no step synchronises.
 
     extends_per_launch: up to so many extends in one launch, which ends early when a slot is done, or when what was
-    given to `interrupt_when` rings the doorbell. form: see `gpu.cuda.graphs`.
+    given to `interrupt_when` rings the doorbell. form: see `gpu.cuda.graphs`. Resident blocks go on by themselves where
+    it is more than one; `extend` returns once a slot is done.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class CudaEngine:
         progress: Progress | None = None,
         fault_look_ns: int = _FAULT_LOOK_NS,
         give_up_ns: int = _GIVE_UP_NS,
+        life_us: int = LIFE_US,
     ) -> None:
         """image: the kernels, compiled for the device. progress: called with what is copied and the part that is done.
         fault_look_ns, give_up_ns: after which a launch has the driver asked whether it failed, and counts as hanging.
+        life_us: of a resident launch.
 
         Raises InvalidParams, OutOfDeviceMemory, DeviceError. The driver stays the caller's to close.
         """
@@ -95,12 +99,17 @@ class CudaEngine:
             self._memory = memory = BatchMemory(driver, self._stream, named, shape, progress)
             batch = layout.argument(memory.record)
             self._kernels = kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
-            self._graphs = LaunchGraphs(driver, self._stream, kernels, buckets_of(slots), form, extends_per_launch)
-            self.handle = own = Handle(driver, self._stream, memory, kernels, self._graphs, batch)
+            buckets = buckets_of(slots)
+            self._graphs = graphs = LaunchGraphs(
+                driver, self._stream, kernels, buckets, form, extends_per_launch, life_us
+            )
+            self._admit, self._extend, self._change = _RESIDENT if graphs.resident else _BY_LAUNCHES
+            self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
             self._slots = own.table
             for number, one in enumerate(data):
                 own.load(number, one)
+            memory.doorbell[0] = graphs.resident  # at which the launch ends
             for graph in own.graphs:  # with no slot active: what a first launch takes longer belongs to the start
                 if _launch(own.address, graph) < 0:
                     self._check()
@@ -179,6 +188,12 @@ class CudaEngine:
         return self._graphs.refused
 
     @property
+    def resident(self) -> bool:
+        """Whether blocks stay on the device."""
+        assert self._graphs is not None
+        return self._graphs.resident
+
+    @property
     def extends_per_launch(self) -> int:
         """The most extends of a launch: what was wanted, or 1 where the device cannot."""
         assert self._graphs is not None
@@ -187,6 +202,11 @@ class CudaEngine:
     def backend(self) -> Backend:
         """See `Engine.backend`."""
         own, number = self.handle, self._collections.number
+        if self.resident:
+            return Backend(
+                resident.admit, resident.extend, backend.harvest, resident.change, own.address, number,
+                resident.restrict, self._check, resident.hurry,
+            )  # fmt: skip
         return Backend(
             backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, backend.restrict,
             self._check,
@@ -208,9 +228,11 @@ class CudaEngine:
             self._check_shape(collection, data)
         if data.graph.shape[1]:  # rows without a graph are compared by the host
             if collection not in self._uploads:
+                self.stop()
                 self._uploads[collection] = self.batch_memory().upload(collection, data)
             if not self._uploads[collection].step():
                 return False
+            self.stop()
             self.batch_memory().load(number, data, self._uploads.pop(collection))
         self.handle.load(number, data)
         self._collections.add(collection, index)
@@ -228,11 +250,13 @@ class CudaEngine:
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
         if collection in self._uploads:
+            self.stop()
             self._uploads.pop(collection).close()
             return True
         number = self._collections.number(collection)
         if self.handle.searches(number):
             return False
+        self.stop()
         self.batch_memory().unload(number)
         self.handle.unload(number)
         self._collections.remove(collection)
@@ -248,7 +272,7 @@ class CudaEngine:
             vector = checked(vector[None], dim)[0]
         self._slots.next_free()
         asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
-        slot = _admit(self.handle.address, vector.ctypes.data, *asked)
+        slot = self._admit(self.handle.address, vector.ctypes.data, *asked)
         if slot == INVALID:
             raise refusal(vector, 0)
         return slot
@@ -258,7 +282,7 @@ class CudaEngine:
         self.batch_memory()
         if not self._slots.active_count:
             return np.empty(0, np.int32)
-        done = _extend(self.handle.address, self._report.ctypes.data)
+        done = self._extend(self.handle.address, self._report.ctypes.data)
         if done < 0:
             self._check()
         self.extends_made, self.padded_slots = self._report[:2].tolist()
@@ -281,17 +305,17 @@ class CudaEngine:
     def release(self, slot: int) -> None:
         """See `Engine.release`. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        self._change(slot, RELEASE)
+        self._change_slot(slot, RELEASE)
 
     def pause(self, slot: int) -> None:
         """See `Engine.pause`. Raises InvalidSlot unless the slot is running."""
         self._slots.expect(slot, SlotState.ACTIVE)
-        self._change(slot, PAUSE)
+        self._change_slot(slot, PAUSE)
 
     def resume(self, slot: int) -> None:
         """See `Engine.resume`. Raises InvalidSlot unless the slot is paused."""
         self._slots.expect(slot, SlotState.PAUSED)
-        self._change(slot, RESUME)
+        self._change_slot(slot, RESUME)
 
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Waits for the device if the query still runs. Raises InvalidSlot for a free slot."""
@@ -299,6 +323,9 @@ class CudaEngine:
         memory, compared = self.batch_memory(), self.handle.compared_extends(slot)
         if compared is not None:
             return compared
+        if self.resident:
+            self.stop()
+            return int(self.handle.seats[slot, resident.REACHED])
         ticket = memory.head(slot)[layout.TICKET]
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_head(slot)
@@ -319,6 +346,8 @@ class CudaEngine:
             if self._hangs:  # waiting for it, or freeing what it uses, would hang too: the process's end frees it
                 return
             with contextlib.suppress(DeviceError):  # a launch that failed must not keep the memory
+                if self._memory is not None and self._graphs is not None:
+                    self.stop()
                 self._driver.synchronise(stream)
             if self._graphs is not None:
                 self._graphs.close()
@@ -331,9 +360,17 @@ class CudaEngine:
             if self._own_driver:
                 self._driver.close()
 
-    def _change(self, slot: int, what: int) -> None:
+    def _change_slot(self, slot: int, what: int) -> None:
         self.batch_memory()
-        _change(self.handle.address, slot, what)
+        self._change(self.handle.address, slot, what)
+
+    def stop(self) -> None:
+        """End the launch of resident blocks, if one is under way; running queries go on with the next `extend`.
+
+        Device memory is allocated and freed while there is none. Raises DeviceError if one fails.
+        """
+        if self.resident and _stop(self.handle.address) < 0:
+            self._check()
 
     def _check(self) -> None:
         """Raise the DeviceError of what failed, if anything did."""
@@ -344,6 +381,8 @@ class CudaEngine:
         if failure == backend.SILENT:
             reported = self.batch_memory().progress[0]
             raise DeviceError(f"launch {wanted} ended, but only {reported} launches are reported")
+        if failure == backend.LOST:
+            raise DeviceError(f"launch {wanted} ended without a record of {code} of the queries that it took")
         if failure == backend.HANGS:
             self._hangs = True
             raise DeviceError(f"launch {wanted} has not ended within {words[backend.GIVE_UP_NS] / 1e9:g} s")

@@ -4,11 +4,12 @@ A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots amo
 launch is one extend by three kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
 doorbell rings: the same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
 with its own slot (`fused`). Fused is for buckets whose blocks all run at once, one on each multiprocessor; of more, the
-later ones would wait while the first go on.
+later ones would wait while the first go on. `resident` is one launch for all slots, whose blocks stay and take slots
+from rings (`gpu.cuda.resident`).
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -19,8 +20,12 @@ from gpu.cuda import layout
 from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
 
-Form = Literal["plain", "loop", "fused"]
+Form = Literal["plain", "loop", "fused", "resident"]
 BUCKETS = (1, 8, 32, 128, 512, 2048)
+LIFE_US = 1_000_000
+"""A resident launch ends after this long, whoever is there, and the next one goes on where it was."""
+_RESIDENT_THREADS = (layout.RESIDENT_THREADS, layout.RESIDENT_THREADS // 2)
+_PARTS = 8  # of the device's room for blocks, of which resident ones leave one to others
 
 
 def buckets_of(slots: int) -> tuple[int, ...]:
@@ -53,6 +58,7 @@ class Kernels:
         self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
         self._module = module
         self._fused: tuple[int, int] | None = None  # the kernel and its shared memory
+        self._resident = 0
 
     def load_fused(self, limit: int) -> None:
         """The fused kernel for launches of so many extends: of several, with visited tables in shared memory.
@@ -89,6 +95,30 @@ class Kernels:
         arguments = (self._batch, ctypes.c_uint32(limit))
         return Stage(layout.EXTEND_FUSED.name, kernel, bucket, layout.FUSED_THREADS, arguments, shared_bytes)
 
+    def resident_stage(self, life_us: int) -> Stage:
+        """Blocks that stay: one a slot, but for those for which a part of the device is to be left free.
+
+        They have as many threads as they can without being fewer. Raises DeviceError where a block cannot have as much
+        shared memory as it needs.
+        """
+        kernel, shape, driver = layout.EXTEND_RESIDENT, self._shape, self._driver
+        shared_bytes = shape.resident_shared_bytes
+        if not self._resident:
+            self._resident = driver.kernel(self._module, kernel.name, shared_bytes)
+
+        def room(threads: int) -> int:
+            blocks = driver.resident_blocks(self._resident, threads, shared_bytes) * driver.multiprocessors
+            return blocks * (_PARTS - 1) // _PARTS
+
+        threads = next((one for one in _RESIDENT_THREADS if room(one) >= shape.slots), _RESIDENT_THREADS[-1])
+        blocks = min(shape.slots, room(threads))
+        if blocks == 0:
+            raise DeviceError(
+                f"there is no room for a block of {kernel.name} with {shared_bytes} bytes of shared memory"
+            )
+        numbers = kernel.argument_values(entries=shape.entries, life_us=life_us)
+        return Stage(kernel.name, self._resident, blocks, threads, (self._batch, *numbers), shared_bytes)
+
     def launch(self, stream: int, *stages: Stage) -> None:
         """One after the other."""
         for stage in stages:
@@ -101,11 +131,19 @@ class LaunchGraphs:
     """Captured launches for every bucket, made here and never again. `forms` has each bucket's form.
 
     form: every bucket's; None: `fused` up to as many slots as there are multiprocessors, for more `loop`, or `plain`
-    where `limit` is 1. Where a driver cannot capture it, the bucket gets plain replay.
+    where `limit` is 1. Where a driver cannot capture it, the bucket gets plain replay. Resident blocks are all buckets'
+    own; where the device has no room for one, it is as for None.
     """
 
     def __init__(
-        self, driver: Driver, stream: int, kernels: Kernels, buckets: Sequence[int], form: Form | None, limit: int
+        self,
+        driver: Driver,
+        stream: int,
+        kernels: Kernels,
+        buckets: Sequence[int],
+        form: Form | None,
+        limit: int,
+        life_us: int = LIFE_US,
     ) -> None:
         if form == "plain" and limit != 1:
             raise InvalidParams(f"a plain launch is one extend, not {limit}")
@@ -114,6 +152,10 @@ class LaunchGraphs:
         self.refused = ""  # why a form that was wanted could not be had
         self.forms: dict[int, Form] = {}
         self._graphs: dict[int, int] = {}
+        if form == "resident" and self._make_resident(life_us):
+            self.limit = limit
+            return
+        form = None if form == "resident" else form
         try:
             for bucket in self.buckets:
                 self._make(bucket, form or self._best(bucket, limit), limit)
@@ -121,6 +163,22 @@ class LaunchGraphs:
             self.close()
             raise
         self.limit = 1 if set(self.forms.values()) == {"plain"} else limit
+
+    def _make_resident(self, life_us: int) -> bool:
+        """Whether the device can."""
+        try:
+            stage = self._kernels.resident_stage(life_us)
+        except DeviceError as error:
+            self.refused = str(error)
+            return False
+        self.buckets = self.buckets[-1:]
+        self._graphs[self.buckets[0]] = self._captured(lambda: self._kernels.launch(self._stream, stage))
+        self.forms[self.buckets[0]] = "resident"
+        return True
+
+    @property
+    def resident(self) -> bool:
+        return set(self.forms.values()) == {"resident"}
 
     def _best(self, bucket: int, limit: int) -> Form:
         if bucket <= self._driver.multiprocessors:
@@ -145,8 +203,8 @@ class LaunchGraphs:
 
     def _capture(self, bucket: int, form: Form, limit: int) -> int:
         driver, stream = self._driver, self._stream
-        driver.begin_capture(stream)
-        try:
+
+        def launches() -> None:
             if form == "plain":
                 self._kernels.launch(stream, *self._kernels.stages(bucket))
             elif form == "fused":
@@ -155,6 +213,14 @@ class LaunchGraphs:
                 loop = driver.begin_while(stream)
                 self._kernels.launch(loop.stream, *self._kernels.stages(bucket, limit, loop.handle))
                 driver.end_while(loop)
+
+        return self._captured(launches)
+
+    def _captured(self, launches: Callable[[], None]) -> int:
+        driver, stream = self._driver, self._stream
+        driver.begin_capture(stream)
+        try:
+            launches()
         except DeviceError:
             driver.abandon_capture(stream)
             raise

@@ -10,7 +10,7 @@ from gpu.cpu.queries import Form
 from gpu.cpu.state import collection_table
 from gpu.cpu.tables import EXTENDS, FORM_FIELDS, SCANNING, K
 from gpu.cuda import backend as of
-from gpu.cuda import layout
+from gpu.cuda import layout, resident
 from gpu.cuda import passing as among
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
@@ -37,6 +37,12 @@ class Handle:
         self._compared = among.new_compared(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
         self._graphs = graphs.table()
         self._commands_address = np.array([memory.commands_address], np.uint64)
+        self.seats = np.zeros((slots, of.SEAT_WORDS), np.int64)
+        self._stay = np.zeros(resident.STAY_WORDS, np.int64)
+        self._stay[resident.AT_RINGS] = memory.rings.ctypes.data
+        self._stay[resident.AT_GOALS] = memory.goals.ctypes.data
+        self._stay[resident.AT_RECORDS] = memory.records.ctypes.data
+        self._stay[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
         self._alive: dict[int, tuple[IndexData, Form]] = {}
@@ -54,6 +60,8 @@ class Handle:
             of.RESULTS: memory.results,
             of.GRAPHS: self._graphs,
             of.ARGUMENTS: self._arguments,
+            of.STAY: self._stay,
+            of.SEATS: self.seats,
             of.TIME: self._time,
         }
         for word, array in arrays.items():

@@ -6,11 +6,12 @@ The kernels' C structs are written from the records below (`c_header`), so that 
     collections  COLLECTION [collections]              results   RESULT + nodes + distances [slots, result_bytes]
     slots        SLOT + prepared query [slots, line_bytes]        progress  PROGRESS
     keys         uint64 [slots, keys_stride]           doorbell  uint32: the host sets it, a launch ends at it
-    visited      uint32 [slots, visited_stride]        commands  COMMAND [any], and the staged lines they name
-    parents      uint32 [slots, MAX_SEARCH_WIDTH]
-    tasks        TASK [slots · slot_tasks]
-    distances    float32 [slots · slot_tasks]
-    counters     COUNTERS
+    visited      uint32 [slots, visited_stride]        lines     as slots: what the host asks for them
+    parents      uint32 [slots, MAX_SEARCH_WIDTH]      commands  COMMAND [any], and the lines they name
+    tasks        TASK [slots · slot_tasks]             rings     uint32 [RINGS, entries]: slots to be searched
+    distances    float32 [slots · slot_tasks]          goals     uint32 [slots]: extends that a query may come to
+    counters     COUNTERS                              records   RECORD [entries]: slots that left the device
+    queue        QUEUE, then uint32 [RINGS, entries]
 
 One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
 
@@ -20,11 +21,13 @@ One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
                         results of slots that are done; the last to leave
                         ends the extend
 
-or `extend_fused`, which does several extends of each slot in one block. Both leave the same state, bit for bit, and can
-take turns. `write_slots` admits, pauses, resumes and releases. Every slot that is not ACTIVE is left alone.
+or `extend_fused`, which does several extends of each slot in one block. `write_slots` admits, pauses, resumes and
+releases. Every slot that is not ACTIVE is left alone. Or it is `extend_resident`, whose blocks stay and take their next
+slots from `rings`; rings, goals, records and queue are that kernel's alone (gpu/kernels/resident.cu). All of them leave
+the same state, bit for bit, and can take turns.
 
-Before the first launch: `counters`, `slots`, `progress`, `results` and `doorbell` are zeros. Nothing else needs to be
-cleared: the first extend of a query clears its keys and its visited table.
+Before the first launch: all but `tasks`, `distances`, `keys`, `visited` and `parents` are zeros. Nothing else needs to
+be cleared: the first extend of a query clears its keys and its visited table.
 """
 
 import ctypes
@@ -54,12 +57,28 @@ GATHER_THREADS = 64  # a block of gather_tasks, each with two neighbours at once
 MERGE_THREADS = 32  # a block of merge_top_m: one warp, which waits for nobody
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
+RESIDENT_THREADS = 256  # a block of extend_resident, at most; more blocks of fewer have room at once
 WRITE_THREADS = 256  # a block of write_slots: a line of 4 KiB comes over the bus in one wait
 MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
-SCRATCH_BYTES = 160  # shared memory in front of the arrays, for a block's counts and parents
+SCRATCH_BYTES = 176  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
 _USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # of an engine without indexes, into which some may be loaded later
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
+RESIDENT_VISITED_BITS = 13
+"""Of a visited table in the resident form, at most: a block has it in shared memory. What it has no room for it
+forgets."""
+
+# An entry of a ring, and what a RECORD says of a slot: the slot in the lowest bits, one bit, and above these the lap,
+# the times that the ring has been gone round when the entry was written, from 1 to MAX_LAP and on with 1. So an entry
+# is there once it has the lap that is due.
+SLOT_BITS = 12
+RINGS = 2
+PREFILL_RING, DECODE_RING = range(RINGS)
+IS_NEW = 1 << SLOT_BITS  # of an entry: the host has a line for the slot, which the device has not
+IS_DONE = IS_NEW  # of a record: the query has a result
+LAP_SHIFT = SLOT_BITS + 1
+MAX_LAP = (1 << (32 - LAP_SHIFT)) - 1
+EVERY_DECODE = 8  # of so many entries that are taken, one is decode's if there is one
 
 COLLECTION = np.dtype(
     [
@@ -133,13 +152,33 @@ PROGRESS = np.dtype(
     [
         ("launches", np.uint32),  # SYNC POINT: launches that have ended, stored last, with release
         ("extends", np.uint32),  # extends that have ended, in all; of a fused launch the most that a slot took
-        ("unused", np.uint32, 14),
+        ("taken", np.uint32),  # entries of both rings that were taken, and
+        ("recorded", np.uint32),  # records that were written, when a resident launch ended
+        ("unused", np.uint32, 12),
+    ]
+)
+
+RECORD = np.dtype([("extends", np.uint32), ("slot", np.uint32)])
+"""A slot leaves the device: its query is done, or came to its goal, or the launch ends. `slot`, with IS_DONE and the
+lap, is stored last, with release: everything of the slot is there then."""
+
+QUEUE = np.dtype(
+    [
+        ("known", np.uint32, 2),  # entries of each ring that are in the device's copy, which follows
+        ("taken", np.uint32, 2),
+        ("looked", np.uint32),  # whether a block looks at the host's memory, for all
+        ("stop", np.uint32),  # whether blocks are to leave
+        ("records", np.uint32),  # that were begun
+        ("unused", np.uint32, 9),
     ]
 )
 
 COMMAND = np.dtype([("slot", np.uint32), ("status", np.uint32), ("line", np.uint64)])
 """What `write_slots` does to a slot: copy the staged line (line_bytes at a device-visible address), unless 0; then set
 the status. One launch holds at most one command a slot."""
+
+IN_PINNED_MEMORY = ("results", "progress", "doorbell", "lines", "rings", "goals", "records")
+"""Arrays of the batch that both sides see; the others are the device's alone."""
 
 BATCH = np.dtype(
     [
@@ -154,6 +193,11 @@ BATCH = np.dtype(
         ("results", np.uint64),
         ("progress", np.uint64),
         ("doorbell", np.uint64),
+        ("queue", np.uint64),
+        ("lines", np.uint64),
+        ("rings", np.uint64),
+        ("goals", np.uint64),
+        ("records", np.uint64),
         ("line_bytes", np.uint32),
         ("result_bytes", np.uint32),
         ("keys_stride", np.uint32),
@@ -171,6 +215,8 @@ _STRUCTS = {
     "Counters": COUNTERS,
     "Result": RESULT,
     "Progress": PROGRESS,
+    "Record": RECORD,
+    "Queue": QUEUE,
     "Command": COMMAND,
     "Batch": BATCH,
 }
@@ -189,6 +235,17 @@ _CONSTANTS = {
     "MERGE_THREADS": MERGE_THREADS,
     "DISTANCE_THREADS": DISTANCE_THREADS,
     "FUSED_THREADS": FUSED_THREADS,
+    "RESIDENT_THREADS": RESIDENT_THREADS,
+    "RESIDENT_VISITED_BITS": RESIDENT_VISITED_BITS,
+    "SLOT_BITS": SLOT_BITS,
+    "RINGS": RINGS,
+    "PREFILL_RING": PREFILL_RING,
+    "DECODE_RING": DECODE_RING,
+    "IS_NEW": IS_NEW,
+    "IS_DONE": IS_DONE,
+    "LAP_SHIFT": LAP_SHIFT,
+    "MAX_LAP": MAX_LAP,
+    "EVERY_DECODE": EVERY_DECODE,
     "WRITE_THREADS": WRITE_THREADS,
     "CHUNK_BYTES": CHUNK_BYTES,
     "MERGE_KEYS": MERGE_KEYS,
@@ -242,7 +299,15 @@ EXTEND_FUSED_NEAR = KernelSpec("extend_fused_near", FUSED_THREADS, EXTEND_FUSED.
 """The same, for launches of several extends, with each slot's visited table in its block's shared memory: it is copied
 there and back once a launch. Shared: `BatchShape.fused_near_shared_bytes`."""
 
-KERNELS = (WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED, EXTEND_FUSED_NEAR)
+EXTEND_RESIDENT = KernelSpec("extend_resident", RESIDENT_THREADS, (("entries", np.uint32), ("life_us", np.uint32)))
+"""Grid: any; a block searches one slot at a time. Shared: `BatchShape.resident_shared_bytes`. `entries`: of a ring, and
+of the records. Blocks leave, and the launch ends, `life_us` after they began or when the doorbell has rung; what they
+search is recorded as it is then."""
+
+KERNELS = (
+    WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED, EXTEND_FUSED_NEAR,
+    EXTEND_RESIDENT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -295,7 +360,17 @@ class BatchShape:
             "results": self.slots * self.result_bytes,
             "progress": PROGRESS.itemsize,
             "doorbell": 64,
+            "queue": QUEUE.itemsize + 4 * RINGS * self.entries,
+            "lines": self.slots * self.line_bytes,
+            "rings": 4 * RINGS * self.entries,
+            "goals": 4 * self.slots,
+            "records": RECORD.itemsize * self.entries,
         }
+
+    @property
+    def entries(self) -> int:
+        """Of a ring, and of the records, a power of two: each slot has one at most, and a warp looks at 32."""
+        return max(_power_of_two(self.slots), 32)
 
     @property
     def gather_shared_bytes(self) -> int:
@@ -316,6 +391,11 @@ class BatchShape:
     def fused_near_shared_bytes(self) -> int:
         """That, and a visited table."""
         return self.fused_shared_bytes + 4 * self.visited_stride
+
+    @property
+    def resident_shared_bytes(self) -> int:
+        """As fused, with a visited table of the size that it is in this form."""
+        return self.fused_shared_bytes + 4 * min(self.visited_stride, 1 << RESIDENT_VISITED_BITS)
 
     def record(self, addresses: dict[str, int]) -> npt.NDArray[Any]:
         """The BATCH, [1], over arrays at these addresses (by their names in BATCH)."""

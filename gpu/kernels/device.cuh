@@ -47,6 +47,33 @@ __device__ inline uint32 load_system(const uint32* address) {
     return value;
 }
 
+// The same, and what its writer stored before a release store of it is there afterwards.
+__device__ inline uint32 load_acquire_system(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// A word of device memory that other blocks may write at any time.
+__device__ inline uint32 load_relaxed(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void store_relaxed(uint32* address, uint32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Nanoseconds, by the same clock in every block.
+__device__ inline uint64 clock_ns() {
+    uint64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+// Leave the multiprocessor to other warps for about half a microsecond.
+__device__ inline void rest() { __nanosleep(500); }
+
 // SYNC POINT: whoever in the system reads this value with acquire sees all that was written before.
 __device__ inline void store_release_system(uint32* address, uint32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -24,6 +24,7 @@ struct GatherScratch {
 __device__ inline void copy_visited(uint32* target, const uint32* source, uint32 bits) {
     const uint4* from = reinterpret_cast<const uint4*>(source);
     uint4* to = reinterpret_cast<uint4*>(target);
+#pragma unroll 1
     for (uint32 i = threadIdx.x; i < (1u << bits) / 4; i += blockDim.x) to[i] = from[i];
 }
 

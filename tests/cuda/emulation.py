@@ -27,7 +27,7 @@ import pytest
 
 from gpu.cuda.compiler import kernel_source
 from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
-from gpu.cuda.layout import KERNELS
+from gpu.cuda.layout import EXTEND_RESIDENT, KERNELS
 from gpu.errors import DeviceError
 from tests.cuda.entry_points import CalledBack
 
@@ -47,7 +47,7 @@ _FLAGS = (
     "-Wall",
     "-Wno-unknown-pragmas",
 )
-_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS".split()  # noqa: SIM905
+_ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST".split()  # noqa: SIM905
 _KIND = {name: number for number, name in enumerate(_ORDERS)}
 _HEAD = struct.Struct("<IIQQQ")
 _NAMES = [kernel.name for kernel in KERNELS]
@@ -149,6 +149,7 @@ class EmulatedDriver:
         self._pinned: dict[int, mmap.mmap] = {}
         self._captures: dict[int, list[bytes]] = {}
         self._graphs: dict[int, bytes] = {}
+        self._stays: set[int] = set()  # streams, and graphs, of a kernel that stays
         self._events: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
         self._called_back = CalledBack(self)
@@ -219,7 +220,17 @@ class EmulatedDriver:
         for argument in arguments:
             raw = bytes(argument)
             data += [struct.pack("<Q", len(raw)), raw.ljust(-(-len(raw) // 8) * 8, b"\0")]
-        self._put(stream, _order("LAUNCH", data=b"".join(data)))
+        stays = _NAMES[kernel - 1] == EXTEND_RESIDENT.name
+        if stays:
+            self._stays.add(stream)
+        self._put(stream, _order("STAY" if stays else "LAUNCH", data=b"".join(data)))
+
+    def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
+        return 2
+
+    def act_as_host(self, batch: Argument, entries: int, slots: int, lines: int) -> None:
+        """In the device's process, have blocks that stay answer queries whose lines are at an address."""
+        self._send(_order("HOST", entries, slots, lines, bytes(batch)))
 
     def waits(self) -> int:
         """Barriers that blocks have passed so far."""
@@ -233,11 +244,13 @@ class EmulatedDriver:
     def destroy_stream(self, stream: int) -> None: ...
 
     def idle(self, stream: int) -> bool:
+        if stream in self._stays:
+            return bool(self._ask(_order("AWAY")))
         self.synchronise(stream)
         return True
 
     def synchronise(self, stream: int) -> None:
-        self._ask(_order("SYNCHRONISE"))
+        self._ask(_order("SYNCHRONISE", stream in self._stays))
 
     def create_event(self) -> int:
         return next(self._numbers)

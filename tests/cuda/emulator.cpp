@@ -1,8 +1,9 @@
 // A device in a process of its own: orders come on standard input, answers go to standard output, faults to standard
-// error. Orders are carried out one after another; only those that ask for something are answered. Behind the kernels'
-// text and `run_kernel`, which emulation.py writes.
+// error. Orders are carried out one after another; only those that ask for something are answered. A kernel that stays
+// goes on meanwhile, on threads of its own. Behind the kernels' text and `run_kernel`, which emulation.py writes.
 //
 // An order: uint32 kind, uint32 bytes that follow, three uint64.
+#include <atomic>
 #include <cinttypes>
 #include <string>
 #include <thread>
@@ -25,7 +26,10 @@ enum Kind : uint32_t {
     LOOP,
     END_LOOP,
     SYNCHRONISE,
-    WAITS
+    WAITS,
+    STAY,
+    AWAY,
+    HOST
 };
 
 struct Order {
@@ -57,34 +61,111 @@ bool next(Work& work) {
     return read_all(work.data.data(), work.data.size());
 }
 
-void launch(const Work& work, emulated::Block& block) {
+// A launch, which may outlive the order.
+struct Launch {
     LaunchHead head;
-    std::memcpy(&head, work.data.data(), sizeof head);
+    std::vector<unsigned char> data;
     std::vector<const void*> arguments;  // each as uint64 bytes, then the bytes in whole words
-    for (size_t at = sizeof head; at < work.data.size();) {
-        uint64_t bytes;
-        std::memcpy(&bytes, work.data.data() + at, sizeof bytes);
-        arguments.push_back(work.data.data() + at + sizeof bytes);
-        at += sizeof bytes + (bytes + 7) / 8 * 8;
+    std::function<void()> kernel;
+
+    explicit Launch(const Work& work) : data(work.data) {
+        std::memcpy(&head, data.data(), sizeof head);
+        for (size_t at = sizeof head; at < data.size();) {
+            uint64_t bytes;
+            std::memcpy(&bytes, data.data() + at, sizeof bytes);
+            arguments.push_back(data.data() + at + sizeof bytes);
+            at += sizeof bytes + (bytes + 7) / 8 * 8;
+        }
+        kernel = [this] { run_kernel(head.kernel, arguments.data()); };
     }
-    const std::function<void()> kernel = [&] { run_kernel(head.kernel, arguments.data()); };
-    const auto run = [&](emulated::Block& runner, unsigned number) {
+
+    void run(emulated::Block& runner, unsigned number) const {
         emulated::running = &runner;
         emulated::blocks.x = head.blocks;
         emulated::threads.x = head.threads;
         emulated::block.x = number;
         runner.run(head.threads, head.shared_bytes, kernel);
-    };
+    }
+};
+
+// The blocks of one launch, each a thread.
+class Threads {
+public:
+    void start(const Work& work, emulated::Block& block) {
+        launch_.reset(new Launch(work));
+        const unsigned count = launch_->head.blocks;
+        while (runners_.size() < count) runners_.emplace_back(new emulated::Block(runners_.size() + block.seed()));
+        left_ = count;
+        for (unsigned number : block.shuffled(count))
+            started_.emplace_back([this, number] {
+                launch_->run(*runners_[number], number);
+                left_--;
+            });
+    }
+    bool away() const { return left_ == 0; }
+    void join() {
+        for (std::thread& thread : started_) thread.join();
+        started_.clear();
+    }
+
+private:
+    std::unique_ptr<Launch> launch_;
+    std::vector<std::unique_ptr<emulated::Block>> runners_;
+    std::vector<std::thread> started_;
+    std::atomic<unsigned> left_{0};
+};
+
+Threads& resident() {
+    static Threads threads;
+    return threads;
+}
+
+void launch(const Work& work, emulated::Block& block) {
 #ifdef __SANITIZE_THREAD__  // all at once
-    static std::vector<std::unique_ptr<emulated::Block>> runners;
-    while (runners.size() < head.blocks) runners.emplace_back(new emulated::Block(runners.size() + block.seed()));
-    std::vector<std::thread> started;
-    for (unsigned number : block.shuffled(head.blocks))
-        started.emplace_back([&, number] { run(*runners[number], number); });
-    for (std::thread& thread : started) thread.join();
+    static Threads threads;
+    threads.start(work, block);
+    threads.join();
 #else
-    for (unsigned number : block.shuffled(head.blocks)) run(block, number);
+    const Launch launch(work);
+    for (unsigned number : block.shuffled(launch.head.blocks)) launch.run(block, number);
 #endif
+}
+
+// The host's part for blocks that stay, in the device's process, where the sanitizer sees both sides: slots 0 … are asked
+// for, their lines taken from `lines`; every second one is to stop after two extends, and then goes on.
+void act_as_host(const Batch& batch, uint32 entries, uint32 slots, const unsigned char* lines) {
+    uint32 pushed[RINGS] = {}, seen = 0, done = 0;
+    const auto store = [](uint64 address, uint64 index, uint32 value, int order) {
+        __atomic_store_n(reinterpret_cast<uint32*>(address) + index, value, order);
+    };
+    const auto push = [&](uint32 slot, uint32 goal, uint32 is_new) {
+        const uint32 ring = slot % RINGS, position = pushed[ring]++;
+        store(batch.goals, slot, goal, __ATOMIC_RELAXED);
+        const uint32 entry = (position / entries % MAX_LAP + 1) << LAP_SHIFT | is_new | slot;
+        store(batch.rings, ring * entries + position % entries, entry, __ATOMIC_RELEASE);
+    };
+    for (uint32 slot = 0; slot < slots; slot++) {
+        const uint64 at = uint64(slot) * batch.line_bytes;
+        std::memcpy(reinterpret_cast<void*>(batch.lines + at), lines + at, batch.line_bytes);
+        push(slot, slot % 2 ? 2 : ~0u, IS_NEW);
+    }
+    std::vector<unsigned char> result(batch.result_bytes);
+    while (done < slots) {
+        const Record* record = reinterpret_cast<const Record*>(batch.records) + seen % entries;
+        const uint32 word = __atomic_load_n(&record->slot, __ATOMIC_ACQUIRE), slot = word & ((1u << SLOT_BITS) - 1);
+        if (word >> LAP_SHIFT != seen / entries % MAX_LAP + 1) {
+            for (uint32 running = 0; running < slots; running += 2) store(batch.goals, running, ~0u, __ATOMIC_RELAXED);
+            std::this_thread::yield();
+            continue;
+        }
+        seen++;
+        if (record->extends == 0) emulated::fault("a record of no extends");
+        if (!(word & IS_DONE)) push(slot, ~0u, 0);
+        else done++;
+        std::memcpy(result.data(), reinterpret_cast<void*>(batch.results + uint64(slot) * batch.result_bytes),
+                    word & IS_DONE ? batch.result_bytes : 0);
+    }
+    store(batch.doorbell, 0, 1, __ATOMIC_RELAXED);
 }
 
 void carry_out(const Work& work, emulated::Block& block) {
@@ -97,7 +178,9 @@ void carry_out(const Work& work, emulated::Block& block) {
             std::memset(memory, 0xA5, order.a);
             return answer(reinterpret_cast<uint64_t>(memory));
         }
-        case FREE_MEMORY: return std::free(target);
+        case FREE_MEMORY:  // waits for all that runs, as a driver does
+            resident().join();
+            return std::free(target);
         case WRITE: std::memcpy(target, work.data.data(), work.data.size()); return;
         case READ: return answer(target, order.b);
         case COPY: std::memmove(target, reinterpret_cast<void*>(order.b), order.c); return;
@@ -111,7 +194,19 @@ void carry_out(const Work& work, emulated::Block& block) {
         }
         case UNMAP: munmap(target, order.b); return;
         case LAUNCH: return launch(work, block);
-        case SYNCHRONISE: return answer(0);
+        case STAY:
+            resident().join();
+            return resident().start(work, block);
+        case AWAY: return answer(resident().away());
+        case HOST: {
+            Batch batch;
+            std::memcpy(&batch, work.data.data(), sizeof batch);
+            const uint32 slots = static_cast<uint32>(order.b);
+            return act_as_host(batch, static_cast<uint32>(order.a), slots, reinterpret_cast<unsigned char*>(order.c));
+        }
+        case SYNCHRONISE:
+            if (order.a) resident().join();
+            return answer(0);
         case WAITS: return answer(block.waits());
         default: emulated::fault("an order that there is not");
     }

@@ -278,6 +278,10 @@ WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
     self.to_scheduler(own, true);
 }
 
+inline int planted() {
+    static const char* text = std::getenv("PLANTED_FAULT");
+    return text == nullptr ? -1 : std::atoi(text);
+}
 inline unsigned char* shared_memory() { return running->shared(); }
 inline int block_barrier(int value, int line) { return running->barrier(value, line); }
 inline uint64_t warp_exchange(Exchange kind, unsigned mask, uint64_t value, int operand) {

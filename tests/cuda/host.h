@@ -2,7 +2,8 @@
 // resumed in a seeded random order; blocks run one after another, in random order too. Included in front of the
 // kernels' own text.
 //
-// Under the thread sanitizer each block is a thread of the process, and blocks run at once. Atomic operations are relaxed,
+// Blocks that stay (extend_resident) are threads of the process, which run at once and beside what else the device is
+// asked for. Under the thread sanitizer all blocks are threads. Atomic operations are relaxed,
 // as on a device, and order nothing by themselves; fences do, as tsan.h has it. So what one block reads of another's must
 // have gone through a fence, an atomic word and a fence, or the sanitizer reports a race. Within a block it sees none.
 //
@@ -16,6 +17,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
+
+#include <sched.h>
 
 using std::max;
 using std::min;
@@ -47,6 +51,7 @@ void maybe_yield();
 void before_atomic(void* address);
 void after_atomic(const void* address);
 void fence();
+int planted();  // the number of a fault that a test has planted beside others, -1: none
 
 template <class T>
 uint64_t bits_of(T value) {
@@ -153,6 +158,24 @@ inline unsigned load_system(const unsigned* address) {
 }
 inline void store_release_system(unsigned* address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
+}
+inline unsigned load_acquire_system(const unsigned* address) {
+    sched_yield();  // over the bus it takes a while
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+inline unsigned load_relaxed(const unsigned* address) { return load_system(address); }
+inline void store_relaxed(unsigned* address, unsigned value) {
+    emulated::before_atomic(address);
+    __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+inline unsigned long long clock_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return 1000000000ull * time.tv_sec + time.tv_nsec;
+}
+inline void rest() {
+    const timespec while_others_work = {0, 20000};
+    nanosleep(&while_others_work, nullptr);
 }
 inline float reciprocal(unsigned value) { return 1.0f / static_cast<float>(value); }
 inline void set_condition(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }

@@ -154,6 +154,9 @@ class RecordingDriver:
 
     # ---- streams, events
 
+    def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
+        return 2048 // threads
+
     def create_stream(self) -> int:
         stream = self._number()
         self.streams.add(stream)

@@ -39,12 +39,12 @@ class Workbench:
         self._owners: dict[int, int] = {}
         addresses = {}
         for name, nbytes in self.shape.array_bytes().items():
-            if name in ("results", "progress", "doorbell"):
+            if name in layout.IN_PINNED_MEMORY:
                 self.__dict__[name] = memory = driver.allocate_pinned(nbytes)
                 addresses[name] = memory.address
             else:
                 addresses[name] = driver.allocate(nbytes)
-        for name in ("slots", "counters"):
+        for name in ("slots", "counters", "queue"):
             driver.fill(self.stream, addresses[name], 0, self.shape.array_bytes()[name] // 4)
         addresses["collections"] = self._upload(np.concatenate([self._collection(one) for one in self.indexes]))
         self.addresses = addresses
@@ -76,6 +76,12 @@ class Workbench:
 
     def admit(self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int) -> None:
         """`head` replaces fields of the slot's head."""
+        self.command(slot, layout.ACTIVE, self.line(slot, query, params, collection, **head))
+
+    def line(
+        self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int
+    ) -> npt.NDArray[np.uint8]:
+        """What is asked of a slot, as the host stages it."""
         index = self.indexes[collection]
         self._tickets += 1
         self._owners[slot] = self._tickets
@@ -88,7 +94,7 @@ class Workbench:
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
         prepare(query[None], Form(index.rows), record)
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
-        self.command(slot, layout.ACTIVE, line)
+        return line
 
     def extend(self, team: int = 8, blocks: int = 3, bucket: int = 0) -> None:
         """One extend of the slots before `bucket`, stage by stage."""
@@ -115,6 +121,15 @@ class Workbench:
         shared_bytes = self.shape.fused_near_shared_bytes if near else self.shape.fused_shared_bytes
         self.launch(kernel, self.shape.slots, shared_bytes, *kernel.argument_values(limit=limit))
         self.driver.synchronise(self.stream)
+
+    def stay(self, blocks: int, life_us: int) -> None:
+        """Launch blocks that stay."""
+        numbers = layout.EXTEND_RESIDENT.argument_values(entries=self.shape.entries, life_us=life_us)
+        self.launch(layout.EXTEND_RESIDENT, blocks, self.shape.resident_shared_bytes, *numbers)
+
+    def upload(self, array: npt.NDArray[Any]) -> int:
+        """Copy an array to the device. Its address there."""
+        return self._upload(array)
 
     def slot(self, number: int) -> np.void:
         """The head of a slot's line as the device has it."""

@@ -13,7 +13,7 @@ from gpu.cuda.graphs import Form
 from gpu.errors import DeviceUnavailable
 from tests.cuda.emulation import EmulatedDriver, emulator
 
-FORMS: tuple[Form, ...] = ("plain", "loop", "fused")
+FORMS: tuple[Form, ...] = ("plain", "loop", "fused", "resident")
 
 
 @dataclass(frozen=True)

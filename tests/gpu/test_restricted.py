@@ -31,6 +31,7 @@ class Compiled:
             self._function(count, address)
             for count, address in zip((7, 2, 4, 3, 4), (*made[:4], made.restrict), strict=True)
         )
+        self.hurry = self._function(2, made.hurry)
         self._report = np.zeros(2 + 2 * slots, np.int64)
 
     @staticmethod

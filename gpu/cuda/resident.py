@@ -1,0 +1,286 @@
+"""The CUDA engine's functions for compiled loops where its blocks stay on the device (gpu/kernels/resident.cu).
+
+The host tells the device of a query by an entry in one of two rings, and of what is to become of it by its goal, the
+extends that it may come to: it pauses a query by a goal of 0, and makes it go on by a greater one. A slot is the
+device's from its entry to its record; in between the host writes its goal alone. Slots are given out by who calls this,
+as any engine's are, and the device takes from its rings what it has blocks for, what is to hurry first.
+
+With a limit of one extend a launch every active query gets an entry for each extend, whose end is waited for. With more
+a query has one entry, and goes on until it is done: `extend` returns when one is, or when something has arrived.
+
+A launch ends when its life is over, with slots recorded as they are then, and entries left in the rings; the next
+`extend` that needs it launches again. `stop` ends one at once: what allocates or frees device memory waits for it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from gpu import slot_changes
+from gpu.compiled import c_function, compiled
+from gpu.cpu.simd import pointer
+from gpu.cpu.tables import SCANNING
+from gpu.cuda.backend import (
+    ARRIVED,
+    ARRIVED_ARGUMENT,
+    DOORBELL,
+    EXTENDS,
+    FAILURE,
+    GRAPHS,
+    HANDLE_WORDS,
+    IS_OUT,
+    LAUNCHES,
+    LIMIT,
+    LOOK_NS,
+    LOST,
+    NO_FAILURE,
+    PROGRESS,
+    REPLAY,
+    REPLAY_FAILED,
+    SEAT_WORDS,
+    SEATS,
+    SLOTS,
+    STAY,
+    STREAM,
+    TIME,
+    WAITED_NS,
+    active_of,
+    compared_of,
+    failed,
+    finish_done,
+    keep_to,
+    look_for_faults,
+    table_of,
+    take_in,
+)
+from gpu.cuda.layout import DECODE_RING, IS_DONE, IS_NEW, LAP_SHIFT, MAX_LAP, PREFILL_RING, RECORD, SLOT_BITS
+from gpu.cuda.layout import PROGRESS as OF_PROGRESS
+from gpu.engine import FAILED, INVALID, RELEASE, RESUME
+from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
+from gpu.slots import ACTIVE_COUNT, STATES, SlotState
+
+# What this has beside the handle, int64. AT_RINGS, AT_GOALS, AT_RECORDS: pinned memory, as the layout has it, with
+# ENTRIES in each ring and among the records. STAYS: whether a launch is under way. OUT: slots that are the device's.
+# PUSHED: entries, of each ring; SEEN: records. ADVANCED: extends of single slots that no report has told of.
+AT_RINGS, AT_GOALS, AT_RECORDS, ENTRIES, STAYS, OUT, PUSHED, _, SEEN, ADVANCED = range(10)
+STAY_WORDS = 10
+# A seat, behind IS_OUT: whether the slot's line must still be fetched; whether it has a result; whether it is to be
+# begun before others; and the extends that its query has come to.
+NEW, DONE, HURRIES, REACHED = range(IS_OUT + 1, SEAT_WORDS)
+
+_WORD = 0xFFFFFFFF
+_SLOT_MASK = (1 << SLOT_BITS) - 1
+_ALL = _WORD  # no query comes to so many extends
+_ACTIVE = int(SlotState.ACTIVE)
+assert RECORD.names == ("extends", "slot")
+assert OF_PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # type: ignore[index]
+
+
+@compiled
+def _stay(own: Any) -> Any:
+    return words_at(own[STAY], STAY_WORDS)
+
+
+@compiled
+def _seat(own: Any, slot: int) -> Any:
+    return words_at(own[SEATS] + 8 * SEAT_WORDS * slot, SEAT_WORDS)
+
+
+@compiled
+def _set_goal(stay: Any, slot: int, goal: int) -> None:
+    store_release(stay[AT_GOALS] + 4 * slot, goal)
+
+
+@compiled
+def _push(own: Any, stay: Any, slot: int) -> None:
+    """Give a slot to the device."""
+    seat = _seat(own, slot)
+    ring = PREFILL_RING if seat[HURRIES] else DECODE_RING
+    position = stay[PUSHED + ring]
+    entry = (position // stay[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | (IS_NEW if seat[NEW] else 0) | slot
+    # SYNC POINT: whoever reads the entry with acquire sees the slot's line and goal.
+    store_release(stay[AT_RINGS] + 4 * (ring * stay[ENTRIES] + position % stay[ENTRIES]), entry)
+    stay[PUSHED + ring] = (position + 1) & _WORD
+    seat[NEW], seat[IS_OUT] = 0, 1
+    stay[OUT] += 1
+
+
+@compiled
+def _collect(own: Any, stay: Any) -> Any:
+    """Take back the slots that the device has recorded. How many active ones of them are done."""
+    table, done = table_of(own), 0
+    goals = carray(pointer(stay[AT_GOALS]), own[SLOTS], np.uint32)
+    while True:
+        record = stay[AT_RECORDS] + 8 * (stay[SEEN] % stay[ENTRIES])
+        # SYNC POINT: what the device wrote of the slot, result and state, is there.
+        word = load_acquire(record + 4)
+        if word >> LAP_SHIFT != stay[SEEN] // stay[ENTRIES] % MAX_LAP + 1:
+            return done
+        stay[SEEN] = (stay[SEEN] + 1) & _WORD
+        slot, extends = word & _SLOT_MASK, load_acquire(record)
+        seat = _seat(own, slot)
+        stay[ADVANCED] += extends - seat[REACHED]
+        seat[IS_OUT], seat[REACHED] = 0, extends
+        stay[OUT] -= 1
+        active = table[STATES + slot] == _ACTIVE
+        if word & IS_DONE:
+            seat[DONE] = 1
+            done += active
+        elif active and goals[slot] > extends:  # the launch has ended, or it was to pause, and then not
+            _push(own, stay, slot)
+
+
+@compiled
+def _over(own: Any, stay: Any) -> Any:
+    """Take note of the end of a launch. Whether all that it took is recorded."""
+    stay[STAYS] = 0
+    untaken = (stay[PUSHED] + stay[PUSHED + 1] - load_acquire(own[PROGRESS] + 8)) & _WORD
+    if load_acquire(own[PROGRESS] + 12) != stay[SEEN] or untaken != stay[OUT]:
+        return failed(own, LOST, stay[OUT] - untaken)
+    return True
+
+
+@compiled
+def _look(own: Any, stay: Any) -> Any:
+    """Take what is recorded, and launch if there is something to do and no launch to do it. How many active slots are
+    done; or FAILED."""
+    done = 0
+    if stay[STAYS] and load_acquire(own[PROGRESS]) == own[LAUNCHES]:  # records come before the word
+        done = _collect(own, stay)
+        if not _over(own, stay):
+            return FAILED
+    if stay[OUT] and not stay[STAYS]:
+        code = call(own[REPLAY], (words_at(own[GRAPHS], 2)[1], own[STREAM]))
+        if code:
+            failed(own, REPLAY_FAILED, code)
+            return FAILED
+        own[LAUNCHES] = (own[LAUNCHES] + 1) & _WORD
+        stay[STAYS] = 1
+    return done + _collect(own, stay)
+
+
+@compiled
+def _send(own: Any, stay: Any) -> Any:
+    """Goals and entries of the active slots. How many of them the device searches, and how many of these are done."""
+    table, active, compared = table_of(own), active_of(own), compared_of(own)
+    walking = done = 0
+    for i in range(table[ACTIVE_COUNT]):
+        slot = active[i]
+        if compared.slots[slot, SCANNING]:
+            continue
+        walking += 1
+        seat = _seat(own, slot)
+        if seat[DONE]:
+            done += 1
+            continue
+        _set_goal(stay, slot, seat[REACHED] + 1 if own[LIMIT] == 1 else _ALL)
+        if not seat[IS_OUT]:
+            _push(own, stay, slot)
+    return walking, done
+
+
+@compiled
+def _wait(own: Any, stay: Any, done: int, all_walk: bool) -> Any:
+    """Until all slots are back, of one extend; else until an active one is done, something has arrived, or rows are to
+    be compared meanwhile. Whether that went well."""
+    asks = own[ARRIVED] != 0 and own[LIMIT] > 1
+    begin = monotonic_ns(own[TIME])
+    look_at = begin + own[LOOK_NS]
+    while True:
+        found = _look(own, stay)
+        if found < 0:
+            return False
+        done += found
+        if stay[OUT] == 0 or (own[LIMIT] > 1 and (done or not all_walk)):
+            break
+        if asks and call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
+            break
+        now = monotonic_ns(own[TIME])
+        if now >= look_at:
+            look_at = now + own[LOOK_NS]
+            if not look_for_faults(own, own[LAUNCHES], now - begin):
+                return False
+    own[WAITED_NS] += monotonic_ns(own[TIME]) - begin
+    return True
+
+
+# ---- the functions
+
+
+@c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
+def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    slot = take_in(own, vector, collection, k, top_m, width, patience)
+    if slot != INVALID:
+        seat = _seat(own, slot)
+        seat[:] = 0
+        seat[NEW] = 1
+    return slot
+
+
+@c_function("int64(int64, int64)")
+def hurry(handle: int, slot: int) -> Any:
+    _seat(words_at(handle, HANDLE_WORDS), slot)[HURRIES] = 1
+    return 0
+
+
+@c_function("int64(int64, int64, int64, int64)")
+def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+    keep_to(words_at(handle, HANDLE_WORDS), slot, allowed, passing)
+    return 0
+
+
+@c_function("int64(int64, int64)")
+def extend(handle: int, report: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    stay, told = _stay(own), words_at(report, 2)
+    walking, done = _send(own, stay)
+    told[0], told[1] = 1, 0
+    if own[FAILURE] != NO_FAILURE:
+        return FAILED
+    if walking:
+        if not _wait(own, stay, done, walking == table_of(own)[ACTIVE_COUNT]):
+            return FAILED
+        told[0] = stay[ADVANCED] // walking
+        stay[ADVANCED] -= told[0] * walking
+    own[EXTENDS] = told[0]
+    return finish_done(own, report)
+
+
+@c_function("int64(int64, int64, int64)")
+def change(handle: int, slot: int, what: int) -> Any:
+    own = words_at(handle, HANDLE_WORDS)
+    stay = _stay(own)
+    seat = _seat(own, slot)
+    if seat[IS_OUT] and what != RESUME:  # to go on is for the next extend to say
+        _set_goal(stay, slot, 0)
+    if what == RELEASE:
+        while seat[IS_OUT] and own[FAILURE] == NO_FAILURE and _look(own, stay) >= 0:
+            pass
+    slot_changes.change(table_of(own), active_of(own), slot, what)
+    return 0
+
+
+@c_function("int64(int64)")
+def stop(handle: int) -> Any:
+    """End the launch that is under way, if one is; active queries go on with the next. 0, or FAILED."""
+    own = words_at(handle, HANDLE_WORDS)
+    stay = _stay(own)
+    if not stay[STAYS]:
+        return 0
+    for slot in range(own[SLOTS]):
+        if _seat(own, slot)[IS_OUT]:
+            _set_goal(stay, slot, 0)
+    store_release(own[DOORBELL], 1)
+    begin = now = monotonic_ns(own[TIME])
+    look_at = begin + own[LOOK_NS]
+    while load_acquire(own[PROGRESS]) != own[LAUNCHES]:
+        now = monotonic_ns(own[TIME])
+        if now >= look_at:
+            look_at = now + own[LOOK_NS]
+            if not look_for_faults(own, own[LAUNCHES], now - begin):
+                return FAILED
+    store_release(own[DOORBELL], 0)
+    _collect(own, stay)
+    return 0 if _over(own, stay) else FAILED

@@ -1,0 +1,166 @@
+// Blocks that stay: each takes a slot from the host's rings, extends it until its query is done or comes to its goal,
+// records that, and takes the next. So queries begin and end without a launch, and nobody waits for anybody's extend.
+//
+// The host writes entries into two rings in its own memory, of which prefill's come first, but for one in EVERY_DECODE.
+// One warp at a time, of a block that has nothing else to do, looks at them over the bus, 32 entries of each at once, and
+// copies what is new into device memory; others look there. A slot is one block's from its entry to its record: the host
+// writes no entry for it meanwhile, so no ring is ever overrun.
+//
+// A query's goal is the number of extends that it may come to: 0 pauses it. It is asked for at the beginning of each
+// extend and holds from its end. Where a slot stops short, its state goes back into the batch's memory, from where any
+// block goes on with it.
+//
+// A launch ends by itself once its life is over, whether or not there is still a host.
+#include "block.cuh"
+
+constexpr uint32 NO_ENTRY = 0, LEAVE = 1;  // an entry has a lap, which is not 0
+constexpr uint32 SLOT_MASK = (1u << SLOT_BITS) - 1;
+
+__device__ inline uint32 lap_of(uint32 position, uint32 entries) {
+    return position / entries % MAX_LAP + 1;
+}
+
+__device__ inline uint32* ring_copy(Queue* queue, uint32 ring, uint32 entries) {
+    return reinterpret_cast<uint32*>(queue + 1) + ring * entries;
+}
+
+// Take the next entry of a ring, if there is one. One thread. The entry is read before it is taken: afterwards its place
+// may be written again.
+__device__ inline uint32 take_entry(Queue* queue, uint32 ring, uint32 entries) {
+    uint32 taken = load_relaxed(&queue->taken[ring]);
+    while (load_relaxed(&queue->known[ring]) != taken) {
+        __threadfence();  // SYNC POINT: entries that are known are there, and what the host wrote before them
+        const uint32 entry = load_relaxed(ring_copy(queue, ring, entries) + taken % entries);
+        const uint32 found = atomicCAS(&queue->taken[ring], taken, taken + 1);
+        if (found == taken) return entry;
+        taken = found;
+    }
+    return NO_ENTRY;
+}
+
+// Copy the entries that the host has added to where all blocks look, and its doorbell. One warp, alone in the grid.
+__device__ inline void look_at_host(const Batch& batch, Queue* queue, uint32 entries) {
+    const uint32 lane = threadIdx.x % WARP;
+    const uint32 rang = load_system(at<const uint32>(batch.doorbell));
+    for (uint32 ring = 0; ring < RINGS; ring++) {
+        const uint32 known = load_relaxed(&queue->known[ring]), position = known + lane;
+        // SYNC POINT: the line and the goal that the host wrote before the entry are there.
+        const uint32 entry = load_acquire_system(at<const uint32>(batch.rings, ring * entries + position % entries));
+        const uint32 all = __ballot_sync(WHOLE_WARP, entry >> LAP_SHIFT == lap_of(position, entries));
+        const uint32 count = all == WHOLE_WARP ? WARP : __ffs(static_cast<int>(~all)) - 1;
+        if (lane < count) store_relaxed(ring_copy(queue, ring, entries) + position % entries, entry);
+        __threadfence();  // SYNC POINT: entries are there before they are known
+        __syncwarp();
+        if (lane == 0 && count > 0) atomicExch(&queue->known[ring], known + count);
+    }
+    if (lane == 0 && rang) atomicExch(&queue->stop, 1u);
+}
+
+// The next entry for the block to work on, or LEAVE; waits until there is one. One warp; in its first lane.
+__device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 end) {
+    Queue* queue = at<Queue>(batch.queue);
+    bool looks = false;
+    for (;;) {
+        uint32 entry = NO_ENTRY;
+        if (threadIdx.x % WARP == 0) {
+            const uint32 turns = load_relaxed(&queue->taken[PREFILL_RING]) + load_relaxed(&queue->taken[DECODE_RING]);
+            const uint32 first = turns % EVERY_DECODE == EVERY_DECODE - 1 ? DECODE_RING : PREFILL_RING;
+            if (load_relaxed(&queue->stop) != 0 || clock_ns() >= end) entry = LEAVE;
+            if (entry == NO_ENTRY) entry = take_entry(queue, first, entries);
+            if (entry == NO_ENTRY) entry = take_entry(queue, RINGS - 1 - first, entries);
+            // SYNC POINT: who looks begins with what is known by then.
+            if (entry == NO_ENTRY && !looks && atomicCAS(&queue->looked, 0u, 1u) == 0) {
+                looks = true;
+                __threadfence();
+            }
+            if (entry != NO_ENTRY && looks) {
+                __threadfence();  // for who looks next
+                atomicExch(&queue->looked, 0u);
+            }
+        }
+        if (__ballot_sync(WHOLE_WARP, entry != NO_ENTRY) != 0) return entry;
+        if (__ballot_sync(WHOLE_WARP, looks) != 0)
+            look_at_host(batch, queue, entries);
+        else
+            rest();
+    }
+}
+
+// The query is to go no further than its goal, or the launch's life is over.
+struct ResidentStop {
+    const uint32* goal;
+    uint64 end;
+    uint32 asked;
+
+    __device__ void ask() { asked = load_system(goal); }
+    __device__ uint32 reasons(uint32 extends) const { return (asked <= extends ? 1 : 0) + (clock_ns() >= end ? 1 : 0); }
+};
+
+// Tell the host that a slot is its again.
+__device__ inline void record_slot(const Batch& batch, Queue* queue, uint32 slot_number, uint32 extends, bool done,
+                                   uint32 entries) {
+    const uint32 position = atomicAdd(&queue->records, 1u);
+    Record* record = at<Record>(batch.records, position % entries);
+    record->extends = extends;
+    const uint32 slot = lap_of(position, entries) << LAP_SHIFT | (done ? IS_DONE : 0) | slot_number;
+    store_release_system(&record->slot, slot);
+}
+
+// Carry out an entry.
+__device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uint32 entries, uint64 end,
+                             unsigned char* shared) {
+    const uint32 slot_number = entry & SLOT_MASK;
+    BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
+    Slot* slot = slot_at(batch, slot_number);
+    ResidentStop stop = {at<const uint32>(batch.goals, slot_number), end, 0};
+    if (threadIdx.x == 0) scratch->reasons = load_system(stop.goal);
+    if (entry & IS_NEW) {
+        const uint4* line = at<const uint4>(batch.lines + static_cast<uint64>(slot_number) * batch.line_bytes);
+        for (uint32 i = threadIdx.x; i < batch.line_bytes / CHUNK_BYTES; i += blockDim.x)
+            reinterpret_cast<uint4*>(slot)[i] = load_now(line + i);
+    }
+    __syncthreads();
+    const uint32 goal = scratch->reasons;
+    Slot head = load_whole(slot);
+    head.visited_bits = min(head.visited_bits, RESIDENT_VISITED_BITS);
+    const uint32 table_words = min(batch.visited_stride, 1u << RESIDENT_VISITED_BITS);
+    Went went = {0, 0};
+    __syncthreads();
+    if (goal > head.extends) went = extend_slot<true>(batch, slot_number, head, table_words, ~0u, stop, shared);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + went.extends, went.reasons >= QUERY_DONE, entries);
+}
+
+// Blocks that a multiprocessor should run; the assembler for sm_100 would spill with 128 registers a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr uint32 RESIDENT_BLOCKS = 1;
+#else
+constexpr uint32 RESIDENT_BLOCKS = 2;
+#endif
+
+extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, RESIDENT_BLOCKS)
+    extend_resident(const Batch batch, uint32 entries, uint32 life_us) {
+    DYNAMIC_SHARED(shared);
+    BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
+    Queue* queue = at<Queue>(batch.queue);
+    const uint64 end = clock_ns() + life_us * 1000ull;
+    for (;;) {
+        if (threadIdx.x < WARP) {
+            const uint32 entry = next_entry(batch, entries, end);
+            if (threadIdx.x == 0) scratch->reasons = entry;
+        }
+        __syncthreads();
+        const uint32 entry = scratch->reasons;
+        __syncthreads();
+        if (entry == LEAVE) break;
+        serve(batch, queue, entry, entries, end, shared);
+        __syncthreads();
+    }
+    if (!leave<false>(batch, 0)) return;
+    Progress* progress = at<Progress>(batch.progress);
+    progress->taken = queue->taken[PREFILL_RING] + queue->taken[DECODE_RING];
+    progress->recorded = queue->records;
+    queue->stop = 0;
+    end_launch(batch);
+}

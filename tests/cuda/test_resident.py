@@ -1,0 +1,231 @@
+"""Blocks that stay on the device: queries that begin and end without a launch, what pauses them, and how they end."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu import DeviceError, GraphIndex, SearchParams
+from gpu.cuda.backend import LAUNCHES, STREAM
+from gpu.cuda.engine import CudaEngine
+from gpu.engine import PAUSE, RELEASE
+from gpu.index.rows import FloatArray
+from tests.cuda.conftest import NewDriver
+from tests.cuda.emulation import EmulatedDriver, build
+from tests.cuda.recorder import RecordingDriver
+from tests.cuda.test_planted import planted
+from tests.gpu.cases import clustered
+from tests.gpu.test_restricted import Compiled
+
+DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
+INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 900, DIM), metric="l2", degree=8)
+LONG, SHORT = SearchParams(10, 64, 1), SearchParams(10, 16, 4)
+
+
+def queries(count: int, seed: int = 5) -> FloatArray:
+    return clustered(np.random.default_rng(seed), count, DIM)
+
+
+def searched(query: FloatArray, params: SearchParams = PARAMS) -> list[int]:
+    return [int(id) for id in INDEX.search(query[None], params.k, params.top_m, params.search_width)[0][0]]
+
+
+def opened(driver: Any, slots: int = 12, **options: Any) -> CudaEngine:
+    options = {"extends_per_launch": 1024, "max_top_m": 64, **options}
+    return CudaEngine(driver, b"", {"docs": INDEX}, slots=slots, form="resident", **options)
+
+
+def one_block(driver: EmulatedDriver) -> EmulatedDriver:
+    driver.resident_blocks = lambda kernel, threads, shared_bytes: 1  # type: ignore[method-assign]
+    return driver
+
+
+def launches(engine: CudaEngine) -> int:
+    return int(engine.handle.words[LAUNCHES])
+
+
+def run_all(engine: CudaEngine, asked: FloatArray) -> list[list[int]]:
+    """What each finds; a query takes a slot as one is free."""
+    found: dict[int, list[int]] = {}
+    running: dict[int, int] = {}
+    number = 0
+    while len(found) < len(asked):
+        while number < len(asked) and engine.free_slots:
+            running[engine.admit(asked[number], PARAMS, "docs")] = number
+            number += 1
+        for slot in engine.extend().tolist():
+            found[running.pop(slot)] = engine.result(slot)[0].tolist()
+            engine.release(slot)
+    return [found[i] for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_queries_than_blocks_are_answered_by_one_launch(new_driver: NewDriver, seed: int) -> None:
+    asked = queries(40, seed)
+    engine = opened(new_driver(seed), life_us=60_000_000)
+    before = launches(engine)
+    assert run_all(engine, asked) == [searched(query) for query in asked]
+    assert launches(engine) - before == 1
+    engine.close()
+
+
+def test_a_life_that_is_over_in_the_middle_of_queries_costs_launches_and_nothing_else(new_driver: NewDriver) -> None:
+    asked = queries(30)
+    engine = opened(new_driver(), life_us=300)
+    before = launches(engine)
+    assert run_all(engine, asked) == [searched(query) for query in asked]
+    assert launches(engine) - before > 3
+    engine.close()
+
+
+def test_blocks_leave_by_themselves_when_nobody_asks_any_more(new_driver: NewDriver) -> None:
+    """What a host that was killed would leave behind: queries in the rings, goals, and no doorbell."""
+    driver = new_driver()
+    engine = opened(driver, life_us=20_000)
+    compiled = Compiled(engine, 12)
+    for query in queries(12):
+        compiled.ask(query, None, 0)
+    first = compiled.step()
+    while not driver.idle(int(engine.handle.words[STREAM])):
+        pass
+    rest = sorted({*range(12)} - {*first})
+    ids, _ = compiled.finish(rest)  # as if the host were there again
+    assert ids.tolist() == [searched(queries(12)[slot], LONG)[:10] for slot in rest]
+    engine.close()
+
+
+def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_who_hurries(
+    new_driver: NewDriver,
+) -> None:
+    engine = opened(one_block(new_driver()))
+    compiled, asked = Compiled(engine, 12), queries(8)
+    long = [compiled.ask(query, None, 0, top_m=64) for query in asked[:3]]
+    hurried = compiled.ask(asked[3], None, 0)
+    assert compiled.hurry(compiled.handle, hurried) == 0
+    order: list[int] = []
+    while hurried not in order:
+        order += compiled.step()
+    assert order.index(hurried) == 0  # though it was admitted last: the only block has taken nothing yet
+    compiled.change(compiled.handle, long[1], PAUSE)
+    engine.stop()
+    stood = engine.extends(long[1])
+    while long[2] not in order:
+        order += compiled.step()
+    assert engine.extends(long[1]) == stood
+    assert long[1] not in order
+    engine.resume(long[1])
+    ids, _ = compiled.finish([long[1]])
+    assert ids[0].tolist() == searched(asked[1], LONG)[:10]
+    engine.close()
+
+
+def test_decode_is_not_starved_by_queries_that_hurry(new_driver: NewDriver) -> None:
+    engine = opened(one_block(new_driver()), slots=32)
+    compiled, asked = Compiled(engine, 32), queries(31)
+    patient = compiled.ask(asked[0], None, 0)
+    for query in asked[1:]:
+        compiled.hurry(compiled.handle, compiled.ask(query, None, 0))
+    order: list[int] = []
+    while patient not in order:
+        order += compiled.step()
+    assert 0 < len(order) <= 24  # the eighth that is taken, not the last
+    engine.close()
+
+
+def test_a_query_that_runs_is_released_at_once_and_its_slot_is_the_next_one_s(new_driver: NewDriver) -> None:
+    engine = opened(one_block(new_driver()), slots=2)
+    compiled, asked = Compiled(engine, 2), queries(9)
+    for round in range(6):
+        first, second = (compiled.ask(query, None, 0, top_m=64) for query in asked[round : round + 2])
+        compiled.hurry(compiled.handle, second)
+        while second not in compiled.step():
+            pass
+        for slot in (first, second):
+            compiled.change(compiled.handle, slot, RELEASE)
+        assert engine.free_slots == 2
+    slot = compiled.ask(asked[8], None, 0)
+    assert compiled.finish([slot])[0][0].tolist() == searched(asked[8], SearchParams(10, 64, 1))
+    engine.close()
+
+
+def test_an_index_comes_and_one_goes_while_blocks_stay(new_driver: NewDriver) -> None:
+    driver = new_driver()
+    engine = opened(driver, max_top_m=64)
+    asked = queries(6)
+    slots = [engine.admit(query, PARAMS, "docs") for query in asked]
+    done = engine.extend().tolist()
+    engine.load("other", INDEX)
+    later = engine.admit(asked[0], PARAMS, "other")
+    while engine.active_slots:
+        done += engine.extend().tolist()
+    assert sorted(done) == sorted([*slots, later])
+    assert [engine.result(slot)[0].tolist() for slot in slots] == [searched(query) for query in asked]
+    assert engine.result(later)[0].tolist() == searched(asked[0])
+    for slot in slots:
+        engine.release(slot)
+    assert engine.unload("docs")
+    engine.close()
+
+
+def test_what_arrives_ends_an_extend_while_queries_go_on(new_driver: NewDriver) -> None:
+    engine = opened(new_driver())
+    engine.interrupt_when(lambda: True)
+    slot = engine.admit(queries(1)[0], LONG, "docs")
+    engine.pause(slot)
+    other = engine.admit(queries(2)[1], LONG, "docs")
+    assert engine.extend().tolist() == []  # no query of so many extends is that quick
+    engine.release(other)
+    engine.resume(slot)
+    while slot not in engine.extend().tolist():
+        pass
+    assert engine.result(slot)[0].tolist() == searched(queries(1)[0], LONG)
+    engine.close()
+
+
+def test_extends_are_counted_once_however_many_reports_tell_of_them(new_driver: NewDriver) -> None:
+    engine = opened(new_driver(), slots=1)
+    made = 0
+    slot = engine.admit(queries(1)[0], LONG, "docs")
+    engine.interrupt_when(lambda: True)
+    while True:
+        done = engine.extend().tolist()
+        made += engine.extends_made
+        if done:
+            break
+    assert made == engine.extends(slot) > 1
+    engine.close()
+
+
+LOST = "    const uint32 position = atomicAdd(&queue->records, 1u);"
+
+
+def test_a_completion_that_is_lost_is_told_when_the_launch_ends(tmp_path: Path) -> None:
+    source = planted(LOST, f"    if (slot_number == 3) return;\n{LOST}")
+    driver = EmulatedDriver(build(tmp_path, source, sanitizers=()), block_threads=64)
+    engine = opened(driver, life_us=30_000)
+    with pytest.raises(DeviceError, match="ended without a record of 1 of the queries"):
+        run_all(engine, queries(8))
+    engine.close()
+    driver.close()
+
+
+def test_a_part_of_the_device_is_left_free_and_a_block_has_more_threads_where_few_slots_are_wanted() -> None:
+    for slots, threads, blocks in ((64, 256, 64), (924, 256, 924), (1000, 128, 1000), (4096, 128, 1848)):
+        driver = RecordingDriver()
+        made: list[Any] = []
+        driver.on_launch = made.append
+        with pytest.raises(DeviceError):  # nobody is there who would end the launch
+            opened(driver, slots, max_top_m=32, fault_look_ns=1)
+        (launch,) = [one for one in made if one.kernel == "extend_resident"]
+        assert (launch.block.x, launch.grid.x) == (threads, blocks), slots
+
+
+def test_where_no_block_has_room_launches_are_made_instead(new_driver: NewDriver) -> None:
+    driver = new_driver()
+    driver.resident_blocks = lambda kernel, threads, shared_bytes: 0  # type: ignore[method-assign]
+    engine = opened(driver)
+    assert not engine.resident
+    assert "no room for a block of extend_resident" in engine.refused
+    assert run_all(engine, queries(5)) == [searched(query) for query in queries(5)]
+    engine.close()
