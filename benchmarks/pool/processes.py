@@ -31,7 +31,8 @@ from ipc import MemoryReference
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Counter
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import NodePlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.pool.sizing import fewest_slots, measure
 from runtime.retrieval.collections.collection import Collection
@@ -159,7 +160,7 @@ class Bench:
             slots = STATIC_SLOTS if name == "static" else options.slots
             settings = {"policy": name} | ({"slots": slots} if slots else {})
             docs = {"name": "docs", "path": str(collection), "verify": "start"}
-            plan = resolve(parse_config({"pool": settings, "collections": [docs]}))
+            plan = lay_out(parse_config({"pool": settings, "collections": [docs]}))
             self._tables[name] = WorkerTable.create("pool", "pool-0", plan.config.slo)
             stack.callback(self._tables[name].close)
             pipe = stack.enter_context(process(_pool_main, plan, self._tables[name].reference, pool_core))

@@ -21,7 +21,7 @@ from benchmarks.common.cores import go_before_all, put_first
 from runtime.node.config import parse_config
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.node.supervisor.listen import listen
 from runtime.node.worker import WorkerSpec
 
@@ -79,7 +79,7 @@ class Stand:
         `light_core`: where frontend, pool and this process run; else Linux leaves each where it was, by chance."""
         self._light_core, self._cores = light_core, os.sched_getaffinity(0)
         self.kind, self._models_last, self._real_time = kind, models_last, models_last and go_before_all()
-        self.plan = resolve(parse_config(parts.config(kind, more)))
+        self.plan = lay_out(parse_config(parts.config(kind, more)))
         self.tables = {
             worker.name: WorkerTable.create(worker.role, worker.name, self.plan.config.slo)
             for worker in self.plan.workers

@@ -1,7 +1,7 @@
 """The node's configuration: typed TOML, refused with the key's name and the nearest known one before anything starts.
 
-`config_file.load_config(path)` gives a `NodeConfig` as written; `placement.resolve` turns it into a `NodePlan`, where
-every worker has a device, cores and an endpoint.
+`config_file.load_config(path)` gives a `NodeConfig` as written; `placement.layout.lay_out` turns it into a `NodePlan`,
+where every worker has a device, cores and an endpoint.
 """
 
 from typing import Annotated, Any, Literal

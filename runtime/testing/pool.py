@@ -12,7 +12,8 @@ from ipc import RingClient, SessionServer
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Histogram, Metric
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import NodePlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Pool, Timing
 from runtime.testing.worker import worker_of
@@ -21,7 +22,7 @@ from runtime.testing.worker import worker_of
 def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, demand: str = "", **pool: Any) -> NodePlan:
     """A plan with the collection `docs`, other collections, and these settings of the pool."""
     docs = {"name": "docs", "path": str(collection), "shards": shards, "demand": demand}
-    return resolve(parse_config({"pool": pool, "collections": [docs, *others]}))
+    return lay_out(parse_config({"pool": pool, "collections": [docs, *others]}))
 
 
 class InProcessPool:

@@ -13,7 +13,7 @@ from ipc import bind
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import Counter, Gauge
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.node.worker import Worker
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.kv.transport import Transport
@@ -56,7 +56,7 @@ class SteppedWorkers:
         raw = {"model": {"name": str(model), "weights": weights, **sizes}, **sections}
         raw.setdefault("kv", {"host_mib": 0})  # what other tests have computed is not found here
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
-        self.plan = resolve(parse_config(raw))
+        self.plan = lay_out(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
         self._identities: dict[str, bytes] = {}
         self.decodes: dict[str, DecodeWorker] = {}

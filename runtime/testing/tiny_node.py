@@ -23,7 +23,6 @@ from runtime.node.config_file import load_config
 from runtime.node.logs.log import Formatter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import resolve
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 from runtime.node.supervisor.supervisor import Supervisor
@@ -139,7 +138,7 @@ def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: in
     handler.setFormatter(Formatter("text", "supervisor"))
     logging.basicConfig(handlers=[handler], level=logging.INFO)
     settings = load_config(Path(config))
-    plan = lay_out(settings, Machine.with_simulated_gpus(gpus)) if gpus else resolve(settings)
+    plan = lay_out(settings, Machine.with_simulated_gpus(gpus) if gpus else None)
     supervisor = Supervisor(plan, seed=0, command=command)
     code = supervisor.run(lambda info: logging.info("announced"))
     os._exit(code)

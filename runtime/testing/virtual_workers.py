@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from runtime.node.config import parse_config
 from runtime.node.metrics.columns import OfferOutcome
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import Found
 from runtime.serving import stages
@@ -245,7 +245,7 @@ def run_workers(
     """`search_s`: what the pool takes; `passages`: whether probes bring some."""
     clock = Clock()
     alone = {"kv": {"host_mib": 0}}  # what other runs have computed is not found
-    plan = resolve(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **alone, **sections}))
+    plan = lay_out(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **alone, **sections}))
     assert plan.config.own_model is not None
     handover = Handover(clock, 1 << 26, plan.config.prefill.slots)
     transport: Any = SimpleNamespace(

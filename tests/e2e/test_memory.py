@@ -4,7 +4,7 @@ import pytest
 
 from runtime.checks.needs import needed_bytes
 from runtime.node.config_file import load_config
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.node.supervisor.admin import restart_node
 from runtime.testing.node import Node
 from tests.e2e.memory import proportional_bytes
@@ -14,7 +14,7 @@ TOLERANCE = 0.15  # of each process
 
 def test_every_worker_takes_what_was_said_within_fifteen_percent(node: Node) -> None:
     restart_node(node.status().info, "", 300.0)  # who has compiled code in its first life holds the compiler's memory
-    needed = needed_bytes(resolve(load_config(node.config)))
+    needed = needed_bytes(lay_out(load_config(node.config)))
     pids = {worker.name: worker.pid for worker in node.status().workers}
     taken = proportional_bytes(pids | {"supervisor": node.status().info.pid})
     for name in pids:

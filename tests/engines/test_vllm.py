@@ -19,7 +19,6 @@ from runtime.node.config import NodeConfig, parse_config
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import resolve
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, restart_node, stop_node
 from runtime.node.supervisor.child import COMMAND
@@ -302,13 +301,13 @@ def test_each_instance_has_gpus_of_its_own_in_order() -> None:
 )
 def test_what_cannot_be_planned_is_refused_with_its_key(model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(config(**model))
+        lay_out(config(**model))
 
 
 def test_a_run_directory_that_is_too_deep_for_a_socket_is_refused() -> None:
     raw = {"node": {"run_dir": "/tmp/" + "d" * 100}, "model": {"engine": "vllm", "name": "m", "python": sys.executable}}
     with pytest.raises(ConfigError, match=r"Linux allows 107: give a shorter node\.run_dir"):
-        resolve(parse_config(raw))
+        lay_out(parse_config(raw))
 
 
 def test_paths_are_told_from_names_on_the_hub() -> None:

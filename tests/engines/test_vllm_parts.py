@@ -26,7 +26,6 @@ from runtime.node.metrics.exporter import engine_families
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import resolve
 from tests.engines.test_vllm import config, fake_python
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
@@ -52,7 +51,7 @@ def test_vllm_is_told_what_to_load_where_to_listen_and_how_to_split() -> None:
 
 def test_on_a_cpu_kv_has_the_smallest_blocks_unless_the_extra_arguments_say_otherwise() -> None:
     made = section(devices=["cpu"], extra_args=["--block-size", "64"])
-    plan = resolve(NodeConfig(model=made))
+    plan = lay_out(NodeConfig(model=made))
     asked = command(made, plan, plan.of_role("engine")[0])
     assert [size for name, size in itertools.pairwise(asked) if name == "--block-size"] == ["32", "64"]
 
@@ -60,7 +59,7 @@ def test_on_a_cpu_kv_has_the_smallest_blocks_unless_the_extra_arguments_say_othe
 def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = section(devices=["cpu"], extra_args=["--dtype", "float32"], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
-    plan = resolve(NodeConfig(model=made))
+    plan = lay_out(NodeConfig(model=made))
     place = plan.of_role("engine")[0]
     assert list(command(made, plan, place)[-2:]) == ["--dtype", "float32"]
     found = environment(made, plan, place)
@@ -84,7 +83,7 @@ def test_instances_on_a_cpu_have_cores_of_their_own(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
     made = section(devices=["cpu"], instances=instances, tensor_parallel_size=parallel)
-    plan = resolve(NodeConfig(model=made))
+    plan = lay_out(NodeConfig(model=made))
     places = plan.of_role("engine")
     assert [environment(made, plan, place).get("VLLM_CPU_OMP_THREADS_BIND") for place in places] == bound
     asked = section(devices=["cpu"], instances=instances, environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
@@ -188,7 +187,7 @@ def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_pat
     assert host_bytes(made, "decode") == processes + 1000 + (2 << 30)
     assert host_bytes(section(**sizes, extra_args=["--kv-cache-memory-bytes=500"]), "decode") == processes + 1500
     assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
-    needed = needed_bytes(resolve(NodeConfig(model=made)))
+    needed = needed_bytes(lay_out(NodeConfig(model=made)))
     assert 0 <= needed["engine-decode-2"] - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
     with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is no number"):
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
@@ -218,7 +217,7 @@ def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_t
 ) -> None:
     python, huge = str(fake_python(tmp_path)), {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
     with pytest.raises(ResourceBusy, match=r"engine-0 \d.*VLLM_CPU_KVCACHE_SPACE = \"1\""):
-        preflight.check(resolve(config(python=python, devices=["cpu"], environment=huge)))
+        preflight.check(lay_out(config(python=python, devices=["cpu"], environment=huge)))
     monkeypatch.setattr(preflight, "check_device", lambda device: None)
     gpus = (Gpu("0", "GPU-00000000", "H100", "", 80 << 30, 70 << 30),)
     machine = Machine(gpus, tuple(range(8)), 1 << 40)

@@ -12,7 +12,6 @@ from runtime.engines.vllm.transfer import check_transfer, transfer_config
 from runtime.errors import ConfigError
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import restart_node, stop_node
 from runtime.testing.waiting import eventually
 from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python
@@ -168,7 +167,7 @@ def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_p
 )
 def test_stages_that_do_not_fit_together_are_refused_with_their_keys(model: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(config(**model))
+        lay_out(config(**model))
 
 
 def test_what_the_connector_cannot_do_is_refused_with_what_to_install() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.config_file import load_config
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.toml import TEXT, values, written
 
@@ -76,7 +76,7 @@ def test_any_table_is_a_configuration_or_an_error_that_names_one_of_its_keys(tab
 @fuzzed()
 @given(st.sampled_from(PLACES), VALUES)
 def test_one_wrong_value_is_refused_by_its_own_key(path: tuple[Any, ...], value: Any) -> None:
-    refusal = refused(lambda: resolve(parse_config(changed(path, value))))
+    refusal = refused(lambda: lay_out(parse_config(changed(path, value))))
     # What contradicts another key may be told by that one's name, in the same section.
     assert refusal is None or refusal.startswith(dotted(path)) or any(str(part) in refusal for part in path)
 

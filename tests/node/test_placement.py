@@ -20,8 +20,9 @@ from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
+from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan, place_spares, resolve
+from runtime.node.placement.plan import NodePlan, place_spares
 from runtime.retrieval.collections.collection import Collection
 from runtime.serving.model.packages import torch_cuda
 
@@ -32,7 +33,7 @@ MODEL = {"model": {"name": "smollm2-135m-instruct"}}
 def plan(folder: Path, **sections: Any) -> NodePlan:
     """A node with the collection `docs`, which here is an empty directory."""
     (folder / "docs").mkdir(exist_ok=True)
-    return resolve(parse_config({"collections": [{"name": "docs", "path": str(folder / "docs")}]} | sections))
+    return lay_out(parse_config({"collections": [{"name": "docs", "path": str(folder / "docs")}]} | sections))
 
 
 def refusal(folder: Path, **sections: Any) -> str:
@@ -55,7 +56,7 @@ OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
 
 def test_in_front_of_a_server_a_node_has_no_workers_for_the_model(tmp_path: Path) -> None:
     assert names(plan(tmp_path, model=OPENAI)) == ["pool-0", "frontend-0"]
-    assert names(resolve(parse_config({"model": OPENAI}))) == ["frontend-0"]  # passed on, without retrieval
+    assert names(lay_out(parse_config({"model": OPENAI}))) == ["frontend-0"]  # passed on, without retrieval
 
 
 @pytest.mark.parametrize(
@@ -323,11 +324,11 @@ def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 << 30))
     model = {"name": "smollm2-135m-instruct"}
-    preflight.check(resolve(parse_config({"model": model})))
+    preflight.check(lay_out(parse_config({"model": model})))
     with pytest.raises(
         ResourceBusy, match=r"the node needs \d\.\d GiB of memory \(.*decode-spare-0 1\.\d.*\), 4\.0 are free"
     ):
-        preflight.check(resolve(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
+        preflight.check(lay_out(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
 
 
 def test_a_torch_without_cuda_is_refused_before_anything_starts(
@@ -385,7 +386,7 @@ def test_a_collection_that_is_not_required_may_be_missing_or_damaged(tmp_path: P
     for name in ("docs", "nowhere"):
         sections: dict[str, Any] = {"name": name, "path": str(tmp_path / name)}
         with pytest.raises((CollectionError, ConfigError), match=name):
-            preflight.check(resolve(parse_config({"collections": [sections]})))
-        found = resolve(parse_config({"collections": [{**sections, "required": False}]}))
+            preflight.check(lay_out(parse_config({"collections": [sections]})))
+        found = lay_out(parse_config({"collections": [{**sections, "required": False}]}))
         preflight.check(found)
         assert needed_bytes(found)["pool-0"] >= 0

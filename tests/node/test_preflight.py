@@ -12,7 +12,7 @@ from launchers.main import command_line
 from runtime.checks import preflight
 from runtime.errors import EXIT_CONFIG, ConfigError, TrinityError
 from runtime.node.config import parse_config
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.retrieval.collections.collection import Collection
 from runtime.serving.model.smollm import CONFIG
 
@@ -73,7 +73,7 @@ def test_a_start_refuses_a_log_directory_before_anything_runs(tmp_path: Path) ->
     (tmp_path / "file").touch()
     sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
     with pytest.raises(ConfigError, match=r"log\.directory = .*: log files cannot be written there: "):
-        preflight.check(resolve(parse_config(sections)))
+        preflight.check(lay_out(parse_config(sections)))
 
 
 @pytest.mark.parametrize("command", [("serve", "--dry-run"), ("doctor",)])

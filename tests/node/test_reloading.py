@@ -9,7 +9,8 @@ import pytest
 from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.columns import PoolMetrics, RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import WorkerPlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.child import Child, Phase
 from runtime.node.supervisor.reloading import Reload, Reloading
@@ -18,7 +19,7 @@ from runtime.node.supervisor.reloading import Reload, Reloading
 class Stand:
     def __init__(self) -> None:
         collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
-        plan = resolve(parse_config({"pool": {"workers": 2}, "collections": collections}))
+        plan = lay_out(parse_config({"pool": {"workers": 2}, "collections": collections}))
         self.children = [self._child(place) for place in plan.of_role("pool")]
         self.frontend = self._child(plan.of_role("frontend")[0])
         self.reloading = Reloading(self.children, ["docs", "code"])

@@ -11,7 +11,6 @@ from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import parse_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import resolve
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
 from runtime.testing.tiny_node import TinyNode, gone, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
@@ -225,6 +224,6 @@ def test_spares_are_placed_as_the_workers_that_they_stand_in_for() -> None:
     assert [(place.name, place.gpu) for place in plan.spares] == [
         ("prefill-spare-0", "SIM-1"), ("prefill-spare-1", "SIM-3"), ("prefill-spare-2", "SIM-1"),
     ]  # fmt: skip
-    assert resolve(parse_config({"model": {"name": "m"}})).spares == ()
+    assert lay_out(parse_config({"model": {"name": "m"}})).spares == ()
     with pytest.raises(ConfigError, match=r"decode\.spares = 9"):
         parse_config({"decode": {"spares": 9}})

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.node.worker import WorkerSpec
 
 
@@ -28,7 +28,7 @@ def test_an_order_of_another_version_is_a_line_that_says_to_restart_the_node(ord
 
 
 def test_a_table_of_other_metrics_is_a_line_that_says_to_restart_the_node() -> None:
-    plan = resolve(parse_config({"collections": [{"name": "docs", "path": "/docs", "required": False}]}))
+    plan = lay_out(parse_config({"collections": [{"name": "docs", "path": "/docs", "required": False}]}))
     with contextlib.closing(WorkerTable.create("pool", "frontend-0", SloSection())) as table:
         spec = WorkerSpec(plan, "frontend-0", 1, table.reference, os.getpid())
         line = said(msgspec.json.encode(spec) + b"\n")

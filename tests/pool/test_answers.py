@@ -12,7 +12,8 @@ import pytest
 from runtime.errors import InvalidRequest
 from runtime.node.config import AnswerCacheSection, parse_config
 from runtime.node.metrics.columns import PoolMetrics
-from runtime.node.placement.plan import ANSWERS, NodePlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import ANSWERS, NodePlan
 from runtime.pool.process import Timing
 from runtime.retrieval.answers import Answer, Found, StoredAnswers
 from runtime.retrieval.embedding.loading import load_embedder
@@ -35,7 +36,7 @@ def plan(run_dir: Path, collection: Path | None = None, **pool: Any) -> NodePlan
     cache = {"enabled": True, "embedder": LIMITS.embedder, "threshold": LIMITS.threshold}
     model = {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}
     node = {"run_dir": str(run_dir)}
-    return resolve(
+    return lay_out(
         parse_config({"node": node, "model": model, "answer_cache": cache, "collections": docs, "pool": pool})
     )
 

@@ -12,7 +12,8 @@ from runtime.checks.needs import host_bytes
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
 from runtime.node.config_file import load_config
-from runtime.node.placement.plan import NodePlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.loading import choose_embedder
@@ -25,7 +26,7 @@ DOCUMENTS = [Document(str(n), "", text) for n, text in enumerate(["cat sleeps", 
 
 def plan_of(home: Path, *lines: str) -> NodePlan:
     (home / "node.toml").write_text("\n".join(["[[collections]]", 'name = "docs"', 'path = "docs"', *lines]))
-    return resolve(load_config(home / "node.toml"))
+    return lay_out(load_config(home / "node.toml"))
 
 
 def diagnosed(home: Path) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from runtime.errors import TrinityError, Unavailable
 from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.node.placement.plan import resolve
+from runtime.node.placement.layout import lay_out
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
@@ -28,7 +28,7 @@ def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: P
         Collection.build(documents, tmp_path / "docs", embedder="hashing-64", force=True)
 
     build("old")
-    plan = resolve(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
+    plan = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
     library = Library(plan)
     embedder = library.embedder("docs")
     build("new")
@@ -54,7 +54,7 @@ class Docs:
 
     def library(self, verify: Verify = "background") -> Library:
         section = {"name": "docs", "path": str(self.path), "verify": verify}
-        return Library(resolve(parse_config({"collections": [section]})), clock=self._clock)
+        return Library(lay_out(parse_config({"collections": [section]})), clock=self._clock)
 
     def _clock(self) -> int:
         self.now_ns += 10**9
@@ -214,7 +214,7 @@ def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_t
         Collection.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
         sections.append({"name": name, "path": str(tmp_path / name)})
         served[name] = [read_manifest(tmp_path / name).identity]
-    library = Library(resolve(parse_config({"collections": sections})))
+    library = Library(lay_out(parse_config({"collections": sections})))
     Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
         follower = Follower(library, lambda name: served[name], table)

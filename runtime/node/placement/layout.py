@@ -17,9 +17,13 @@ from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place, place_
 _PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool beside them is where they are
 
 
-def lay_out(config: NodeConfig, machine: Machine) -> NodePlan:
-    """Like `resolve`, with GPUs found by index, UUID or MIG id, and cores by their NUMA nodes. Raises `ConfigError`."""
+def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
+    """Every worker of `config` in its place: GPUs found by index, UUID or MIG id, cores by their NUMA nodes. Raises
+    `ConfigError` for what cannot run. Without a `machine` devices and cores stay as they are written.
+    """
     config = with_near_pools(config)
+    if machine is None:
+        return place(config)
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
     plan = place(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
     workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]

@@ -14,7 +14,7 @@ from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.near import each_place, neighbours, with_near_pools
+from runtime.node.placement.near import each_place, neighbours
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
@@ -132,13 +132,8 @@ class NodePlan(msgspec.Struct, frozen=True):
         return tuple(pool.index for pool in self.of_role("pool") if pool.beside == worker)
 
 
-def resolve(config: NodeConfig) -> NodePlan:
-    """Place every worker of `config` on this machine. Raises `ConfigError` for what cannot run here."""
-    return place(with_near_pools(config))
-
-
 def place(config: NodeConfig) -> NodePlan:
-    """As `resolve`, of a configuration whose pool has its place."""
+    """Every worker by its device's name, of a configuration whose pool has its place. Raises `ConfigError`."""
     _check_collections(config)
     _check_remote(config)
     read_api_keys(config)

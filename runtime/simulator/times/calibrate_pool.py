@@ -22,7 +22,8 @@ from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.placement.plan import NodePlan, resolve
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import NodePlan
 from runtime.node.supervisor.child import COMMAND, kill_group, spawn
 from runtime.node.worker import WorkerSpec
 
@@ -58,7 +59,7 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
     """
     with tempfile.TemporaryDirectory() as folder:
         quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
-        plan = resolve(replace(config, model=None, node=quiet[0], log=quiet[1]))
+        plan = lay_out(replace(config, model=None, node=quiet[0], log=quiet[1]))
         with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
             waits_ns = _ask(client, config, queries, 1, _ALONE)
             begin = _totals(table, plan)
