@@ -1,24 +1,18 @@
 """Many queries as one call: sent as far as there is room, the next ones as others come back."""
 
-from typing import TYPE_CHECKING
-
 from runtime.errors import TrinityError
-from runtime.retrieval.search.dispatch import TOGETHER, Dispatcher
+from runtime.retrieval.search.dispatch import TOGETHER
 from runtime.retrieval.search.query import Question, SearchBatch, SearchResult, failed
+from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import Vectors
-
-if TYPE_CHECKING:
-    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher
 
 
 class BatchRun:
     """`send` and `take` what ended, in turn, until `done`; then `result`. Ends even if no pool ever comes."""
 
-    def __init__(
-        self, dispatcher: "Dispatcher | RemoteDispatcher", questions: list[Question], rows: Vectors, k: int
-    ) -> None:
-        self._dispatcher, self._questions, self._rows, self._k = dispatcher, questions, rows, k
-        self._since_ns = dispatcher.clock()
+    def __init__(self, transport: QueryTransport, questions: list[Question], rows: Vectors, k: int) -> None:
+        self._transport, self._questions, self._rows, self._k = transport, questions, rows, k
+        self._since_ns = transport.clock()
         self._sent = 0  # questions that were taken, or have failed before they were
         self._rows_of = {question.ticket: row for row, question in enumerate(questions)}
         self._results: list[SearchResult | None] = [None] * len(questions)
@@ -33,12 +27,12 @@ class BatchRun:
         while self._sent < len(self._questions):
             next_ones = slice(self._sent, self._sent + TOGETHER)
             questions = self._questions[next_ones]
-            end = self._dispatcher.unserved(questions[0], self._since_ns, self._dispatcher.clock())
+            end = self._transport.unserved(questions[0], self._since_ns, self._transport.clock())
             if end is not None:
                 self._give_up(end)
                 return
             try:
-                count = self._dispatcher.ask_many(questions, self._rows[next_ones])
+                count = self._transport.ask_many(questions, self._rows[next_ones])
             except TrinityError as error:
                 if self._sent == 0:
                     raise
@@ -69,7 +63,7 @@ class BatchRun:
         """Nobody wants the rest any more."""
         for row, question in enumerate(self._questions[: self._sent]):
             if self._results[row] is None:
-                self._dispatcher.cancel(question.ticket)
+                self._transport.cancel(question.ticket)
 
     def result(self) -> SearchBatch:
         """All results, once `done`."""

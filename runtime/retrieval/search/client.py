@@ -37,6 +37,7 @@ from runtime.retrieval.search.query import (
     deadline_of,
     spec_of,
 )
+from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import as_vectors, check_finite
 from runtime.retrieval.writes import Writes
 
@@ -178,11 +179,11 @@ class SearchClient:
         if not spec.collection:
             spec = self._named(spec)
         question = Question(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
-        asks = self.dispatcher if self._remote is None else self._dispatcher_of(spec.collection, text)
+        asks = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
         asks.ask(question, wait_for_room)
         return question.ticket
 
-    def _dispatcher_of(self, collection: str, text: str = "") -> "Dispatcher | RemoteDispatcher":
+    def _transport_to(self, collection: str, text: str = "") -> QueryTransport:
         """Who asks for a collection. Raises `InvalidRequest` for a text that nobody would embed."""
         if self._remote is not None and collection in self.remote:
             self.dispatcher.check_open()
@@ -272,8 +273,8 @@ class SearchClient:
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         spec = self._named(spec) if len(rows) and not spec.collection else spec
-        dispatcher, tickets = self._dispatcher_of(spec.collection), self.dispatcher.tickets
-        return BatchRun(dispatcher, [Question(next(tickets), row, spec) for row in rows], rows, spec.k)
+        transport, tickets = self._transport_to(spec.collection), self.dispatcher.tickets
+        return BatchRun(transport, [Question(next(tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""

@@ -32,7 +32,8 @@ TOGETHER = 32  # questions of a batch that go to one pool before the next has it
 
 
 class Dispatcher:
-    """All sessions of one client, and its questions, named by `tickets`. One thread; never waits."""
+    """The `QueryTransport` to a node's pools: all sessions of one client, and its questions, named by `tickets`. One
+    thread; never waits."""
 
     def __init__(
         self,

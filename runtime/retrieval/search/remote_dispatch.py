@@ -22,7 +22,7 @@ _END_S = 5.0
 
 
 class RemoteDispatcher:
-    """Like `Dispatcher`, for what is not in the node's pools: `ask`, then `collect` what has ended, each question once.
+    """A `QueryTransport` to what is not in the node's pools: `ask`, then `collect` what has ended, each question once.
 
     One thread asks; `fileno` is readable when there is something to collect. The thread of the loop starts with the
     first question.
