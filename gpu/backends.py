@@ -21,11 +21,13 @@ def open_engine(
     max_k: int | None = None,
     max_search_width: int = 8,
     extends_per_launch: int = 1,
+    resident: bool = False,
     progress: Progress | None = None,
 ) -> Engine:
     """An engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
-    extends_per_launch: see `CudaEngine`; the CPU's launches are one extend each. progress: called with what is copied
+    extends_per_launch: see `CudaEngine`; the CPU's launches are one extend each. resident: on a GPU that nobody else
+    computes on, have blocks stay there (where they can, else launches are made). progress: called with what is copied
     to the device and the part of it that is done, 0..1.
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
@@ -34,7 +36,7 @@ def open_engine(
         if extends_per_launch != 1:
             raise InvalidParams(f"extends_per_launch is {extends_per_launch}; on a CPU it is 1")
         return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
-    from gpu.cuda.engine import CudaEngine
+    from gpu.cuda.engine import MAX_EXTENDS_PER_LAUNCH, CudaEngine
 
     return CudaEngine.open(
         device,
@@ -43,7 +45,8 @@ def open_engine(
         max_top_m=max_top_m,
         max_k=max_k,
         max_search_width=max_search_width,
-        extends_per_launch=extends_per_launch,
+        extends_per_launch=MAX_EXTENDS_PER_LAUNCH if resident else extends_per_launch,
+        form="resident" if resident else None,
         progress=progress,
     )
 

@@ -168,22 +168,26 @@ class PoolSection(Placed, frozen=True):
     each of both ("coupled"), on its GPU, or on its cores, and `workers` and `devices` are left out. A worker asks the
     pool beside it first, and another while that is down, slow or crowded; who has none asks all in turn.
 
-    `slots` queries are active at most; "auto": the fewest with which an extend wastes no more than a tenth, measured at
-    start (few on a CPU, hundreds on a GPU). The engine has as many again for paused queries. `policy` is what decides
-    who is active (docs/scheduler.md); "paper", "fifo" and "static" are there to compare with. `reserve` is r, the share
-    of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be answered;
-    "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them for
-    `aging_s`. `flush_s`: τ, how long slots are held back while fewer queries wait than are free. `flush_prefill_s`:
-    τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU, the most extends in one
-    launch; it ends early when a query is finished or arrives. `arena_slots`: query vectors that clients on GPUs may
-    have in this GPU's memory, in equal shares. `doorbell`: how the pool and its clients wake each other when they
-    sleep, "eventfd" or, about 100 µs slower, "zeromq", which needs no descriptors handed from process to process.
+    `slots` queries are active at most; "auto": the fewest with which an extend wastes no more than a tenth, measured
+    at start (few on a CPU, hundreds on a GPU). The engine has as many again for paused queries. `policy` is what
+    decides who is active (docs/scheduler.md); "paper", "fifo" and "static" are there to compare with. `reserve` is r,
+    the share of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be
+    answered; "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them
+    for `aging_s`. `flush_s`: τ, how long slots are held back while fewer queries wait than are free.
+    `flush_prefill_s`: τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU, the most
+    extends in one launch; it ends early when a query is finished or arrives. `form`: "auto" has blocks stay on a GPU
+    that no other worker of the node is on, in a launch that takes queries by itself (docs/gpu.md); with "launches" the
+    host launches every extend, as it does elsewhere: for a GPU on which other programs compute. `arena_slots`: query
+    vectors that clients on GPUs may have in this GPU's memory, in equal shares. `doorbell`: how the pool and its
+    clients wake each other when they sleep, "eventfd" or, about 100 µs slower, "zeromq", which needs no descriptors
+    handed from process to process.
     """
 
     placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     policy: PoolPolicy = "trinity"
     extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1
+    form: Literal["auto", "launches"] = "auto"
     arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     ring_slots: Annotated[int, Meta(ge=2, le=65_536)] = 256

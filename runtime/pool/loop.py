@@ -73,6 +73,7 @@ from runtime.pool.loop_words import (
     TOOK_EXTENDS,
     TOP_M,
     UNFIT,
+    UNTOLD_NS,
     VECTOR_BYTES,
     VECTORS,
     WAITS,
@@ -104,7 +105,7 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
         if not _carry_out(loop, t, desk, now):
             return ENGINE_FAILED
         if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE] == 0:
-            loop[OWN_NS] = 0
+            loop[OWN_NS] = loop[UNTOLD_NS] = 0
             if loop[EVICT]:
                 return TO_EVICT
             if desk[exchange.BELLS] or not _spin(loop, desk, min(until, now + spin_ns)):
@@ -275,7 +276,10 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
     if done < 0:
         return False
     report = words(loop[REPORT], 2 + 2 * done)
-    policy.advanced(t, prefill, active, report[0], end - (loop[OWN_NS] if loop[OWN_NS] else begin))
+    loop[UNTOLD_NS] += end - (loop[OWN_NS] if loop[OWN_NS] else begin)
+    if report[0] > 0:
+        policy.advanced(t, prefill, active, report[0], loop[UNTOLD_NS])
+        loop[UNTOLD_NS] = 0
     if loop[OWN_NS]:
         count(loop, LOOP_S, (begin - loop[OWN_NS]) / 1e9)
     count(loop, EXTEND_S, (end - begin) / 1e9)

@@ -83,6 +83,7 @@ class PoolLoop:
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
         self.words[of.CLOCK], self.words[of.MAX_WIDTH] = clock, max_width
         self.words[of.RESTRICT], self.words[of.SCOPES] = backend.restrict, self._scopes.address
+        self.words[of.HURRY] = backend.hurry
         for word, array in zip((of.REPORT, of.OWNERS, of.EVICTED, of.STATIC_DONE), scratch, strict=True):
             self.words[word] = array.ctypes.data
         for number, counter in enumerate(of.COUNTERS):

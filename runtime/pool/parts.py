@@ -9,6 +9,7 @@ from typing import Any
 from gpu.engine import RELEASE
 from ipc.memory import instructions
 from ipc.memory.instructions import call, floats, floats32, words
+from runtime.pool import tables as at
 from runtime.pool.collections import scopes
 from runtime.pool.collections.scopes import PART_WORDS, SCOPE_WORDS
 from runtime.pool.compiled import compiled
@@ -21,6 +22,7 @@ from runtime.pool.loop_words import (
     HARVEST,
     HELD,
     HELD_BYTES,
+    HURRY,
     KEPT,
     OWNERS,
     PART,
@@ -64,6 +66,8 @@ def admit(loop: Any, entry: Any, number: int) -> Any:
         part = words(entry[PARTS] + 8 * PART_WORDS * entry[PART], PART_WORDS)
         if part[scopes.ALLOWED]:
             call(loop[RESTRICT], (loop[HANDLE], slot, part[scopes.ALLOWED], part[scopes.PASSING]))
+    if loop[HURRY] and slot >= 0 and entry[at.STAGE] == at.PREFILL:
+        call(loop[HURRY], (loop[HANDLE], slot))
     entry[SLOT] = slot
     words(loop[OWNERS] + 8 * slot, 1)[0] = number
     return slot

@@ -186,9 +186,9 @@ class Pool:
     def close(self) -> None:
         self._replacing.close()
         self.server.close()
+        self.engine.close()  # first: freeing the GPU's memory would wait for blocks that stay on it
         if self.arena is not None:
             self.arena.close()
-        self.engine.close()
 
 
 def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> int:
@@ -236,6 +236,7 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Sh
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
             extends_per_launch=limits.extends_per_launch,
+            resident=worker.place.alone and limits.form == "auto",
         )
     for name in samples:  # that there is room for the like of it is all that was wanted
         engine.unload(name)

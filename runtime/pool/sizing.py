@@ -88,7 +88,7 @@ def _serve(
 ) -> Any:
     """Search all `vectors`, `active` at a time; how many extends that filled, and what each took, in `times`."""
     admit, extend, change, handle = engine[0], engine[1], engine[3], engine[4]
-    asked = running = made = 0
+    asked = running = made = took = 0
     while asked < len(vectors) or running:
         while running < active and asked < len(vectors):
             vector = vectors.ctypes.data + asked * vectors.strides[0]
@@ -96,12 +96,14 @@ def _serve(
             asked += 1
         begin = instructions.monotonic_ns()
         done = call(extend, (handle, report.ctypes.data))
-        took = instructions.monotonic_ns() - begin
+        took += instructions.monotonic_ns() - begin
         if done < 0:
             break
-        if running == active and made < len(times):
-            times[made] = took // report[0]
-            made += 1
+        if report[0] > 0:  # else the engine has not told of this time yet
+            if running == active and made < len(times):
+                times[made] = took // report[0]
+                made += 1
+            took = 0
         for i in range(done):
             call(change, (handle, report[2 + 2 * i], RELEASE))
         running -= done

@@ -54,6 +54,20 @@ def test_a_worker_sees_its_own_gpu_alone_under_its_uuid_and_calls_it_the_first(c
     assert (second.visible_devices, second.device) == (gpu(7).uuid, "cuda:0")
 
 
+def test_a_pool_is_alone_on_a_gpu_that_no_other_worker_is_on(config: NodeConfig, tmp_path: Path) -> None:
+    assert [one.alone for one in pools(lay_out(config, machine()))] == [True, True]
+    docs = [{"name": "docs", "path": str(tmp_path)}]
+    for devices, alone in ((["cuda:0", "cuda:3"], False), (["cuda:1", "cuda:2"], True), (["cpu"], False)):
+        pool = {"workers": 1, "devices": devices[:1]}
+        model = {"model": {"name": "smollm2-135m-instruct"}, "prefill": {"devices": ["cuda:0"]}}
+        raw = {"pool": pool, "collections": docs, **model, "decode": {"devices": ["cuda:3"]}}
+        plan = lay_out(parse_config(raw), machine())
+        assert [one.alone for one in pools(plan)] == [alone], devices
+        assert not any(one.alone for one in plan.workers if one.role != "pool")
+    twice = {"pool": {"workers": 2, "devices": ["cuda:6"]}, "collections": docs}
+    assert [one.alone for one in pools(lay_out(parse_config(twice), machine()))] == [False, False]
+
+
 def test_a_worker_on_the_cpu_sees_no_gpu(config: NodeConfig) -> None:
     plan = lay_out(config, machine())
     assert plan.of_role("frontend")[0].visible_devices == ""

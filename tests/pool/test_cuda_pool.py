@@ -26,16 +26,20 @@ from tests.pool.pools import Vectors, attached
 from tests.pool.test_process import ask, collect
 
 
-@pytest.fixture(params=[1, 8])
+@pytest.fixture(params=[1, 8, "resident"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaEngine]]:
-    """Engines that pools open, of one extend or up to eight a launch."""
+    """Engines that pools open, of one extend or up to eight a launch, or with blocks that stay."""
     drivers: list[EmulatedDriver] = []
     engines: list[CudaEngine] = []
 
-    def open_engine(device: str, collections: Any, *, extends_per_launch: int, **limits: Any) -> CudaEngine:
-        assert extends_per_launch == 1
+    def open_engine(
+        device: str, collections: Any, *, extends_per_launch: int, resident: bool, **limits: Any
+    ) -> CudaEngine:
+        assert (extends_per_launch, resident) == (1, False)
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
-        engines.append(CudaEngine(drivers[-1], b"", collections, extends_per_launch=request.param, **limits))
+        stay = request.param == "resident"
+        form, extends = ("resident", 1024) if stay else (None, request.param)
+        engines.append(CudaEngine(drivers[-1], b"", collections, extends_per_launch=extends, form=form, **limits))
         return engines[-1]
 
     monkeypatch.setattr(process, "open_engine", open_engine)
@@ -58,8 +62,9 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     assert {found[number].status for number in numbers} == {"ok"}
     extends = [found[number].extends for number in numbers]
     assert pool.metric(PoolMetrics.EXTENDS) >= max(extends) > 1
-    assert opened[0].extends_per_launch in (1, 8)
-    assert pool.metric(PoolMetrics.PADDED_SLOT_STEPS) > 0, "at last fewer run than a graph has"
+    assert opened[0].extends_per_launch in (1, 8, 1024)
+    padded = pool.metric(PoolMetrics.PADDED_SLOT_STEPS)
+    assert (padded == 0) == opened[0].resident, "at last fewer run than a graph has, but blocks that stay have none"
 
 
 def test_a_device_that_fails_ends_the_pool_with_its_own_error(
@@ -72,6 +77,7 @@ def test_a_device_that_fails_ends_the_pool_with_its_own_error(
 
     with pool.attach() as client:
         ask(client, queries[0], "prefill", search_width=2)
+        opened[0].stop()  # blocks that stay would need no other launch
         monkeypatch.setattr(EmulatedDriver, "replay", fail)
         with pytest.raises(DeviceError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
             collect(pool, client, 1)

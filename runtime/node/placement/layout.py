@@ -30,8 +30,17 @@ def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
     if isinstance(config.model, VllmSection):
         workers = _with_gpus(workers, config.model, machine)
     _check_mig(workers, machine)
-    workers = _with_cores(workers, machine)
+    workers = _with_cores([_alone(worker, workers) for worker in workers], machine)
     return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=place_spares(config, workers))
+
+
+def _alone(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
+    """With whether a pool worker has its GPU, or instance of one, to itself."""
+    if worker.role != "pool" or not worker.gpu:
+        return worker
+    others = [other for other in workers if other.name != worker.name]
+    alone = not any(other.is_on(name) for other in others for name in (worker.gpu, f"cuda:{worker.gpu_index}"))
+    return msgspec.structs.replace(worker, alone=alone)
 
 
 def _gpus_of(role: Role, section: Placed, machine: Machine) -> tuple[Gpu | None, ...]:

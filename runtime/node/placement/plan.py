@@ -33,7 +33,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     machine, `device` what the process calls it. An engine may have several: then these are the first one's, and
     `gpu_numbers` those of all; `stage` is what it is for. `numa_node` None: not known, or of no matter. `spare`: the
     number of a standby worker, which is placed like worker `index` of its role; None for every other. `beside`: the
-    worker beside which a pool's stands, that asks it first.
+    worker beside which a pool's stands, that asks it first. `alone`: whether a pool's has its GPU, or instance of one,
+    to itself, as far as the node knows.
     """
 
     role: Role
@@ -49,6 +50,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     gpu_numbers: tuple[str, ...] = ()
     stage: Stage = ""
     beside: str = ""
+    alone: bool = False
 
     @property
     def name(self) -> str:
