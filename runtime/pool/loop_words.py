@@ -30,9 +30,10 @@ assert at.OWN_WORDS >= 16
 # the machine's. MAX_WIDTH: a query's. VECTORS: a row of VECTOR_BYTES for each entry. REPORT: of `extend`. OWNERS: the
 # entry in each slot. EVICTED: rows of clients to be evicted, EVICT of them. STATIC_DONE: entries that are done, with
 # their extends, whose answers wait for the rest of their batch, DONE_COUNT of them. OWN_NS: when the engine was done
-# last, 0 after a sleep. PADDED: slots beyond the active ones in the last extend. RESTRICT, HURRY: the engine's, 0 where it
-# has none; UNTOLD_NS: spent since it last told of extends; SCOPES: their table. HELD: for each entry HELD_BYTES, the results of the parts of its scope before this one;
-# SPARE: room for twice as many. METRICS: where they begin, see below.
+# last, 0 after a sleep. PADDED: slots beyond the active ones in the last extend. RESTRICT, HURRY: the engine's, 0
+# where it has none; UNTOLD_NS: spent since it last told of extends; SCOPES: their table. HELD: for each entry
+# HELD_BYTES, the results of the parts of its scope before this one; SPARE: room for twice as many. METRICS: where
+# they begin, see below.
 (
     DESK,
     ADMIT,

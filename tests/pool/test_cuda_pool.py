@@ -12,6 +12,7 @@ import pytest
 
 from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
+from gpu.cuda.graphs import Form
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.pool import process
 from runtime.retrieval.live.incoming import Upserted
@@ -37,8 +38,8 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     ) -> CudaEngine:
         assert (extends_per_launch, resident) == (1, False)
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
-        stay = request.param == "resident"
-        form, extends = ("resident", 1024) if stay else (None, request.param)
+        form: Form | None = "resident" if request.param == "resident" else None
+        extends = 1024 if form else request.param
         engines.append(CudaEngine(drivers[-1], b"", collections, extends_per_launch=extends, form=form, **limits))
         return engines[-1]
 
