@@ -4,8 +4,9 @@ Both run the same weights in the same process, turn by turn, with the same numbe
 prefill (tokens/s by prompt length, by chunk size, and of several prompts in one pass against a pass each), decode
 (ms a step by rows; also with rows of very different lengths, where `generate()` pads all to the longest), and the
 copy of a prompt's KV between two models against one plain copy of as many bytes. Greedy tokens of all runs are
-compared; a difference ends the benchmark with an error. All that is float32; `weights` is bfloat16 against it: its
-speed, and how often it chooses the same token. `--vllm PYTHON` adds a table beside vLLM's build for CPUs, in bfloat16.
+compared; a difference ends the benchmark with an error. All that is float32; `weights` is bfloat16 and int8 against
+it: their speed, and how often they choose the same token. `--vllm PYTHON` adds a table beside vLLM's build for CPUs,
+in bfloat16; ours with `--weights`.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from transformers.utils import logging
 
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.model.beside_vllm import measure_vllm
-from benchmarks.model.driver import BLOCK_TOKENS, Ours, Tokens, paired, random_prompts
+from benchmarks.model.driver import BLOCK_TOKENS, Ours, Times, Tokens, paired, random_prompts
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel
-from runtime.serving.model.model_info import model_directory
+from runtime.serving.model.model_info import WeightsType, model_directory, weights_type
 
 ANSWER = 48  # tokens
 QUESTIONS = (
@@ -115,37 +116,38 @@ def measure_decode(
         )
 
 
-def measure_weights(
-    ours: Ours, rounded: Ours, rows: Sequence[int], random: np.random.Generator, rounds: int, steps: int
-) -> None:
-    """`rounded`: the same model with weights bfloat16."""
-    print(f"\n{'weights':24}{'float32 ms':>12}{'bfloat16 ms':>16}{'ratio':>8}")
+def measure_weights(ours: Ours, others: Sequence[Ours], random: np.random.Generator, rounds: int, steps: int) -> None:
+    """`others`: the same model with weights bfloat16, and int8."""
+    every = (ours, *others)
+    print(f"\n{'weights':24}{'float32 ms':>12}{'bfloat16 ms':>16}{'int8 ms':>12}   bfloat16 to int8")
+
+    def row(name: str, times: Sequence[Times], parts: int = 1) -> None:
+        one, two, three = (each.best / parts * 1e3 for each in times)
+        print(f"{name:24}{one:12.2f}{two:16.2f}{three:12.2f}{two / three:11.2f}")
+
     for length in (128, 512):
         prompts = random_prompts([length], ours.model, random)
-        one, two = paired([lambda: ours.prefill(prompts), lambda: rounded.prefill(prompts)], rounds)  # noqa: B023
-        print(f"{f'prefill of {length}':24}{one.best * 1e3:12.1f}{two.best * 1e3:16.1f}{one.best / two.best:8.2f}")
-    for count in rows:
+        row(f"prefill of {length}", paired([lambda e=each: e.prefill(prompts) for each in every], rounds))  # type: ignore[misc]  # noqa: B023
+    for count in (1, 2, 4, 8, 16):
         prompts = random_prompts([128] * count, ours.model, random)
         first = ours.prefill(prompts)
-        rounded.prefill(prompts)
-        one, two = paired(
-            [lambda: ours.decode(prompts, first, steps), lambda: rounded.decode(prompts, first, steps)],  # noqa: B023
-            rounds,
-        )
-        each = [times.best / steps * 1e3 for times in (one, two)]
-        print(f"{f'a step of {count} rows':24}{each[0]:12.2f}{each[1]:16.2f}{each[0] / each[1]:8.2f}")
+        for other in others:
+            other.prefill(prompts)
+        runs = [lambda e=each: e.decode(prompts, first, steps) for each in every]  # noqa: B023
+        row(f"a step of {count} rows", paired(runs, rounds), steps)
     chats = [ours.model.tokenizer.chat([Message("user", question)]) for question in QUESTIONS]
     answers = ours.decode(chats, ours.prefill(chats), ANSWER)
-    same = [token == answer[0] for token, answer in zip(rounded.prefill(chats), answers, strict=True)]
-    for number in range(ANSWER):  # behind float32's own tokens, where one difference does not make others
-        chunks = [
-            Chunk(rounded.tables[row], len(chat) + number, [answers[row][number]]) for row, chat in enumerate(chats)
-        ]
-        chosen = rounded.model.forward(chunks).argmax(-1)
-        same += [int(token) == answer[number + 1] for token, answer in zip(chosen, answers, strict=True)]
-    free = rounded.decode(chats, rounded.prefill(chats), ANSWER)
-    print(f"the same greedy token behind float32's: {sum(same)} of {len(same)}")
-    print(f"the same answer of {ANSWER} tokens: {sum(map(list.__eq__, answers, free))} of {len(chats)}")
+    for name, other in zip(("bfloat16", "int8"), others, strict=True):
+        same = [token == answer[0] for token, answer in zip(other.prefill(chats), answers, strict=True)]
+        for number in range(ANSWER):  # behind float32's own tokens, where one difference does not make others
+            chunks = [
+                Chunk(other.tables[row], len(chat) + number, [answers[row][number]]) for row, chat in enumerate(chats)
+            ]
+            chosen = other.model.forward(chunks).argmax(-1)
+            same += [int(token) == answer[number + 1] for token, answer in zip(chosen, answers, strict=True)]
+        free = other.decode(chats, other.prefill(chats), ANSWER)
+        print(f"{name}: the same greedy token behind float32's: {sum(same)} of {len(same)}")
+        print(f"{name}: the same answer of {ANSWER} tokens: {sum(map(list.__eq__, answers, free))} of {len(chats)}")
 
 
 def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[int], rounds: int) -> None:
@@ -181,6 +183,12 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     parts = ["prefill", "chunks", "packing", "decode", "copy", "weights", "vllm"]
     options.add_argument("--part", choices=parts, help="this table alone")
+    options.add_argument(
+        "--weights",
+        choices=["float32", "bfloat16", "int8"],
+        default=weights_type("auto", "cpu"),
+        help="beside vLLM's",
+    )
     options.add_argument("--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, for its table")
     given = options.parse_args()
     if given.part == "vllm" and not given.vllm:
@@ -206,7 +214,7 @@ def main() -> None:
         f"{machine_load()}"
     )
 
-    def bfloat16() -> Ours:
+    def rounded(weights: WeightsType = "bfloat16") -> Ours:
         return Ours(
             LanguageModel.load(
                 given.model,
@@ -214,7 +222,7 @@ def main() -> None:
                 block_tokens=BLOCK_TOKENS,
                 context_tokens=model.context_tokens,
                 threads=given.threads,
-                weights="bfloat16",
+                weights=weights,
             )
         )
 
@@ -226,12 +234,14 @@ def main() -> None:
         "chunks": lambda: measure_chunks(ours, 1000, [16, 32, 64, 128, 256, 512, 1000], random, rounds),
         "packing": lambda: measure_packing(ours, 4, [16, 32, 64, 128, 256], random, rounds),
         "decode": lambda: measure_decode(ours, theirs, batches, random, rounds, given.steps),
-        "weights": lambda: measure_weights(ours, bfloat16(), (1, 4, 8, 16), random, rounds, given.steps),
+        "weights": lambda: measure_weights(ours, (rounded(), rounded("int8")), random, rounds, given.steps),
         "copy": lambda: measure_copy(model, target, [128, 512, 1000], rounds),
     }
     if given.vllm:
         directory = model_directory(given.model)
-        tables["vllm"] = lambda: measure_vllm(bfloat16(), given.vllm, directory, random, rounds, given.steps)
+        tables["vllm"] = lambda: measure_vllm(
+            rounded(given.weights), given.vllm, directory, random, rounds, given.steps
+        )
     for name, measure in tables.items():
         if given.part in (None, name):
             measure()

@@ -96,6 +96,8 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     section = config.prefill if worker.role == "prefill" else config.decode
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
+    if weights == "int8" and worker.role == "prefill":
+        weights = "bfloat16"  # it has passes of many tokens only
     kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
     return _Parts(process, _weights_bytes(info, weights, on_host=worker.device == "cpu") + kv)
 
@@ -130,6 +132,6 @@ def _index_bytes(collection: CollectionSection) -> int:
 def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:
     """Of `weights`, whatever the files have, and the embedding as float32, which on a host stays in its file: only rows
     that are used are read."""
-    each, table = 4 if weights == "float32" else 2, info.vocabulary * info.hidden
+    each, table = {"float32": 4, "int8": 1 + 2}.get(weights, 2), info.vocabulary * info.hidden
     shared = info.tied and weights == "float32"
     return each * (info.layer_weights + table) + (0 if on_host or shared else 4 * table)

@@ -25,16 +25,18 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
 
     `weights`: the type that large matrices are kept and multiplied in. bfloat16 takes half the memory and, on a
     processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
-    than float32 does, and another when a request is computed in other pieces, as after a worker's death. "auto" is
-    bfloat16 on such a processor (AVX-512 BF16, AMX, ARM's BF16) and on GPUs, all of which multiply it, and float32
-    elsewhere. float16 keeps three bits more and has a smaller range: for GPUs, and models that were trained in it. KV
-    is of this type on GPUs, and float32 on a CPU.
+    than float32 does, and another when a request is computed in other pieces, as after a worker's death. int8, for
+    CPUs, is bfloat16 for prompts and, for steps of up to 16 rows, int8 with a scale for each output: decode keeps both,
+    and a step takes .67 to .9 of bfloat16's time. "auto" is bfloat16 on GPUs; on a CPU it is int8 with AMX, bfloat16
+    where that is multiplied (AVX-512 BF16, ARM's BF16), and float32 elsewhere. float16 keeps three bits more than
+    bfloat16 and has a smaller range: for GPUs, and models that were trained in it. KV is of this type on GPUs, and
+    float32 on a CPU.
     """
 
     name: str
     context_tokens: Annotated[int, Meta(ge=64, le=1_048_576)] = 2048
     kv_block_tokens: Annotated[int, Meta(ge=8, le=256)] = 32
-    weights: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
 
     @property
     def row_blocks(self) -> int:

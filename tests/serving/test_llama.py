@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.model.reference import Reference
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import weights_type
 
@@ -148,6 +148,10 @@ def test_with_weights_of_half_the_width_logits_are_near_those_of_transformers(
     [
         ("auto", "cpu", "fpu avx512f avx512_bf16", "bfloat16"),
         ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile", "bfloat16"),
+        ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile amx_int8", "int8"),
+        ("auto", "cpu", "fpu avx512f avx512_vnni avx512_bf16", "bfloat16"),
+        ("bfloat16", "cpu", "fpu amx_bf16 amx_tile amx_int8", "bfloat16"),
+        ("int8", "cpu", "fpu avx2", "int8"),
         ("auto", "cpu", "fp asimd bf16 i8mm", "bfloat16"),
         ("auto", "cpu", "fpu avx2 avx512f avx512_fp16", "float32"),
         ("auto", "cuda:0", "fpu avx2", "bfloat16"),
@@ -162,3 +166,8 @@ def test_auto_is_bfloat16_where_the_device_multiplies_it(
     cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
     assert weights_type(asked, device, cpuinfo) == meant
     assert weights_type("auto", "cpu", tmp_path / "none") == "float32"
+
+
+def test_int8_weights_are_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="'int8', which is for CPUs, and 'cuda:0' is none"):
+        weights_type("int8", "cuda:0")

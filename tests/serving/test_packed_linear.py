@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network import llama  # noqa: E402  (it imports torch)
-from runtime.serving.network.llama import PackedLinear, PlainLinear, linear_layer  # noqa: E402
+from runtime.serving.network import linear  # noqa: E402  (it imports torch)
+from runtime.serving.network.linear import PackedLinear, PlainLinear, SplitLinear, linear_layer, splitting_works  # noqa: E402
 
 SIZE = 512  # a layer of this size squared is large enough to be packed
 
@@ -16,9 +16,11 @@ SIZE = 512  # a layer of this size squared is large enough to be packed
 @pytest.fixture(autouse=True)
 def _looked_anew() -> Iterator[None]:
     """Whether packing works is found out once a process: here once a test."""
-    llama.packing_works.cache_clear()
+    for known in (linear.packing_works, linear.splitting_works):
+        known.cache_clear()
     yield
-    llama.packing_works.cache_clear()
+    for known in (linear.packing_works, linear.splitting_works):
+        known.cache_clear()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -41,7 +43,7 @@ def test_a_bfloat16_layer_takes_either_type_and_computes_the_product_of_rounded_
         monkeypatch.setattr(torch.ops, "mkldnn", object())
     weight, offset, x = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE), torch.randn(rows, SIZE)
     rounded = [part.bfloat16().float() for part in (x, weight, offset)]
-    layer = linear_layer(weight, offset, torch.bfloat16)
+    layer = linear_layer(weight, offset, "bfloat16")
     assert isinstance(layer, PackedLinear) == packed
     with torch.inference_mode():
         y, expected = layer(x), torch.nn.functional.linear(*rounded)
@@ -51,7 +53,58 @@ def test_a_bfloat16_layer_takes_either_type_and_computes_the_product_of_rounded_
     assert not torch.allclose(y.float(), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+needs_int8 = pytest.mark.skipif(not splitting_works(), reason="the processor's products of int8 are not exact")
+
+
+@needs_int8
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_an_int8_layer_is_as_near_as_its_weights_whatever_stands_out_in_x(rows: int, bias: bool) -> None:
+    weight, offset = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE) if bias else None
+    layer, x = linear_layer(weight, offset, "int8"), torch.randn(rows, SIZE)
+    assert isinstance(layer, SplitLinear)
+    x[:, 5] = 90.0  # with x of 8 bits, all others would be -1, 0 and 1 steps
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    rounded = (weight / steps).round() * steps
+    with torch.inference_mode():
+        y = layer(x)
+        expected = torch.nn.functional.linear(x, rounded, offset)
+        each = torch.cat([layer(row[None]) for row in x])
+    assert (y - expected).norm() < 1e-3 * expected.norm()
+    assert torch.equal(each, y), "a row's products do not depend on those beside it"
+
+
+@needs_int8
+def test_more_rows_than_an_int8_layer_is_for_are_multiplied_in_bfloat16() -> None:
+    weight, x = torch.randn(SIZE, SIZE), torch.randn(17, SIZE)
+    with torch.inference_mode():
+        assert torch.equal(linear_layer(weight, None, "int8")(x), linear_layer(weight, None, "bfloat16")(x))
+
+
+@needs_int8
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_has_no_finite_product_and_harms_no_other(odd: float) -> None:
+    weight, x = torch.randn(SIZE, SIZE), torch.randn(2, SIZE)
+    x[0, 7] = odd
+    with torch.inference_mode():
+        y = linear_layer(weight, None, "int8")(x)
+        assert not y[0].isfinite().any()
+        assert torch.equal(y[1:], linear_layer(weight, None, "int8")(x[1:]))
+        assert not linear_layer(weight, None, "int8")(torch.zeros(1, SIZE)).any()
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_where_int8_products_are_missing_or_overflow_weights_are_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    if wrong:
+        monkeypatch.setattr(SplitLinear, "_product", lambda self, parts: torch.zeros(len(parts), 32))
+    else:
+        monkeypatch.setattr(torch.ops, "onednn", object())
+    assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None, "int8"), PackedLinear)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_small_layers_stay_as_they_are(dtype: Any) -> None:
     small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
     layer = linear_layer(small, None, dtype)

@@ -109,6 +109,7 @@ class LanguageModel:
         buffer: memoryview | CudaArray | None = None,
         device: str = "cpu",
         weights: WeightsType = "float32",
+        prompts_only: bool = False,
         kernels: Kernels | None = None,
         stamp: Callable[[str], None] = lambda part: None,
     ) -> LanguageModel:
@@ -118,9 +119,10 @@ class LanguageModel:
         other devices than a CPU. No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor
         lies in that memory (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it.
         `kernels`: how attention is computed, by default as suits the device; blocks are gathered where torch cannot
-        read them in place. `stamp` is called with the name of each part of the loading at its end. Raises `ModelError`
-        for a missing package, file or model, `ConfigError` for impossible sizes, and for a device that torch does not
-        have, `ResourceBusy` for one without room.
+        read them in place. With `prompts_only` nothing is kept that only passes of few rows use. `stamp` is called
+        with the name of each part of the loading at its end. Raises `ModelError` for a missing package, file or model,
+        `ConfigError` for impossible sizes, and for a device that torch does not have, `ResourceBusy` for one without
+        room.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
@@ -135,11 +137,12 @@ class LanguageModel:
         from runtime.serving.network.row_attention import paging_works
 
         stamp("torch")
+        kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
         torch.set_num_threads(threads)
         _check_device(device)
         tokenizer = beside(lambda: Tokenizer.load(directory))
         try:
-            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, weights)
+            network = Llama.load(read_config(directory), info, WeightFiles(directory), device, kept)
             memory = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(kv_bytes, buffer, device)
         except torch.OutOfMemoryError as error:
             raise ResourceBusy(f"{info.name!r} and {blocks} KV blocks do not fit on {device}: {error}") from error

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from runtime.errors import ModelError
+from runtime.errors import ConfigError, ModelError
 from runtime.serving.model import smollm
 
 # RoPE variants whose angles depend on a token's position alone. The others (dynamic, longrope) depend on the length
@@ -15,8 +15,10 @@ from runtime.serving.model import smollm
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 _LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
 
-WeightsType = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: dict[WeightsType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+WeightsType = Literal["float32", "bfloat16", "float16", "int8"]
+"""Of large matrices. "int8", on a CPU: for passes of few rows, beside bfloat16 for the others."""
+KvType = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[KvType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Kernels = Literal["cpu", "gathered", "paged"]
 """How attention is computed: by loops for a CPU; or by torch, decode's over copies of what each row sees, or over KV
@@ -39,8 +41,10 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
 def weights_type(
     asked: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> WeightsType:
-    """What `model.weights` means on `device`: "auto" is bfloat16 on GPUs and on a processor with instructions for it
-    (AVX-512's, AMX's or ARM's), else float32."""
+    """What `model.weights` means on `device`: "auto" is bfloat16 on GPUs; int8 on a processor with AMX for it; bfloat16
+    on others with instructions for that (AVX-512's or ARM's), else float32. Raises `ConfigError` for int8 on a GPU."""
+    if asked == "int8" and device != "cpu":
+        raise ConfigError(f"model.weights is 'int8', which is for CPUs, and {device!r} is none: say 'bfloat16'")
     if asked != "auto":
         return asked
     if device != "cpu":
@@ -49,7 +53,9 @@ def weights_type(
         flags = cpuinfo.read_text(encoding="utf-8")
     except OSError:
         return "float32"
-    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
+    if not re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags):
+        return "float32"
+    return "int8" if re.search(r"\bamx_int8\b", flags) else "bfloat16"
 
 
 def kernels_on(device: str) -> Kernels:
@@ -57,13 +63,13 @@ def kernels_on(device: str) -> Kernels:
     return "cpu" if device == "cpu" else "paged"
 
 
-def kv_type(weights: WeightsType, kernels: Kernels) -> WeightsType:
+def kv_type(weights: WeightsType, kernels: Kernels) -> KvType:
     """Of what type KV is beside such weights; the loops for a CPU read float32 alone."""
-    return "float32" if kernels == "cpu" else weights
+    return "float32" if kernels == "cpu" or weights == "int8" else weights
 
 
 def model_identity(
-    directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: WeightsType = "float32"
+    directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: KvType = "float32"
 ) -> bytes:
     """A digest that differs between models, block sizes, and types of weights and of KV, whose KV blocks may differ.
 
@@ -156,10 +162,10 @@ class ModelInfo:
         """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim]."""
         return (self.layers, 2, blocks, self.kv_heads, block_tokens, self.head_dim)
 
-    def kv_bytes(self, blocks: int, block_tokens: int, kind: WeightsType = "float32") -> int:
+    def kv_bytes(self, blocks: int, block_tokens: int, kind: KvType = "float32") -> int:
         """Bytes of that tensor, of numbers of the type `kind`."""
         return blocks * block_tokens * self.kv_bytes_per_token(kind)
 
-    def kv_bytes_per_token(self, kind: WeightsType = "float32") -> int:
+    def kv_bytes_per_token(self, kind: KvType = "float32") -> int:
         """Bytes of K and V of one token over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * ITEM_BYTES[kind]

@@ -7,9 +7,7 @@ token by token (`tests/serving/test_model.py`). Names of tensors and keys of `co
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from math import sqrt
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +15,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.nn import functional
 from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo, WeightsType
+from runtime.serving.network.linear import Linear, linear_layer
 from runtime.serving.network.loops import compiled_loop
 from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
@@ -157,75 +155,7 @@ def _sharpened(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-# ---- linear layers with weights laid out for few rows at a time, which is what decoding does
-# MKL's float32 product of 1 to 16 rows with a large matrix reaches a fraction of the memory's speed (on an AMD EPYC
-# core 2 rows took longer than 4, at 5 GB/s of 23). oneDNN with its own blocked weights reaches it from 3 rows on and is
-# as fast as MKL or faster for long prompts, so the large linear layers of a model on a CPU are these. In bfloat16, on a
-# processor that multiplies it, they take 1.6 to 2.1 times less, for 1 to 256 rows.
-
-
-_FEWEST_ROWS = 4  # below it oneDNN's float32 product takes another, slower path: rows of zeros are cheaper
-_LAYOUT_ROWS = 16  # the batch that weights are laid out for; other sizes were no slower than with a layout of theirs
-_SMALLEST_WEIGHTS = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that stay in a core's cache
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""y = x Wᵀ + b: float32 or of W's type [rows, in] → of W's type [rows, out]."""
-
-
-class PlainLinear:
-    """A `Linear` that keeps W as it is, float32 or half as wide; x is multiplied in W's type."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x.to(self._weight.dtype), self._weight, self._bias)
-
-
-class PackedLinear:
-    """A `Linear` that keeps its own copy of W, float32 or bfloat16, in oneDNN's order; x is multiplied in W's type."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._type = weight.dtype
-        self._fewest_rows = _FEWEST_ROWS if weight.dtype == torch.float32 else 1
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
-        self._bias = None if bias is None else bias.to(weight.dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        if rows >= self._fewest_rows:
-            return self._product(x)
-        return self._product(functional.pad(x, (0, 0, 0, self._fewest_rows - rows)))[:rows]
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self._type), self._weight, self._bias, "none", [], "")
-        return y
-
-
-def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> Linear:
-    """The layer with weights float32 [out, in], kept as `dtype` if they are large; on a CPU that can do it packed.
-
-    Small ones stay float32: they come from a core's cache, and converting x would take longer than they do."""
-    if weight.numel() < _SMALLEST_WEIGHTS:
-        return PlainLinear(weight, bias)
-    kept = weight.to(dtype)
-    if weight.device.type == "cpu" and packing_works(dtype):
-        return PackedLinear(kept, bias)
-    return PlainLinear(kept, bias)
-
-
-@cache
-def packing_works(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether oneDNN's product is there and right: torch offers it to its own compiler only, and could change it."""
-    weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
-    x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
-    near = 1e-4 if dtype == torch.float32 else 0.5  # of sums of 64 products, each rounded by up to 2^-8
-    try:
-        with torch.inference_mode():
-            expected = functional.linear(x, weight, bias)
-            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=near)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+# ---- the network
 
 
 @compiled_loop("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
@@ -322,7 +252,7 @@ class _Loading:
         self, config: dict[str, Any], info: ModelInfo, files: WeightFiles, device: str, weights: WeightsType
     ) -> None:
         self._info, self._files, self._device = info, files, device
-        self._dtype = getattr(torch, weights)
+        self._weights = weights
         self._epsilon = float(config.get("rms_norm_eps", 1e-6))
         self._attention_bias, self._mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
@@ -357,7 +287,7 @@ class _Loading:
         """The layers of these names as one, their outputs side by side."""
         weights = [self.tensor(f"{name}.weight", size, inside) for name, size in zip(names, sizes, strict=True)]
         biases = [self.tensor(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True) if bias]
-        return linear_layer(_joined(weights), _joined(biases) if biases else None, self._dtype)
+        return linear_layer(_joined(weights), _joined(biases) if biases else None, self._weights)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._files.tensor(name, shape).to(self._device)

@@ -69,6 +69,7 @@ class PrefillWorker:
             buffer=self._source.memory,
             device=transport.device,
             weights=weights,
+            prompts_only=True,
             kernels=transport.kernels,
             stamp=worker.start.part,
         )
