@@ -66,11 +66,12 @@ def _module(name: str) -> Check:
 
 
 SECTIONS = {
-    "data": Section(_module("data"), 90, each_set=True),
+    "data": Section(_module("data"), 80, each_set=True),
     "steps": Section(_module("steps"), 25, each_set=True),
     "kernels": Section(_module("kernels"), 15, each_set=True),
-    "load": Section(_module("load"), 25, each_set=True),
-    "cuvs": Section(_module("peers"), 40, each_set=True),
+    "load": Section(_module("load"), 20, each_set=True),
+    "cuvs": Section(_module("peers"), 35, each_set=True),
+    "resident": Section(_module("resident"), 20, each_set=True),  # at the rate that cuVS's is known to be
     "correctness": Section(_module("correctness"), 40),
     "exchange": Section(_module("exchange"), 15),
     "model": Section(_module("model"), 25),

@@ -33,7 +33,8 @@ class Source:
 @dataclass
 class Setup:
     """`device` is "cpu" in a dry run. `small` asks for tiny amounts of everything. Data and index are there, and
-    `params` are what recall asks for, once the section "data" has given them."""
+    `params` are what recall asks for, once the section "data" has given them; `offered_per_s`, at which queries are to
+    arrive, once "cuvs" has: 0 before."""
 
     device: str
     device_name: str
@@ -46,6 +47,7 @@ class Setup:
     settings: dict[str, Any] = field(default_factory=dict)
     params: SearchParams = field(default_factory=lambda: SearchParams(10, DEFAULT_TOP_M, 4))
     given: tuple[DataSet, GraphIndex] | None = None
+    offered_per_s: float = 0.0
 
     @property
     def on_gpu(self) -> bool:

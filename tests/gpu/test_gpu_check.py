@@ -30,7 +30,7 @@ from tests.gpu.cases import clustered
 def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    each = ["data", "steps", "kernels", "load", "cuvs"]
+    each = ["data", "steps", "kernels", "load", "cuvs", "resident"]
     once = ["correctness", "exchange", "model", "handover", "profile", "sanitizer"]
     sections = record["sections"]
     assert list(sections) == [f"{name}, {dim} dims" for dim in (32, 48) for name in each] + once
@@ -42,6 +42,7 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
         assert sections[f"load, {dim} dims"]["data"]["capacity_per_s"] > 0
         assert len(sections[f"steps, {dim} dims"]["data"]["roofline"]["measured"]) == 5
         assert sections[f"cuvs, {dim} dims"]["data"]["cuvs"] == "none"
+        assert list(sections[f"resident, {dim} dims"]["data"]) == ["staged", "fused", "resident"]
     page = (tmp_path / "gpu-dry-run.md").read_text()
     forms = ("16 extends a launch, loop", "16 extends a launch, fused")
     for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC", "ncu", "1 slots, one kernel"):
@@ -49,7 +50,11 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
     assert "| model | same greedy tokens as transformers on the CPU | 3 of 3 prompts |" in page
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
     assert sections["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
-    assert [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]] == [*[True] * 4, False] * 2
+    assert [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]] == [
+        *[True] * 4,
+        False,
+        *[True] * 3,
+    ] * 2
     assert "A dry run: its figures and verdicts say nothing of a GPU." in page
     assert "FAILED" not in page
     assert "skipped" not in page.replace("skipped: no GPU", "").replace("| skipped: no persistent kernel", "").replace(
@@ -147,13 +152,29 @@ def cuvs_found(recall: float, per_s: float, p99_s: float, alone_s: float) -> dic
 def test_each_bar_passes_reaches_its_aim_or_fails_and_what_is_missing_was_not_measured() -> None:
     kernels = {"copy_bytes_s": 100.0, "distance_bytes_s": 60.0}
     good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "kernels": kernels}
-    assert [verdict for _, _, verdict in verdicts(good)] == ["aim", "aim", "aim", "aim", "pass"]
+    assert [verdict for _, _, verdict in verdicts(good)[:5]] == ["aim", "aim", "aim", "aim", "pass"]
     assert verdicts(good)[4][1] == "0.600 ≥ 0.5, aim 0.7"
     fair = {"cuvs": cuvs_found(0.94, 900.0, 0.4, 1.0), "kernels": None}
-    assert [verdict for _, _, verdict in verdicts(fair)] == ["FAIL", "pass", "pass", "pass", "not measured"]
+    assert [verdict for _, _, verdict in verdicts(fair)[:5]] == ["FAIL", "pass", "pass", "pass", "not measured"]
     assert {verdict for _, _, verdict in verdicts({"cuvs": None})} == {"not measured"}
     nobody_was_answered = {"cuvs": cuvs_found(0.96, 700.0, float("nan"), 1.1)}
     assert [verdict for _, _, verdict in verdicts(nobody_was_answered)][1:4] == ["FAIL", "FAIL", "FAIL"]
+
+
+def form(per_s: float, p99_s: float, alone_s: float) -> dict[str, Any]:
+    return {"per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": alone_s}
+
+
+def test_blocks_that_stay_are_judged_by_the_better_of_the_other_forms_and_beside_cuvs_by_the_better_of_ours() -> None:
+    forms = {"staged": form(100.0, 0.3, 2.0), "fused": form(50.0, 0.9, 1.0), "resident": form(95.0, 0.2, 1.1)}
+    found = {"cuvs": cuvs_found(0.96, 90.0, float("nan"), 3.0), "resident": forms}
+    judged = {what: (figure.split()[0], verdict) for what, figure, verdict in verdicts(found)}
+    assert judged["blocks that stay, all at once against staged and fused"] == ("0.950", "pass")
+    assert judged["blocks that stay, p99 of arrivals against staged and fused"] == ("0.667", "pass")
+    assert judged["blocks that stay, one query alone against staged and fused"] == ("1.100", "FAIL")
+    assert judged["full batch, queries/s against cuVS"] == ("0.095", "FAIL")
+    assert judged["p99 at 60% of cuVS's batch rate, against its windows of 1 ms"] == ("0.200", "pass")
+    assert judged["one query alone, p50 against cuVS"] == ("1.100", "FAIL")
 
 
 def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(

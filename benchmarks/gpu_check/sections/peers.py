@@ -19,11 +19,11 @@ from benchmarks.gpu_check.drive import Driven, drive, poisson
 from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
+from benchmarks.gpu_check.sections.resident import SHARE
 from benchmarks.gpu_check.setup import Setup
 
 _TOP_MS = (16, 32, 48, 64, 96, 128, 192, 256)
 _WINDOW_S = 1e-3
-_SHARE = 0.6
 _ALLOWED = 0.002  # recall that cuVS may be behind
 _PERSISTENT_S = 0.5  # after which its kernel leaves the device to others
 
@@ -131,14 +131,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
         peer.search(batch, 10, top_m)
         theirs["per_s"] = len(batch) / min(_timed(lambda: peer.search(batch, 10, top_m)) for _ in range(5))
         outcome.say(f"full batch, {peer.name}, {batches:,} queries a call", rate(theirs["per_s"]))
-        offered = _SHARE * theirs["per_s"]
+        offered = setup.offered_per_s = SHARE * theirs["per_s"]
         count = min(int(offered * 2), most)
         arrivals = poisson(offered, count)
         outcome.data["offered_per_s"] = offered
         stream = repeated(queries, count)
         late = drive(engine, stream, setup.params, arrivals, 8.0)
         ours["stream"] = figures(late)
-        outcome.say(f"Poisson at {_SHARE:.0%} of {peer.name}'s batch ({rate(offered)}), ours", summary(late))
+        outcome.say(f"Poisson at {SHARE:.0%} of {peer.name}'s batch ({rate(offered)}), ours", summary(late))
         late = windowed(peer, stream, top_m, arrivals, 8.0)
         theirs["stream"] = figures(late)
         outcome.say(f"… {peer.name}, windows of 1 ms", summary(late))

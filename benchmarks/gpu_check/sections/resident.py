@@ -1,0 +1,60 @@
+"""Blocks that stay on the device against launches, staged and fused: one query alone, all at once, and as they arrive.
+
+Queries arrive at 60% of cuVS's rate in a full batch, where that is known, else at 60% of the staged form's.
+"""
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_check.drive import Driven, drive, poisson
+from benchmarks.gpu_check.report import Outcome, micros, rate
+from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
+from benchmarks.gpu_check.setup import Setup
+from gpu import Engine
+
+SHARE = 0.6
+_FORMS: dict[str, dict[str, Any]] = {
+    "staged": {"form": "plain"},
+    "fused": {"form": "fused", "extends_per_launch": 16},
+    "resident": {"form": "resident", "extends_per_launch": 1024},
+}
+_LIMIT_S = 4.0
+
+
+def check(setup: Setup, outcome: Outcome) -> None:
+    """The same queries for each form, whose results must be the same. Raises AssertionError."""
+    full, most, singles = (80, 40, 10) if setup.small else (50_000, 400_000, 200)
+    stream = repeated(setup.data.queries, full)
+    offered, first = setup.offered_per_s, None
+    for form in _FORMS:
+        with closing(_engine(setup, form, outcome)) as engine:
+            drive(engine, stream[: full // 10], setup.params)
+            alone = [drive(engine, stream[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
+            found = drive(engine, stream, setup.params)
+            per_s = found.finished / found.seconds
+            offered = offered or SHARE * per_s
+            count = min(int(offered * 2), most)
+            late = drive(engine, repeated(stream, count), setup.params, poisson(offered, count), _LIMIT_S)
+        outcome.data[form] = {"alone_s": float(np.median(alone)), "per_s": per_s, "stream": figures(late)}
+        outcome.say(f"{form}: one query alone, p50", micros(outcome.data[form]["alone_s"]))
+        outcome.say(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, found):.4f}")
+        outcome.say(f"{form}: Poisson at {rate(offered)}", summary(late))
+        first = first or found
+        _same(first, found, form)
+
+
+def _engine(setup: Setup, form: str, outcome: Outcome) -> Engine:
+    """In a dry run the CPU's engine, in the place of each form."""
+    if not setup.on_gpu:
+        return setup.engine()
+    engine = setup.cuda_engine(**_FORMS[form])
+    if engine.refused:
+        outcome.say(f"{form}: not possible on this device", engine.refused)
+    return engine
+
+
+def _same(first: Driven, found: Driven, form: str) -> None:
+    same = float(np.mean(found.ids == first.ids))
+    assert same > 0.999, f"{form} finds {same:.2%} of the ids that the staged form finds"  # ties may differ
