@@ -12,10 +12,9 @@ from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.decode_graphs import Captured, DecodeGraphs  # noqa: E402
+from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, paging_works  # noqa: E402
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend  # noqa: E402
-from runtime.serving.network.row_attention import paging_works  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's own compiler
 BLOCK, BLOCKS, STEPS = 16, 40, 40
@@ -110,6 +109,10 @@ def test_what_torch_cannot_compile_or_gets_wrong_is_gathered(
     kv = empty_kv(tiny_directory, "float32")
     assert paging_works(kv, 2 * BLOCKS, 2)
     assert not kv.any()
+    assert paging_works(kv, 2 * BLOCKS, 2, again)
+    assert not paging_works(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), "a replay that reads nothing"
+    assert "is wrong" in caplog.text
+    caplog.clear()
     assert not paging_works(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
     assert not paging_works(kv, 8, 2), "torch's kernel for CPUs wants as many pages a row as there are"
     assert "does not work" in caplog.text

@@ -134,7 +134,6 @@ class LanguageModel:
         import torch
 
         from runtime.serving.network.llama import Llama, WeightFiles
-        from runtime.serving.network.row_attention import paging_works
 
         stamp("torch")
         kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
@@ -150,6 +149,8 @@ class LanguageModel:
         stamp("weights")
         identity = model_identity(directory, block_tokens, weights, kind)
         if kernels == "paged":
+            from runtime.serving.network.decode_graphs import paging_works
+
             paged = paging_works(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
             kernels = "paged" if paged else "gathered"
             stamp("attention")

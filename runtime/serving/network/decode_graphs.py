@@ -6,13 +6,16 @@ them in place takes the time of those that there are. A graph is captured when i
 replayed: all its inputs are one tensor of integers, which is sent anew for each step.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
-from runtime.serving.network.row_attention import power_of_two
+from runtime.serving.network.row_attention import GatheredRows, PagedRows, power_of_two
+
+log = logging.getLogger("model")
 
 _FEWEST_TOKENS = 256  # that a row's blocks hold at least
 
@@ -94,3 +97,45 @@ class _CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool):
             output = run()
         return Captured(graph.replay, output)
+
+
+def paging_works(kv: torch.Tensor, row_blocks: int, group: int, capture: Capture | None = None) -> bool:
+    """Whether torch compiles `PagedRows` for this cache [layers, 2, blocks, kv_heads, block_tokens, head_dim], of which
+    a row has at most `row_blocks` blocks; on a GPU it can be captured; and it is right. FlexAttention needs a compiler,
+    and torch may change it. The reason is logged where it is not. Writes to the cache, and leaves zeros; raises
+    nothing. `capture`: CUDA's on a GPU, and none elsewhere, by default.
+    """
+    blocks, (kv_heads, size, head_dim) = min(4, kv.shape[2], row_blocks), kv.shape[3:]
+    if size < 16 or size & (size - 1) or head_dim < 16:
+        log.info("attention gathers blocks: of %d tokens and heads of %d dims there is no kernel", size, head_dim)
+        return False
+    random = torch.Generator().manual_seed(0)
+    keys, values = kv[0]
+    query = torch.randn(2, kv_heads, group, head_dim, generator=random).to(kv.device, kv.dtype)
+    tables = torch.tensor([[number, blocks - 1 - number] for number in range(blocks)], device=kv.device).t()
+    visible = torch.tensor([3, blocks * size - 2], device=kv.device)
+    scaling, near = head_dim**-0.5, 1e-4 if kv.dtype == torch.float32 else 0.05
+
+    def paged() -> torch.Tensor:
+        return PagedRows(tables, visible, row_blocks, kv_heads, size).attend(query, keys, values, scaling)
+
+    try:
+        if capture is None and kv.device.type == "cuda":
+            capture = _CudaCapture()
+        with torch.inference_mode():
+            captured = capture(paged) if capture else None
+            for side in (keys, values):  # only now: what was captured reads them when it is replayed
+                side[:blocks] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device)
+            if captured:
+                captured.replay()
+            found = captured.output if captured else paged()
+            expected = GatheredRows(tables, visible, blocks * size, size).attend(query, keys, values, scaling)
+            right = torch.allclose(found.float(), expected.float(), rtol=near, atol=near)
+        reason = "" if right else "is wrong"
+    except Exception as error:  # a compiler that is missing, another torch's: anything
+        reason = f"does not work: {str(error)[:300]}"
+    finally:
+        kv[0, :, :blocks].zero_()
+    if reason:
+        log.warning("attention gathers blocks: FlexAttention on %s %s", kv.device, reason)
+    return not reason

@@ -8,7 +8,6 @@ torch's softmax take a half to a third of its time; they agree with it to float3
 over copies of what the rows see, which moves each of them twice: where the other cannot be.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from runtime.serving.network.loops import mix, score
-
-log = logging.getLogger("model")
 
 
 class Rows:
@@ -149,35 +146,3 @@ def _compiled() -> Any:
     torch._dynamo.config.recompile_limit = 64  # one program for each power of two of rows
     torch._inductor.config.compile_threads = 1  # in this process: it has one program to compile at a time
     return torch.compile(_over_pages, dynamic=False, fullgraph=True)
-
-
-def paging_works(kv: torch.Tensor, row_blocks: int, group: int) -> bool:
-    """Whether torch compiles `PagedRows` for this cache [layers, 2, blocks, kv_heads, block_tokens, head_dim], of which
-    a row has at most `row_blocks` blocks, and it is right: FlexAttention needs a compiler, and torch may change it. The
-    reason is logged where it is not. Writes to the cache, and leaves zeros; raises nothing.
-    """
-    blocks, (kv_heads, size, head_dim) = min(4, kv.shape[2], row_blocks), kv.shape[3:]
-    if size < 16 or size & (size - 1) or head_dim < 16:
-        log.info("attention gathers blocks: of %d tokens and heads of %d dims there is no kernel", size, head_dim)
-        return False
-    random = torch.Generator().manual_seed(0)
-    keys, values = kv[0]
-    query = torch.randn(2, kv_heads, group, head_dim, generator=random).to(kv.device, kv.dtype)
-    tables = torch.tensor([[number, blocks - 1 - number] for number in range(blocks)], device=kv.device).t()
-    visible = torch.tensor([3, blocks * size - 2], device=kv.device)
-    scaling, near = head_dim**-0.5, 1e-4 if kv.dtype == torch.float32 else 0.05
-    try:
-        with torch.inference_mode():
-            for side in (keys, values):
-                side[:blocks] = torch.randn(blocks, kv_heads, size, head_dim, generator=random).to(kv.device)
-            found = PagedRows(tables, visible, row_blocks, kv_heads, size).attend(query, keys, values, scaling)
-            expected = GatheredRows(tables, visible, blocks * size, size).attend(query, keys, values, scaling)
-            right = torch.allclose(found.float(), expected.float(), rtol=near, atol=near)
-        reason = "" if right else "is wrong"
-    except Exception as error:  # a compiler that is missing, another torch's: anything
-        reason = f"does not work: {str(error)[:300]}"
-    finally:
-        kv[0, :, :blocks].zero_()
-    if reason:
-        log.warning("attention gathers blocks: FlexAttention on %s %s", kv.device, reason)
-    return not reason
