@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.common.report import table
 from gpu import GraphIndex
 from gpu.compiled import compiled
-from gpu.cuda import layout
+from gpu.cuda.compiler import c_header
 from gpu.engine import RELEASE
 from ipc.memory.instructions import call
 
@@ -41,7 +41,7 @@ _FOR_EVER = 1 << 30
 def build_stub(directory: Path) -> Path:
     """Compile the stub, with what does the kernels' part, as libcuda.so.1 in a folder. Raises CalledProcessError."""
     library = directory / "libcuda.so.1"
-    (directory / "layout.h").write_text(layout.c_header())
+    (directory / "layout.h").write_text(c_header())
     sources = (str(STUB / "stub_driver.c"), str(STUB / "stub_device.cpp"))
     options = ("-O2", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{directory}", "-o", str(library))
     compiler = shutil.which("gcc") or shutil.which("cc") or "cc"

@@ -10,13 +10,51 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpu.cuda.layout import c_header
+import numpy as np
+
+from gpu.cuda import layout
 from gpu.errors import DeviceError, DeviceUnavailable
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 UNITS = ("staged.cu", "fused.cu", "resident.cu")
+_STRUCTS = ("Collection", "Slot", "Task", "Counters", "Result", "Progress", "Record", "Queue", "Command", "Batch")
+_CONSTANTS = (
+    "FREE",
+    "ACTIVE",
+    "PAUSED",
+    "FINISHED",
+    "F32_L2",
+    "F32_DOT",
+    "F16_L2",
+    "F16_DOT",
+    "I8_L2",
+    "I8_DOT",
+    "GATHER_THREADS",
+    "MERGE_THREADS",
+    "DISTANCE_THREADS",
+    "FUSED_THREADS",
+    "RESIDENT_THREADS",
+    "RESIDENT_VISITED_BITS",
+    "SLOT_BITS",
+    "RINGS",
+    "PREFILL_RING",
+    "DECODE_RING",
+    "IS_NEW",
+    "IS_DONE",
+    "LAP_SHIFT",
+    "MAX_LAP",
+    "EVERY_DECODE",
+    "WRITE_THREADS",
+    "CHUNK_BYTES",
+    "MERGE_KEYS",
+    "SCRATCH_BYTES",
+    "CODE_STEP",
+    "MAX_SEARCH_WIDTH",
+)
+"""Of gpu.cuda.layout, by their names there, which for the structs are in capitals."""
+_C_TYPES = {"u4": "uint32", "u8": "uint64"}
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d{2,3}[af]?\Z")
 _OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
@@ -50,6 +88,26 @@ def kernel_source() -> str:
         return "".join((*pieces, text[position:])).replace("#pragma once\n", "\n")
 
     return "".join(map(text_of, UNITS))
+
+
+def c_header() -> str:
+    """The records and constants in C, with the sizes and offsets that they have here asserted."""
+    lines = ["// Written by gpu/cuda/compiler.py.", "#pragma once"]
+    lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
+    lines += [f"constexpr uint32 {name} = {getattr(layout, name)};" for name in _CONSTANTS]
+    for name in _STRUCTS:
+        dtype: np.dtype[Any] = getattr(layout, name.upper())
+        lines.append(f"struct {name} {{")
+        for field in dtype.names or ():
+            part, offset = dtype.fields[field][:2]  # type: ignore[index]
+            count = f"[{part.shape[0]}]" if part.shape else ""
+            lines.append(f"    {_C_TYPES[part.base.str[1:]]} {field}{count};  // {offset}")
+        lines += ["};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");']
+        lines += [
+            f'static_assert(__builtin_offsetof({name}, {field}) == {dtype.fields[field][1]}, "{name}.{field}");'  # type: ignore[index]
+            for field in dtype.names or ()
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def compile_kernels(arch: str, cache: Path | None = None) -> bytes:

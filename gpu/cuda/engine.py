@@ -333,6 +333,8 @@ class CudaEngine:
 
     def time_stages(self, fused: bool = False) -> StageTimes:
         """An extend of what is running, its kernels timed one by one; see `gpu.cuda.stage_times`. It counts as one."""
+        if self.resident:
+            raise DeviceError("blocks that stay have no stages to be timed")
         if self.handle.words[backend.PENDING]:
             raise DeviceError("what was admitted, paused or released since the last extend is not on the device yet")
         times = time_stages(self._driver, self._stream, self._kernels, self.batch_memory(), fused)

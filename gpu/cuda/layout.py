@@ -1,6 +1,6 @@
 """What the CUDA kernels and the code that launches them agree on: records, arrays, kernels and their shapes.
 
-The kernels' C structs are written from the records below (`c_header`), so that the two sides cannot drift apart.
+The kernels' C structs are written from the records below (`gpu.cuda.compiler`), so that the two cannot drift apart.
 
     arrays in device memory                            in pinned host memory, mapped
     collections  COLLECTION [collections]              results   RESULT + nodes + distances [slots, result_bytes]
@@ -40,7 +40,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
-from gpu.cpu.queries import CODE_STEP, code_offset, full_offset, prepared_bytes
+from gpu.cpu.queries import CODE_STEP as CODE_STEP  # which the kernels have too
+from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
 from gpu.index.data import IndexData
 from gpu.index.rows import Rows
 from gpu.params import MAX_SEARCH_WIDTH
@@ -208,52 +209,6 @@ BATCH = np.dtype(
 )
 """The first argument of every kernel, by value: addresses of all arrays, and their shapes. Never changes."""
 
-_STRUCTS = {
-    "Collection": COLLECTION,
-    "Slot": SLOT,
-    "Task": TASK,
-    "Counters": COUNTERS,
-    "Result": RESULT,
-    "Progress": PROGRESS,
-    "Record": RECORD,
-    "Queue": QUEUE,
-    "Command": COMMAND,
-    "Batch": BATCH,
-}
-_CONSTANTS = {
-    "FREE": FREE,
-    "ACTIVE": ACTIVE,
-    "PAUSED": PAUSED,
-    "FINISHED": FINISHED,
-    "F32_L2": F32_L2,
-    "F32_DOT": F32_DOT,
-    "F16_L2": F16_L2,
-    "F16_DOT": F16_DOT,
-    "I8_L2": I8_L2,
-    "I8_DOT": I8_DOT,
-    "GATHER_THREADS": GATHER_THREADS,
-    "MERGE_THREADS": MERGE_THREADS,
-    "DISTANCE_THREADS": DISTANCE_THREADS,
-    "FUSED_THREADS": FUSED_THREADS,
-    "RESIDENT_THREADS": RESIDENT_THREADS,
-    "RESIDENT_VISITED_BITS": RESIDENT_VISITED_BITS,
-    "SLOT_BITS": SLOT_BITS,
-    "RINGS": RINGS,
-    "PREFILL_RING": PREFILL_RING,
-    "DECODE_RING": DECODE_RING,
-    "IS_NEW": IS_NEW,
-    "IS_DONE": IS_DONE,
-    "LAP_SHIFT": LAP_SHIFT,
-    "MAX_LAP": MAX_LAP,
-    "EVERY_DECODE": EVERY_DECODE,
-    "WRITE_THREADS": WRITE_THREADS,
-    "CHUNK_BYTES": CHUNK_BYTES,
-    "MERGE_KEYS": MERGE_KEYS,
-    "SCRATCH_BYTES": SCRATCH_BYTES,
-    "CODE_STEP": CODE_STEP,
-    "MAX_SEARCH_WIDTH": MAX_SEARCH_WIDTH,
-}
-_C_TYPES = {"u4": "uint32", "u8": "uint64"}
 _C_ARGUMENTS: dict[type, Any] = {np.uint32: ctypes.c_uint32, np.uint64: ctypes.c_uint64}
 
 
@@ -468,25 +423,6 @@ def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: 
 def argument(record: npt.NDArray[Any]) -> Any:
     """A record [1] as a kernel's argument."""
     return (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
-
-
-def c_header() -> str:
-    """The records and constants in C, with the sizes and offsets that they have here asserted."""
-    lines = ["// Written by gpu/cuda/layout.py.", "#pragma once"]
-    lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
-    lines += [f"constexpr uint32 {name} = {value};" for name, value in _CONSTANTS.items()]
-    for name, dtype in _STRUCTS.items():
-        lines.append(f"struct {name} {{")
-        for field in dtype.names or ():
-            part, offset = dtype.fields[field][:2]  # type: ignore[index]
-            count = f"[{part.shape[0]}]" if part.shape else ""
-            lines.append(f"    {_C_TYPES[part.base.str[1:]]} {field}{count};  // {offset}")
-        lines += ["};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");']
-        lines += [
-            f'static_assert(__builtin_offsetof({name}, {field}) == {dtype.fields[field][1]}, "{name}.{field}");'  # type: ignore[index]
-            for field in dtype.names or ()
-        ]
-    return "\n".join(lines) + "\n"
 
 
 def _power_of_two(count: int) -> int:

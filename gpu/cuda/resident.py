@@ -69,6 +69,7 @@ STAY_WORDS = 10
 # begun before others; and the extends that its query has come to.
 NEW, DONE, HURRIES, REACHED = range(IS_OUT + 1, SEAT_WORDS)
 
+_ASK_NS = 2_000  # between two questions whether something has arrived: one costs twenty looks at the records
 _WORD = 0xFFFFFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _ALL = _WORD  # no query comes to so many extends
@@ -185,7 +186,7 @@ def _wait(own: Any, stay: Any, done: int, all_walk: bool) -> Any:
     """Until all slots are back, of one extend; else until an active one is done, something has arrived, or rows are to
     be compared meanwhile. Whether that went well."""
     asks = own[ARRIVED] != 0 and own[LIMIT] > 1
-    begin = monotonic_ns(own[TIME])
+    begin = now = ask_at = monotonic_ns(own[TIME])
     look_at = begin + own[LOOK_NS]
     while True:
         found = _look(own, stay)
@@ -194,8 +195,10 @@ def _wait(own: Any, stay: Any, done: int, all_walk: bool) -> Any:
         done += found
         if stay[OUT] == 0 or (own[LIMIT] > 1 and (done or not all_walk)):
             break
-        if asks and call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
-            break
+        if asks and now >= ask_at:
+            if call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
+                break
+            ask_at = now + _ASK_NS
         now = monotonic_ns(own[TIME])
         if now >= look_at:
             look_at = now + own[LOOK_NS]

@@ -174,13 +174,13 @@ class PoolSection(Placed, frozen=True):
     the share of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be
     answered; "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them
     for `aging_s`. `flush_s`: τ, how long slots are held back while fewer queries wait than are free.
-    `flush_prefill_s`: τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU, the most
-    extends in one launch; it ends early when a query is finished or arrives. `form`: "auto" has blocks stay on a GPU
-    that no other worker of the node is on, in a launch that takes queries by itself (docs/gpu.md); with "launches" the
-    host launches every extend, as it does elsewhere: for a GPU on which other programs compute. `arena_slots`: query
-    vectors that clients on GPUs may have in this GPU's memory, in equal shares. `doorbell`: how the pool and its
-    clients wake each other when they sleep, "eventfd" or, about 100 µs slower, "zeromq", which needs no descriptors
-    handed from process to process.
+    `flush_prefill_s`: τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU where no
+    blocks stay, the most extends in one launch; it ends early when a query is finished or arrives. `form`: "auto" has
+    blocks stay on a GPU that no other worker of the node is on, in a launch that takes queries by itself
+    (docs/gpu.md); with "launches" the host launches every extend, as it does elsewhere: for a GPU on which other
+    programs compute. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares.
+    `doorbell`: how the pool and its clients wake each other when they sleep, "eventfd" or, about 100 µs slower,
+    "zeromq", which needs no descriptors handed from process to process.
     """
 
     placement: PoolPlacement = "own"

@@ -140,7 +140,7 @@ def test_every_header_is_in_the_source_once() -> None:
 def test_the_c_structs_are_the_records(tmp_path: Path) -> None:
     """The header asserts sizes and offsets; so a record that C lays out differently must fail here."""
     require_compiler()
-    header = layout.c_header()
+    header = compiler.c_header()
     unit = tmp_path / "layout.cpp"
     check = ["g++", "-std=c++17", "-fsyntax-only", str(unit)]
     unit.write_text(header)
