@@ -92,26 +92,35 @@ def alone(change: Change, split: Split, kind: Lengths, most: float) -> float:
 
 
 def run_change(change: Change, phase_s: float = _PHASE_S) -> dict[str, Any]:
-    """No split serves more of a changing mix than of both kinds alone: that is what the planner is compared with."""
+    """No split serves more of a changing mix than of both kinds alone, for a minute: `most`. What it does serve is
+    found for those that could serve more than the best one yet."""
     names = [f"{p} + {GPUS - p}" if mode != "never" else f"{GPUS} colocated" for p, mode in SPLITS]
     both = zip((change.day, change.night), change.most, strict=True)
     days, nights = ([alone(change, split, kind, most) for split in SPLITS] for kind, most in both)
     rates = max(days), max(nights)
-    fixed = {name: min(day / rates[0], night / rates[1]) for name, day, night in zip(names, days, nights, strict=True)}
+    most = {name: min(day / rates[0], night / rates[1]) for name, day, night in zip(names, days, nights, strict=True)}
     begin = max(range(GPUS - 1), key=lambda i: days[i])
-    setup = node(*SPLITS[begin], change.slos, "act")
 
-    runs: dict[float, tuple[float, float, int]] = {}
+    def served(setup: Setup) -> tuple[float, dict[float, tuple[float, float, int]]]:
+        """The share of both rates at which enough of both kinds keep their SLOs, and what was tried."""
+        runs: dict[float, tuple[float, float, int]] = {}
 
-    def good(share: float) -> bool:
-        runs[share] = kept(setup, requests(change, [rate * share for rate in rates], phase_s))
-        return min(runs[share][:2]) >= SHARE
+        def good(share: float) -> bool:
+            runs[share] = kept(setup, requests(change, [rate * share for rate in rates], phase_s))
+            return min(runs[share][:2]) >= SHARE
 
-    found = greatest(good, 1.0, 4, 0.4)
+        return greatest(good, 1.0, 4, 0.4), runs
+
+    found, runs = served(node(*SPLITS[begin], change.slos, "act"))
+    fixed: dict[str, float] = {}
+    for i in sorted(range(len(SPLITS)), key=lambda i: -most[names[i]]):
+        if most[names[i]] > max(fixed.values(), default=0.0):
+            fixed[names[i]] = min(served(node(*SPLITS[i], change.slos))[0], most[names[i]])
     one = {
         "change": change.name,
         "rates": rates,
         "alone": {name: pair for name, *pair in zip(names, days, nights, strict=True)},
+        "most": most,
         "fixed": fixed,
         "planner": found,
         "moves": runs[found][2] if found in runs else 0,
@@ -130,11 +139,12 @@ HEAD = (
 
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Each change's splits, and the planner."""
+    """Each change's splits (light: what they serve at most, where that was enough to know), and the planner."""
     with plot(path, len(found), width=3.5) as panels:
         for axes, one in zip(panels, found, strict=True):
-            bars = one["fixed"] | {"planner": one["planner"]}
-            axes.bar(bars.keys(), bars.values(), color=["0.6"] * len(one["fixed"]) + ["C0"])
+            bars = one["most"] | {"planner": one["planner"]}
+            axes.bar(bars.keys(), bars.values(), color=["0.85"] * len(one["most"]) + ["C0"])
+            axes.bar(one["fixed"].keys(), one["fixed"].values(), color="0.5")
             axes.set_title(one["change"], fontsize=9)
             axes.set_ylim(0, 1)
             axes.tick_params(axis="x", rotation=90)
@@ -145,10 +155,10 @@ def planner(options: Namespace) -> Found:
     """By day chats (400 tokens, answers of 600), by night documents (10,000 and 60; or Mooncake's prompts), in turn.
 
     Rates are the same share of what the best fixed split for each alone serves (TTFT; TPOT); they cross over in 300 of
-    900 s. Found is the greatest share at which 90% of the day's requests and 90% of the night's meet both SLOs; of a
-    fixed split it is the lesser of what it serves of each alone. The oracle has the best split of each all the time. A
-    GPU that changes its role has its new model in 10 s, beside the old one, which then drains. The planner begins with
-    the day's best split.
+    900 s. Found is the greatest share at which 90% of the day's requests and 90% of the night's meet both SLOs, of the
+    planner and of the fixed splits that could be the best. The oracle has the best split of each all the time. A GPU
+    that changes its role has its new model in 10 s, beside the old one, which then drains. The planner begins with the
+    day's best split.
     """
     with ProcessPoolExecutor(options.processes) as pool:
         found = list(pool.map(run_change, changes(options)))

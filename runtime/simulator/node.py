@@ -71,7 +71,7 @@ class Simulation:
         self._roles = Roles(
             self.events,
             self.router,
-            Planner(replace(config.slo, ttft_s=setup.slos.ttft_s, tpot_s=setup.slos.tpot_s)),
+            Planner.of(config, replace(config.slo, ttft_s=setup.slos.ttft_s, tpot_s=setup.slos.tpot_s)),
             self._work,
             self._rests,
         )

@@ -1,6 +1,7 @@
 """The planner: which worker changes its role, by what there is to do; the node that follows it, or only logs it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ SLO = SloSection(ttft_s=2.0, tpot_s=0.03, objective=0.9)
 class Node:
     """A node whose workers do the same all the time, as its planner sees it once a second."""
 
-    def __init__(self, prefill: int = 4, decode: int = 4) -> None:
-        self.planner = Planner(SLO)
+    def __init__(self, prefill: int = 4, decode: int = 4, chunk_tokens: int = 0) -> None:
+        self.planner = Planner(SLO, chunk_tokens)
         self.workers: dict[Stage, int] = {"prefill": prefill, "decode": decode}
         self.now_s = 0.0
         self.work = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, self.workers)
@@ -115,6 +116,30 @@ def test_with_the_worker_that_it_asked_for_it_is_content() -> None:
     assert roles(node.run(30, asked=3.8, token_s=0.0134)) == {"decode"}
     node.workers = {"prefill": 5, "decode": 3}
     assert node.run(120, asked=3.8, token_s=0.0151) == []
+
+
+def test_where_decode_has_time_for_prompts_too_many_of_them_for_prefill_move_nobody() -> None:
+    """A chunk takes 8 ms beside a step of 18; six decode workers compute prompts that take .7 of a worker."""
+    busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7}
+    assert roles(Node(prefill=2, decode=6).run(60, **busy)) == {"decode"}
+    assert Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy) == []
+
+
+def test_while_promises_are_missed_any_gain_is_enough() -> None:
+    busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7, "missed": 0.2}
+    assert roles(Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy)) == {"decode"}
+
+
+def test_where_a_chunk_beside_a_step_takes_too_long_prompts_are_prefills_alone() -> None:
+    busy: dict[str, Any] = {"asked": 3.5, "token_s": 0.0111, "left": 0.0}
+    assert roles(Node(prefill=2, decode=6, chunk_tokens=250).run(60, **busy)) == {"decode"}
+
+
+def test_more_prompts_than_both_have_time_for_are_more_than_decode_can_do_beside_its_rows() -> None:
+    """A prompt's chunk takes a step of its own: decode is half as quick with prompts as prefill is."""
+    node = Node(prefill=2, decode=6, chunk_tokens=100)
+    assert roles(node.run(60, asked=6.0, token_s=0.033, left=4.0)) == {"decode"}
+    assert node.planner.loads["prefill"] == pytest.approx(1.26, abs=0.02)
 
 
 # ---- what the supervisor makes of it

@@ -54,7 +54,7 @@ class ControlLoop:
         }
         self._frontends = [table for table in tables.values() if table.role == "frontend"]
         self._meter = SignalMeter(len(self._of["decode"]), settings.interval_s)
-        self.law, self._planner = ControlLaw(config), Planner(config.slo)
+        self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
         self._advised: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
         # What workers had counted that have left the node.

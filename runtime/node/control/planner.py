@@ -2,26 +2,30 @@
 
 The supervisor and the simulator run this same class. A role's load is what it does over what it can do within `[slo]`:
 
-- **Prefill**: what the prompts that came would take there, those that decode computes too, over its workers' time.
+- **Prefill**: what the prompts that came would take there, over its workers' time, less what decode has time for.
 - **Decode**: a step takes s = a / (1 - w / workers), where a is that of an empty batch and w the work of its rows, in
-  workers. The load is w over what w may be for s to be `slo.tpot_s`; prompts that it computes do not count. (a: the
-  least time of a token seen, a third of `tpot_s` at most.)
+  workers. The load is w over what w may be for s to be `slo.tpot_s`. (a: the least time of a token seen, a third of
+  `tpot_s` at most.)
+- **Prompts that decode computes**, where it may: as many as make both loads equal, while a chunk beside a step keeps
+  `tpot_s`. A chunk takes a step of its own, so decode has done c seconds of them in c (1 + a / chunk).
 - Prompts that wait add their wait over `slo.ttft_s`, at most `_MOST_WAIT`: to decode's load if any wait for room there,
   more than a hand-over for each worker, else to prefill's.
 
-With one worker more or less a load is that much less or greater. A worker moves if that lowers the greater of both
-loads by `_GAIN`, while that load is over `_BUSY` or more requests miss what is promised than may; the same move must
-have been due in two windows in a row. A role keeps one worker, and gives none while its load rises.
+What there is to do stays the same with one worker more or less. A worker moves if that lowers the greater of both loads
+by `_GAIN` as if decode computed no prompts, and by `_LEAST_GAIN` as it does (at all, if more requests miss what is
+promised than may), while that load is over `_BUSY` or so many miss; the same move must have been due in two windows in
+a row. A role keeps one worker, and gives none while there is more and more for it to do.
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
-from runtime.node.config import SloSection
+from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.columns import Stage
 
 _WINDOW_S = 5.0
-_GAIN = 0.08
+_GAIN, _LEAST_GAIN = 0.08, 0.05
 _BUSY = 0.7
 _MOST_WAIT = 0.25
 _RISES = 1.1
@@ -62,13 +66,19 @@ class Move:
 class Planner:
     """`update` with the node's `Work` as often as one likes: it looks every five seconds, and says at most one move."""
 
-    def __init__(self, slo: SloSection) -> None:
-        self._slo = slo
+    def __init__(self, slo: SloSection, chunk_tokens: int = 0) -> None:
+        """chunk_tokens: of prompts that decode computes in a step, where it may do so; 0: it may not."""
+        self._slo, self._chunk_tokens = slo, chunk_tokens
         self._last: tuple[float, Work] | None = None
         self._token_s = 0.0  # of a prompt's token in a pass, lately
         self._least_s = slo.tpot_s / 3  # of a token of decode's
         self._due: Stage | None = None  # in the last window
+        self._todo: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}  # in workers, of the last windows, fading
         self.loads: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
+
+    @classmethod
+    def of(cls, config: NodeConfig, slo: SloSection) -> "Planner":
+        return cls(slo, config.decode.chunk_tokens if config.handover.disaggregate == "auto" else 0)
 
     def update(self, now_s: float, work: Work) -> Move | None:
         """Take the node as it is at `now_s`; who is to move now."""
@@ -80,39 +90,64 @@ class Planner:
             self._due = None  # a window with a move in it tells of two nodes
             return None
         delta = work.since(before)
-        found = self._loads(now_s - then_s, delta)
-        self.loads = {role: (last[role] + found[role]) / 2 for role in found}  # of the last windows, fading
-        rises = {role for role in last if self.loads[role] > _RISES * last[role]}
-        return self._decide(work.workers, delta, rises)
+        found = self._found(now_s - then_s, delta)
+        last, self._todo = self._todo, {role: (self._todo[role] + found[role]) / 2 for role in found}
+        self.loads = self._loads(work.workers)
+        return self._decide(work.workers, delta, {role for role in last if self._todo[role] > _RISES * last[role]})
 
-    def _loads(self, passed_s: float, delta: Work) -> dict[Stage, float]:
+    def _found(self, passed_s: float, delta: Work) -> dict[Stage, float]:
+        """What there was to do in a window, in workers: prompts, and rows."""
         if delta.passed_tokens > 0:
             self._token_s = delta.pass_s / delta.passed_tokens
         workers = delta.workers
-        found: dict[Stage, float] = {
-            "prefill": delta.asked_tokens * self._token_s / passed_s / workers["prefill"],
-            "decode": 0.0,
-        }
+        found: dict[Stage, float] = {"prefill": delta.asked_tokens * self._token_s / passed_s, "decode": 0.0}
         if delta.tokens > 0:
             left = delta.left_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - left, 0.1)
             self._least_s = min(self._least_s, token_s)
-            found["decode"] = (1 - self._least_s / token_s) / (1 - self._least_s / self._slo.tpot_s)
+            found["decode"] = (1 - self._least_s / token_s) * workers["decode"]
         wait_s = (delta.prefill_waiting + delta.decode_waiting) * passed_s / max(delta.prompts, 1)
-        full = delta.decode_waiting > workers["decode"]  # prefill's slots are held until decode has pulled their KV
-        found["decode" if full else "prefill"] += min(wait_s / self._slo.ttft_s, _MOST_WAIT)
+        wait = min(wait_s / self._slo.ttft_s, _MOST_WAIT)
+        if delta.decode_waiting > workers["decode"]:  # prefill's slots are held until decode has pulled their KV
+            found["decode"] += wait * workers["decode"] * self._most_rows
+        else:
+            found["prefill"] += wait * workers["prefill"]
         return found
+
+    @property
+    def _most_rows(self) -> float:
+        """What the rows' work of a decode worker may be."""
+        return 1 - self._least_s / self._slo.tpot_s
+
+    def _loads(self, workers: dict[Stage, int], *, apart: bool = False) -> dict[Stage, float]:
+        """Both loads with so many workers; `apart`: if prefill computed all prompts."""
+        prompts, rows = self._todo["prefill"], self._todo["decode"]
+        prefill, decode = workers["prefill"], workers["decode"]
+        chunk_s, can = 0.0 if apart else self._chunk_tokens * self._token_s, decode * self._most_rows
+        left = cost = 0.0
+        if chunk_s and rows < decode and self._least_s / (1 - rows / decode) + chunk_s <= self._slo.tpot_s:
+            cost = 1 + self._least_s / chunk_s
+            even = (prompts * can - rows * prefill) / (prefill + can)
+            full = (prompts * decode - rows * prefill) / (cost * prefill + decode)
+            left = max(min(even, full), 0.0)
+        return {
+            "prefill": (prompts - left) / prefill,
+            "decode": max((rows + left) / can, (rows + cost * left) / decode),
+        }
 
     def _decide(self, workers: dict[Stage, int], delta: Work, rises: set[Stage]) -> Move | None:
         after: dict[Stage, float] = {}
+        apart, load = max(self._loads(workers, apart=True).values()), max(self.loads.values())
         others: tuple[tuple[Stage, Stage], ...] = (("prefill", "decode"), ("decode", "prefill"))
         for role, other in others:
             if workers[role] > 1 and role not in rises:
-                less = self.loads[role] * workers[role] / (workers[role] - 1)
-                after[role] = max(less, self.loads[other] * workers[other] / (workers[other] + 1))
-        load, missed = max(self.loads.values()), delta.missed / max(delta.judged, 1)
-        pressed = load > _BUSY or missed > 1 - self._slo.objective
-        better = [role for role in after if after[role] <= load * (1 - _GAIN)]
+                then = {role: workers[role] - 1, other: workers[other] + 1}
+                less = max(self._loads(then, apart=True).values()) <= apart * (1 - _GAIN)
+                after[role] = max(self._loads(then).values()) if less else inf
+        missed = delta.missed / max(delta.judged, 1)
+        misses = missed > 1 - self._slo.objective
+        pressed = apart > _BUSY or misses
+        better = [role for role in after if after[role] <= load * (1.0 if misses else 1 - _LEAST_GAIN)]
         last, self._due = self._due, None
         if not better or not pressed:
             return None
