@@ -117,17 +117,17 @@ def _beside(bench: Bench, stand: Stand, random: np.random.Generator, times: Serv
         return replace(times, probe_wait_s=unknown_s - times.probe_s)
 
     times = with_rest(
-        _solved(
+        solved(
             times, "probe_s", (0.0, unknown_s), _decoding_s(together),
             lambda tried: _replayed(stand, with_rest(tried), together)[0],
         )
     )  # fmt: skip
     for _ in range(2):  # each depends a little on the other
-        times = _solved(
+        times = solved(
             times, "decode_beside", (1.0, 2.0), _decoding_s(theirs),
             lambda tried: _replayed(stand, tried, theirs, ours)[0],
         )  # fmt: skip
-        times = _solved(
+        times = solved(
             times, "prefill_beside", (1.0, 2.0), median(one.timings["prefill"] for one in ours),
             lambda tried: _replayed(stand, tried, theirs, ours)[1],
         )  # fmt: skip
@@ -142,7 +142,7 @@ def _decoding_s(outcomes: Sequence[Outcome]) -> float:
     return median(outcome.timings["tpot"] * (outcome.tokens - 1) for outcome in outcomes)
 
 
-def _solved(
+def solved(
     times: ServiceTimes,
     name: str,
     between: tuple[float, float],

@@ -224,6 +224,8 @@ class Simulation:
         self.requests.append(request)
         self._timeouts.begin(request)
         prefill = self.prefills[placement.prefill]
+        if self._setup.times.request_core_s:
+            self.decodes[placement.decode].hold_up(self._setup.times.request_core_s)
         if self._frontend_ns:
             self.events.after(self._frontend_ns, partial(prefill.receive, request))
         else:

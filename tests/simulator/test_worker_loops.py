@@ -75,6 +75,13 @@ def test_a_text_that_is_embedded_on_the_core_of_a_pass_makes_it_longer() -> None
     assert shared.prefilled_ns - apart.prefilled_ns == MS
 
 
+def test_a_request_that_comes_takes_its_frontends_time_of_decodes_core_if_a_step_is_under_way() -> None:
+    arrivals = Arrival(0.0, 10, 40), Arrival(0.060, 10, 1), Arrival(5.0, 10, 1)
+    alone, held_up = (ran(replace(TIMES, request_core_s=core_s), *arrivals) for core_s in (0.0, 2e-3))
+    assert held_up[0].end_ns - alone[0].end_ns == 2 * MS, "of the second's: nothing ran when the others came"
+    assert held_up[2].end_ns == alone[2].end_ns
+
+
 # ---- beside each other
 
 

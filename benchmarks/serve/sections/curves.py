@@ -1,9 +1,9 @@
 """Is the simulated node's goodput the real one's? Attainment by load: the same requests at the same times through both.
 
-Service times are fitted to requests that have the node to themselves (`fitted`); what requests do to each other is the
-simulator's own. Prefill has one core; decode has the other, with frontend, pool and client, which go before it: so what
-these take for a token is a part of the steps that are fitted, and prompts have their core to themselves, as both models
-have where they have GPUs.
+Service times are fitted to requests that have the node to themselves (`fitted`), and what prefill and decode take
+longer beside each other to chats at one load (`mixed`); what other loads do is the simulator's own. Prefill has one
+core; decode has the other, with frontend, pool and client, which go before it: so what these take for a token is a
+part of the steps that are fitted, and prompts have their core to themselves, as both models have on GPUs.
 """
 
 import os
@@ -21,16 +21,13 @@ import numpy as np
 from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, offer
 from benchmarks.serve.fitted import fitted
+from benchmarks.serve.mixed import beside, replay
 from benchmarks.serve.report import Measure, Section
 from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
 from benchmarks.serve.stand import Stand
-from runtime.simulator.node import Simulation
-from runtime.simulator.setup import Setup
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.service import ServiceTimes
-from runtime.simulator.traces import Arrival
-from runtime.simulator.workload import Workload
 
 _LOADS = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1)
 _OTHERS, _TRIES = 0.1, 3  # cores that others may use meanwhile, or it is done again; so often in all
@@ -54,6 +51,7 @@ def run(bench: Bench) -> Section:
     ) as stand:
         base = calibrate(stand.plan.config, ServiceTimes())
         times, _ = _least_disturbed(stand, lambda: fitted(bench, stand, base))
+        times, _ = _least_disturbed(stand, partial(beside, bench, stand, times))
         kind = Kind(bench, stand)
         capacity = kind.told["capacity_per_s"]
         for load in _LOADS:
@@ -61,7 +59,10 @@ def run(bench: Bench) -> Section:
             (timed, found), cores[rate] = _least_disturbed(
                 stand, partial(_play, kind, stand, load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
             )
-            both = {"real": [_told(outcome) for outcome in found], "simulated": _simulated(stand, times, timed, found)}
+            both = {
+                "real": [_told(outcome) for outcome in found],
+                "simulated": [_spans(one) for one in replay(stand, times, [body for _, body in timed], found)],
+            }
             kept[rate] = {}
             for name, spans in both.items():
                 met, first, rest = _shares(kind, spans)
@@ -114,23 +115,6 @@ def _least_disturbed(stand: Stand, run: Callable[[], T]) -> tuple[T, list[float]
         passed_s = time.monotonic() - begin_s
         tries.append((found, [(now - then) / passed_s for now, then in zip(stand.used_s(), before, strict=True)]))
     return min(tries, key=lambda one: one[1][2])
-
-
-def _simulated(
-    stand: Stand, times: ServiceTimes, timed: Sequence[tuple[float, Body]], found: Sequence[Outcome]
-) -> list[Spans]:
-    """What the same requests take on the simulated node. They share nothing; their blocks are written to KV tiers."""
-    assert stand.plan.config.own_model is not None
-    tokens = stand.plan.config.own_model.kv_block_tokens
-    begin = min(outcome.sent_s for outcome in found)
-    arrivals = []
-    for number, ((_, body), outcome) in enumerate(zip(timed, found, strict=True)):
-        blocks = tuple(range(number << 16, (number << 16) + len(body["prompt"]) // tokens))
-        arrivals.append(Arrival(outcome.sent_s - begin, len(body["prompt"]), body["max_tokens"], blocks, tokens))
-    setup = Setup(config=stand.plan.config, times=times, workload=Workload(retrieval=False))
-    simulation = Simulation(setup, arrivals)
-    simulation.run()
-    return [_spans(request) for request in simulation.requests]
 
 
 def _spans(request: SimRequest) -> Spans:

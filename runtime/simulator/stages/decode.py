@@ -332,6 +332,12 @@ class SimDecode:
         early = self._slice_ns and self.early.first(self._events.now_ns)
         self.batch.go_on(1 if self._computing or self._computed or sliced or early else most)
 
+    def hold_up(self, seconds: float) -> None:
+        """Others have its core for so long: if there is a step under way, the next one ends later."""
+        if self._runs:
+            self.batch.lengthen(seconds)
+            self.batch.poke()
+
     def expire(self, request: SimRequest) -> None:
         """Nobody waits for it any more."""
         if request.row >= 0:

@@ -19,6 +19,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `tier_write_bytes_s` | 2e9 | the rest of writing, checksum and copies; measured on two CPU cores, not beside a GPU |
 | `tier_load_bytes_s` | 2e9 | the same of loading |
 | `frontend_s` | 0 | from the frontend's reading of a request to a prefill worker; measured by `benchmarks.serve` |
+| `request_core_s` | 0 | of frontend and client, for a request, on the core of steps; measured by `benchmarks.serve` |
 | `prompt_s` | 0 | prefill's loop, for a request's passages and prompt; measured by `benchmarks.serve` |
 | `prefill_beside` | 1 | a pass while decode is at work too, over one while it is not; measured by `benchmarks.serve` |
 | `decode_beside` | 1 | the same of a step while prefill is at work; measured by `benchmarks.serve` |
@@ -74,6 +75,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tier_write_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     tier_load_bytes_s: Annotated[float, Meta(gt=0)] = 2e9
     frontend_s: _Cost = 0.0
+    request_core_s: _Cost = 0.0
     prompt_s: _Cost = 0.0
     prefill_beside: _Factor = 1.0
     decode_beside: _Factor = 1.0
