@@ -14,12 +14,8 @@ A launch ends when its life is over, with slots recorded as they are then, and e
 
 from typing import Any
 
-import numpy as np
-from numba import carray
-
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
-from gpu.cpu.simd import pointer
 from gpu.cpu.tables import SCANNING
 from gpu.cuda.backend import (
     ARRIVED,
@@ -109,9 +105,11 @@ def _push(own: Any, stay: Any, slot: int) -> None:
 
 @compiled
 def _collect(own: Any, stay: Any) -> Any:
-    """Take back the slots that the device has recorded. How many active ones of them are done."""
+    """Take back the slots that the device has recorded. How many active ones of them are done.
+
+    Those that are not (the launch has ended, or they were to pause and then not) `_send` gives to the device again.
+    """
     table, done = table_of(own), 0
-    goals = carray(pointer(stay[AT_GOALS]), own[SLOTS], np.uint32)
     while True:
         record = stay[AT_RECORDS] + 8 * (stay[SEEN] % stay[ENTRIES])
         # SYNC POINT: what the device wrote of the slot, result and state, is there.
@@ -124,12 +122,9 @@ def _collect(own: Any, stay: Any) -> Any:
         stay[ADVANCED] += extends - seat[REACHED]
         seat[IS_OUT], seat[REACHED] = 0, extends
         stay[OUT] -= 1
-        active = table[STATES + slot] == _ACTIVE
         if word & IS_DONE:
             seat[DONE] = 1
-            done += active
-        elif active and goals[slot] > extends:  # the launch has ended, or it was to pause, and then not
-            _push(own, stay, slot)
+            done += table[STATES + slot] == _ACTIVE
 
 
 @compiled

@@ -120,6 +120,24 @@ def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_
     engine.close()
 
 
+def test_a_query_that_runs_stops_at_an_extend_s_end_and_goes_on_from_there(new_driver: NewDriver) -> None:
+    engine = opened(one_block(new_driver()), slots=1)
+    engine.interrupt_when(lambda: True)
+    asked, stood = queries(12), set()
+    for query in asked:
+        slot = engine.admit(query, LONG, "docs")
+        done = engine.extend().tolist()
+        while not done:
+            engine.stop()  # lowers the goal of what runs
+            stood.add(engine.extends(slot))
+            done = engine.extend().tolist()
+        stood.discard(engine.extends(slot))  # all of its extends
+        assert engine.result(slot)[0].tolist() == searched(query, LONG)
+        engine.release(slot)
+    assert stood - {0}, "no query was met between its beginning and its end"
+    engine.close()
+
+
 def test_decode_is_not_starved_by_queries_that_hurry(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=32)
     compiled, asked = Compiled(engine, 32), queries(31)
