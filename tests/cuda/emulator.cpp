@@ -138,16 +138,17 @@ void act_as_host(const Batch& batch, uint32 entries, uint32 slots, const unsigne
     const auto store = [](uint64 address, uint64 index, uint32 value, int order) {
         __atomic_store_n(reinterpret_cast<uint32*>(address) + index, value, order);
     };
-    const auto push = [&](uint32 slot, uint32 goal, uint32 is_new) {
-        const uint32 ring = slot % RINGS, position = pushed[ring]++;
+    const auto put = [&](uint32 slot, uint32 position, uint32 goal, uint32 is_new) {
+        const uint32 ring = slot % RINGS;
         store(batch.goals, slot, goal, __ATOMIC_RELAXED);
         const uint32 entry = (position / entries % MAX_LAP + 1) << LAP_SHIFT | is_new | slot;
         store(batch.rings, ring * entries + position % entries, entry, __ATOMIC_RELEASE);
+        pushed[ring]++;
     };
-    for (uint32 slot = 0; slot < slots; slot++) {
+    for (uint32 slot = slots; slot-- > 0;) {  // the first entries last: one block sees all at once, another takes some
         const uint64 at = uint64(slot) * batch.line_bytes;
         std::memcpy(reinterpret_cast<void*>(batch.lines + at), lines + at, batch.line_bytes);
-        push(slot, slot % 2 ? 2 : ~0u, IS_NEW);
+        put(slot, slot / RINGS, slot % 2 ? 2 : ~0u, IS_NEW);
     }
     std::vector<unsigned char> result(batch.result_bytes);
     while (done < slots) {
@@ -160,7 +161,7 @@ void act_as_host(const Batch& batch, uint32 entries, uint32 slots, const unsigne
         }
         seen++;
         if (record->extends == 0) emulated::fault("a record of no extends");
-        if (!(word & IS_DONE)) push(slot, ~0u, 0);
+        if (!(word & IS_DONE)) put(slot, pushed[slot % RINGS], ~0u, 0);
         else done++;
         std::memcpy(result.data(), reinterpret_cast<void*>(batch.results + uint64(slot) * batch.result_bytes),
                     word & IS_DONE ? batch.result_bytes : 0);
