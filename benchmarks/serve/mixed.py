@@ -1,9 +1,9 @@
 """What requests cost each other on a running node, fitted to chats as they come, some at once.
 
 Requests alone say nothing of it, and prompts beside rows that probe say what probes cost too. These are without
-retrieval, at one load in the middle; what the simulator makes of other loads is its own. What a step takes longer is
-all taken for work of frontend and client, on decode's core, of which each request that comes has some: taken for a
-longer step while prefill is at work, it spreads the times of tokens more than is found.
+retrieval, at one load, about that at which requests begin to be late; what the simulator makes of other loads is its
+own. What a step takes longer is all taken for work of frontend and client, on decode's core, of which each request that
+comes has some: taken for a longer step while prefill is at work, it spreads the times of tokens more than is found.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
 
-_REQUESTS, _TOGETHER = 400, 4
+_REQUESTS, _TOGETHER = 400, 8
 
 
 def replay(stand: Stand, times: ServiceTimes, bodies: Sequence[Body], outcomes: Sequence[Outcome]) -> list[SimRequest]:
