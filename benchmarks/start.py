@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table
-from launchers.commands.demo import CONFIG, prepare_collection
+from launchers.commands.demo import node_file, prepare_collection
 from runtime.retrieval.collections.sources import no_progress
 from runtime.serving.model import smollm
 from runtime.testing.node import Node
@@ -82,7 +82,7 @@ def demo_config(directory: Path) -> Path:
     smollm.ensure_converted()
     collection = prepare_collection(home, no_progress)
     path = directory / "node.toml"
-    path.write_text(CONFIG.format(name=f"start-{os.getpid()}", port=0, model=smollm.NAME, collection=collection))
+    path.write_text(node_file(f"start-{os.getpid()}", 0, collection))
     return path
 
 

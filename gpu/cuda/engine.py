@@ -11,9 +11,8 @@ from gpu.cpu.queries import checked, refusal
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
-from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, buckets_of
+from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
-from gpu.cuda.stage_times import StageTimes, time_stages
 from gpu.cuda.upload import DeviceArrays, Progress
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME, Backend
 from gpu.errors import DeviceError, InvalidParams
@@ -332,7 +331,7 @@ class CudaEngine:
         return int(head["extends"]) if head["ticket"] == ticket else 0
 
     def time_stages(self, fused: bool = False) -> StageTimes:
-        """An extend of what is running, its kernels timed one by one; see `gpu.cuda.stage_times`. It counts as one."""
+        """An extend of what is running, its kernels timed one by one; see `gpu.cuda.graphs`. It counts as one."""
         if self.resident:
             raise DeviceError("blocks that stay have no stages to be timed")
         if self.handle.words[backend.PENDING]:

@@ -33,7 +33,7 @@ from runtime.serving.model.packages import require_packages
 NAME = "demo"
 _START_S = 600.0
 
-CONFIG = """\
+_CONFIG = """\
 # A node of one worker of each kind on the CPU, as `trinity demo` runs it.
 [node]
 name = "{name}"
@@ -61,6 +61,11 @@ path = "{collection}"
 """
 
 
+def node_file(name: str, port: int, collection: Path, weights: str = "auto") -> str:
+    """The TOML of the demo's node."""
+    return _CONFIG.format(name=name, port=port, model=smollm.NAME, weights=weights, collection=collection)
+
+
 def demo(context: typer.Context) -> None:
     """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
     options = demo_parser("trinity demo").parse_args(context.args)
@@ -78,9 +83,7 @@ def demo(context: typer.Context) -> None:
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
     weights = "float32" if options.check else "auto"  # the type in which `generate()` computes
-    config.write_text(
-        CONFIG.format(name=NAME, port=options.port, model=smollm.NAME, weights=weights, collection=collection)
-    )
+    config.write_text(node_file(NAME, options.port, collection, weights))
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
         timings = [

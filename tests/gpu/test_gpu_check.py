@@ -22,7 +22,7 @@ from benchmarks.gpu_check.sections import kernels, peers, profile
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.verdicts import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
-from gpu.cuda.stage_times import StageTimes
+from gpu.cuda.graphs import StageTimes
 from tests.gpu.cases import clustered
 
 

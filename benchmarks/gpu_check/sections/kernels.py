@@ -12,7 +12,7 @@ from gpu.backends import copy_bytes_s
 from gpu.roofline import typical_queries
 
 if TYPE_CHECKING:
-    from gpu.cuda.stage_times import StageTimes
+    from gpu.cuda.graphs import StageTimes
 
 _EXTENDS, _ROUNDS = 4, 5
 _FUSED_SLOTS = 128
