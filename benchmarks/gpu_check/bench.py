@@ -18,6 +18,7 @@ that it has, and it, and a bar that is missed, make the exit code 1. All section
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import time
@@ -31,6 +32,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 from benchmarks.common.report import keep  # noqa: E402
 from benchmarks.gpu_check.carry import carry  # noqa: E402
+from benchmarks.gpu_check.compiling import compiled_beside  # noqa: E402
 from benchmarks.gpu_check.limits import OutOfTime, Skipped, within  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
@@ -58,26 +60,28 @@ def _module(name: str) -> Check:
         try:
             importlib.import_module(f"benchmarks.gpu_check.sections.{name}").check(setup, outcome)
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] in _OURS:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", *_OURS):
                 raise
-            raise Skipped(f"{error.name} is not installed") from None
+            raise Skipped(f"{package} is not installed") from None
 
     return check
 
 
 SECTIONS = {
-    "data": Section(_module("data"), 80, each_set=True),
+    "data": Section(_module("data"), 70, each_set=True),
     "steps": Section(_module("steps"), 25, each_set=True),
     "kernels": Section(_module("kernels"), 15, each_set=True),
     "load": Section(_module("load"), 20, each_set=True),
     "cuvs": Section(_module("peers"), 35, each_set=True),
     "resident": Section(_module("resident"), 20, each_set=True),  # at the rate that cuVS's is known to be
-    "correctness": Section(_module("correctness"), 40),
-    "exchange": Section(_module("exchange"), 15),
-    "model": Section(_module("model"), 25),
-    "handover": Section(_module("handover"), 20),
-    "profile": Section(_module("profile"), 25),
-    "sanitizer": Section(_module("sanitizer"), 25),  # last: it is slow, and nothing needs it
+    "flood": Section(_module("flood"), 24, each_set=True),
+    "correctness": Section(_module("correctness"), 34),
+    "exchange": Section(_module("exchange"), 12),
+    "model": Section(_module("model"), 20),
+    "handover": Section(_module("handover"), 16),
+    "profile": Section(_module("profile"), 20),
+    "sanitizer": Section(_module("sanitizer"), 20),  # last: it is slow, and nothing needs it
 }
 
 
@@ -179,7 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         raise
     path = options.out / f"gpu-{setups[0].file_name}"
-    outcomes = run(setups, begin, options.seconds, path)
+    with contextlib.nullcontext() if options.dry_run else compiled_beside():
+        outcomes = run(setups, begin, options.seconds, path)
     judged = verdicts_of(setups, outcomes)
     if options.dry_run:
         print("a dry run: the verdicts say nothing of a GPU")

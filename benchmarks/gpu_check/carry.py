@@ -13,7 +13,15 @@ from pathlib import Path
 
 PIECE_BYTES = 60_000_000
 PACKS = {
-    "check": ("numba", "cuda-bindings>=13", "cuda-core>=1", "nvidia-cuda-nvrtc>=13", "pyzmq>=26", "msgspec>=0.19"),
+    "check": (
+        "numba",
+        "cuda-bindings>=13",
+        "cuda-core>=1",
+        "nvidia-cuda-nvrtc>=13",
+        "pyzmq>=26",
+        "msgspec>=0.19",
+        "psutil>=6",
+    ),
     "cuvs": ("cuvs-cu13>=26.2",),
 }
 """What is fetched, with all that it needs, by the name of the archive."""
@@ -49,7 +57,7 @@ def carry(directory: Path, fetch: Fetch = fetch) -> None:
     print("there, in the checkout's directory, with the pieces beside it:")
     print(f"  cat {' '.join(f'{pack}-*.piece | tar x; cat' for pack in PACKS).removesuffix('; cat')}")
     print("  python -m pip install --no-index --find-links wheels numba cuda-bindings cuda-core nvidia-cuda-nvrtc \\")
-    print("      pyzmq msgspec cuvs-cu13   # cuvs-cu13 only with its pieces")
+    print("      pyzmq msgspec psutil cuvs-cu13   # cuvs-cu13 only with its pieces")
     print("  python -m benchmarks.gpu_check")
 
 

@@ -56,6 +56,16 @@ def _alone_s(one: Any) -> float:
     return float(one["alone_s"])
 
 
+def _flood(form: str) -> Callable[[Found], float]:
+    """Prefill's p99 while decode floods the pool, over the one without."""
+
+    def ratio(found: Found) -> float:
+        one = found["flood"][form]
+        return float(one["flood_p99_s"]) / float(one["alone_p99_s"])
+
+    return ratio
+
+
 def _bandwidth(found: Found) -> float:
     """Bytes of rows a second of the kernel that compares them, of what a copy reads and writes."""
     kernels = found["kernels"]
@@ -71,6 +81,8 @@ BARS = (
     Bar("blocks that stay, all at once against staged and fused", _resident(_per_s, max), True, 0.9, 1.0),
     Bar("blocks that stay, p99 of arrivals against staged and fused", _resident(_p99_s, min), False, 1.0, 0.5),
     Bar("blocks that stay, one query alone against staged and fused", _resident(_alone_s, min), False, 1.0, 0.7),
+    Bar("prefill's p99 under decode's flood against alone, as planned", _flood("auto"), False, 1.3, 1.1),
+    Bar("prefill's p99 under decode's flood against alone, launches", _flood("launches"), False, 1.3, 1.1),
 )  # fmt: skip
 
 

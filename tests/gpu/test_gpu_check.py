@@ -30,7 +30,7 @@ from tests.gpu.cases import clustered
 def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
-    each = ["data", "steps", "kernels", "load", "cuvs", "resident"]
+    each = ["data", "steps", "kernels", "load", "cuvs", "resident", "flood"]
     once = ["correctness", "exchange", "model", "handover", "profile", "sanitizer"]
     sections = record["sections"]
     assert list(sections) == [f"{name}, {dim} dims" for dim in (32, 48) for name in each] + once
@@ -43,6 +43,14 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
         assert len(sections[f"steps, {dim} dims"]["data"]["roofline"]["measured"]) == 5
         assert sections[f"cuvs, {dim} dims"]["data"]["cuvs"] == "none"
         assert list(sections[f"resident, {dim} dims"]["data"]) == ["staged", "fused", "resident"]
+        flood = sections[f"flood, {dim} dims"]["data"]
+        assert list(flood) == ["auto", "launches"]
+        for form in flood.values():
+            assert {one["decode_per_s"] for one in form["alone"]} == {0.0}
+            assert min(one["decode_per_s"] for one in form["flood"]) > 0.0
+            assert form["offered_per_s"] == pytest.approx(0.15 * form["capacity_per_s"])
+            runs = form["alone"] + form["flood"]
+            assert [one["finished"] for one in runs] == [one["asked"] for one in runs]
     page = (tmp_path / "gpu-dry-run.md").read_text()
     forms = ("16 extends a launch, loop", "16 extends a launch, fused")
     for what in ("memcheck", "racecheck", "synccheck", *forms, "through CUDA IPC", "ncu", "1 slots, one kernel"):
@@ -51,7 +59,7 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
     assert sections["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
     measured = [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]]
-    assert measured == [*[True] * 4, False, *[True] * 3] * 2  # bytes of rows are a GPU's alone
+    assert measured == [*[True] * 4, False, *[True] * 5] * 2  # bytes of rows are a GPU's alone
     assert "A dry run: its figures and verdicts say nothing of a GPU." in page
     assert "FAILED" not in page
     assert "skipped" not in page.replace("skipped: no GPU", "").replace("| skipped: no persistent kernel", "").replace(
@@ -115,13 +123,14 @@ def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misse
         "import sys",
         f"sys.modules.update(dict.fromkeys({missing}))",
         "from benchmarks.gpu_check import bench",
-        "wanted = ('data', 'steps', 'exchange', 'model', 'handover')",
+        "wanted = ('data', 'steps', 'flood', 'exchange', 'model', 'handover')",
         "bench.SECTIONS = {name: bench.SECTIONS[name] for name in wanted}",
         f"sys.exit(bench.main(['--dry-run', '--out', {str(tmp_path)!r}]))",
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "gpu-dry-run.md").read_text()
+    assert "| flood, 48 dims | | skipped: msgspec is not installed |" in page
     assert "| exchange | | skipped: the package of the rings needs msgspec |" in page
     assert "| model | | skipped: the model needs torch: the extra [llm] |" in page
     assert "| handover | | skipped: msgspec is not installed |" in page

@@ -1,0 +1,209 @@
+"""A pool's two clients, compiled: prefill queries at the times at which they arrive, and decode queries that flood it.
+
+Both are one thread beside the pool's own, which keeps a core busy and never enters Python, so that it can ask more than
+a GPU answers. Requests and results go through the rings of two real sessions.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.gpu_check.drive import Driven
+from gpu import SearchParams
+from ipc import SearchSpec
+from ipc.memory import atomics, instructions
+from ipc.memory.atomics import (
+    END_BASE,
+    END_COLUMNS,
+    END_POSITION,
+    END_SLOTS,
+    END_STRIDE,
+    WATCH_BASE,
+    WATCH_COLUMNS,
+    WATCH_POSITION,
+    WATCH_SLEEPING,
+    WATCH_SLOTS,
+    WATCH_STRIDE,
+)
+from ipc.memory.compiled import HERE, bound_to
+from ipc.memory.instructions import words
+from ipc.ring.descriptors import STAGES
+from ipc.session.parameters import Limits, pack
+from runtime.testing.pool import InProcessPool
+
+_compiled = bound_to(HERE, Path(__file__).parent)
+_HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
+_IDLE_PER_YIELD = 32
+
+# Words of a run. STOP: 1 ends it; then what it has found: prefill queries asked; decode queries asked, answered, and of
+# these those before the flood ended; answers that are errors; why a ring took no more, below 0; and the ns that the
+# flood lasted.
+(STOP, PREFILL, ASKED, ANSWERED, IN_FLOOD, ERRORS, REFUSAL, LASTED) = range(8)
+
+
+class Clients:
+    """Two sessions with a pool, whose `step`s are made by the thread that calls `run`."""
+
+    def __init__(self, pool: InProcessPool, params: SearchParams, queries: npt.NDArray[np.float32]) -> None:
+        """`queries` [n, dim]: each client asks them again and again."""
+        self._pool, self._queries = pool, np.ascontiguousarray(queries, np.float32)
+        self._sessions = [pool.attach(stage) for stage in STAGES]
+        first = self._sessions[0]
+        limits = Limits(first.catalogue, first.max_k, first.max_top_m)
+        asked = (params.k, params.top_m, params.search_width, params.patience)
+        self._packed = np.array([pack(_spec(stage, *asked), first.epoch, limits).words for stage in STAGES], np.int64)
+        attached = [session.attachment for session in self._sessions]
+        self._ends = np.array([one.requests.end_address for one in attached], np.int64)
+        self._watches = np.array([one.watch.address for one in attached], np.int64)
+        self._k, self._next_ids = params.k, np.ones(2, np.int64)
+        self.run(np.zeros(0), 0, 0.0, 1.0)  # compiles
+
+    def run(
+        self, arrivals_s: npt.NDArray[np.float64], most: int, least_s: float, limit_s: float
+    ) -> tuple[Driven, float]:
+        """Ask a prefill query at each of these times, and have up to `most` decode queries outstanding meanwhile, for
+        `least_s` at least. What became of prefill's, and how many of decode's were answered a second.
+
+        Latency is from the arrival to the answer's publication. After `limit_s` nothing more is asked. Raises
+        AssertionError where the pool answers with an error or refuses a client.
+        """
+        count = len(arrivals_s)
+        due, took = (arrivals_s * 1e9).astype(np.int64), np.full(count, -1, np.int64)
+        ids, state = np.full((count, self._k), -1, np.int64), np.zeros(LASTED + 1, np.int64)
+        self._beside(
+            lambda: _ask(
+                self._ends, self._watches, self._packed, self._next_ids, self._queries, due, took, ids,
+                np.array([most, int(least_s * 1e9), int(limit_s * 1e9)]), state,
+            ),
+            state,
+        )  # fmt: skip
+        self._next_ids += state[[PREFILL, ASKED]]
+        assert not state[REFUSAL], f"the pool's ring refuses a client ({state[REFUSAL]})"
+        assert not state[ERRORS], f"the pool has answered {state[ERRORS]} queries with an error"
+        latency, seconds = np.where(took >= 0, took / 1e9, np.nan), float(state[LASTED]) / 1e9
+        found = Driven(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
+        return found, float(state[IN_FLOOD]) / max(seconds, 1e-9)
+
+    def _beside(self, ask: Callable[[], None], state: npt.NDArray[np.int64]) -> None:
+        """Run the pool in this thread for as long as the clients ask in theirs."""
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            while thread.is_alive():
+                self._pool.step()
+        finally:
+            state[STOP] = 1
+            thread.join()
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
+
+def _spec(stage: Any, k: int, top_m: int, width: int, patience: int | None) -> SearchSpec:
+    return SearchSpec("docs", k, stage, top_m, width, patience)
+
+
+@_compiled
+def _ask(
+    ends: Any, watches: Any, packed: Any, next_ids: Any, vectors: Any, due: Any, took: Any, ids: Any, wanted: Any,
+    state: Any,
+) -> None:  # fmt: skip
+    """See `Clients.run`; `wanted`: most, least_ns, limit_ns. All that was asked is answered when it ends, unless it is
+    stopped, or twice `limit_ns` are over."""
+    prefill, decode = words(ends[0], END_COLUMNS), words(ends[1], END_COLUMNS)
+    prefill_results, decode_results = words(watches[0], WATCH_COLUMNS), words(watches[1], WATCH_COLUMNS)
+    # No more outstanding than results have room for: a pool takes nothing from a client without, for a while.
+    slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], wanted[0], wanted[1], wanted[2]
+    count, size, asked, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
+    begin = instructions.monotonic_ns()
+    while instructions.load_acquire(state.ctypes.data + 8 * STOP) == 0:
+        now = instructions.monotonic_ns() - begin
+        flood = now < limit_ns and (answered < count or now < least_ns)
+        if flood:
+            state[LASTED] = now
+        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[ASKED]):
+            break
+        idle += 1
+        if flood and asked < count and due[asked] <= now and asked - answered < slots:
+            vector = vectors.ctypes.data + (asked % len(vectors)) * size
+            sent = _send(prefill, vector, size, next_ids[0] + asked, begin + due[asked], packed[0])
+            if sent >= 0:
+                asked, idle = asked + 1, 0
+            elif sent != atomics.FULL:
+                state[REFUSAL] = sent
+                break
+        if flood and state[ASKED] - state[ANSWERED] < min(most, slots):
+            vector = vectors.ctypes.data + ((state[ASKED] + len(vectors) // 2) % len(vectors)) * size
+            sent = _send(decode, vector, size, next_ids[1] + state[ASKED], begin + now, packed[1])
+            if sent >= 0:
+                state[ASKED], idle = state[ASKED] + 1, 0
+            elif sent != atomics.FULL:
+                state[REFUSAL] = sent
+                break
+        slot = _result(prefill_results)
+        if slot:
+            header = words(slot + _HEADER, 6)
+            number = header[0] - next_ids[0]
+            if 0 <= number < asked:  # else of a run before that was given up
+                state[ERRORS] += _is_error(header)
+                if not _is_error(header):
+                    took[number] = header[5] - begin - due[number]
+                    found = min(header[2] & 0xFFFFFFFF, ids.shape[1])
+                    instructions.copy(ids.ctypes.data + number * ids.strides[0], slot + _PAYLOAD, 8 * found)
+                answered += 1
+            _release(prefill_results)
+            idle = 0
+        slot = _result(decode_results)
+        if slot:
+            header = words(slot + _HEADER, 6)
+            if header[0] >= next_ids[1]:
+                state[ERRORS] += _is_error(header)
+                state[ANSWERED] += 1
+                state[IN_FLOOD] += flood
+            _release(decode_results)
+            idle = 0
+        if idle >= _IDLE_PER_YIELD:
+            instructions.sched_yield()
+            idle = 0
+    state[PREFILL] = asked
+
+
+@_compiled
+def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked: Any) -> Any:
+    """A request into a ring; below 0: why not."""
+    refusal = atomics.refusal_of(end, 1, size)
+    if refusal < 0:
+        return refusal
+    slot = end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE]
+    header = words(slot + _HEADER, 6)
+    header[0], header[1], header[2] = request_id, 0, arrival
+    header[3], header[4], header[5] = asked[0], asked[1], asked[2]
+    instructions.copy(slot + _PAYLOAD, vector, size)
+    return atomics.publish_slots(end, 1)
+
+
+@_compiled
+def _result(watch: Any) -> Any:
+    """The slot of the next result, 0 where there is none yet."""
+    slot = watch[WATCH_BASE] + (watch[WATCH_POSITION] % watch[WATCH_SLOTS]) * watch[WATCH_STRIDE]
+    # SYNC POINT: slot sequence, see `atomics.publish_slots`.
+    return slot if instructions.load_acquire(slot) == watch[WATCH_POSITION] + 1 else 0
+
+
+@_compiled
+def _is_error(header: Any) -> Any:
+    return (header[1] >> 32) & 0xFF != 0
+
+
+@_compiled
+def _release(watch: Any) -> None:
+    """Give the slot back to the pool."""
+    watch[WATCH_POSITION] += 1
+    # SYNC POINT: reader position, see `RingProducer.free`.
+    words_at = watch[WATCH_SLEEPING] - atomics.SLEEPING
+    instructions.store_release(words_at + atomics.READER, watch[WATCH_POSITION])

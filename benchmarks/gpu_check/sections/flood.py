@@ -1,0 +1,117 @@
+"""Prefill's queries alone, and while more decode queries wait than the device can serve: through a pool.
+
+The pool is a node's own, in this process: sessions, rings, compiled loop, policy and number of slots as they ship; its
+index is this run's. Twice: in the form that the plan chooses for a GPU that no other worker is on, blocks that stay,
+and with `pool.form = "launches"`. Prefill queries come at random times, 15% of what the pool answers; the same times
+alone and under the flood, in turns, and the medians of the p99s are compared. A flood is a client of decode's that has
+as many queries outstanding as its ring has slots, all the time.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from statistics import median
+from typing import Any
+
+from msgspec.structs import replace
+
+from benchmarks.gpu_check.clients import Clients
+from benchmarks.gpu_check.drive import Driven, poisson
+from benchmarks.gpu_check.report import Outcome, micros, rate
+from benchmarks.gpu_check.sections.load import figures, recall_of
+from benchmarks.gpu_check.setup import Setup
+from ipc import Served
+from runtime.node.config import CollectionSection, parse_config
+from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.plan import NodePlan
+from runtime.pool.collections.shard import Shard
+from runtime.retrieval.collections.checksums import Checksums
+from runtime.testing.pool import InProcessPool
+
+FORMS = {"auto": "as planned", "launches": "launches"}
+_PREFILL_SHARE = 0.15
+_ROUNDS = 3
+_RING_SLOTS, _SMALL_RING_SLOTS = 2048, 256  # more than an engine has slots, less than a pool lets decode queries wait
+_BEFORE_S = 0.05  # for the flood to come in
+_LIMIT_S = 3.0
+
+
+def check(setup: Setup, outcome: Outcome) -> None:
+    """Raises AssertionError where the pool answers a query with an error."""
+    for form, name in FORMS.items():
+        with pool_over(setup, form) as pool:
+            resident = bool(getattr(pool.engine, "resident", False))
+            slots = int(pool.metric(PoolMetrics.SLOTS))
+            outcome.say(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}")
+            outcome.data[form] = found = {"resident": resident, "slots": slots}
+            with closing(Clients(pool, setup.params, setup.data.queries)) as clients:
+                _measure(setup, outcome, clients, name, found)
+
+
+def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found: dict[str, Any]) -> None:
+    seconds, most = (0.2, _SMALL_RING_SLOTS) if setup.small else (0.5, _RING_SLOTS)
+    nobody = poisson(1.0, 0)
+    clients.run(nobody, most, seconds / 2, _LIMIT_S)  # the pool learns what queries cost
+    _, capacity = clients.run(nobody, most, seconds, _LIMIT_S)
+    offered = _PREFILL_SHARE * capacity
+    outcome.say(f"{name}: decode's flood without prefill", rate(capacity))
+    found |= {"capacity_per_s": capacity, "offered_per_s": offered}
+    ran: dict[str, list[tuple[Driven, float]]] = {"alone": [], "flood": []}
+    for number in range(_ROUNDS):
+        arrivals = _BEFORE_S + poisson(offered, max(20, int(offered * seconds)), seed=number)
+        ran["alone"].append(clients.run(arrivals, 0, 0.0, _LIMIT_S))
+        ran["flood"].append(clients.run(arrivals, most, 0.0, _LIMIT_S))
+    for what, both in ran.items():
+        runs = [one for one, _ in both]
+        p99_s = found[f"{what}_p99_s"] = median(map(p99_of, runs))
+        found[what] = [{**figures(one), "decode_per_s": per_s} for one, per_s in both]
+        text = f"p50 {micros(median(one.percentile(0.5) for one in runs))}, p99 {micros(p99_s)}"
+        if late := sum(len(one.latency_s) - one.finished for one in runs):
+            text += f", {late} not answered in time"
+        shown = f"{name}: prefill at {rate(offered)} alone" if what == "alone" else "… under decode's flood"
+        outcome.say(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
+    outcome.say("… of which meanwhile were answered", rate(median(per_s for _, per_s in ran["flood"])))
+
+
+def p99_of(found: Driven) -> float:
+    """Of all that were asked: infinite where more than one in a hundred has no answer."""
+    latency = sorted(float("inf") if one != one else float(one) for one in found.latency_s)
+    return latency[int(0.99 * len(latency))]
+
+
+def _blocks(resident: bool, setup: Setup, pool: InProcessPool) -> str:
+    if not setup.on_gpu:
+        return "on the CPU"
+    refused = getattr(pool.engine, "refused", "")
+    return "blocks that stay" if resident else f"launches{f' ({refused})' if refused else ''}"
+
+
+@contextmanager
+def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
+    """A pool over the run's index, of this `pool.form`, until the block ends."""
+    served = Served("docs", setup.index.dim, identity="made")
+
+    def opened(section: CollectionSection, worker: int) -> Shard:
+        return Shard(served, setup.index, Checksums({}))
+
+    with tempfile.TemporaryDirectory() as folder:
+        pool = InProcessPool(_plan(setup, form, folder), opener=opened, make_arena=lambda worker, dim: None)
+        try:
+            yield pool
+        finally:
+            pool.close()
+            pool.table.close()
+
+
+def _plan(setup: Setup, form: str, folder: str) -> NodePlan:
+    """Of a node that is no more than this pool, on a GPU that the check knows nobody else on."""
+    pool = {
+        "devices": [setup.device],
+        "form": form,
+        "top_m": setup.params.top_m,
+        "ring_slots": _SMALL_RING_SLOTS if setup.small else _RING_SLOTS,
+    }
+    docs = {"name": "docs", "path": folder, "verify": "never"}
+    plan = lay_out(parse_config({"pool": pool, "collections": [docs]}))
+    return replace(plan, workers=tuple(replace(one, alone=setup.on_gpu) for one in plan.workers))
