@@ -363,7 +363,8 @@ class CudaEngine:
 
     def _change_slot(self, slot: int, what: int) -> None:
         self.batch_memory()
-        self._change(self.handle.address, slot, what)
+        if self._change(self.handle.address, slot, what) < 0:
+            self._check()
 
     def stop(self) -> None:
         """End the launch of resident blocks, if one is under way; running queries go on with the next `extend`.

@@ -253,9 +253,16 @@ def change(handle: int, slot: int, what: int) -> Any:
     seat = _seat(own, slot)
     if seat[IS_OUT] and what != RESUME:  # to go on is for the next extend to say
         _set_goal(stay, slot, 0)
-    if what == RELEASE:
-        while seat[IS_OUT] and own[FAILURE] == NO_FAILURE and _look(own, stay) >= 0:
-            pass
+    begin = monotonic_ns(own[TIME])
+    look_at = begin + own[LOOK_NS]
+    while what == RELEASE and seat[IS_OUT]:
+        now = monotonic_ns(own[TIME])
+        if own[FAILURE] != NO_FAILURE or _look(own, stay) < 0:
+            return FAILED
+        if now >= look_at:
+            look_at = now + own[LOOK_NS]
+            if not look_for_faults(own, own[LAUNCHES], now - begin):
+                return FAILED
     slot_changes.change(table_of(own), active_of(own), slot, what)
     return 0
 
