@@ -32,8 +32,7 @@ TOGETHER = 32  # questions of a batch that go to one pool before the next has it
 
 
 class Dispatcher:
-    """The `QueryTransport` to a node's pools: all sessions of one client, and its questions, named by `tickets`. One
-    thread; never waits."""
+    """The `QueryTransport` to a node's pools: one client's sessions, and its questions, by `tickets`. One thread."""
 
     def __init__(
         self,
