@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from benchmarks.ring.server import RingServer
 from ipc import (
     RingClient,
     RingConsumer,
@@ -28,6 +27,7 @@ from ipc import (
 from ipc.memory.shared import MemoryReference
 from ipc.ring.doorbell import EventfdBell, FdMailbox, SpinBudget, send_fds
 from ipc.ring.ring import Watch
+from runtime.testing.ring_server import RingServer
 
 DIM = 384
 BYTES = 4 * DIM

@@ -27,7 +27,7 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.library import ByWords, Library
+from runtime.retrieval.library import ATTEMPTS, ByWords, Library
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
@@ -183,7 +183,6 @@ class Found:
 
 
 _WARM_UP_NS = 5_000_000_000
-_MAX_ATTEMPTS = 4  # to find a build that stays until it is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +308,7 @@ class Retriever:
 
     def _again(self, query: _Query, error: TrinityError) -> list[Found]:
         """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
-        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < _MAX_ATTEMPTS:
+        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < ATTEMPTS:
             try:
                 self._embed(query)
                 return []
