@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import mmap
 import os
+import select
 import shutil
 import struct
 import subprocess
@@ -50,6 +51,9 @@ _FLAGS = (
 _ORDERS = "ALLOCATE FREE WRITE READ COPY FILL MAP UNMAP LAUNCH LOOP END_LOOP SYNCHRONISE WAITS STAY AWAY HOST".split()  # noqa: SIM905
 _KIND = {name: number for number, name in enumerate(_ORDERS)}
 _HEAD = struct.Struct("<IIQQQ")
+_PAUSE_S = 100e-6
+LOOK_NS = 20_000
+"""For the engine's `fault_look_ns`: a host that asks the emulated device soon leaves it the core while it waits."""
 _NAMES = [kernel.name for kernel in KERNELS]
 _C_NAMES: dict[type, str] = {np.uint32: "uint32", np.uint64: "uint64"}
 
@@ -153,6 +157,7 @@ class EmulatedDriver:
         self._events: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
         self._called_back = CalledBack(self)
+        self._asked = False  # `idle` has, and has no answer yet
 
     def memory(self) -> tuple[int, int]:
         total = 1 << 30
@@ -244,9 +249,18 @@ class EmulatedDriver:
     def destroy_stream(self, stream: int) -> None: ...
 
     def idle(self, stream: int) -> bool:
+        """Waits for a moment, if it is not: who asks again and again leaves the core to the device."""
         if stream in self._stays:
-            return bool(self._ask(_order("AWAY")))
-        self.synchronise(stream)
+            away = bool(self._ask(_order("AWAY")))
+            if not away:
+                time.sleep(_PAUSE_S)
+            return away
+        if not self._asked:
+            self._send(_order("SYNCHRONISE"))
+            self._asked = True
+        if not select.select([self._pipes()[1]], [], [], _PAUSE_S)[0]:
+            return False
+        self._hear()
         return True
 
     def synchronise(self, stream: int) -> None:
@@ -325,7 +339,13 @@ class EmulatedDriver:
         assert self._process.stdout is not None
         return self._process.stdin, self._process.stdout
 
+    def _hear(self) -> None:
+        if self._asked:
+            self._asked = False
+            self._receive(8)
+
     def _send(self, order: bytes) -> None:
+        self._hear()
         try:
             self._pipes()[0].write(order)
             self._pipes()[0].flush()

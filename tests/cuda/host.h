@@ -19,8 +19,6 @@
 #include <cstring>
 #include <ctime>
 
-#include <sched.h>
-
 using std::max;
 using std::min;
 
@@ -159,8 +157,13 @@ inline unsigned load_system(const unsigned* address) {
 inline void store_release_system(unsigned* address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
+// A thread that waits leaves the core to others: the first of a warp sleeps for all of it.
+inline void doze(long ns) {
+    const timespec while_others_work = {0, ns};
+    if (threadIdx.x % 32 == 0) nanosleep(&while_others_work, nullptr);
+}
 inline unsigned load_acquire_system(const unsigned* address) {
-    sched_yield();  // over the bus it takes a while
+    doze(20000);  // over the bus it takes a while
     return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 inline unsigned load_relaxed(const unsigned* address) { return load_system(address); }
@@ -173,9 +176,6 @@ inline unsigned long long clock_ns() {
     clock_gettime(CLOCK_MONOTONIC, &time);
     return 1000000000ull * time.tv_sec + time.tv_nsec;
 }
-inline void rest() {
-    const timespec while_others_work = {0, 20000};
-    nanosleep(&while_others_work, nullptr);
-}
+inline void rest() { doze(100000); }
 inline float reciprocal(unsigned value) { return 1.0f / static_cast<float>(value); }
 inline void set_condition(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }

@@ -12,7 +12,7 @@ from gpu.cuda.engine import CudaEngine
 from gpu.engine import PAUSE, RELEASE
 from gpu.index.rows import FloatArray
 from tests.cuda.conftest import NewDriver
-from tests.cuda.emulation import EmulatedDriver, build
+from tests.cuda.emulation import LOOK_NS, EmulatedDriver, build
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.test_planted import planted
 from tests.gpu.cases import clustered
@@ -32,7 +32,7 @@ def searched(query: FloatArray, params: SearchParams = PARAMS) -> list[int]:
 
 
 def opened(driver: Any, slots: int = 12, **options: Any) -> CudaEngine:
-    options = {"extends_per_launch": 1024, "max_top_m": 64, **options}
+    options = {"extends_per_launch": 1024, "max_top_m": 64, "fault_look_ns": LOOK_NS, **options}
     return CudaEngine(driver, b"", {"docs": INDEX}, slots=slots, form="resident", **options)
 
 

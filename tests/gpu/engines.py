@@ -11,7 +11,7 @@ from gpu.cuda.driver import Driver
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import Form
 from gpu.errors import DeviceUnavailable
-from tests.cuda.emulation import EmulatedDriver, emulator
+from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 
 FORMS: tuple[Form, ...] = ("plain", "loop", "fused", "resident")
 
@@ -34,6 +34,8 @@ class Backend:
             yield CpuEngine(collections, **limits)
             return
         driver, image = self._device()
+        if self.device == "emulated":
+            limits = {"fault_look_ns": LOOK_NS, **limits}
         try:
             engine = CudaEngine(driver, image, collections, form=self.form, **limits)  # type: ignore[arg-type]
             assert set(engine.forms.values()) == {self.form}

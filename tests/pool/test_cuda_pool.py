@@ -18,7 +18,7 @@ from runtime.pool import process
 from runtime.retrieval.live.incoming import Upserted
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.cuda.emulation import EmulatedDriver, emulator
+from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.cases import clustered
 from tests.live.small import new_writer
 from tests.pool.conftest import MakeClient, MakePool
@@ -39,8 +39,8 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert (extends_per_launch, resident) == (1, False)
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
         form: Form | None = "resident" if request.param == "resident" else None
-        extends = 1024 if form else request.param
-        engines.append(CudaEngine(drivers[-1], b"", collections, extends_per_launch=extends, form=form, **limits))
+        limits |= {"extends_per_launch": 1024 if form else request.param, "fault_look_ns": LOOK_NS}
+        engines.append(CudaEngine(drivers[-1], b"", collections, form=form, **limits))
         return engines[-1]
 
     monkeypatch.setattr(process, "open_engine", open_engine)
