@@ -21,7 +21,8 @@ from runtime.testing.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.nn.attention import bias  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 VOCABULARY = 259
 
@@ -216,9 +217,16 @@ def test_a_step_gives_what_its_samplers_draw_from_the_logits_that_a_pass_gives(m
 
 
 def test_a_pass_of_the_kind_for_gpus_asks_nothing_of_the_device_and_sends_its_numbers_at_once(
-    tiny_directory: Path,
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A value that Python looks at, or a result whose size depends on values, would wait for the device's queue."""
+    causal = bias.causal_lower_right
+
+    def made_unseen(*sizes: int) -> Any:  # torch cannot make one while its operations are watched; it is no operation
+        with _disable_current_modes():
+            return causal(*sizes)
+
+    monkeypatch.setattr(bias, "causal_lower_right", made_unseen)
     model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=64, context_tokens=256, kernels="gathered")
     model.forward([Chunk(range(16), 0, [5] * 20), Chunk(range(16, 32), 0, [6] * 40)])
     operations = Operations()
