@@ -11,14 +11,12 @@ from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
 from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.library import ATTEMPTS, Library
+from runtime.retrieval.library import ATTEMPTS, TOLD_OF_NS, Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery, deadline_of, with_words
 
-_TOLD_OF_NS = 2_000_000_000
-"""So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
 _LOOK_S = 0.01
 
 
@@ -48,7 +46,7 @@ class AsyncSearch:
         if asked.hybrid and query is None:
             raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
         deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), ATTEMPTS, embedded
-        told_of_ns = time.monotonic_ns() + _TOLD_OF_NS
+        told_of_ns = time.monotonic_ns() + TOLD_OF_NS
         while True:
             attempts -= 1
             try:

@@ -39,6 +39,8 @@ from runtime.retrieval.search.query import Accept, SearchResult
 
 ATTEMPTS = 4
 """So often a search is made, as long as its collection is replaced by another build meanwhile."""
+TOLD_OF_NS = 2_000_000_000
+"""So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
 _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now
 

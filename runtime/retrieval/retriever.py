@@ -13,21 +13,21 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import structs
 
 from ipc import IpcError, SearchSpec, Stage
 from runtime.errors import (
     CollectionReplaced,
     DeadlineExceeded,
+    InvalidFilter,
     InvalidRequest,
     ModelError,
     Overloaded,
     TrinityError,
     Unavailable,
 )
-from runtime.retrieval.embedding.embedder import Embedder
-from runtime.retrieval.library import ATTEMPTS, ByWords, Library
+from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.library import ATTEMPTS, TOLD_OF_NS, ByWords, Library
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
@@ -52,7 +52,7 @@ class Embedded:
 
     ticket: int
     at_ns: int
-    vector: npt.NDArray[np.float32] | None = None
+    vector: Vectors | None = None
     error: TrinityError | None = None
     words: Nearest | None = None
 
@@ -183,6 +183,7 @@ class Found:
 
 
 _WARM_UP_NS = 5_000_000_000
+_LOOK_MS = 10  # how often it is looked whether a pool tells of an attribute by now
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class Retriever:
         self._embedding = EmbedThreads(clock=clock)
         self._tickets = count(1)
         self._texts: dict[int, _Query] = {}  # being embedded, by ticket
+        self._early: list[tuple[_Query, Vectors]] = []  # with attributes that no pool has told of yet
         self._searches: dict[int, _Query] = {}  # in the pool, by the client's ticket
 
     def warm_up(self) -> None:
@@ -318,24 +320,37 @@ class Retriever:
 
     def take_vectors(self) -> list[Found]:
         """Pass on to the pool what is embedded; what ended before that."""
-        ended = []
+        ended, (early, self._early), now = [], (self._early, []), self._clock()
+        for query, vector in early:
+            ended += self._pass_on(query, vector, now)
         for embedded in self._embedding.poll():
             query = replace(self._texts.pop(embedded.ticket), embedded_ns=embedded.at_ns, words=embedded.words)
-            try:
-                if embedded.vector is None:
-                    raise embedded.error or ModelError("the embedder said nothing")
-                self._search(query, embedded.vector)
-            except TrinityError as error:
-                ended += self._again(query, error)
-            except IpcError as error:
-                ended.append(Found(query.ticket, error=Unavailable(str(error))))
-        now = self._clock()
+            if embedded.vector is None:
+                ended += self._again(query, embedded.error or ModelError("the embedder said nothing"))
+            else:
+                ended += self._pass_on(query, embedded.vector, now)
         for query in [query for query in self._texts.values() if query.deadline_ns <= now]:
             self.cancel(query.ticket)
             ended.append(Found(query.ticket, error=DeadlineExceeded("its text was not embedded in time")))
         return ended
 
-    def _search(self, query: _Query, vector: npt.NDArray[np.float32]) -> None:
+    def _pass_on(self, query: _Query, vector: Vectors, now: int) -> list[Found]:
+        """Search, now or once pools tell of the attributes that a document has which was stored a moment ago. What ends
+        the query."""
+        try:
+            self._search(query, vector)
+        except InvalidFilter as error:
+            until = min(query.deadline_ns, query.embedded_ns + TOLD_OF_NS)
+            if now >= until or not self.library.fits(query.collection, query.wanted):
+                return [Found(query.ticket, error=error)]
+            self._early.append((query, vector))
+        except TrinityError as error:
+            return self._again(query, error)
+        except IpcError as error:
+            return [Found(query.ticket, error=Unavailable(str(error)))]
+        return []
+
+    def _search(self, query: _Query, vector: Vectors) -> None:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
         k, build = query.k, query.build
         if query.by_words is not None:
@@ -353,13 +368,16 @@ class Retriever:
         """Forget a query."""
         if self._texts.pop(ticket, None) is not None:
             self._embedding.cancel(ticket)
+        self._early = [early for early in self._early if early[0].ticket != ticket]
         for search in [search for search, query in self._searches.items() if query.ticket == ticket]:
             del self._searches[search]
             self.client.cancel(search)
 
     def sleep(self, sockets: "Sequence[zmq.Socket[bytes]]", timeout_ms: int) -> None:
         """Until there may be something to `poll`, one of `sockets` can be read, or the time is over."""
-        self.client.sleep((*sockets, self._embedding.fileno()), timeout_ms)
+        self.client.sleep(
+            (*sockets, self._embedding.fileno()), min(timeout_ms, _LOOK_MS) if self._early else timeout_ms
+        )
 
     def close(self) -> None:
         """End it all. What is outstanding never comes. Idempotent."""

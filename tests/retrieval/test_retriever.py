@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import zmq
 
-from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, Overloaded
+from runtime.errors import DeadlineExceeded, InvalidFilter, InvalidRequest, ModelError, Overloaded
 from runtime.node.config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
@@ -48,7 +48,10 @@ class Embedder:
 
 class Library:
     def __init__(self) -> None:
-        self.lengths = Embedder()
+        self.lengths, self.stored = Embedder(), b""
+
+    def fits(self, collection: str, wanted: bytes) -> bool:
+        return wanted == self.stored
 
     def follow(self, collection: str, offered: Sequence[str]) -> None:
         self.followed = tuple(offered)
@@ -72,7 +75,7 @@ class Client:
         self.submitted: list[float] = []
         self.results: list[SearchResult] = []
         self.cancelled: list[int] = []
-        self.full = False
+        self.full, self.known = False, b""
         self.tickets, self.settings = count(101), PoolSection()
 
     @property
@@ -82,6 +85,8 @@ class Client:
     def ask(self, question: Question) -> None:
         if self.full:
             raise Overloaded("the ring is full")
+        if question.spec.filter != self.known:
+            raise InvalidFilter("there is no such attribute", "filter")
         assert isinstance(question.vector, np.ndarray)
         first = question.vector[0]
         self.submitted.append(float(first))
@@ -113,8 +118,14 @@ class Stand:
         self.library, self.client = Library(), Client()
         self.retriever = Retriever(self.library, self.client, lambda: self.now_ns)  # type: ignore[arg-type]
 
-    def ask(self, text: str, deadline_ns: int = 1000) -> int:
-        return self.retriever.ask(text, "docs", 4, stage="decode", deadline_ns=deadline_ns)
+    def ask(self, text: str, deadline_ns: int = 1000, wanted: bytes = b"") -> int:
+        return self.retriever.ask(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, wanted=wanted)
+
+    def until_embedded(self) -> list[Found]:
+        """The next vector, passed on; what has ended by it."""
+        self.library.lengths.gate.set()
+        self.retriever.sleep((), int(SOON_S * 1e3))
+        return self.retriever.poll()
 
     def until_found(self, count: int = 1) -> list[Found]:
         found: list[Found] = []
@@ -202,6 +213,44 @@ def test_a_vector_that_the_pool_has_no_room_for_ends_its_query(stand: Stand) -> 
     stand.ask("four")
     (found,) = stand.until_found()
     assert isinstance(found.error, Overloaded)
+
+
+def test_an_attribute_that_was_stored_a_moment_ago_is_waited_for_until_the_pools_tell_of_it(stand: Stand) -> None:
+    stand.library.stored = b"new"
+    ticket = stand.ask("four", wanted=b"new")
+    assert stand.until_embedded() == []
+    assert (stand.retriever.poll(), stand.client.submitted) == ([], [])
+    stand.client.known = b"new"
+    (found,) = stand.until_found()
+    assert (found.ticket, found.error, [p.id for p in found.passages]) == (ticket, None, ["4"])
+    assert stand.retriever.poll() == []
+
+
+@pytest.mark.parametrize(("deadline_ns", "waited_ns"), [(1 << 40, 2_000_000_000), (1000, 1000)])
+def test_it_is_not_waited_for_longer_than_two_seconds_nor_beyond_the_deadline(
+    stand: Stand, deadline_ns: int, waited_ns: int
+) -> None:
+    stand.library.stored = b"new"
+    stand.ask("four", deadline_ns, b"new")
+    assert stand.until_embedded() == []
+    stand.now_ns = waited_ns - 1
+    assert stand.retriever.poll() == []
+    stand.now_ns = waited_ns
+    (found,) = stand.retriever.poll()
+    assert isinstance(found.error, InvalidFilter)
+    assert stand.retriever.poll() == []
+
+
+def test_an_attribute_that_no_document_has_is_refused_at_once_and_a_cancelled_one_is_forgotten(stand: Stand) -> None:
+    stand.ask("four", wanted=b"none has it")
+    (found,) = stand.until_embedded()
+    assert isinstance(found.error, InvalidFilter)
+    stand.library.stored = b"new"
+    cancelled = stand.ask("four", wanted=b"new")
+    assert stand.until_embedded() == []
+    stand.retriever.cancel(cancelled)
+    stand.client.known = b"new"
+    assert (stand.retriever.poll(), stand.client.submitted) == ([], [])
 
 
 def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
