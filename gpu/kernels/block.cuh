@@ -1,7 +1,7 @@
 // Extends of one slot by one block: keys, nodes and distances stay in shared memory from extend to extend, and so does the
-// visited table where it is NEAR; it is taken from the batch's memory and put back, once.
+// visited table where it is NEAR; all of it is taken from the batch's memory and put back, once.
 //
-// The bytes are those of the stages, less the tasks (12 a task) and, but for the first and last extend, the keys.
+// The bytes are those of the stages, less, but for the first and last extend, the tasks (12 a task) and the keys.
 #pragma once
 #include "finish.cuh"
 
@@ -12,13 +12,6 @@ constexpr uint32 BLOCK_AT_ONCE = 1;
 constexpr uint32 BLOCK_AT_ONCE = 4;
 #endif
 
-struct BlockScratch {
-    GatherScratch gathering;
-    MergeScratch merging;
-    uint32 reasons;
-};
-static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "what a block's threads share");
-
 constexpr uint32 QUERY_DONE = 16;  // as a reason to stop; its result is published then
 
 struct Went {
@@ -28,35 +21,39 @@ struct Went {
 
 // Extend a slot, whose head is `head`, until its query is done, `limit` extends were made, or there is another reason to
 // stop: one thread calls stop.ask() early in each extend, since what it asks for comes from afar, and at its end
-// stop.reasons(the query's extends). NEAR: the block has `table_words` for a visited table. The same in every thread.
+// stop.reasons(the query's extends). NEAR: the block has `table_words` for a visited table. `begins`: nothing of the query
+// is there but its line. The same in every thread.
 template <bool NEAR, class Stop>
-__device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot head, uint32 table_words, uint32 limit,
-                                   Stop stop, unsigned char* shared) {
+__device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot head, bool begins, uint32 table_words,
+                                   uint32 limit, Stop stop, unsigned char* shared) {
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     GatherScratch* gathering = &scratch->gathering;
     uint64* fresh = reinterpret_cast<uint64*>(shared + SCRATCH_BYTES);
     uint64* keys = fresh + MERGE_KEYS;
     Slot* slot = slot_at(batch, slot_number);
-    const Collection& collection = at<const Collection>(batch.collections)[head.collection];
+    const Collection& collection = collection_at(batch, head.collection);
     const uint32 top_m = head.top_m, room = max(power_of_two(top_m), MERGE_KEYS);
     uint32* table = reinterpret_cast<uint32*>(keys + room);
     uint32* nodes = NEAR ? table + table_words : table;
     float* distances = reinterpret_cast<float*>(nodes + batch.slot_tasks);
-    uint64* stored = at<uint64>(batch.keys, static_cast<uint64>(slot_number) * batch.keys_stride);
-    uint32* kept = at<uint32>(batch.visited, static_cast<uint64>(slot_number) * batch.visited_stride);
+    uint64* stored = keys_at(batch, slot_number);
+    uint32 *kept = visited_at(batch, slot_number), *gathered = nodes_at(batch, slot_number);
     uint32* visited = NEAR ? table : kept;
-    uint32* parents = parents_at(batch, slot_number);
     const Parents next = {gathering->parents, head.search_width, collection.degree * 4,
                           at<const unsigned char>(collection.graph)};
-    const bool first = head.extends == 0;
-    if (NEAR && !first) copy_visited(table, kept, head.visited_bits);
-    if (threadIdx.x < head.parent_count) gathering->parents[threadIdx.x] = parents[threadIdx.x];
-    for (uint32 i = threadIdx.x; i < room; i += blockDim.x) keys[i] = i < top_m && !first ? stored[i] : NO_KEY;
+    fill_keys(keys, top_m, room);
+    if (begins) {
+        head.task_count = begin_query(slot, head, collection, keys, visited, nodes, &gathering->node_count);
+    } else {
+        if (NEAR) copy_visited(table, kept, head.visited_bits);
+        for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) keys[i] = stored[i];
+        for (uint32 i = threadIdx.x; i < head.task_count; i += blockDim.x) nodes[i] = gathered[i];
+        __syncthreads();
+    }
     Went went = {0, 0};
     while (went.extends < limit && went.reasons == 0) {
         if (limit > 1 && threadIdx.x == 0) stop.ask();
-        gather<1>(slot, head, collection, gathering->parents, head.parent_count, visited, nodes, &gathering->node_count);
-        const uint32 count = gathering->node_count;
+        const uint32 count = head.task_count;
         for (uint32 i = threadIdx.x / SLOT_TEAM; i < count; i += blockDim.x / SLOT_TEAM) {
             const float distance = row_distance<SLOT_TEAM, BLOCK_AT_ONCE>(collection, slot, nodes[i]);
             if (threadIdx.x % SLOT_TEAM == 0) distances[i] = distance;
@@ -64,10 +61,14 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
         const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
         const Merged merged = merge(keys, top_m, count, key_of_task, fresh, slot->forgot != 0, next, &scratch->merging);
         const bool done = count_extend(slot, head, merged);
-        if (done) finish(batch, slot_number, slot, collection, keys, &scratch->merging);
+        head.task_count = 0;
+        if (done)
+            finish(batch, slot_number, slot, collection, keys, &scratch->merging);
+        else
+            head.task_count = gather_neighbors<1, false>(slot, head, collection, merged.parent_count, visited, nodes,
+                                                         gathering);
         head.extends += 1;
         head.unchanged = merged.changed ? 0 : head.unchanged + 1;
-        head.parent_count = merged.parent_count;
         went.extends += 1;
         if (threadIdx.x == 0) scratch->reasons = (done ? QUERY_DONE : 0) + stop.reasons(head.extends);
         __syncthreads();
@@ -75,8 +76,9 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
     }
     if (went.reasons < QUERY_DONE) {
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
-        if (threadIdx.x < head.parent_count) parents[threadIdx.x] = gathering->parents[threadIdx.x];
+        for (uint32 i = threadIdx.x; i < head.task_count; i += blockDim.x) gathered[i] = nodes[i];
         if (NEAR) copy_visited(kept, table, head.visited_bits);
     }
+    if (threadIdx.x == 0) keep_tasks(batch, slot_number, slot, head.collection, head.task_count);
     return went;
 }
