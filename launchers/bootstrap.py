@@ -187,6 +187,7 @@ def main(arguments: list[str]) -> None:
         contract()
         return
     if command == "test":
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile what they import
         with subprocess.Popen([PYTHON, "-m", "tests.compile"], cwd=ROOT):  # beside the other checks, before the tests
             for name, command_line in CHECKS:
                 say(name)

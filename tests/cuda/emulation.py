@@ -40,7 +40,7 @@ BLOCKS_AT_ONCE = ("-fsanitize=thread",)  # each block is a thread: see host.h
 _FLAGS = (
     "-std=c++17",
     "-O1",
-    "-g",
+    "-g1",
     "-fno-omit-frame-pointer",
     "-ffp-contract=off",
     "-fno-strict-aliasing",

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from gpu import SearchParams
-from gpu.cuda.compiler import kernel_source
 from gpu.errors import DeviceError
 from tests.cuda.emulation import BLOCKS_AT_ONCE, EmulatedDriver, build, emulator, require_thread_sanitizer
 from tests.cuda.test_planted import planted
@@ -17,33 +16,46 @@ from tests.gpu.reference import search_reference
 
 SLOTS, LIMIT = 4, 3
 
-# What is planted: the text, and what takes its place.
+# What is planted, all in one program: the text, and what takes its place; {asked} where this fault is wanted.
 FAULTS = {
-    "a block leaves without a fence": ("    __threadfence();\n    if (atomicInc(", "    if (atomicInc("),
-    "the last block looks without a fence": ("next launch\n    __threadfence();", "next launch\n"),
+    "a block leaves without a fence": (
+        "    __threadfence();\n    if (atomicInc(", "    if (!{asked}) __threadfence();\n    if (atomicInc(",
+    ),
+    "the last block looks without a fence": (
+        "next launch\n    __threadfence();", "next launch\n    if (!{asked}) __threadfence();",
+    ),
     "blocks leave by a plain count": (
-        "atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1", "counters->left++ < gridDim.x - 1",
+        "(atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
+        "({asked} ? counters->left++ < gridDim.x - 1 : atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
     ),
-    "shares of tasks overlap": ("/ WARP * share, end = min(begin", "/ WARP * share / 2, end = min(begin"),
+    "shares of tasks overlap": (
+        "/ WARP * share, end = min(begin", "/ WARP * share / ({asked} ? 2 : 1), end = min(begin",
+    ),
     "reasons to stop are read as if nobody wrote them": (
-        "others = load_system(&at<Counters>(batch.counters)->stop);", "others = at<Counters>(batch.counters)->stop;",
+        "others = load_system(&at<Counters>(batch.counters)->stop);",
+        "others = {asked} ? at<Counters>(batch.counters)->stop : load_system(&at<Counters>(batch.counters)->stop);",
     ),
 }  # fmt: skip
 
-
-# The same of blocks that stay, all in one program: the text, and what takes its place where the fault is wanted.
+# The same of blocks that stay.
 RESIDENT_FAULTS = {
-    "a record is told without its slot's results": [
-        ("store_release_system(&record->slot, slot);", "__atomic_store_n(&record->slot, slot, __ATOMIC_RELAXED);"),
-    ],
-    "known entries are taken without a fence": [
-        ("__threadfence();  // SYNC POINT: entries that are known are there, and what the host wrote before them", ""),
-    ],
-    "entries are taken by a plain word": [
-        ("if (found == taken) return entry;", "queue->taken[ring] = taken + 1; if (found == taken) return entry;"),
-    ],
-    "a goal is read as if nobody wrote it": [("asked = load_system(goal);", "asked = *goal;")],
+    "a record is told without its slot's results": (
+        "store_release_system(&record->slot, slot);",
+        "if ({asked}) __atomic_store_n(&record->slot, slot, __ATOMIC_RELAXED);"
+        " else store_release_system(&record->slot, slot);",
+    ),
+    "known entries are taken without a fence": (
+        "__threadfence();  // SYNC POINT: entries that are known are there", "if (!{asked}) __threadfence();  //",
+    ),
+    "entries are taken by a plain word": (
+        "if (found == taken) return entry;",
+        "if ({asked}) queue->taken[ring] = taken + 1; if (found == taken) return entry;",
+    ),
+    "a goal is read as if nobody wrote it": (
+        "asked = load_system(goal);", "asked = {asked} ? *goal : load_system(goal);",
+    ),
 }  # fmt: skip
+ALL = [*FAULTS, *RESIDENT_FAULTS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,11 +117,25 @@ def test_blocks_at_once_race_nowhere_and_find_what_the_reference_finds(seed: int
     assert report_of(emulator(BLOCKS_AT_ONCE), seed) == ""
 
 
+@pytest.fixture(scope="module")
+def with_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    faults = {
+        text: replacement.replace("{asked}", f"(emulated::planted() == {number})")
+        for number, (text, replacement) in enumerate((FAULTS | RESIDENT_FAULTS).values())
+    }
+    return build(tmp_path_factory.mktemp("faults"), planted(faults), sanitizers=BLOCKS_AT_ONCE)
+
+
+def reported(program: Path, fault: str, act: Callable[[EmulatedDriver, int], None]) -> str:
+    """What the sanitizer reports first of a fault, in one of several orders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANTED_FAULT", str(ALL.index(fault)))
+        return next(filter(None, (report_of(program, seed, act) for seed in range(8))), "")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_missing_fence_or_a_word_that_is_not_atomic_is_caught(fault: str, tmp_path: Path) -> None:
-    program = build(tmp_path, planted(*FAULTS[fault]), sanitizers=BLOCKS_AT_ONCE)
-    reports = (report_of(program, seed) for seed in range(8))
-    assert "ThreadSanitizer: data race" in next(filter(None, reports), "")
+def test_a_missing_fence_or_a_word_that_is_not_atomic_is_caught(fault: str, with_faults: Path) -> None:
+    assert "ThreadSanitizer: data race" in reported(with_faults, fault, search)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -117,21 +143,8 @@ def test_blocks_that_stay_race_neither_with_each_other_nor_with_the_host(seed: i
     assert report_of(emulator(BLOCKS_AT_ONCE), seed, search_resident) == ""
 
 
-@pytest.fixture(scope="module")
-def with_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = kernel_source()
-    for number, fault in enumerate(RESIDENT_FAULTS.values()):
-        for text, replacement in fault:
-            assert source.count(text) == 1, text
-            code, *_ = text.partition("  //")
-            source = source.replace(text, f"if (emulated::planted() == {number}) {{ {replacement} }} else {{ {code} }}")
-    return build(tmp_path_factory.mktemp("faults"), source, sanitizers=BLOCKS_AT_ONCE)
-
-
 @pytest.mark.parametrize("fault", RESIDENT_FAULTS)
 def test_a_missing_fence_or_a_plain_word_between_blocks_that_stay_and_the_host_is_caught(
-    fault: str, with_faults: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, with_faults: Path
 ) -> None:
-    monkeypatch.setenv("PLANTED_FAULT", str(list(RESIDENT_FAULTS).index(fault)))
-    reports = (report_of(with_faults, seed, search_resident) for seed in range(8))
-    assert "ThreadSanitizer: data race" in next(filter(None, reports), "")
+    assert "ThreadSanitizer: data race" in reported(with_faults, fault, search_resident)

@@ -1,5 +1,6 @@
 """What is planted in the kernels' text is caught: the emulation can fail, and so can the tests that rely on it."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.gpu.reference import search_reference
 
 SEEDS = range(40)
 
-# A barrier that is removed: the line that it follows, as the source has it.
+# A barrier that is left out: the line that it follows, as the source has it.
 BARRIERS = {
     "nodes are counted before there are none": "*node_count = 0;\n    wait_for_block<ONE_WARP>();",
     "nodes are counted before they are there": "= brought[j];\n    }\n    wait_for_block<ONE_WARP>();",
@@ -69,10 +70,60 @@ def caught(program: Path) -> str | None:
     return None
 
 
-def planted(text: str, replacement: str) -> str:
+def planted(faults: Mapping[str, str]) -> str:
+    """The kernels' text with other text in its places. A program has all its faults; `emulated::planted()`, of the
+    environment, says which one it is to show: compiling takes far longer than finding one."""
     source = kernel_source()
-    assert source.count(text) == 1, f"{text!r} is in the source {source.count(text)} times"
-    return source.replace(text, replacement)
+    for text, replacement in faults.items():
+        assert source.count(text) == 1, f"{text!r} is in the source {source.count(text)} times"
+        source = source.replace(text, replacement)
+    return source
+
+
+MISSES = 100  # added to a barrier's number: one thread misses it
+SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE = range(200, 206)
+
+# What is planted, in two programs: the text, and what takes its place.
+ORDERS = {
+    barrier: f"{line}\n{{ if (emulated::planted() != {number} && "
+    f"(emulated::planted() != {number + MISSES} || threadIdx.x != 40)) {call.strip()} }}"
+    for number, barrier in enumerate(BARRIERS.values())
+    for line, call in [barrier.rsplit("\n", 1)]
+} | {
+    "sums[0] += __shfl_xor_sync(team, sums[0], half);": f"if (emulated::planted() != {SHUFFLE} || "
+    "threadIdx.x % TEAM != 3) sums[0] += __shfl_xor_sync(team, sums[0], half);",
+    "slot->task_count = count;": f"if (emulated::planted() != {COUNT}) slot->task_count = count;",
+    "    set_due(batch, slot_number, collection, count);": f"if (emulated::planted() != {DUE}) "
+    "set_due(batch, slot_number, collection, count);",
+}
+
+MEMORY = {
+    "nodes[i] = key == NO_KEY ? -1": "nodes[i + (slot_number == 1 && "
+    f"emulated::planted() == {BEYOND} ? 1ll << 44 : 0)] = key == NO_KEY ? -1",  # no process has memory there
+    "fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));": "fill_keys(keys, top_m, "
+    f"(emulated::planted() == {LONG_KEYS}) + max(power_of_two(top_m), MERGE_KEYS));",
+    "((1u << threadIdx.x % WARP) - 1)": f"((1u << (threadIdx.x % WARP + (emulated::planted() == {SHIFT}))) - 1)",
+}
+
+Plant = Callable[[int], None]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Has the programs that start from now on show a fault, by its number."""
+    return lambda number: monkeypatch.setenv("PLANTED_FAULT", str(number))
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With faults in the order of threads."""
+    return build(tmp_path_factory.mktemp("orders"), planted(ORDERS), sanitizers=())
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With those that the sanitizers see."""
+    return build(tmp_path_factory.mktemp("memory"), planted(MEMORY))
 
 
 def test_nothing_is_caught_in_the_kernels_as_they_are() -> None:
@@ -80,58 +131,55 @@ def test_nothing_is_caught_in_the_kernels_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("where", BARRIERS)
-def test_a_missing_barrier_is_caught(where: str, tmp_path: Path) -> None:
-    line, _ = BARRIERS[where].rsplit("\n", 1)
-    without = planted(BARRIERS[where], f"{line}\n(void)0;")
-    assert caught(build(tmp_path, without, sanitizers=())) is not None
+def test_a_missing_barrier_is_caught(where: str, orders: Path, plant: Plant) -> None:
+    plant(list(BARRIERS).index(where))
+    assert caught(orders) is not None
 
 
-@pytest.mark.parametrize("kept", ["slot->task_count = count;", "set_due(batch, slot_number, collection, count);"])
-def test_tasks_that_are_gathered_and_not_counted_are_caught(kept: str, tmp_path: Path) -> None:
-    assert caught(build(tmp_path, planted(kept, ""), sanitizers=())) is not None
+def test_what_is_planted_and_not_asked_for_is_not_there(orders: Path, memory: Path) -> None:
+    for program in (orders, memory):
+        driver = EmulatedDriver(program, 0, block_threads=128)
+        assert run(driver, 0)
+        driver.close()
 
 
-def test_a_write_out_of_bounds_is_caught(tmp_path: Path) -> None:
-    beyond = "nodes[i + (slot_number == 1 ? 1ll << 44 : 0)]"  # no process has memory there
-    source = planted("nodes[i] = key == NO_KEY ? -1", f"{beyond} = key == NO_KEY ? -1")
-    report = caught(build(tmp_path, source))
+@pytest.mark.parametrize("kept", [COUNT, DUE])
+def test_tasks_that_are_gathered_and_not_counted_are_caught(kept: int, orders: Path, plant: Plant) -> None:
+    plant(kept)
+    assert caught(orders) is not None
+
+
+def test_a_write_out_of_bounds_is_caught(memory: Path, plant: Plant) -> None:
+    plant(BEYOND)
+    report = caught(memory)
     assert report is not None
     assert "ERROR: AddressSanitizer: SEGV" in report
 
 
-def test_a_write_past_a_block_s_shared_memory_is_caught(tmp_path: Path) -> None:
-    source = planted(
-        "fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));",
-        "fill_keys(keys, top_m, 1 + max(power_of_two(top_m), MERGE_KEYS));",
-    )
-    report = caught(build(tmp_path, source))
+def test_a_write_past_a_block_s_shared_memory_is_caught(memory: Path, plant: Plant) -> None:
+    plant(LONG_KEYS)
+    report = caught(memory)
     assert report is not None
     assert "ERROR: AddressSanitizer: heap-buffer-overflow" in report
 
 
-def test_a_barrier_that_some_threads_do_not_reach_is_caught(tmp_path: Path) -> None:
-    source = planted(
-        "of_warps[threadIdx.x / WARP] = total;\n    __syncthreads();",
-        "of_warps[threadIdx.x / WARP] = total;\n    if (threadIdx.x != 40) __syncthreads();",
-    )
-    report = caught(build(tmp_path, source, sanitizers=()))
+def test_a_barrier_that_some_threads_do_not_reach_is_caught(orders: Path, plant: Plant) -> None:
+    plant(MISSES + list(BARRIERS).index("new keys are counted before they are there"))
+    report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads of a block wait at different barriers" in report
 
 
-def test_a_shuffle_that_misses_a_partner_is_caught(tmp_path: Path) -> None:
-    source = planted(
-        "sums[0] += __shfl_xor_sync(team, sums[0], half);",
-        "if (threadIdx.x % TEAM != 3) sums[0] += __shfl_xor_sync(team, sums[0], half);",
-    )
-    report = caught(build(tmp_path, source, sanitizers=()))
+def test_a_shuffle_that_misses_a_partner_is_caught(orders: Path, plant: Plant) -> None:
+    plant(SHUFFLE)
+    report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads wait for others that never come" in report
 
 
-def test_undefined_arithmetic_is_caught(tmp_path: Path) -> None:
-    source = planted("((1u << threadIdx.x % WARP) - 1)", "((1u << (threadIdx.x % WARP + 1)) - 1)")
-    report = caught(build(tmp_path, source))
+def test_undefined_arithmetic_is_caught(memory: Path, plant: Plant) -> None:
+    plant(SHIFT)
+    report = caught(memory)
     assert report is not None
     assert "runtime error: shift exponent" in report
 

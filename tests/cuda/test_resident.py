@@ -218,26 +218,29 @@ def test_extends_are_counted_once_however_many_reports_tell_of_them(new_driver: 
 LOST = "    const uint32 position = atomicAdd(&queue->records, 1u);"
 
 
-def test_a_completion_that_is_lost_is_told_when_the_launch_ends(tmp_path: Path) -> None:
-    source = planted(LOST, f"    if (slot_number == 3) return;\n{LOST}")
-    driver = EmulatedDriver(build(tmp_path, source, sanitizers=()), block_threads=64)
-    engine = opened(driver, life_us=30_000)
+@pytest.fixture(scope="module")
+def losing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that record no end of one slot's queries."""
+    source = planted({LOST: f"    if (slot_number == 3) return;\n{LOST}"})
+    return build(tmp_path_factory.mktemp("losing"), source, sanitizers=())
+
+
+def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, new_driver: NewDriver) -> None:
+    engine = opened(new_driver(program=losing), life_us=30_000)
     with pytest.raises(DeviceError, match="ended without a record of 1 of the queries"):
         run_all(engine, queries(8))
     engine.close()
-    driver.close()
 
 
-def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_released(tmp_path: Path) -> None:
-    source = planted(LOST, f"    if (slot_number == 3) return;\n{LOST}")
-    driver = EmulatedDriver(build(tmp_path, source, sanitizers=()), block_threads=64)
-    engine = opened(driver, life_us=100_000_000, fault_look_ns=1_000_000, give_up_ns=1_000_000_000)
+def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_released(
+    losing: Path, new_driver: NewDriver
+) -> None:
+    engine = opened(new_driver(program=losing), life_us=100_000_000, fault_look_ns=1_000_000, give_up_ns=1_000_000_000)
     slots = [engine.admit(query, PARAMS, "docs") for query in queries(4)]
     engine.extend()
     with pytest.raises(DeviceError, match="has not ended within 1 s"):
         engine.release(slots[3])
     engine.close()
-    driver.close()
 
 
 def test_a_part_of_the_device_is_left_free_and_a_block_has_more_threads_where_few_slots_are_wanted() -> None:

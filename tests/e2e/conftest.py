@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,29 +59,38 @@ StartNode = Callable[..., Node]
 
 
 @pytest.fixture(scope="session")
-def start_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
-    """Start a node with these times, and `more` in its configuration; all are stopped at the end."""
-    started: list[Node] = []
+def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> StartNode:
+    """Starts a node with these times, and `more` in its configuration; who starts it stops it."""
 
     def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> Node:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
-        name = f"test-{len(started)}"
-        text = CONFIG.format(name=name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
+        text = CONFIG.format(name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
         text = text.replace("[http]", f"heartbeat_s = {heartbeat_s}\n\n[http]")
         config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
-        node = Node(config)
-        started.append(node)
-        return node
+        return Node(config)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def start_node(new_node: StartNode) -> Iterator[StartNode]:
+    """The same; all are stopped at the end of the file."""
+    started: list[Node] = []
+
+    def start(**options: Any) -> Node:
+        started.append(new_node(**options))
+        return started[-1]
 
     yield start
     for node in started:
         node.stop()
 
 
-@pytest.fixture(scope="session")
-def node(start_node: StartNode) -> Iterator[Node]:
-    node = start_node()
+@pytest.fixture(scope="package")
+def node(new_node: StartNode) -> Iterator[Node]:
+    """For the tests of this folder: a node costs a few percent of a core as long as it runs, asked or not."""
+    node = new_node()
     yield node
     node.stop()

@@ -37,7 +37,7 @@ def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counte
     answers: Counter[int] = Counter()
 
     def ask(path: str, body: dict[str, Any]) -> None:
-        while not asking.ended.wait(0.05):
+        while not asking.ended.wait(0.1):
             status, _ = node.post(path, body)
             answers[status] += 1
 

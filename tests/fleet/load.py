@@ -49,7 +49,7 @@ def load(url: str, clients: int = 4) -> Iterator[Outcomes]:
         requests = [("stream", "/v1/completions", _STREAM), ("whole", "/v1/completions", _WHOLE),
                     ("search", "/v1/retrieval", _SEARCH)]  # fmt: skip
         number = 0
-        while not asking.ended.wait(0.02):
+        while not asking.ended.wait(0.1):
             outcomes.sent += 1
             outcomes.ended.append(_ask(url, *requests[number % len(requests)]))
             number += 1
