@@ -226,6 +226,14 @@ class Arithmetic(Machine):
         product = self._float(w, a).astype(np.float64) * self._float(w, b).astype(np.float64)
         self._put_float(w, on, target, (product + self._float(w, c).astype(np.float64)).astype(np.float32))
 
+    def _hadd2(self, w: Warp, on: Lanes, one: Instruction) -> None:
+        """As it is used to widen a half: 0 - and minus 0 at that - + one of two halves."""
+        target, zero, source = one.operands
+        assert "F32" in one.modifiers
+        assert zero.number == 255
+        halves = self._raw(w, source).view(np.uint16)[int("H1_H1" in source.parts) :: 2]
+        self._put_float(w, on, target, halves.view(np.float16))
+
     def _fsetp(self, w: Warp, on: Lanes, one: Instruction) -> None:
         first, second, a, b, other = one.operands
         left, right = self._float(w, a), self._float(w, b)
@@ -346,6 +354,15 @@ class Arithmetic(Machine):
         self._store(w, on, one, shared=True)
 
     _ld, _st = _ldg, _stg
+
+    def _ldgsts(self, w: Warp, on: Lanes, one: Instruction) -> None:
+        """From global to shared memory, at once."""
+        target, source = (
+            self._address(w, o, shared) for o, shared in zip(one.operands[:2], (True, False), strict=True)
+        )
+        for lane in np.flatnonzero(on):
+            found = self._bytes(int(source[lane]), 4 * _words(one), shared=False)
+            self._bytes(int(target[lane]), 4 * _words(one), shared=True)[:] = found
 
     def _atomic(self, w: Warp, on: Lanes, one: Instruction, shared: bool) -> None:
         operands = list(one.operands)

@@ -1,6 +1,6 @@
 """What the kernels' machine code consists of, and what of it runs: instructions, barriers, exchanges.
 
-    python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel NAME …]
+    python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel gather_tasks …]
                                       [--against REVISION]
 
 Compiles the kernels as an engine does (NVRTC, of the extra [cuda]) and reads the code back with nvdisasm, from the PATH
@@ -9,7 +9,8 @@ revision in git, beside it.
 
 These are instructions that there are: a loop's body counts once however often it runs, and of two ways both count.
 --executed: instead, what a slot's block executes in an extend of a usual search, all of its warps together: the code is
-carried out on the CPU (`machine`; sm_90 alone), the searches of both revisions being the same ones.
+carried out on the CPU (`machine`; sm_90 alone), the searches of both revisions being the same ones. Of
+extend_fused_near, by a block of 128 threads, that is an extend as a whole.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from gpu import GraphIndex
 from gpu.cuda.compiler import compile_source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-KERNELS = ("gather_tasks", "merge_top_m", "merge_and_gather")
-"""What merges and gathers, by the names of several revisions."""
+KERNELS = ("gather_tasks", "merge_top_m")
+BLOCK_KERNEL = "extend_fused_near"
 _ROOT = Path(__file__).parents[2]
 _ROWS, _DIM = 3000, 32
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\w+),")
@@ -116,27 +117,29 @@ def _run(tree: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def executed(tree: Path, listing: str, index: Path, top_m: int) -> tuple[dict[str, list[float]], str]:
-    """By kernel, what a slot's block executes in an extend, as in Counts; and what the searches found.
+def executed(
+    tree: Path, listing: str, index: Path, top_m: int, form: str = "stages"
+) -> tuple[dict[str, list[float]], str]:
+    """By kernel of a form (stages, block), what a slot's block executes in an extend, as in Counts; and what was found.
 
     Raises CalledProcessError."""
     with tempfile.NamedTemporaryFile("w", suffix=".sass") as file:
         file.write(listing)
         file.flush()
-        arguments = ("-m", "benchmarks.machine_code.executed", file.name, str(index), str(top_m))
+        arguments = ("-m", "benchmarks.machine_code.executed", file.name, str(index), str(top_m), form)
         *lines, found = _run(tree, *arguments).splitlines()
     sums: dict[str, Counter[str]] = {}
-    blocks: Counter[str] = Counter()
+    extends: Counter[str] = Counter()
     for line in lines:
-        kernel, opcodes, barriers = json.loads(line)
+        kernel, opcodes, barriers, of_slots = json.loads(line)
         sums.setdefault(kernel, Counter()).update({**opcodes, "BAR": barriers})
-        blocks[kernel] += SLOTS
-    return {kernel: [count / blocks[kernel] for count in _counts(total)] for kernel, total in sums.items()}, found
+        extends[kernel] += of_slots
+    return {kernel: [count / extends[kernel] for count in _counts(total)] for kernel, total in sums.items()}, found
 
 
-def usual_index(path: Path) -> None:
+def usual_index(path: Path, dims: int = _DIM) -> None:
     """Clustered vectors of whole numbers, so that sums have one value only, with a graph of degree 32, and queries."""
-    data = random_set(_ROWS, _DIM, SLOTS, seed=0)
+    data = random_set(_ROWS, dims, SLOTS, seed=0)
     base, queries = (np.round(4 * vectors).astype(np.float32) for vectors in (data.base, data.queries))
     index = GraphIndex.build(base, metric="l2", degree=32).data
     np.savez(path, base=base, graph=index.graph, seeds=index.seeds, queries=queries)
@@ -164,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--against", metavar="REVISION")
     parser.add_argument("--executed", action="store_true")
     parser.add_argument("--top-m", type=int, default=64)
+    parser.add_argument("--dims", type=int, default=_DIM)
     options = parser.parse_args(arguments)
     if options.executed:
         options.arch = (ARCHITECTURE,)
@@ -178,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "index.npz"
         if options.executed:
-            usual_index(index)
+            usual_index(index, options.dims)
         for arch in options.arch:
             counted: dict[str, dict[str, Sequence[object]]] = {}
             answers = set()
@@ -187,14 +191,13 @@ def main(arguments: list[str] | None = None) -> int:
                     listing = listing_of(tree, arch, options.nvdisasm)
                     counted[when] = dict(counts_of(listing))
                     if options.executed:
-                        found, answer = executed(tree, listing, index, options.top_m)
+                        form = "block" if BLOCK_KERNEL in options.kernel else "stages"
+                        found, answer = executed(tree, listing, index, options.top_m, form)
                         counted[when] = {name: [f"{one:,.1f}" for one in line] for name, line in found.items()}
                         answers.add(answer)
             assert len(answers) < 2, f"revisions found different rows: {answers}"
             for kernel in options.kernel:
-                rows += [
-                    (f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items() if kernel in found
-                ]
+                rows += [(f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items()]
     print("\n".join(table(("kernel", *(name.replace("device", "global") for name in Counts._fields)), rows)))
     return 0
 

@@ -2,7 +2,7 @@
 
 A program of its own, run by `counts` with that revision's `gpu` and `tests` on the path, whose workbench it drives:
 
-    python -m benchmarks.machine_code.executed LISTING INDEX.npz TOP_M
+    python -m benchmarks.machine_code.executed LISTING INDEX.npz TOP_M stages|block
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from benchmarks.machine_code.machine import Memory
 
 SLOTS = 2
 ARCHITECTURE = "sm_90"
+BLOCK_THREADS = 128  # where a block serves a slot, as a resident one does on a GPU with many slots
 _PARAMETERS_AT = 0x210
 _BYTES = 64 << 20
 
@@ -65,7 +66,8 @@ class MachineDriver:
             align = min(8, ctypes.sizeof(argument))
             packed = packed.ljust(-(-len(packed) // align) * align, b"\0") + bytes(argument)
         name = self._names[kernel]
-        found = self._machine.launch(name, grid[0], block[0], packed, shared_bytes)
+        threads = min(block[0], BLOCK_THREADS)
+        found = self._machine.launch(name, grid[0], threads, packed, shared_bytes)
         self.counts.append((name, found.opcodes, found.barriers))
 
     def create_stream(self) -> int:
@@ -74,38 +76,63 @@ class MachineDriver:
     def synchronise(self, stream: int) -> None: ...
 
 
-def main(listing: str, index: str, top_m: str) -> None:
+def main(listing: str, index: str, top_m: str, form: str) -> None:
     """Writes to standard output, as JSON, one line a launch of a search's later extends: kernel, opcodes and how often,
-    barriers; then what was found, and in how many extends. Distances are numpy's."""
+    barriers, extends of single slots that these were for; then what was found, and in how many extends."""
     bench = importlib.import_module("tests.cuda.workbench")
-    rows = importlib.import_module(bench.true_distances.__module__)
-    layout = bench.layout
-    with np.load(index) as stored:
-        base, graph, seeds, queries = (stored[name] for name in ("base", "graph", "seeds", "queries"))
-    data = bench.IndexData(rows.encode(rows.checked_vectors(base, "l2"), "l2", "float32"), graph, seeds, None)
-    wanted = bench.SearchParams(10, int(top_m), 4)
     driver = MachineDriver(Path(listing).read_text())
-    work = bench.Workbench(driver, [data], bench.Limits(slots=SLOTS, max_top_m=512, max_k=16))
+    with np.load(index) as stored:
+        arrays = dict(stored)
+    {"stages": _stages, "block": _block}[form](bench, driver, bench.SearchParams(10, int(top_m), 4), arrays)
+
+
+def _work(bench: Any, driver: MachineDriver, slots: int, dtype: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
+    rows = importlib.import_module(bench.true_distances.__module__)
+    encoded = rows.encode(rows.checked_vectors(arrays["base"], "l2"), "l2", dtype)
+    data = bench.IndexData(encoded, arrays["graph"], arrays["seeds"], None)
+    return bench.Workbench(driver, [data], bench.Limits(slots=slots, max_top_m=512, max_k=16))
+
+
+def _write(driver: MachineDriver, extends: int) -> None:
+    for name, opcodes, barriers in driver.counts:
+        print(json.dumps([name, opcodes, barriers, extends]))
+    driver.counts.clear()
+
+
+def _stages(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Gathering and merging of slots side by side, as long as all of them run. Distances are numpy's."""
+    layout, base, queries = bench.layout, arrays["base"], arrays["queries"]
+    work = _work(bench, driver, SLOTS, "float32", arrays)
     for slot in range(SLOTS):
         work.admit(slot, queries[slot], wanted)
     number = 0
-    while not any(work.done(slot) for slot in range(SLOTS)):  # as long as all of them run
+    while not any(work.done(slot) for slot in range(SLOTS)):
         driver.counts.clear()
-        if hasattr(layout, "GATHER_TASKS"):  # a revision with one list of all slots' tasks, and a kernel that makes it
-            work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
-            tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
-            nodes, asked, merge = tasks["node"], queries[tasks["slot"]], layout.MERGE_TOP_M
-        else:
-            nodes = work.read("nodes", np.uint32).reshape(SLOTS, -1)
-            asked, merge = queries[:, None], layout.MERGE_AND_GATHER
-        distances = np.square(base[nodes] - asked).sum(axis=-1).astype(np.float32)
+        work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
+        tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
+        distances = np.square(base[tasks["node"]] - queries[tasks["slot"]]).sum(axis=1).astype(np.float32)
         driver.copy_to_device(0, work.addresses["distances"], distances)
-        numbers = merge.argument_values(limit=1, condition=0)
-        work.launch(merge, SLOTS, work.shape.merge_shared_bytes, *numbers)
+        numbers = layout.MERGE_TOP_M.argument_values(limit=1, condition=0)
+        work.launch(layout.MERGE_TOP_M, SLOTS, work.shape.merge_shared_bytes, *numbers)
         number += 1
-        for name, opcodes, barriers in driver.counts if number > 1 else ():
-            print(json.dumps([name, opcodes, barriers]))
+        if number > 1:
+            _write(driver, SLOTS)
     print(json.dumps([[*work.result(slot, 10), work.extends(slot)] for slot in range(SLOTS) if work.done(slot)]))
+
+
+def _block(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """All that a block does for a query that it serves from its second extend to its end, distances to float16 rows and
+    the result among it."""
+    found = []
+    for query in arrays["queries"][:SLOTS]:
+        work = _work(bench, driver, 1, "float16", arrays)
+        work.admit(0, query, wanted)
+        work.extend_fused(1, near=True)
+        driver.counts.clear()
+        work.extend_fused(1000, near=True)
+        _write(driver, work.extends(0) - 1)
+        found.append([*work.result(0, 10), work.extends(0)])
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

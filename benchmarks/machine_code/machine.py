@@ -247,7 +247,7 @@ class Machine:
 
     def _nop(self, w: Warp, on: Lanes, one: Instruction) -> None: ...
 
-    _membar = _errbar = _cctl = _yield = _depbar = _cgaerrbar = _nop
+    _membar = _errbar = _cctl = _yield = _depbar = _ldgdepbar = _cgaerrbar = _nop
 
     # ---- moves and selections
 

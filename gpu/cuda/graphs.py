@@ -1,8 +1,8 @@
 """The captured graphs of a launch: one for each bucket of slots, replayed for every step.
 
 A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots among them that are not active do nothing. A
-launch is one extend by two kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
-doorbell rings: the same two kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
+launch is one extend by three kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
+doorbell rings: the same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
 with its own slot (`fused`). Fused is for buckets whose blocks all run at once, one on each multiprocessor; of more, the
 later ones would wait while the first go on. `resident` is one launch for all slots, whose blocks stay and take slots
 from rings (`gpu.cuda.resident`).
@@ -56,69 +56,82 @@ class Kernels:
         module = driver.load_module(image)
         self._distances = layout.COMPUTE_DISTANCES[team]
         self.write_slots = driver.kernel(module, layout.WRITE_SLOTS.name)
-        self._compute = driver.kernel(module, self._distances.name, layout.distance_shared_bytes(shape.slots))
-        self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
+        self._gather = driver.kernel(module, layout.GATHER_TASKS.name, shape.gather_shared_bytes)
+        self._compute = driver.kernel(module, self._distances.name)
+        self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
         self._module = module
-        self._fused: tuple[int, int] | None = None  # the kernel and its shared memory
-        self._resident = 0
+        self._fused: tuple[int, int, int] | None = None  # the kernel, its shared memory, places for rows
 
     def load_fused(self, limit: int) -> None:
         """The fused kernel for launches of so many extends: of several, with visited tables in shared memory.
 
-        Where these do not fit, they stay in the batch's memory.
+        Where these do not fit, they stay in the batch's memory; rows have as many places as fit.
 
         Raises DeviceError where a block cannot have as much shared memory as the fused form needs. Idempotent.
         """
-        if self._fused is None and limit > 1:
+        if self._fused is not None:
+            return
+        shape = self._shape
+        near, far = layout.EXTEND_FUSED_NEAR, layout.EXTEND_FUSED
+        choices = [(near, shape.fused_near_shared_bytes(places), places) for places in layout.RING_PLACES if limit > 1]
+        *choices, last = choices + [(far, shape.fused_shared_bytes(places), places) for places in layout.RING_PLACES]
+        for kernel, shared_bytes, places in choices:
             with suppress(DeviceError):
-                self._fused = self._load(layout.EXTEND_FUSED_NEAR, self._shape.fused_near_shared_bytes)
-        if self._fused is None:
-            self._fused = self._load(layout.EXTEND_FUSED, self._shape.fused_shared_bytes)
+                self._fused = (self._load(kernel, shared_bytes), shared_bytes, places)
+                return
+        kernel, shared_bytes, places = last
+        self._fused = (self._load(kernel, shared_bytes), shared_bytes, places)
 
-    def _load(self, kernel: layout.KernelSpec, shared_bytes: int) -> tuple[int, int]:
-        return self._driver.kernel(self._module, kernel.name, shared_bytes), shared_bytes
+    def _load(self, kernel: layout.KernelSpec, shared_bytes: int) -> int:
+        return self._driver.kernel(self._module, kernel.name, shared_bytes)
 
     def stages(self, bucket: int, limit: int = 1, condition: int = 0) -> tuple[Stage, ...]:
-        """The two kernels of one extend of slots 0 … bucket - 1, in their order."""
+        """The three kernels of one extend of slots 0 … bucket - 1, in their order."""
         shape, batch = self._shape, self._batch
         blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
-        first, last = (batch, ctypes.c_uint32(bucket)), (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
-        compute, merge, sums_bytes = self._distances, layout.MERGE_AND_GATHER, layout.distance_shared_bytes(bucket)
+        last = (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
+        gather, compute, merge = layout.GATHER_TASKS, self._distances, layout.MERGE_TOP_M
         return (
-            Stage(compute.name, self._compute, blocks, compute.threads, first, sums_bytes),
+            Stage(gather.name, self._gather, bucket, gather.threads, (batch,), shape.gather_shared_bytes),
+            Stage(compute.name, self._compute, blocks, compute.threads, (batch,), 0),
             Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),
         )
 
     def fused_stage(self, bucket: int, limit: int = 1) -> Stage:
         """Up to `limit` extends in one kernel."""
         assert self._fused is not None, "load_fused comes first"
-        kernel, shared_bytes = self._fused
-        arguments = (self._batch, ctypes.c_uint32(limit))
+        kernel, shared_bytes, places = self._fused
+        arguments = (self._batch, *layout.EXTEND_FUSED.argument_values(limit=limit, places=places))
         return Stage(layout.EXTEND_FUSED.name, kernel, bucket, layout.FUSED_THREADS, arguments, shared_bytes)
 
     def resident_stage(self, life_us: int) -> Stage:
         """Blocks that stay: one a slot, but for those for which a part of the device is to be left free.
 
-        They have as many threads as they can without being fewer. Raises DeviceError where a block cannot have as much
-        shared memory as it needs.
+        They have as many threads, and then as many places for rows, as they can without being fewer. Raises DeviceError
+        where a block cannot have as much shared memory as it needs.
         """
         kernel, shape, driver = layout.EXTEND_RESIDENT, self._shape, self._driver
-        shared_bytes = shape.resident_shared_bytes
-        if not self._resident:
-            self._resident = driver.kernel(self._module, kernel.name, shared_bytes)
 
-        def room(threads: int) -> int:
-            blocks = driver.resident_blocks(self._resident, threads, shared_bytes) * driver.multiprocessors
-            return blocks * (_PARTS - 1) // _PARTS
+        def room(threads: int, places: int) -> int:
+            shared_bytes = shape.resident_shared_bytes(places, threads)
+            with suppress(DeviceError):
+                blocks = driver.resident_blocks(self._load(kernel, shared_bytes), threads, shared_bytes)
+                return blocks * driver.multiprocessors * (_PARTS - 1) // _PARTS
+            return 0
 
-        threads = next((one for one in _RESIDENT_THREADS if room(one) >= shape.slots), _RESIDENT_THREADS[-1])
-        blocks = min(shape.slots, room(threads))
+        fewest = layout.RING_PLACES[-1]
+        threads = next((one for one in _RESIDENT_THREADS if room(one, fewest) >= shape.slots), _RESIDENT_THREADS[-1])
+        blocks = min(shape.slots, room(threads, fewest))
         if blocks == 0:
+            shared_bytes = shape.resident_shared_bytes(fewest, threads)
             raise DeviceError(
                 f"there is no room for a block of {kernel.name} with {shared_bytes} bytes of shared memory"
             )
-        numbers = kernel.argument_values(entries=shape.entries, life_us=life_us)
-        return Stage(kernel.name, self._resident, blocks, threads, (self._batch, *numbers), shared_bytes)
+        places = next(one for one in layout.RING_PLACES if room(threads, one) >= blocks)
+        shared_bytes = shape.resident_shared_bytes(places, threads)
+        numbers = kernel.argument_values(entries=shape.entries, life_us=life_us, places=places)
+        function = self._load(kernel, shared_bytes)
+        return Stage(kernel.name, function, blocks, threads, (self._batch, *numbers), shared_bytes)
 
     def launch(self, stream: int, *stages: Stage) -> None:
         """One after the other."""
@@ -247,7 +260,7 @@ class StageTimes:
 
 
 def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemory, fused: bool) -> StageTimes:
-    """Make one extend of all slots that are active on the device, in two kernels or, `fused`, in one. Synchronises.
+    """Make one extend of all slots that are active on the device, in three kernels or, `fused`, in one. Synchronises.
 
     Raises DeviceError.
     """
@@ -269,6 +282,7 @@ def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemo
             driver.destroy_event(event)
     after = memory.device_heads()
     advanced = (after["ticket"] == before["ticket"]) & (after["extends"] != before["extends"])
-    rows = int(before["task_count"][advanced].sum())
+    # Where a slot's block keeps its tasks to itself, how many there were is not known.
+    rows = 0 if fused else int((after["task_end"] - after["task_begin"])[advanced].sum())
     names = [stage.name for stage in stages]
     return StageTimes(dict(zip(names, took, strict=True)), int(advanced.sum()), rows)

@@ -7,28 +7,27 @@ The kernels' C structs are written from the records below (`gpu.cuda.compiler`),
     slots        SLOT + prepared query [slots, line_bytes]        progress  PROGRESS
     keys         uint64 [slots, keys_stride]           doorbell  uint32: the host sets it, a launch ends at it
     visited      uint32 [slots, visited_stride]        lines     as slots: what the host asks for them
-    nodes        uint32 [slots, slot_tasks]            commands  COMMAND [any], and the lines they name
-    distances    float32 [slots, slot_tasks]           rings     uint32 [RINGS, entries]: slots to be searched
-    due          uint32 [slots]                        goals     uint32 [slots]: extends that a query may come to
+    parents      uint32 [slots, MAX_SEARCH_WIDTH]      commands  COMMAND [any], and the lines they name
+    tasks        TASK [slots · slot_tasks]             rings     uint32 [RINGS, entries]: slots to be searched
+    distances    float32 [slots · slot_tasks]          goals     uint32 [slots]: extends that a query may come to
     counters     COUNTERS                              records   RECORD [entries]: slots that left the device
     queue        QUEUE, then uint32 [RINGS, entries]
 
-Between extends a query has its next tasks, the nodes that are to be compared with it, and they are marked as visited:
-the seeds when it begins, then new neighbours of the parents that the merge has chosen. One extend of a launch over
-`bucket` slots, 0..bucket-1, is two kernels:
+One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
 
-    compute_distances   of the nodes of all slots                           a fixed grid
-    merge_and_gather    merge_top_m; the next extend's select_parents,      a warp a slot
-                        expand_neighbors, mark_visited; results of slots
-                        that are done; the last to leave ends the extend
+    gather_tasks        expand_neighbors, mark_visited                      a block a slot
+    compute_distances   over the one global array of tasks                  a fixed grid
+    merge_top_m         merge_top_m; the next extend's select_parents;      a warp a slot
+                        results of slots that are done; the last to leave
+                        ends the extend
 
 or `extend_fused`, which does several extends of each slot in one block. `write_slots` admits, pauses, resumes and
 releases. Every slot that is not ACTIVE is left alone. Or it is `extend_resident`, whose blocks stay and take their next
 slots from `rings`; rings, goals, records and queue are that kernel's alone (gpu/kernels/resident.cu). All of them leave
 the same state, bit for bit, and can take turns.
 
-Before the first launch: all but `nodes`, `distances`, `keys` and `visited` are zeros. Nothing else needs to be cleared:
-a query that begins clears its keys and its visited table.
+Before the first launch: all but `tasks`, `distances`, `keys`, `visited` and `parents` are zeros. Nothing else needs to
+be cleared: the first extend of a query clears its keys and its visited table.
 """
 
 import ctypes
@@ -45,8 +44,7 @@ from gpu.cpu.queries import CODE_STEP as CODE_STEP  # which the kernels have too
 from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
 from gpu.index.data import IndexData
 from gpu.index.rows import Rows
-from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
-from gpu.slots import MAX_COLLECTIONS
+from gpu.params import MAX_SEARCH_WIDTH
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)
@@ -56,17 +54,16 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 _ELEMENTS = ("float32", "float16", "int8")
 
 CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines are whole chunks
-MERGE_THREADS = 32  # a block of merge_and_gather: one warp, which waits for nobody
+GATHER_THREADS = 64  # a block of gather_tasks, each with two neighbours at once
+MERGE_THREADS = 32  # a block of merge_top_m: one warp, which waits for nobody
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
 RESIDENT_THREADS = 256  # a block of extend_resident, at most; more blocks of fewer have room at once
 WRITE_THREADS = 256  # a block of write_slots: a line of 4 KiB comes over the bus in one wait
 MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
+RING_PLACES = (8, 4)  # of a thread for chunks of rows under way, where a block serves a slot: the most that have room
 SCRATCH_BYTES = 176  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
-TASK_BITS = 22  # of a word of `due`, which has a slot's tasks if it is active, and its collection's number above them
-TASK_MASK = (1 << TASK_BITS) - 1
-assert MAX_COLLECTIONS <= 1 << (32 - TASK_BITS)
 _USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # of an engine without indexes, into which some may be loaded later
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 RESIDENT_VISITED_BITS = 13
@@ -115,9 +112,11 @@ SLOT = np.dtype(
         ("visited_bits", np.uint32),
         ("extends", np.uint32),  # from here on the device's; 0 at admission
         ("unchanged", np.uint32),
-        ("task_count", np.uint32),  # of the next extend; their parents are marked in top_m as having been parents
+        ("parent_count", np.uint32),  # of the next extend; they are marked in top_m as having been parents
+        ("task_begin", np.uint32),
+        ("task_end", np.uint32),
         ("forgot", np.uint32),  # whether the visited table has forgotten a node: it may come a second time
-        ("unused", np.uint32, 4),
+        ("unused", np.uint32, 2),
     ]
 )
 """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
@@ -125,8 +124,11 @@ SLOT = np.dtype(
 STATUS, TICKET, COLLECTION_NUMBER, K, TOP_M, WIDTH, PATIENCE, VISITED_BITS = range(8)
 """The words of a SLOT that the host writes."""
 
+TASK = np.dtype([("slot", np.uint32), ("node", np.uint32)])
+
 COUNTERS = np.dtype(
     [
+        ("tasks", np.uint32),
         ("left", np.uint32),  # blocks that have left this extend, or this fused launch
         ("stop", np.uint32),  # reasons to end the launch: slots that are done, a doorbell that rang
         ("extends", np.uint32),  # since the launch began
@@ -186,9 +188,9 @@ BATCH = np.dtype(
         ("slots", np.uint64),
         ("keys", np.uint64),
         ("visited", np.uint64),
-        ("nodes", np.uint64),
+        ("parents", np.uint64),
+        ("tasks", np.uint64),
         ("distances", np.uint64),
-        ("due", np.uint64),
         ("counters", np.uint64),
         ("results", np.uint64),
         ("progress", np.uint64),
@@ -224,42 +226,45 @@ class KernelSpec(NamedTuple):
 
 
 WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),))
-"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device. Reads collections,
-seeds; writes slots, due and, of queries that begin, keys, visited, nodes."""
+"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device."""
 
-COMPUTE_DISTANCES = {
-    team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS, (("slots", np.uint32),)) for team in TEAMS
-}
-"""Grid: any fixed number of blocks (`distance_blocks`): they share the tasks of the first `slots` slots, the bucket.
-The distances are the same for every team and grid. Shared: `distance_shared_bytes`. Reads due, nodes, slots,
-collections, rows; writes distances."""
+GATHER_TASKS = KernelSpec("gather_tasks", GATHER_THREADS)
+"""Grid: bucket. Shared: `BatchShape.gather_shared_bytes`. Reads slots, parents, collections, graph; writes slots,
+visited, tasks, counters."""
 
-MERGE_AND_GATHER = KernelSpec("merge_and_gather", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
-"""Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads slots, nodes, distances, keys, visited, collections,
-graph, full rows, doorbell; writes slots, keys, visited, nodes, due, results, progress, counters.
+COMPUTE_DISTANCES = {team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS) for team in TEAMS}
+"""Grid: any fixed number of blocks (`distance_blocks`): they share the tasks that there are. The distances are the same
+for every team and grid. Reads tasks, slots, collections, rows; writes distances."""
+
+MERGE_TOP_M = KernelSpec("merge_top_m", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
+"""Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads tasks, distances, slots, keys, full rows, doorbell;
+writes slots, keys, parents, results, progress, counters.
 
 The extend is the launch's last one when it was number `limit` of the launch, when a slot is done, or when the doorbell
 rang (is not 0). Then progress.launches counts one more; else the loop goes on. `condition`: the handle of the
-conditional WHILE node around the two kernels, set to 0 at the end of the launch; 0 where there is none: plain replay
+conditional WHILE node around the three kernels, set to 0 at the end of the launch; 0 where there is none: plain replay
 with limit 1.
 """
 
-EXTEND_FUSED = KernelSpec("extend_fused", FUSED_THREADS, (("limit", np.uint32),))
+EXTEND_FUSED = KernelSpec("extend_fused", FUSED_THREADS, (("limit", np.uint32), ("places", np.uint32)))
 """Grid: bucket. Shared: `BatchShape.fused_shared_bytes`; where that is more than the device gives a block, there is no
 fused form. Up to `limit` extends of every active slot; a slot stops early when it, or another slot, is done or the
-doorbell rang. Counts as one launch."""
+doorbell rang. Counts as one launch. `places`: of a thread, for chunks of rows under way, as in RING_PLACES."""
 
 EXTEND_FUSED_NEAR = KernelSpec("extend_fused_near", FUSED_THREADS, EXTEND_FUSED.arguments)
 """The same, for launches of several extends, with each slot's visited table in its block's shared memory: it is copied
 there and back once a launch. Shared: `BatchShape.fused_near_shared_bytes`."""
 
-EXTEND_RESIDENT = KernelSpec("extend_resident", RESIDENT_THREADS, (("entries", np.uint32), ("life_us", np.uint32)))
+EXTEND_RESIDENT = KernelSpec(
+    "extend_resident", RESIDENT_THREADS, (("entries", np.uint32), ("life_us", np.uint32), ("places", np.uint32))
+)
 """Grid: any; a block searches one slot at a time. Shared: `BatchShape.resident_shared_bytes`. `entries`: of a ring, and
-of the records. Blocks leave, and the launch ends, `life_us` after they began or when the doorbell has rung; what they
-search is recorded as it is then."""
+of the records. `places`: as of EXTEND_FUSED. Blocks leave, and the launch ends, `life_us` after they began or when
+the doorbell has rung; what they search is recorded as it is then."""
 
 KERNELS = (
-    WRITE_SLOTS, *COMPUTE_DISTANCES.values(), MERGE_AND_GATHER, EXTEND_FUSED, EXTEND_FUSED_NEAR, EXTEND_RESIDENT,
+    WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED, EXTEND_FUSED_NEAR,
+    EXTEND_RESIDENT,
 )  # fmt: skip
 
 
@@ -306,9 +311,9 @@ class BatchShape:
             "slots": self.slots * self.line_bytes,
             "keys": self.slots * self.keys_stride * 8,
             "visited": self.slots * self.visited_stride * 4,
-            "nodes": self.slots * self.slot_tasks * 4,
+            "parents": self.slots * MAX_SEARCH_WIDTH * 4,
+            "tasks": self.slots * self.slot_tasks * TASK.itemsize,
             "distances": self.slots * self.slot_tasks * 4,
-            "due": self.slots * 4,
             "counters": COUNTERS.itemsize,
             "results": self.slots * self.result_bytes,
             "progress": PROGRESS.itemsize,
@@ -326,24 +331,28 @@ class BatchShape:
         return max(_power_of_two(self.slots), 32)
 
     @property
+    def gather_shared_bytes(self) -> int:
+        """The nodes of a slot's tasks."""
+        return SCRATCH_BYTES + 4 * self.slot_tasks
+
+    @property
     def merge_shared_bytes(self) -> int:
         """A top_m, rounded up so that it can be merged, and the new keys."""
         return SCRATCH_BYTES + 8 * (max(_power_of_two(self.keys_stride), MERGE_KEYS) + MERGE_KEYS)
 
-    @property
-    def fused_shared_bytes(self) -> int:
-        """What merging needs, and the nodes and distances of a slot's tasks."""
-        return self.merge_shared_bytes + 8 * self.slot_tasks
+    def fused_shared_bytes(self, places: int, threads: int = FUSED_THREADS) -> int:
+        """What merging needs, with rows under way where new keys are later, and the nodes and distances of tasks."""
+        under_way = max(places * CHUNK_BYTES * threads - 8 * MERGE_KEYS, 0)
+        return self.merge_shared_bytes + under_way + 8 * self.slot_tasks
 
-    @property
-    def fused_near_shared_bytes(self) -> int:
+    def fused_near_shared_bytes(self, places: int) -> int:
         """That, and a visited table."""
-        return self.fused_shared_bytes + 4 * self.visited_stride
+        return self.fused_shared_bytes(places) + 4 * self.visited_stride
 
-    @property
-    def resident_shared_bytes(self) -> int:
+    def resident_shared_bytes(self, places: int, threads: int = RESIDENT_THREADS) -> int:
         """As fused, with a visited table of the size that it is in this form."""
-        return self.fused_shared_bytes + 4 * min(self.visited_stride, 1 << RESIDENT_VISITED_BITS)
+        visited = 4 * min(self.visited_stride, 1 << RESIDENT_VISITED_BITS)
+        return self.fused_shared_bytes(places, threads) + visited
 
     def record(self, addresses: dict[str, int]) -> npt.NDArray[Any]:
         """The BATCH, [1], over arrays at these addresses (by their names in BATCH)."""
@@ -411,11 +420,6 @@ def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: 
     """Blocks of compute_distances for a bucket: enough for all tasks at once, or to fill the device if that is less."""
     most = -(-bucket * shape.slot_tasks * team // DISTANCE_THREADS)
     return max(1, min(most, 4 * multiprocessors))
-
-
-def distance_shared_bytes(bucket: int) -> int:
-    """Sums of the slots' tasks."""
-    return SCRATCH_BYTES + 4 * bucket
 
 
 def argument(record: npt.NDArray[Any]) -> Any:

@@ -40,6 +40,29 @@ __device__ inline void* global_pointer(uint64 address) { return __cvta_global_to
 // Have 128 bytes of device memory brought into the second-level cache, without waiting.
 __device__ inline void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// The value, from which the compiler computes nothing before it comes here: no register holds it through other stages.
+__device__ inline uint32 computed_here(uint32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// Have 16 bytes of a row copied into the block's memory, past the first-level cache, without waiting. The thread sees them
+// once it has waited for the group that they are in.
+__device__ inline void copy_row(uint4* target, const uint4* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32>(__cvta_generic_to_shared(target))),
+                 "l"(__cvta_generic_to_global(source))
+                 : "memory");
+}
+
+// What the thread has asked for since the last group is one.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait for the thread's copies, but for those of its last `LATER` groups.
+template <uint32 LATER>
+__device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
 // A word of the host's that may change at any time.
 __device__ inline uint32 load_system(const uint32* address) {
     uint32 value;
@@ -113,24 +136,8 @@ __device__ inline T load_whole(const T* address) {
     return value;
 }
 
-// The tasks of a slot's next extend: nodes, and their distances.
-__device__ inline uint32* nodes_at(const Batch& batch, uint32 slot) {
-    return at<uint32>(batch.nodes, static_cast<uint64>(slot) * batch.slot_tasks);
-}
-__device__ inline float* distances_at(const Batch& batch, uint32 slot) {
-    return at<float>(batch.distances, static_cast<uint64>(slot) * batch.slot_tasks);
-}
-
-__device__ inline uint64* keys_at(const Batch& batch, uint32 slot) {
-    return at<uint64>(batch.keys, static_cast<uint64>(slot) * batch.keys_stride);
-}
-
-__device__ inline uint32* visited_at(const Batch& batch, uint32 slot) {
-    return at<uint32>(batch.visited, static_cast<uint64>(slot) * batch.visited_stride);
-}
-
-__device__ inline const Collection& collection_at(const Batch& batch, uint32 number) {
-    return at<const Collection>(batch.collections)[number];
+__device__ inline uint32* parents_at(const Batch& batch, uint32 slot) {
+    return at<uint32>(batch.parents, slot * MAX_SEARCH_WIDTH);
 }
 
 __device__ inline Result* result_at(const Batch& batch, uint32 slot) {

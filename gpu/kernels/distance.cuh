@@ -67,6 +67,14 @@ __device__ inline int add_chunk(int sum, uint4 row, const uint4* query) {
                      __dp2a_lo(static_cast<int>(upper.z), static_cast<int>(row.w), sum));
 }
 
+// The sum of a team's members, in every one of them. `together`: lanes of the warp that come by at once, whole teams.
+template <uint32 TEAM, class Sum>
+__device__ inline Sum team_total(Sum sum, uint32 together) {
+#pragma unroll
+    for (uint32 half = TEAM / 2; half > 0; half /= 2) sum += __shfl_xor_sync(together, sum, half);
+    return sum;
+}
+
 // The sum over a row of `chunks` chunks, in every member of the team. A thread asks for AT_ONCE chunks before it adds.
 template <uint32 KIND, uint32 TEAM, uint32 AT_ONCE>
 __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const uint4* query, uint32 chunks) {
@@ -92,10 +100,13 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
     for (uint32 half = LANES / 2; half > 0; half /= 2)
 #pragma unroll
         for (uint32 i = 0; i < half; i++) sums[i] += sums[i + half];
-    const uint32 team = (WHOLE_WARP >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM);
-#pragma unroll
-    for (uint32 half = TEAM / 2; half > 0; half /= 2) sums[0] += __shfl_xor_sync(team, sums[0], half);
-    return sums[0];
+    return team_total<TEAM>(sums[0], (WHOLE_WARP >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM));
+}
+
+// Distance of a query to an int8 row, from the sum over it and what it ends with; for either metric.
+__device__ inline float code_distance(const Collection& collection, int sum, float query_step, float step, float square) {
+    const float dot = static_cast<float>(sum) * query_step * step;
+    return collection.kind == I8_L2 ? square - 2.0f * dot : -dot;
 }
 
 // Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the
@@ -113,9 +124,8 @@ __device__ inline float row_distance(const Collection& collection, const Slot* s
         default:
             const float* step_and_square = reinterpret_cast<const float*>(row + chunks) - 2;
             const float query_step = *reinterpret_cast<const float*>(query_at(slot, CODE_STEP));
-            const float sum = static_cast<float>(team_sum<I8_DOT, TEAM, AT_ONCE>(row, query, chunks));
-            const float dot = sum * query_step * step_and_square[0];
-            return collection.kind == I8_L2 ? step_and_square[1] - 2.0f * dot : -dot;
+            const int sum = team_sum<I8_DOT, TEAM, AT_ONCE>(row, query, chunks);
+            return code_distance(collection, sum, query_step, step_and_square[0], step_and_square[1]);
     }
 }
 

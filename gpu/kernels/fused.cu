@@ -16,13 +16,14 @@ struct LaunchStop {
 };
 
 template <bool NEAR>
-__device__ inline void extend_of_launch(const Batch& batch, uint32 limit, unsigned char* shared) {
+__device__ inline void extend_of_launch(const Batch& batch, uint32 limit, uint32 places, unsigned char* shared) {
     Counters* counters = at<Counters>(batch.counters);
     const Slot head = load_whole(slot_at(batch, blockIdx.x));
     uint32 reasons_to_stop = 0;
     if (head.status == ACTIVE) {
         const LaunchStop stop = {batch, 0, 0};
-        const Went went = extend_slot<NEAR>(batch, blockIdx.x, head, false, batch.visited_stride, limit, stop, shared);
+        const Went went =
+            extend_slot<NEAR>(batch, blockIdx.x, head, batch.visited_stride, places, limit, stop, shared);
         if (threadIdx.x == 0) atomicMax(&counters->extends, went.extends);
         reasons_to_stop = went.reasons;
     }
@@ -31,11 +32,13 @@ __device__ inline void extend_of_launch(const Batch& batch, uint32 limit, unsign
     end_launch(batch);
 }
 
-extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1) extend_fused(const Batch batch, uint32 limit) {
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1)
+    extend_fused(const Batch batch, uint32 limit, uint32 places) {
     DYNAMIC_SHARED(shared);
-    extend_of_launch<false>(batch, limit, shared);
+    extend_of_launch<false>(batch, limit, places, shared);
 }
-extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1) extend_fused_near(const Batch batch, uint32 limit) {
+extern "C" __global__ void __launch_bounds__(FUSED_THREADS, 1)
+    extend_fused_near(const Batch batch, uint32 limit, uint32 places) {
     DYNAMIC_SHARED(shared);
-    extend_of_launch<true>(batch, limit, shared);
+    extend_of_launch<true>(batch, limit, places, shared);
 }

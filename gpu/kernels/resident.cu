@@ -108,7 +108,7 @@ __device__ inline void record_slot(const Batch& batch, Queue* queue, uint32 slot
 
 // Carry out an entry.
 __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uint32 entries, uint64 end,
-                             unsigned char* shared) {
+                             uint32 places, unsigned char* shared) {
     const uint32 slot_number = entry & SLOT_MASK;
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     Slot* slot = slot_at(batch, slot_number);
@@ -124,24 +124,16 @@ __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uin
     Slot head = load_whole(slot);
     head.visited_bits = min(head.visited_bits, RESIDENT_VISITED_BITS);
     const uint32 table_words = min(batch.visited_stride, 1u << RESIDENT_VISITED_BITS);
-    const uint32 limit = goal > head.extends ? ~0u : 0;
+    Went went = {0, 0};
     __syncthreads();
-    const Went went =
-        extend_slot<true>(batch, slot_number, head, (entry & IS_NEW) != 0, table_words, limit, stop, shared);
+    if (goal > head.extends) went = extend_slot<true>(batch, slot_number, head, table_words, places, ~0u, stop, shared);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + went.extends, went.reasons >= QUERY_DONE, entries);
 }
 
-// Blocks that a multiprocessor should run; the assembler for sm_100 would spill with 128 registers a thread.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr uint32 RESIDENT_BLOCKS = 1;
-#else
-constexpr uint32 RESIDENT_BLOCKS = 2;
-#endif
-
-extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, RESIDENT_BLOCKS)
-    extend_resident(const Batch batch, uint32 entries, uint32 life_us) {
+extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, 2)
+    extend_resident(const Batch batch, uint32 entries, uint32 life_us, uint32 places) {
     DYNAMIC_SHARED(shared);
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     Queue* queue = at<Queue>(batch.queue);
@@ -155,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, RESIDENT_BLOCKS)
         const uint32 entry = scratch->reasons;
         __syncthreads();
         if (entry == LEAVE) break;
-        serve(batch, queue, entry, entries, end, shared);
+        serve(batch, queue, entry, entries, end, places, shared);
         __syncthreads();
     }
     if (!leave<false>(batch, 0)) return;

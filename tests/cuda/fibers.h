@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -74,11 +75,46 @@ inline void prepare(Context& context, char* stack, void (*entry)()) {
 inline void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
 #endif
 
+// A thread's asynchronous copies, which land when they are waited for and not before.
+class Copies {
+public:
+    void leave() {
+        if (!under_way_.empty()) fault("a thread leaves before what it copies is there");
+        committed_ = 0;
+    }
+
+    void add(void* target, const void* source, unsigned bytes) {
+        std::memset(target, POISON, bytes);
+        under_way_.push_back({target, source, bytes, committed_});
+    }
+
+    void commit() { committed_++; }
+
+    void wait(unsigned later) {
+        while (!under_way_.empty() && under_way_.front().group + later < committed_) {
+            const Copy copy = under_way_.front();
+            under_way_.pop_front();
+            std::memcpy(copy.target, copy.source, copy.bytes);
+        }
+    }
+
+private:
+    struct Copy {
+        void* target;
+        const void* source;
+        unsigned bytes, group;
+    };
+    static constexpr int POISON = 0xDB;
+    std::deque<Copy> under_way_;
+    unsigned committed_ = 0;  // groups
+};
+
 struct Fiber {
     Context context;
     char* stack = nullptr;
     void* fake_stack = nullptr;  // the address sanitizer's
     Fences fences;
+    Copies copies;
     State state = State::ready;
     int line = 0;  // of the barrier it waits at
     Exchange kind = Exchange::barrier;
@@ -155,6 +191,7 @@ public:
     }
 
     Fences& fences() { return fibers_[current_]->fences; }
+    Copies& copies() { return fibers_[current_]->copies; }
 
     // Give others a turn now and then, so that atomic operations interleave.
     void maybe_yield() {
@@ -272,6 +309,7 @@ WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
     Fiber& own = *self.fibers_[self.current_];
     self.arrive(own);
     (*self.kernel_)();
+    own.copies.leave();
     own.state = State::left;
     self.left_++;
     if (self.waiting_ > 0 && self.waiting_ + self.left_ == self.count_) self.release_block();
@@ -291,5 +329,8 @@ inline void maybe_yield() { running->maybe_yield(); }
 inline void before_atomic(void* address) { running->fences().before_atomic(address); }
 inline void after_atomic(const void* address) { running->fences().after_atomic(address); }
 inline void fence() { running->fences().fence(); }
+inline void copy_later(void* target, const void* source, unsigned bytes) { running->copies().add(target, source, bytes); }
+inline void commit_copies() { running->copies().commit(); }
+inline void wait_for_copies(unsigned later) { running->copies().wait(later); }
 
 }  // namespace emulated

@@ -9,7 +9,8 @@
 //
 // What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
 // barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size
-// that was asked for, filled with 0xA5 for each block, so the address sanitizer sees what leads outside of it.
+// that was asked for, filled with 0xA5 for each block, so the address sanitizer sees what leads outside of it. What a
+// thread has copied there asynchronously lands when it waits for it, and not before; until then its place is poisoned.
 #pragma once
 #define TRINITY_EMULATED
 
@@ -49,6 +50,9 @@ void maybe_yield();
 void before_atomic(void* address);
 void after_atomic(const void* address);
 void fence();
+void copy_later(void* target, const void* source, unsigned bytes);
+void commit_copies();
+void wait_for_copies(unsigned later);
 int planted();  // the number of a fault that a test has planted beside others, -1: none
 
 template <class T>
@@ -147,6 +151,13 @@ inline float float_of_half(unsigned short bits) {
 
 inline uint4 load_row(const uint4* address) { return *address; }
 inline uint4 load_now(const uint4* address) { return *address; }
+inline unsigned computed_here(unsigned value) { return value; }
+inline void copy_row(uint4* target, const uint4* source) { emulated::copy_later(target, source, sizeof(uint4)); }
+inline void commit_copies() { emulated::commit_copies(); }
+template <unsigned LATER>
+void wait_for_copies() {
+    emulated::wait_for_copies(LATER);
+}
 inline void prefetch_line(const void*) {}
 inline void* global_pointer(unsigned long long address) { return reinterpret_cast<void*>(address); }
 inline unsigned load_system(const unsigned* address) {

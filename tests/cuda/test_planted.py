@@ -1,6 +1,7 @@
 """What is planted in the kernels' text is caught: the emulation can fail, and so can the tests that rely on it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 
 from gpu import SearchParams
 from gpu.cuda.compiler import kernel_source
+from gpu.cuda.layout import RING_PLACES
 from gpu.errors import DeviceError
+from gpu.index.data import IndexData
+from gpu.index.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import EmulatedDriver, build, emulator, require_compiler
 from tests.cuda.workbench import Limits, Workbench
@@ -19,10 +23,8 @@ SEEDS = range(40)
 
 # A barrier that is left out: the line that it follows, as the source has it.
 BARRIERS = {
-    "nodes are counted before there are none": "*node_count = 0;\n    wait_for_block<ONE_WARP>();",
-    "nodes are counted before they are there": "= brought[j];\n    }\n    wait_for_block<ONE_WARP>();",
-    "neighbours are gathered before parents are chosen": "parent_count = found;\n        }\n        __syncthreads();",
-    "tasks are shared out before they are counted": "sums[i] += before;\n    __syncthreads();",
+    "nodes are counted before there are none": "clear_visited(visited, bits);\n    __syncthreads();",
+    "nodes are counted before they are there": "node_count, 1u)] = brought[j];\n    }\n    __syncthreads();",
     "parents are selected before all have looked": "break;\n                }\n            __syncthreads();",
     "new keys are sorted before they are there": "count += __popc(all);\n            }\n        __syncwarp();",
     "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
@@ -56,7 +58,23 @@ def run(driver: EmulatedDriver, seed: int) -> bool:
     return False
 
 
-def caught(program: Path) -> str | None:
+def run_long_rows(driver: EmulatedDriver, seed: int, places: int) -> bool:
+    """The same for one query, fused, over rows of several pieces, with so many places for what is under way."""
+    random = np.random.default_rng(seed)
+    vectors = checked_vectors(exact_vectors(random, 201, 200), "l2")
+    edges = random.integers(200, size=(200, 8), dtype=np.uint32)
+    data = IndexData(encode(vectors[:200], "l2", "float32"), edges, np.arange(20, dtype=np.uint32), None)
+    bench, wanted = Workbench(driver, [data], Limits(slots=1)), SearchParams(k=12, top_m=40, search_width=8)
+    bench.admit(0, vectors[200], wanted)
+    for _ in range(60):
+        bench.extend_fused(places=places)
+        if bench.done(0):
+            ids, distances, _ = search_reference(data, vectors[200], wanted)
+            return bench.result(0, 12) == (ids.tolist(), distances.tolist())
+    return False
+
+
+def caught(program: Path, run: Callable[[EmulatedDriver, int], bool] = run) -> str | None:
     """How runs of an emulator in several orders give a fault of the kernels away, or None."""
     for seed in SEEDS:
         driver = EmulatedDriver(program, seed, block_threads=128)
@@ -81,21 +99,27 @@ def planted(faults: Mapping[str, str]) -> str:
 
 
 MISSES = 100  # added to a barrier's number: one thread misses it
-SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE = range(200, 206)
+SHUFFLE, BEYOND, LONG_KEYS, SHIFT = 200, 201, 202, 203
+NO_WAIT, SHORT_WAIT = 210, 220  # and the groups that are waited for as it is
 
 # What is planted, in two programs: the text, and what takes its place.
-ORDERS = {
-    barrier: f"{line}\n{{ if (emulated::planted() != {number} && "
-    f"(emulated::planted() != {number + MISSES} || threadIdx.x != 40)) {call.strip()} }}"
-    for number, barrier in enumerate(BARRIERS.values())
-    for line, call in [barrier.rsplit("\n", 1)]
-} | {
-    "sums[0] += __shfl_xor_sync(team, sums[0], half);": f"if (emulated::planted() != {SHUFFLE} || "
-    "threadIdx.x % TEAM != 3) sums[0] += __shfl_xor_sync(team, sums[0], half);",
-    "slot->task_count = count;": f"if (emulated::planted() != {COUNT}) slot->task_count = count;",
-    "    set_due(batch, slot_number, collection, count);": f"if (emulated::planted() != {DUE}) "
-    "set_due(batch, slot_number, collection, count);",
-}
+ORDERS = (
+    {
+        barrier: f"{line}\n{{ if (emulated::planted() != {number} && "
+        f"(emulated::planted() != {number + MISSES} || threadIdx.x != 40)) {call.strip()} }}"
+        for number, barrier in enumerate(BARRIERS.values())
+        for line, call in [barrier.rsplit("\n", 1)]
+    }
+    | {
+        "sum += __shfl_xor_sync(together, sum, half);": f"if (emulated::planted() != {SHUFFLE} || "
+        "threadIdx.x % TEAM != 3) sum += __shfl_xor_sync(together, sum, half);",
+    }
+    | {
+        f"wait_for_copies<{later}>();": f"{{ if (emulated::planted() != {NO_WAIT + later}) "
+        f"emulated::wait_for_copies({later} + (emulated::planted() == {SHORT_WAIT + later})); }}"
+        for later in (0, 1)
+    }
+)
 
 MEMORY = {
     "nodes[i] = key == NO_KEY ? -1": "nodes[i + (slot_number == 1 && "
@@ -136,17 +160,22 @@ def test_a_missing_barrier_is_caught(where: str, orders: Path, plant: Plant) -> 
     assert caught(orders) is not None
 
 
+@pytest.mark.parametrize("fault", [NO_WAIT, SHORT_WAIT])
+def test_rows_that_are_added_before_they_are_there_are_caught(fault: int, orders: Path, plant: Plant) -> None:
+    """A wait that is left out, and one that leaves a group too many under way; rows are one piece, or several."""
+    plant(fault + 1)
+    assert caught(orders) is not None
+    for later, places in ((1, 8), (0, 4)):
+        plant(fault + later)
+        assert caught(orders, partial(run_long_rows, places=places)) is not None
+
+
 def test_what_is_planted_and_not_asked_for_is_not_there(orders: Path, memory: Path) -> None:
     for program in (orders, memory):
         driver = EmulatedDriver(program, 0, block_threads=128)
         assert run(driver, 0)
+        assert all(run_long_rows(driver, 0, places) for places in RING_PLACES)
         driver.close()
-
-
-@pytest.mark.parametrize("kept", [COUNT, DUE])
-def test_tasks_that_are_gathered_and_not_counted_are_caught(kept: int, orders: Path, plant: Plant) -> None:
-    plant(kept)
-    assert caught(orders) is not None
 
 
 def test_a_write_out_of_bounds_is_caught(memory: Path, plant: Plant) -> None:
@@ -164,7 +193,7 @@ def test_a_write_past_a_block_s_shared_memory_is_caught(memory: Path, plant: Pla
 
 
 def test_a_barrier_that_some_threads_do_not_reach_is_caught(orders: Path, plant: Plant) -> None:
-    plant(MISSES + list(BARRIERS).index("new keys are counted before they are there"))
+    plant(MISSES + list(BARRIERS).index("nodes are counted before there are none"))
     report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads of a block wait at different barriers" in report

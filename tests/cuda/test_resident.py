@@ -254,6 +254,20 @@ def test_a_part_of_the_device_is_left_free_and_a_block_has_more_threads_where_fe
         assert (launch.block.x, launch.grid.x) == (threads, blocks), slots
 
 
+@pytest.mark.parametrize(("blocks", "places"), [(528, 8), (529, 4)])
+def test_rows_have_as_many_places_as_cost_no_block_that_is_wanted(blocks: int, places: int) -> None:
+    driver = RecordingDriver()
+    driver.resident_blocks = lambda kernel, threads, shared_bytes: 8 if shared_bytes < 40_000 else 4  # type: ignore[method-assign]
+    driver.multiprocessors = 151  # an eighth of the room stays free
+    made: list[Any] = []
+    driver.on_launch = made.append
+    with pytest.raises(DeviceError):
+        opened(driver, blocks, max_top_m=32, fault_look_ns=1)
+    (launch,) = [one for one in made if one.kernel == "extend_resident"]
+    assert (launch.grid.x, launch.block.x, launch.arguments[3].value) == (blocks, 256, places)
+    assert (launch.shared_bytes < 40_000) == (places == 4)
+
+
 def test_where_no_block_has_room_launches_are_made_instead(new_driver: NewDriver) -> None:
     driver = new_driver()
     driver.resident_blocks = lambda kernel, threads, shared_bytes: 0  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ class Workbench:
                 addresses[name] = memory.address
             else:
                 addresses[name] = driver.allocate(nbytes)
-        for name in ("slots", "due", "counters", "queue"):
+        for name in ("slots", "counters", "queue"):
             driver.fill(self.stream, addresses[name], 0, self.shape.array_bytes()[name] // 4)
         addresses["collections"] = self._upload(np.concatenate([self._collection(one) for one in self.indexes]))
         self.addresses = addresses
@@ -108,24 +108,24 @@ class Workbench:
     def stage_launches(
         self, bucket: int, team: int = 8, blocks: int = 3, limit: int = 1, condition: int = 0
     ) -> list[Callable[[], None]]:
-        """What launches the two stages of an extend, one by one."""
-        distances, merge = layout.COMPUTE_DISTANCES[team], layout.MERGE_AND_GATHER
-        slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
+        """What launches the three stages of an extend, one by one."""
+        numbers = layout.MERGE_TOP_M.argument_values(limit=limit, condition=condition)
         return [
-            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket), *slots),
-            partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
+            partial(self.launch, layout.GATHER_TASKS, bucket, self.shape.gather_shared_bytes),
+            partial(self.launch, layout.COMPUTE_DISTANCES[team], blocks),
+            partial(self.launch, layout.MERGE_TOP_M, bucket, self.shape.merge_shared_bytes, *numbers),
         ]
 
-    def extend_fused(self, limit: int = 1, near: bool = False) -> None:
+    def extend_fused(self, limit: int = 1, near: bool = False, places: int = layout.RING_PLACES[0]) -> None:
         kernel = layout.EXTEND_FUSED_NEAR if near else layout.EXTEND_FUSED
-        shared_bytes = self.shape.fused_near_shared_bytes if near else self.shape.fused_shared_bytes
-        self.launch(kernel, self.shape.slots, shared_bytes, *kernel.argument_values(limit=limit))
+        shared_bytes = (self.shape.fused_near_shared_bytes if near else self.shape.fused_shared_bytes)(places)
+        self.launch(kernel, self.shape.slots, shared_bytes, *kernel.argument_values(limit=limit, places=places))
         self.driver.synchronise(self.stream)
 
-    def stay(self, blocks: int, life_us: int) -> None:
+    def stay(self, blocks: int, life_us: int, places: int = layout.RING_PLACES[0]) -> None:
         """Launch blocks that stay."""
-        numbers = layout.EXTEND_RESIDENT.argument_values(entries=self.shape.entries, life_us=life_us)
-        self.launch(layout.EXTEND_RESIDENT, blocks, self.shape.resident_shared_bytes, *numbers)
+        numbers = layout.EXTEND_RESIDENT.argument_values(entries=self.shape.entries, life_us=life_us, places=places)
+        self.launch(layout.EXTEND_RESIDENT, blocks, self.shape.resident_shared_bytes(places), *numbers)
 
     def upload(self, array: npt.NDArray[Any]) -> int:
         """Copy an array to the device. Its address there."""

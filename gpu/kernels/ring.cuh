@@ -1,0 +1,152 @@
+// Distances of a slot's query to the rows of an extend, by the block that serves the slot: rows come through a ring in the
+// block's memory, asked for long before they are added.
+//
+// Floor: the rows' bytes, and one wait for memory. A memory of 4.8 TB/s that answers in .65 µs is busy while 3.1 MB are
+// under way, 24 KB for each of 132 multiprocessors. A team of 8 that loads up to four chunks a thread, adds them and then
+// loads more has 512 bytes under way, 192 of a row of 96 dims in float16, and none while it adds; the 16 teams of 128
+// threads walk 60 such rows in four waits. With eight places a thread all of these are under way at once, and of longer
+// rows 16 KB a block, of which half stay under way while the other half is added.
+//
+// A thread adds only chunks that it has asked for itself, so nobody waits for anybody else. Sums are those of distance.cuh
+// to the last bit.
+#pragma once
+#include "distance.cuh"
+
+constexpr uint32 LANES = WARP / SLOT_TEAM;  // of a sum, that a thread has
+constexpr uint32 PAIR = 2;                  // chunks of a thread that are added together
+
+// Memory of a block's for chunks that are under way, a thread's in `places` places: place p of lane l of warp w is
+// chunks[(w · places + p) · 32 + l].
+struct Ring {
+    uint4* chunks;
+    uint32 places;
+};
+
+// Where a warp is in the rows, of which each of its teams has one at a time: the first team's row, and in it the first
+// chunk of a piece, which is PIECE chunks of every thread's.
+template <uint32 PIECE>
+struct Walk {
+    uint32 row, piece;
+
+    // Go on to the next piece. Whether the row is over.
+    __device__ bool step(uint32 chunks) {
+        piece += PIECE * SLOT_TEAM;
+        if (PIECE == LANES && piece < chunks) return false;
+        piece = 0;
+        row += blockDim.x / SLOT_TEAM;
+        return true;
+    }
+};
+
+// The ring's halves take turns: one is under way while the other is added. LONG: rows of several pieces, LANES chunks a
+// thread, of which each half holds one; a ring that has no room for two has one half. Other rows are a piece each, of PAIR
+// chunks a thread or one, and a half holds as many as have room.
+template <uint32 KIND, bool LONG>
+__device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
+                                      float* distances, Ring ring) {
+    using Sum = typename SumOf<KIND>::type;
+    constexpr uint32 PIECE = LONG ? LANES : PAIR, QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
+    const uint32 thread = computed_here(threadIdx.x), lane = thread % SLOT_TEAM, team = thread % WARP / SLOT_TEAM;
+    const uint32 chunks = collection.row_chunks;
+    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has what an int8 row ends with
+    Walk<PIECE> asked = {thread / WARP * (WARP / SLOT_TEAM), 0}, added = asked;
+    if (added.row >= count) return;
+    const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
+    const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
+    const float query_step = KIND == I8_DOT ? *reinterpret_cast<const float*>(query_at(slot, CODE_STEP)) : 0.0f;
+    uint4 kept[PAIR * QUERY_CHUNKS] = {};  // of the query: for short rows, all the lane's
+    if (!LONG)
+#pragma unroll
+        for (uint32 j = 0; j < PAIR * QUERY_CHUNKS; j++)
+            if (const uint32 chunk = j / QUERY_CHUNKS * SLOT_TEAM; chunk + lane < chunks)
+                kept[j] = query[chunk * QUERY_CHUNKS + j % QUERY_CHUNKS];
+
+    const uint32 stride = (LONG || chunks > SLOT_TEAM ? PIECE : 1) * WARP;
+    const uint32 half = LONG ? PIECE * WARP : ring.places / 2 * WARP;
+    const bool two = !LONG || ring.places >= 2 * PIECE;  // halves
+    uint4* next = ring.chunks + thread / WARP * ring.places * WARP + thread % WARP;  // the half whose turn it is
+    uint4* last = two ? next + half : next;
+    Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next one's
+    const auto ask = [&] {
+#pragma unroll 1
+        for (uint4 *place = next, *end = next + half; place != end && asked.row < count; place += stride) {
+            const uint32 i = asked.row + team, left = i < count ? chunks : 0;
+            const unsigned char* row = rows + static_cast<uint64>(nodes[min(i, count - 1)]) * (chunks * CHUNK_BYTES);
+            const uint4* piece = reinterpret_cast<const uint4*>(row + asked.piece * CHUNK_BYTES);
+#pragma unroll
+            for (uint32 j = 0; j < PIECE; j++)
+                if (asked.piece + j * SLOT_TEAM + lane < left) copy_row(place + j * WARP, piece + j * SLOT_TEAM);
+            asked.step(chunks);
+        }
+        commit_copies();
+        uint4* asked_for = next;
+        next = last;
+        last = asked_for;
+    };
+    if (two) ask();
+    while (added.row < count) {
+        ask();
+        if (two)
+            wait_for_copies<1>();
+        else
+            wait_for_copies<0>();
+#pragma unroll 1
+        for (const uint4 *place = next, *end = next + half; place != end && added.row < count; place += stride) {
+            const uint32 i = added.row + team, left = i < count ? chunks : 0;
+            uint4 chunk;
+            const uint4 *now = place, *part = LONG ? query + added.piece * QUERY_CHUNKS : kept;
+            uint32 number = added.piece + lane;
+#pragma unroll 1
+            for (uint32 n = 0; n < PIECE / PAIR; n++) {  // for all at once there are no registers
+#pragma unroll
+                for (uint32 j = 0; j < PAIR; j++)
+                    if (number + j * SLOT_TEAM < left) {
+                        chunk = now[j * WARP];
+                        sums[0][j] = add_chunk<KIND>(sums[0][j], chunk, part + (LONG ? j * SLOT_TEAM : j) * QUERY_CHUNKS);
+                    }
+                if (!LONG) continue;
+#pragma unroll
+                for (uint32 j = 0; j < PAIR; j++) {
+                    const Sum sum = sums[0][j];
+                    sums[0][j] = sums[1][j];
+                    sums[1][j] = sum;
+                }
+                number += PAIR * SLOT_TEAM;
+                now += PAIR * WARP;
+                part += PAIR * SLOT_TEAM * QUERY_CHUNKS;
+            }
+            if (!added.step(chunks)) continue;
+            const Sum lanes = (sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]);
+            const Sum sum = team_total<SLOT_TEAM>(lanes, WHOLE_WARP);
+            if (lane == writer && i < count) {
+                if constexpr (KIND == I8_DOT)
+                    distances[i] = code_distance(collection, sum, query_step, __uint_as_float(chunk.z),
+                                                 __uint_as_float(chunk.w));
+                else
+                    distances[i] = KIND % 2 == 0 ? sum : -sum;
+            }
+            sums[0][0] = sums[0][1] = sums[1][0] = sums[1][1] = 0;
+        }
+    }
+}
+
+template <uint32 KIND>
+__device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
+                                      float* distances, Ring ring) {
+    if (collection.row_chunks > PAIR * SLOT_TEAM)
+        ring_distances<KIND, true>(collection, slot, nodes, count, distances, ring);
+    else
+        ring_distances<KIND, false>(collection, slot, nodes, count, distances, ring);
+}
+
+// Distances of the slot's query to the rows of `count` nodes, as row_distance computes them. All threads of the block.
+__device__ inline void row_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
+                                     float* distances, Ring ring) {
+    switch (collection.kind) {
+        case F32_L2: return ring_distances<F32_L2>(collection, slot, nodes, count, distances, ring);
+        case F32_DOT: return ring_distances<F32_DOT>(collection, slot, nodes, count, distances, ring);
+        case F16_L2: return ring_distances<F16_L2>(collection, slot, nodes, count, distances, ring);
+        case F16_DOT: return ring_distances<F16_DOT>(collection, slot, nodes, count, distances, ring);
+        default: return ring_distances<I8_DOT>(collection, slot, nodes, count, distances, ring);
+    }
+}
