@@ -1,6 +1,6 @@
 """What the kernels' machine code consists of, and what of it runs: instructions, barriers, exchanges.
 
-    python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel gather_tasks …]
+    python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel NAME …]
                                       [--against REVISION]
 
 Compiles the kernels as an engine does (NVRTC, of the extra [cuda]) and reads the code back with nvdisasm, from the PATH
@@ -38,7 +38,8 @@ from gpu import GraphIndex
 from gpu.cuda.compiler import compile_source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-KERNELS = ("gather_tasks", "merge_top_m")
+KERNELS = ("gather_tasks", "merge_top_m", "merge_and_gather")
+"""What merges and gathers, by the names of several revisions."""
 BLOCK_KERNEL = "extend_fused_near"
 _ROOT = Path(__file__).parents[2]
 _ROWS, _DIM = 3000, 32
@@ -197,7 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
                         answers.add(answer)
             assert len(answers) < 2, f"revisions found different rows: {answers}"
             for kernel in options.kernel:
-                rows += [(f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items()]
+                rows += [
+                    (f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items() if kernel in found
+                ]
     print("\n".join(table(("kernel", *(name.replace("device", "global") for name in Counts._fields)), rows)))
     return 0
 

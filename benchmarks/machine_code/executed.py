@@ -108,12 +108,17 @@ def _stages(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, np
     number = 0
     while not any(work.done(slot) for slot in range(SLOTS)):
         driver.counts.clear()
-        work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
-        tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
-        distances = np.square(base[tasks["node"]] - queries[tasks["slot"]]).sum(axis=1).astype(np.float32)
+        if hasattr(layout, "GATHER_TASKS"):  # a revision with one list of all slots' tasks, and a kernel that makes it
+            work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
+            tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
+            nodes, asked, merge = tasks["node"], queries[tasks["slot"]], layout.MERGE_TOP_M
+        else:
+            nodes = work.read("nodes", np.uint32).reshape(SLOTS, -1)
+            asked, merge = queries[:, None], layout.MERGE_AND_GATHER
+        distances = np.square(base[nodes] - asked).sum(axis=-1).astype(np.float32)
         driver.copy_to_device(0, work.addresses["distances"], distances)
-        numbers = layout.MERGE_TOP_M.argument_values(limit=1, condition=0)
-        work.launch(layout.MERGE_TOP_M, SLOTS, work.shape.merge_shared_bytes, *numbers)
+        numbers = merge.argument_values(limit=1, condition=0)
+        work.launch(merge, SLOTS, work.shape.merge_shared_bytes, *numbers)
         number += 1
         if number > 1:
             _write(driver, SLOTS)

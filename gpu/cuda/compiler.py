@@ -19,7 +19,7 @@ from gpu.errors import DeviceError, DeviceUnavailable
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 UNITS = ("staged.cu", "fused.cu", "resident.cu")
-_STRUCTS = ("Collection", "Slot", "Task", "Counters", "Result", "Progress", "Record", "Queue", "Command", "Batch")
+_STRUCTS = ("Collection", "Slot", "Counters", "Result", "Progress", "Record", "Queue", "Command", "Batch")
 _CONSTANTS = (
     "FREE",
     "ACTIVE",
@@ -31,7 +31,6 @@ _CONSTANTS = (
     "F16_DOT",
     "I8_L2",
     "I8_DOT",
-    "GATHER_THREADS",
     "MERGE_THREADS",
     "DISTANCE_THREADS",
     "FUSED_THREADS",
@@ -50,6 +49,8 @@ _CONSTANTS = (
     "CHUNK_BYTES",
     "MERGE_KEYS",
     "SCRATCH_BYTES",
+    "TASK_BITS",
+    "TASK_MASK",
     "CODE_STEP",
     "MAX_SEARCH_WIDTH",
 )

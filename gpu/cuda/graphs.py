@@ -1,8 +1,8 @@
 """The captured graphs of a launch: one for each bucket of slots, replayed for every step.
 
 A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots among them that are not active do nothing. A
-launch is one extend by three kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
-doorbell rings: the same three kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
+launch is one extend by two kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
+doorbell rings: the same two kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
 with its own slot (`fused`). Fused is for buckets whose blocks all run at once, one on each multiprocessor; of more, the
 later ones would wait while the first go on. `resident` is one launch for all slots, whose blocks stay and take slots
 from rings (`gpu.cuda.resident`).
@@ -56,9 +56,8 @@ class Kernels:
         module = driver.load_module(image)
         self._distances = layout.COMPUTE_DISTANCES[team]
         self.write_slots = driver.kernel(module, layout.WRITE_SLOTS.name)
-        self._gather = driver.kernel(module, layout.GATHER_TASKS.name, shape.gather_shared_bytes)
-        self._compute = driver.kernel(module, self._distances.name)
-        self._merge = driver.kernel(module, layout.MERGE_TOP_M.name, shape.merge_shared_bytes)
+        self._compute = driver.kernel(module, self._distances.name, layout.distance_shared_bytes(shape.slots))
+        self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
         self._module = module
         self._fused: tuple[int, int, int] | None = None  # the kernel, its shared memory, places for rows
 
@@ -86,14 +85,13 @@ class Kernels:
         return self._driver.kernel(self._module, kernel.name, shared_bytes)
 
     def stages(self, bucket: int, limit: int = 1, condition: int = 0) -> tuple[Stage, ...]:
-        """The three kernels of one extend of slots 0 … bucket - 1, in their order."""
+        """The two kernels of one extend of slots 0 … bucket - 1, in their order."""
         shape, batch = self._shape, self._batch
         blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
-        last = (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
-        gather, compute, merge = layout.GATHER_TASKS, self._distances, layout.MERGE_TOP_M
+        first, last = (batch, ctypes.c_uint32(bucket)), (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
+        compute, merge, sums_bytes = self._distances, layout.MERGE_AND_GATHER, layout.distance_shared_bytes(bucket)
         return (
-            Stage(gather.name, self._gather, bucket, gather.threads, (batch,), shape.gather_shared_bytes),
-            Stage(compute.name, self._compute, blocks, compute.threads, (batch,), 0),
+            Stage(compute.name, self._compute, blocks, compute.threads, first, sums_bytes),
             Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),
         )
 
@@ -260,7 +258,7 @@ class StageTimes:
 
 
 def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemory, fused: bool) -> StageTimes:
-    """Make one extend of all slots that are active on the device, in three kernels or, `fused`, in one. Synchronises.
+    """Make one extend of all slots that are active on the device, in two kernels or, `fused`, in one. Synchronises.
 
     Raises DeviceError.
     """
@@ -282,7 +280,6 @@ def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemo
             driver.destroy_event(event)
     after = memory.device_heads()
     advanced = (after["ticket"] == before["ticket"]) & (after["extends"] != before["extends"])
-    # Where a slot's block keeps its tasks to itself, how many there were is not known.
-    rows = 0 if fused else int((after["task_end"] - after["task_begin"])[advanced].sum())
+    rows = int(before["task_count"][advanced].sum())
     names = [stage.name for stage in stages]
     return StageTimes(dict(zip(names, took, strict=True)), int(advanced.sum()), rows)

@@ -7,27 +7,28 @@ The kernels' C structs are written from the records below (`gpu.cuda.compiler`),
     slots        SLOT + prepared query [slots, line_bytes]        progress  PROGRESS
     keys         uint64 [slots, keys_stride]           doorbell  uint32: the host sets it, a launch ends at it
     visited      uint32 [slots, visited_stride]        lines     as slots: what the host asks for them
-    parents      uint32 [slots, MAX_SEARCH_WIDTH]      commands  COMMAND [any], and the lines they name
-    tasks        TASK [slots · slot_tasks]             rings     uint32 [RINGS, entries]: slots to be searched
-    distances    float32 [slots · slot_tasks]          goals     uint32 [slots]: extends that a query may come to
+    nodes        uint32 [slots, slot_tasks]            commands  COMMAND [any], and the lines they name
+    distances    float32 [slots, slot_tasks]           rings     uint32 [RINGS, entries]: slots to be searched
+    due          uint32 [slots]                        goals     uint32 [slots]: extends that a query may come to
     counters     COUNTERS                              records   RECORD [entries]: slots that left the device
     queue        QUEUE, then uint32 [RINGS, entries]
 
-One extend of a launch over `bucket` slots, 0..bucket-1, is three kernels:
+Between extends a query has its next tasks, the nodes that are to be compared with it, and they are marked as visited:
+the seeds when it begins, then new neighbours of the parents that the merge has chosen. One extend of a launch over
+`bucket` slots, 0..bucket-1, is two kernels:
 
-    gather_tasks        expand_neighbors, mark_visited                      a block a slot
-    compute_distances   over the one global array of tasks                  a fixed grid
-    merge_top_m         merge_top_m; the next extend's select_parents;      a warp a slot
-                        results of slots that are done; the last to leave
-                        ends the extend
+    compute_distances   of the nodes of all slots                           a fixed grid
+    merge_and_gather    merge_top_m; the next extend's select_parents,      a warp a slot
+                        expand_neighbors, mark_visited; results of slots
+                        that are done; the last to leave ends the extend
 
 or `extend_fused`, which does several extends of each slot in one block. `write_slots` admits, pauses, resumes and
 releases. Every slot that is not ACTIVE is left alone. Or it is `extend_resident`, whose blocks stay and take their next
 slots from `rings`; rings, goals, records and queue are that kernel's alone (gpu/kernels/resident.cu). All of them leave
 the same state, bit for bit, and can take turns.
 
-Before the first launch: all but `tasks`, `distances`, `keys`, `visited` and `parents` are zeros. Nothing else needs to
-be cleared: the first extend of a query clears its keys and its visited table.
+Before the first launch: all but `nodes`, `distances`, `keys` and `visited` are zeros. Nothing else needs to be cleared:
+a query that begins clears its keys and its visited table.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ from gpu.cpu.queries import CODE_STEP as CODE_STEP  # which the kernels have too
 from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
 from gpu.index.data import IndexData
 from gpu.index.rows import Rows
-from gpu.params import MAX_SEARCH_WIDTH
+from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
+from gpu.slots import MAX_COLLECTIONS
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)
@@ -54,8 +56,7 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 _ELEMENTS = ("float32", "float16", "int8")
 
 CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines are whole chunks
-GATHER_THREADS = 64  # a block of gather_tasks, each with two neighbours at once
-MERGE_THREADS = 32  # a block of merge_top_m: one warp, which waits for nobody
+MERGE_THREADS = 32  # a block of merge_and_gather: one warp, which waits for nobody
 DISTANCE_THREADS = 256  # a block of compute_distances
 FUSED_THREADS = 512  # a block of extend_fused
 RESIDENT_THREADS = 256  # a block of extend_resident, at most; more blocks of fewer have room at once
@@ -64,6 +65,9 @@ MERGE_KEYS = 512  # new keys that are sorted and merged at once, at most
 RING_PLACES = (8, 4)  # of a thread for chunks of rows under way, where a block serves a slot: the most that have room
 SCRATCH_BYTES = 176  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads a vector
+TASK_BITS = 22  # of a word of `due`, which has a slot's tasks if it is active, and its collection's number above them
+TASK_MASK = (1 << TASK_BITS) - 1
+assert MAX_COLLECTIONS <= 1 << (32 - TASK_BITS)
 _USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # of an engine without indexes, into which some may be loaded later
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 RESIDENT_VISITED_BITS = 13
@@ -112,11 +116,9 @@ SLOT = np.dtype(
         ("visited_bits", np.uint32),
         ("extends", np.uint32),  # from here on the device's; 0 at admission
         ("unchanged", np.uint32),
-        ("parent_count", np.uint32),  # of the next extend; they are marked in top_m as having been parents
-        ("task_begin", np.uint32),
-        ("task_end", np.uint32),
+        ("task_count", np.uint32),  # of the next extend; their parents are marked in top_m as having been parents
         ("forgot", np.uint32),  # whether the visited table has forgotten a node: it may come a second time
-        ("unused", np.uint32, 2),
+        ("unused", np.uint32, 4),
     ]
 )
 """The head of a slot's line, 64 bytes; the prepared query (gpu.cpu.queries) follows."""
@@ -124,11 +126,8 @@ SLOT = np.dtype(
 STATUS, TICKET, COLLECTION_NUMBER, K, TOP_M, WIDTH, PATIENCE, VISITED_BITS = range(8)
 """The words of a SLOT that the host writes."""
 
-TASK = np.dtype([("slot", np.uint32), ("node", np.uint32)])
-
 COUNTERS = np.dtype(
     [
-        ("tasks", np.uint32),
         ("left", np.uint32),  # blocks that have left this extend, or this fused launch
         ("stop", np.uint32),  # reasons to end the launch: slots that are done, a doorbell that rang
         ("extends", np.uint32),  # since the launch began
@@ -188,9 +187,9 @@ BATCH = np.dtype(
         ("slots", np.uint64),
         ("keys", np.uint64),
         ("visited", np.uint64),
-        ("parents", np.uint64),
-        ("tasks", np.uint64),
+        ("nodes", np.uint64),
         ("distances", np.uint64),
+        ("due", np.uint64),
         ("counters", np.uint64),
         ("results", np.uint64),
         ("progress", np.uint64),
@@ -226,23 +225,23 @@ class KernelSpec(NamedTuple):
 
 
 WRITE_SLOTS = KernelSpec("write_slots", WRITE_THREADS, (("commands", np.uint64),))
-"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device."""
+"""Grid: the number of commands. `commands`: the address of COMMAND [grid], visible to the device. Reads collections,
+seeds; writes slots, due and, of queries that begin, keys, visited, nodes."""
 
-GATHER_TASKS = KernelSpec("gather_tasks", GATHER_THREADS)
-"""Grid: bucket. Shared: `BatchShape.gather_shared_bytes`. Reads slots, parents, collections, graph; writes slots,
-visited, tasks, counters."""
+COMPUTE_DISTANCES = {
+    team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS, (("slots", np.uint32),)) for team in TEAMS
+}
+"""Grid: any fixed number of blocks (`distance_blocks`): they share the tasks of the first `slots` slots, the bucket.
+The distances are the same for every team and grid. Shared: `distance_shared_bytes`. Reads due, nodes, slots,
+collections, rows; writes distances."""
 
-COMPUTE_DISTANCES = {team: KernelSpec(f"compute_distances_{team}", DISTANCE_THREADS) for team in TEAMS}
-"""Grid: any fixed number of blocks (`distance_blocks`): they share the tasks that there are. The distances are the same
-for every team and grid. Reads tasks, slots, collections, rows; writes distances."""
-
-MERGE_TOP_M = KernelSpec("merge_top_m", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
-"""Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads tasks, distances, slots, keys, full rows, doorbell;
-writes slots, keys, parents, results, progress, counters.
+MERGE_AND_GATHER = KernelSpec("merge_and_gather", MERGE_THREADS, (("limit", np.uint32), ("condition", np.uint64)))
+"""Grid: bucket. Shared: `BatchShape.merge_shared_bytes`. Reads slots, nodes, distances, keys, visited, collections,
+graph, full rows, doorbell; writes slots, keys, visited, nodes, due, results, progress, counters.
 
 The extend is the launch's last one when it was number `limit` of the launch, when a slot is done, or when the doorbell
 rang (is not 0). Then progress.launches counts one more; else the loop goes on. `condition`: the handle of the
-conditional WHILE node around the three kernels, set to 0 at the end of the launch; 0 where there is none: plain replay
+conditional WHILE node around the two kernels, set to 0 at the end of the launch; 0 where there is none: plain replay
 with limit 1.
 """
 
@@ -263,8 +262,7 @@ of the records. `places`: as of EXTEND_FUSED. Blocks leave, and the launch ends,
 the doorbell has rung; what they search is recorded as it is then."""
 
 KERNELS = (
-    WRITE_SLOTS, GATHER_TASKS, *COMPUTE_DISTANCES.values(), MERGE_TOP_M, EXTEND_FUSED, EXTEND_FUSED_NEAR,
-    EXTEND_RESIDENT,
+    WRITE_SLOTS, *COMPUTE_DISTANCES.values(), MERGE_AND_GATHER, EXTEND_FUSED, EXTEND_FUSED_NEAR, EXTEND_RESIDENT,
 )  # fmt: skip
 
 
@@ -311,9 +309,9 @@ class BatchShape:
             "slots": self.slots * self.line_bytes,
             "keys": self.slots * self.keys_stride * 8,
             "visited": self.slots * self.visited_stride * 4,
-            "parents": self.slots * MAX_SEARCH_WIDTH * 4,
-            "tasks": self.slots * self.slot_tasks * TASK.itemsize,
+            "nodes": self.slots * self.slot_tasks * 4,
             "distances": self.slots * self.slot_tasks * 4,
+            "due": self.slots * 4,
             "counters": COUNTERS.itemsize,
             "results": self.slots * self.result_bytes,
             "progress": PROGRESS.itemsize,
@@ -329,11 +327,6 @@ class BatchShape:
     def entries(self) -> int:
         """Of a ring, and of the records, a power of two: each slot has one at most, and a warp looks at 32."""
         return max(_power_of_two(self.slots), 32)
-
-    @property
-    def gather_shared_bytes(self) -> int:
-        """The nodes of a slot's tasks."""
-        return SCRATCH_BYTES + 4 * self.slot_tasks
 
     @property
     def merge_shared_bytes(self) -> int:
@@ -420,6 +413,11 @@ def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: 
     """Blocks of compute_distances for a bucket: enough for all tasks at once, or to fill the device if that is less."""
     most = -(-bucket * shape.slot_tasks * team // DISTANCE_THREADS)
     return max(1, min(most, 4 * multiprocessors))
+
+
+def distance_shared_bytes(bucket: int) -> int:
+    """Sums of the slots' tasks."""
+    return SCRATCH_BYTES + 4 * bucket
 
 
 def argument(record: npt.NDArray[Any]) -> Any:

@@ -136,8 +136,24 @@ __device__ inline T load_whole(const T* address) {
     return value;
 }
 
-__device__ inline uint32* parents_at(const Batch& batch, uint32 slot) {
-    return at<uint32>(batch.parents, slot * MAX_SEARCH_WIDTH);
+// The tasks of a slot's next extend: nodes, and their distances.
+__device__ inline uint32* nodes_at(const Batch& batch, uint32 slot) {
+    return at<uint32>(batch.nodes, static_cast<uint64>(slot) * batch.slot_tasks);
+}
+__device__ inline float* distances_at(const Batch& batch, uint32 slot) {
+    return at<float>(batch.distances, static_cast<uint64>(slot) * batch.slot_tasks);
+}
+
+__device__ inline uint64* keys_at(const Batch& batch, uint32 slot) {
+    return at<uint64>(batch.keys, static_cast<uint64>(slot) * batch.keys_stride);
+}
+
+__device__ inline uint32* visited_at(const Batch& batch, uint32 slot) {
+    return at<uint32>(batch.visited, static_cast<uint64>(slot) * batch.visited_stride);
+}
+
+__device__ inline const Collection& collection_at(const Batch& batch, uint32 number) {
+    return at<const Collection>(batch.collections)[number];
 }
 
 __device__ inline Result* result_at(const Batch& batch, uint32 slot) {

@@ -9,6 +9,13 @@
 
 constexpr uint32 RESCORED_AT_LEAST = 8;
 
+struct BlockScratch {
+    GatherScratch gathering;
+    MergeScratch merging;
+    uint32 reasons;
+};
+static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "what a block's threads share");
+
 // The full-precision key of an entry, in every member of the team.
 __device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
     return key_of(full_distance<SLOT_TEAM, 2>(collection, slot, node_of(key)), node_of(key));
@@ -78,12 +85,22 @@ __device__ inline bool count_extend(Slot* slot, const Slot& head, Merged merged)
     const uint32 unchanged = merged.changed ? 0 : head.unchanged + 1;
     const bool done = merged.parent_count == 0 || (head.patience > 0 && unchanged >= head.patience);
     if (threadIdx.x == 0) {
-        slot->parent_count = merged.parent_count;
         slot->unchanged = unchanged;
         slot->extends = head.extends + 1;
         if (done) slot->status = FINISHED;
     }
     return done;
+}
+
+// Have distances of so many tasks of a slot computed with the next extend. One thread.
+__device__ inline void set_due(const Batch& batch, uint32 slot_number, uint32 collection, uint32 count) {
+    at<uint32>(batch.due)[slot_number] = collection << TASK_BITS | count;
+}
+
+// Keep how many tasks an active slot's next extend has; 0 where its query is done. One thread.
+__device__ inline void keep_tasks(const Batch& batch, uint32 slot_number, Slot* slot, uint32 collection, uint32 count) {
+    slot->task_count = count;
+    set_due(batch, slot_number, collection, count);
 }
 
 // Publish what a query that is done has found: `keys`, in the block's memory, with room for a power of two.

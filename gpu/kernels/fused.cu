@@ -23,7 +23,7 @@ __device__ inline void extend_of_launch(const Batch& batch, uint32 limit, uint32
     if (head.status == ACTIVE) {
         const LaunchStop stop = {batch, 0, 0};
         const Went went =
-            extend_slot<NEAR>(batch, blockIdx.x, head, batch.visited_stride, places, limit, stop, shared);
+            extend_slot<NEAR>(batch, blockIdx.x, head, false, batch.visited_stride, places, limit, stop, shared);
         if (threadIdx.x == 0) atomicMax(&counters->extends, went.extends);
         reasons_to_stop = went.reasons;
     }

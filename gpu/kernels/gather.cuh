@@ -1,4 +1,4 @@
-// From a slot's parents to the nodes whose distances are wanted: expand_neighbors, mark_visited. A block a slot.
+// From a slot's parents, or a collection's seeds, to the nodes whose distances are wanted: expand_neighbors, mark_visited.
 //
 // Floor: graph rows, search_width · degree · 4 bytes a slot, and a 32-byte sector of the visited table for each
 // neighbour, read and, for a node that is new, written.
@@ -15,9 +15,8 @@ constexpr uint32 NO_NODE = 0xFFFFFFFFu;
 constexpr uint32 WAYS = 8;
 
 struct GatherScratch {
-    uint32 parents[MAX_SEARCH_WIDTH];  // where they stay in a block from extend to extend
+    uint32 parents[MAX_SEARCH_WIDTH];  // that the merge has chosen
     uint32 node_count;
-    uint32 task_begin;
 };
 
 // Copy a visited table, from the batch's memory to the block's or back.
@@ -71,34 +70,20 @@ __device__ inline bool mark_visited(Slot* slot, const Set& set, uint32 node) {
     return atomicExch(set.words + hash_of(node) % WAYS, node) != node;
 }
 
-// Writes the first-seen nodes among the parents' neighbours, in any order, and *node_count; of a query's first extend,
-// among the seeds. `head` is the slot's, as it was before. A thread asks for AT_ONCE neighbours' sets before it looks.
-template <uint32 AT_ONCE>
-__device__ inline void gather(Slot* slot, const Slot& head, const Collection& collection, const uint32* parents,
-                              uint32 parent_count, uint32* visited, uint32* nodes, uint32* node_count) {
-    const bool first = head.extends == 0;
-    const uint32 bits = head.visited_bits, size = collection.size, degree = collection.degree;
-    const uint32* graph = at<const uint32>(first ? collection.seeds : collection.graph);
-    const uint32 neighbors = first ? collection.seed_count : parent_count * degree;
-    const float per_parent = reciprocal(degree);
+// Writes those of `count` nodes, bring(0..), that the table sees for the first time to `nodes`, in any order, and
+// *node_count, which is returned to every thread. A thread asks for AT_ONCE sets before it looks. Waits for the block at
+// its beginning and at its end.
+template <uint32 AT_ONCE, bool ONE_WARP, class Bring>
+__device__ inline uint32 gather(Slot* slot, uint32 bits, uint32 size, uint32 count, Bring bring, uint32* visited,
+                                uint32* nodes, uint32* node_count) {
     if (threadIdx.x == 0) *node_count = 0;
-    if (first) clear_visited(visited, bits);
-    __syncthreads();
-    for (uint32 begin = threadIdx.x; begin < neighbors; begin += AT_ONCE * blockDim.x) {
+    wait_for_block<ONE_WARP>();
+    for (uint32 begin = threadIdx.x; begin < count; begin += AT_ONCE * blockDim.x) {
         uint32 brought[AT_ONCE];
         Set sets[AT_ONCE];
 #pragma unroll
-        for (uint32 j = 0; j < AT_ONCE; j++) {
-            const uint32 i = begin + j * blockDim.x;
-            brought[j] = NO_NODE;
-            if (i >= neighbors) continue;
-            uint64 place = i;
-            if (!first) {
-                const uint32 rank = static_cast<uint32>((i + 0.5f) * per_parent);  // i / degree, of up to 2²¹
-                place = static_cast<uint64>(parents[rank]) * degree + (i - rank * degree);
-            }
-            brought[j] = graph[place];
-        }
+        for (uint32 j = 0; j < AT_ONCE; j++)
+            brought[j] = begin + j * blockDim.x < count ? bring(begin + j * blockDim.x) : NO_NODE;
 #pragma unroll
         for (uint32 j = 0; j < AT_ONCE; j++)  // a damaged graph must not lead outside of the rows
             if (brought[j] < size) sets[j] = set_of(visited, bits, brought[j]);
@@ -107,5 +92,31 @@ __device__ inline void gather(Slot* slot, const Slot& head, const Collection& co
             if (brought[j] < size && mark_visited(slot, sets[j], brought[j]))
                 nodes[atomicAdd(node_count, 1u)] = brought[j];
     }
-    __syncthreads();
+    wait_for_block<ONE_WARP>();
+    return *node_count;
+}
+
+// The same among the neighbours of the parents that a merge has chosen. `head` is the slot's.
+template <uint32 AT_ONCE, bool ONE_WARP>
+__device__ inline uint32 gather_neighbors(Slot* slot, const Slot& head, const Collection& collection,
+                                          uint32 parent_count, uint32* visited, uint32* nodes, GatherScratch* scratch) {
+    const uint32 *graph = at<const uint32>(collection.graph), *parents = scratch->parents;
+    const uint32 degree = collection.degree;
+    const float per_parent = reciprocal(degree);
+    const auto neighbor = [=](uint32 i) {
+        const uint32 rank = static_cast<uint32>((i + 0.5f) * per_parent);  // i / degree, of up to 2²¹
+        return graph[static_cast<uint64>(parents[rank]) * degree + (i - rank * degree)];
+    };
+    return gather<AT_ONCE, ONE_WARP>(slot, head.visited_bits, collection.size, parent_count * degree, neighbor, visited,
+                                     nodes, &scratch->node_count);
+}
+
+// The same among the seeds, of a query that begins: its table and its keys (those of its top_m; NO_KEY) are cleared.
+__device__ inline uint32 begin_query(Slot* slot, const Slot& head, const Collection& collection, uint64* keys,
+                                     uint32* visited, uint32* nodes, uint32* node_count) {
+    for (uint32 i = threadIdx.x; i < head.top_m; i += blockDim.x) keys[i] = NO_KEY;
+    clear_visited(visited, head.visited_bits);
+    const uint32* seeds = at<const uint32>(collection.seeds);
+    return gather<1, false>(slot, head.visited_bits, collection.size, collection.seed_count,
+                            [=](uint32 i) { return seeds[i]; }, visited, nodes, node_count);
 }

@@ -192,15 +192,15 @@ __device__ inline uint64 as_parent(const Parents& parents, uint32 rank, uint64 k
     return key | EXPANDED;
 }
 
-// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most (`empty`: there are none yet), and choose the
-// parents among them. One warp. Returns how many there are.
+// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most, and choose the parents among them. One warp.
+// Returns how many there are.
 template <uint32 COUNT>
-__device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, bool empty, const uint64* fresh, uint32 count,
+__device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* fresh, uint32 count,
                                       const Parents& parents) {
     const uint32 lane = threadIdx.x % WARP;
     uint64 top[COUNT];
 #pragma unroll
-    for (uint32 j = 0; j < COUNT; j++) top[j] = lane + WARP * j < top_m && !empty ? keys[lane + WARP * j] : NO_KEY;
+    for (uint32 j = 0; j < COUNT; j++) top[j] = lane + WARP * j < top_m ? keys[lane + WARP * j] : NO_KEY;
     if (count > 0) {
         // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
 #pragma unroll
@@ -216,11 +216,11 @@ __device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, bool empty, co
             const uint32 all = __ballot_sync(WHOLE_WARP, open), rank = found + lanes_before(all);
             if (open && rank < parents.width) {
                 top[j] = as_parent(parents, rank, top[j]);
-                if (count == 0 && !empty) keys[lane + WARP * j] = top[j];
+                if (count == 0) keys[lane + WARP * j] = top[j];
             }
             found += __popc(all);
         }
-    if (count > 0 || empty)
+    if (count > 0)
 #pragma unroll
         for (uint32 j = 0; j < COUNT; j++)
             if (lane + WARP * j < top_m) keys[lane + WARP * j] = top[j];
@@ -228,12 +228,12 @@ __device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, bool empty, co
 }
 
 // The same for new keys that are not sorted, WARP_FRESH at most, and any top_m up to WARP_KEYS.
-__device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, bool empty, uint64* fresh, uint32 count, bool forgot,
+__device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, uint64* fresh, uint32 count, bool forgot,
                                        const Parents& parents) {
     sort_fresh_in_warp(fresh, count, forgot);
-    if (top_m <= 2 * WARP) return merge_sorted<2>(keys, top_m, empty, fresh, count, parents);
-    if (top_m <= 4 * WARP) return merge_sorted<4>(keys, top_m, empty, fresh, count, parents);
-    return merge_sorted<8>(keys, top_m, empty, fresh, count, parents);
+    if (top_m <= 2 * WARP) return merge_sorted<2>(keys, top_m, fresh, count, parents);
+    if (top_m <= 4 * WARP) return merge_sorted<4>(keys, top_m, fresh, count, parents);
+    return merge_sorted<8>(keys, top_m, fresh, count, parents);
 }
 
 // ---- the merge
@@ -246,14 +246,14 @@ struct Merged {
 // Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted, up to WARP_KEYS, wherever these are. One warp. `fresh`
 // holds WARP_FRESH.
 template <class KeyOfTask>
-__device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, bool empty, uint32 tasks, KeyOfTask key_of_task,
-                                       uint64* fresh, bool forgot, Parents parents) {
+__device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
+                                       bool forgot, Parents parents) {
     constexpr uint32 ROUNDS = WARP_FRESH / WARP;
     const uint32 lane = threadIdx.x % WARP, width = parents.width;
     Merged merged = {false, 0};
     uint32 first = 0;
     do {
-        const uint64 worst = empty ? NO_KEY : keys[top_m - 1];
+        const uint64 worst = keys[top_m - 1];
         uint64 brought[ROUNDS];
 #pragma unroll
         for (uint32 j = 0; j < ROUNDS; j++)
@@ -263,7 +263,7 @@ __device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, bool empty, u
         for (uint32 j = 0; j < ROUNDS; j++)
             if (first + WARP * j < tasks) {
                 bool is_new = brought[j] < worst;
-                if (forgot && is_new && !empty) is_new = !holds(keys, top_m, brought[j]);
+                if (forgot && is_new) is_new = !holds(keys, top_m, brought[j]);
                 const uint32 all = __ballot_sync(WHOLE_WARP, is_new);
                 if (is_new) fresh[count + lanes_before(all)] = brought[j];
                 count += __popc(all);
@@ -271,9 +271,8 @@ __device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, bool empty, u
         __syncwarp();
         first += WARP_FRESH;
         parents.width = first < tasks ? 0 : width;  // once all are there
-        merged.parent_count = merge_in_warp(keys, top_m, empty, fresh, count, forgot, parents);
+        merged.parent_count = merge_in_warp(keys, top_m, fresh, count, forgot, parents);
         merged.changed |= count > 0;
-        empty = false;
         __syncwarp();
     } while (first < tasks);
     return merged;
@@ -332,7 +331,7 @@ __device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTa
                 if (threadIdx.x == 0) scratch->parent_count = found;
             }
         } else if (threadIdx.x < WARP) {
-            const uint32 found = merge_in_warp(keys, top_m, false, fresh, count, forgot, parents);
+            const uint32 found = merge_in_warp(keys, top_m, fresh, count, forgot, parents);
             if (threadIdx.x == 0) scratch->parent_count = found;
         }
         __syncthreads();

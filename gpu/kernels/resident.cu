@@ -124,9 +124,10 @@ __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uin
     Slot head = load_whole(slot);
     head.visited_bits = min(head.visited_bits, RESIDENT_VISITED_BITS);
     const uint32 table_words = min(batch.visited_stride, 1u << RESIDENT_VISITED_BITS);
-    Went went = {0, 0};
+    const uint32 limit = goal > head.extends ? ~0u : 0;
     __syncthreads();
-    if (goal > head.extends) went = extend_slot<true>(batch, slot_number, head, table_words, places, ~0u, stop, shared);
+    const Went went =
+        extend_slot<true>(batch, slot_number, head, (entry & IS_NEW) != 0, table_words, places, limit, stop, shared);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + went.extends, went.reasons >= QUERY_DONE, entries);

@@ -1,12 +1,13 @@
 // The stages of an extend over a whole running batch, and what writes slots between extends.
 //
-// Three launches an extend: gathering has a block a slot and merging a warp, distances have whatever fills the device,
-// since one slot's tasks are few and their number varies. Blocks of slots that are not running leave at once, so one
-// captured graph serves every set of slots. Merging also chooses the parents of the next extend, so that gathering
-// begins with their graph rows, which are on their way by then.
+// Two launches an extend. Between extends a slot has the nodes whose distances are wanted next, and has marked them as
+// visited. Distances have as many blocks as fill the device, which share what all slots have due: one slot's tasks are few
+// and their number varies. What merges a slot's, a warp, goes on with the neighbours of the parents that it has just
+// chosen. Slots that are not running have nothing due, so one captured graph serves every set of slots.
 #include "finish.cuh"
 
-// Carry out one command a block: copy a staged line, set a status. A query that has just finished stays so.
+// Carry out one command a block: copy a staged line, whose query begins, set a status. A query that has just finished
+// stays so.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Batch batch, uint64 commands) {
     const Command command = at<const Command>(commands)[blockIdx.x];
     Slot* slot = slot_at(batch, command.slot);
@@ -14,30 +15,15 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Ba
         for (uint32 i = threadIdx.x; i < batch.line_bytes / CHUNK_BYTES; i += blockDim.x)
             reinterpret_cast<uint4*>(slot)[i] = at<const uint4>(command.line)[i];
     __syncthreads();
-    if (threadIdx.x == 0 && (command.line != 0 || command.status == FREE || slot->status != FINISHED))
-        slot->status = command.status;
-}
-
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_tasks(const Batch batch) {
-    DYNAMIC_SHARED(shared);
-    GatherScratch* scratch = reinterpret_cast<GatherScratch*>(shared);
-    uint32* nodes = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
-    Slot* slot = slot_at(batch, blockIdx.x);
-    const Slot head = load_whole(slot);
-    if (head.status != ACTIVE) return;
-    const Collection& collection = at<const Collection>(batch.collections)[head.collection];
-    uint32* visited = at<uint32>(batch.visited, static_cast<uint64>(blockIdx.x) * batch.visited_stride);
-    const uint32* parents = parents_at(batch, blockIdx.x);
-    gather<2>(slot, head, collection, parents, head.parent_count, visited, nodes, &scratch->node_count);
-    const uint32 count = scratch->node_count;
-    if (threadIdx.x == 0) {
-        const uint32 begin = atomicAdd(&at<Counters>(batch.counters)->tasks, count);
-        slot->task_begin = scratch->task_begin = begin;
-        slot->task_end = begin + count;
+    if (command.line != 0 && command.status != FREE) {
+        const Slot head = load_whole(slot);
+        begin_query(slot, head, collection_at(batch, head.collection), keys_at(batch, command.slot),
+                    visited_at(batch, command.slot), nodes_at(batch, command.slot), &slot->task_count);
     }
-    __syncthreads();
-    Task* tasks = at<Task>(batch.tasks, scratch->task_begin);
-    for (uint32 i = threadIdx.x; i < count; i += blockDim.x) tasks[i] = Task{blockIdx.x, nodes[i]};
+    if (threadIdx.x == 0 && (command.line != 0 || command.status == FREE || slot->status != FINISHED)) {
+        slot->status = command.status;
+        set_due(batch, command.slot, slot->collection, command.status == ACTIVE ? slot->task_count : 0);
+    }
 }
 
 // Blocks that a multiprocessor should run: with 64 registers a thread every load of a round is under way before the
@@ -47,78 +33,117 @@ constexpr uint32 DISTANCE_BLOCKS = 2, MERGE_BLOCKS = 16;
 #else
 constexpr uint32 DISTANCE_BLOCKS = 4, MERGE_BLOCKS = 20;
 #endif
+constexpr uint32 MERGE_AT_ONCE = 4;  // neighbours of a thread
 
+// Write to sums[slot] how many tasks are due up to this slot's last one. Waits for the block.
+__device__ inline void sum_tasks(const uint32* due, uint32 slots, uint32* sums, uint32* of_warps) {
+    const uint32 each = (slots + blockDim.x - 1) / blockDim.x;
+    const uint32 begin = min(threadIdx.x * each, slots), end = min(begin + each, slots);
+    uint32 total = 0, before = 0;
+    for (uint32 i = begin; i < end; i++) sums[i] = total += due[i] & TASK_MASK;
+#pragma unroll
+    for (uint32 stride = 1; stride < WARP; stride *= 2) {
+        const uint32 others = __shfl_xor_sync(WHOLE_WARP, total, static_cast<int>(stride));
+        before += threadIdx.x & stride ? others : 0;
+        total += others;
+    }
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = total;
+    __syncthreads();
+    for (uint32 i = 0; i < threadIdx.x / WARP; i++) before += of_warps[i];
+    for (uint32 i = begin; i < end; i++) sums[i] += before;
+    __syncthreads();
+}
+
+// The slot that a task belongs to: the first whose sum is above the task's number.
+__device__ inline uint32 slot_of(const uint32* sums, uint32 slots, uint32 task) {
+    uint32 slot = 0;
+    for (uint32 count = slots; count > 1;) {
+        const uint32 half = count / 2;
+        slot += sums[slot + half - 1] <= task ? half : 0;
+        count -= half;
+    }
+    return slot;
+}
+
+// Every block sums up what is due, and every warp has the same share of it, of as few slots as can be.
 template <uint32 TEAM>
-__device__ inline void compute_distances(const Batch& batch) {
-    const uint32 count = at<const Counters>(batch.counters)->tasks, teams = gridDim.x * blockDim.x / TEAM;
-    const Task* tasks = at<const Task>(batch.tasks);
-    uint32 i = (blockIdx.x * blockDim.x + threadIdx.x) / TEAM;
-    for (Task task, next = tasks[i < count ? i : 0]; i < count; i += teams) {
-        task = next;
-        next = tasks[i + teams < count ? i + teams : 0];  // on its way while this one's row is
-        const Slot* slot = slot_at(batch, task.slot);
-        const Collection& collection = at<const Collection>(batch.collections)[slot->collection];
-        const float distance = row_distance<TEAM, 4>(collection, slot, task.node);
-        if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[i] = distance;
+__device__ inline void compute_distances(const Batch& batch, uint32 slots, unsigned char* shared) {
+    constexpr uint32 TEAMS = WARP / TEAM;
+    const uint32 *due = at<const uint32>(batch.due), *nodes = at<const uint32>(batch.nodes);
+    uint32* sums = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
+    sum_tasks(due, slots, sums, reinterpret_cast<uint32*>(shared));
+    const uint32 total = sums[slots - 1], warps = gridDim.x * blockDim.x / WARP, share = (total + warps - 1) / warps;
+    const uint32 begin = (blockIdx.x * blockDim.x + threadIdx.x) / WARP * share, end = min(begin + share, total);
+    uint32 slot = 0, next = NO_NODE;
+    const auto place_of = [&](uint32 task) { return slot * batch.slot_tasks + task - (slot > 0 ? sums[slot - 1] : 0); };
+    for (uint32 i = begin + threadIdx.x % WARP / TEAM; i < end; i += TEAMS) {
+        if (sums[slot] <= i) slot = slot_of(sums, slots, i);
+        const uint32 node = next != NO_NODE ? next : nodes[place_of(i)];
+        next = i + TEAMS < min(end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // on its way while the row is
+        const Collection& collection = collection_at(batch, due[slot] >> TASK_BITS);
+        const float distance = row_distance<TEAM, 4>(collection, slot_at(batch, slot), node);
+        if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[place_of(i)] = distance;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS) compute_distances_8(const Batch batch) {
-    compute_distances<8>(batch);
-}
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)
-    compute_distances_16(const Batch batch) {
-    compute_distances<16>(batch);
-}
-extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)
-    compute_distances_32(const Batch batch) {
-    compute_distances<32>(batch);
-}
+#define COMPUTE_DISTANCES(TEAM)                                                       \
+    extern "C" __global__ void __launch_bounds__(DISTANCE_THREADS, DISTANCE_BLOCKS)   \
+        compute_distances_##TEAM(const Batch batch, uint32 slots) {                   \
+        DYNAMIC_SHARED(shared);                                                       \
+        compute_distances<TEAM>(batch, slots, shared);                                \
+    }
+COMPUTE_DISTANCES(8)
+COMPUTE_DISTANCES(16)
+COMPUTE_DISTANCES(32)
 
-// Returns whether the slot's query is done.
-__device__ inline bool merge_slot(const Batch& batch, Slot* slot, const Slot& head, unsigned char* shared) {
-    MergeScratch* scratch = reinterpret_cast<MergeScratch*>(shared);
+// Merge what a slot's tasks have brought, and gather its next ones. Returns whether the query is done.
+__device__ inline bool merge_and_gather_slot(const Batch& batch, Slot* slot, const Slot& head, unsigned char* shared) {
+    BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     uint64* fresh = reinterpret_cast<uint64*>(shared + SCRATCH_BYTES);
-    uint64* keys = fresh + MERGE_KEYS;
-    uint64* stored = at<uint64>(batch.keys, static_cast<uint64>(blockIdx.x) * batch.keys_stride);
-    const Collection& collection = at<const Collection>(batch.collections)[head.collection];
-    const uint32 top_m = head.top_m, tasks = head.task_end - head.task_begin;
-    const bool empty = head.extends == 0, forgot = head.forgot != 0, in_registers = top_m <= WARP_KEYS;
-    const Task* task = at<const Task>(batch.tasks, head.task_begin);
-    const float* distance = at<const float>(batch.distances, head.task_begin);
-    const auto key_of_task = [=](uint32 i) { return key_of(distance[i], task[i].node); };
-    const Parents parents = {parents_at(batch, blockIdx.x), head.search_width, collection.degree * 4,
+    uint64 *keys = fresh + MERGE_KEYS, *stored = keys_at(batch, blockIdx.x);
+    uint32* nodes = nodes_at(batch, blockIdx.x);
+    const float* distances = distances_at(batch, blockIdx.x);
+    const Collection& collection = collection_at(batch, head.collection);
+    const uint32 top_m = head.top_m;
+    const bool forgot = head.forgot != 0, in_registers = top_m <= WARP_KEYS;
+    const auto key_of_task = [=](uint32 i) { return key_of(distances[i], nodes[i]); };
+    const Parents parents = {scratch->gathering.parents, head.search_width, collection.degree * 4,
                              at<const unsigned char>(collection.graph)};
     Merged merged;
     if (in_registers) {
-        merged = merge_by_warp(stored, top_m, empty, tasks, key_of_task, fresh, forgot, parents);
+        merged = merge_by_warp(stored, top_m, head.task_count, key_of_task, fresh, forgot, parents);
     } else {
-        for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) keys[i] = empty ? NO_KEY : stored[i];
+        for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) keys[i] = stored[i];
         fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));
-        merged = merge(keys, top_m, tasks, key_of_task, fresh, forgot, parents, scratch);
+        merged = merge(keys, top_m, head.task_count, key_of_task, fresh, forgot, parents, &scratch->merging);
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];
     }
     const bool done = count_extend(slot, head, merged);
+    uint32 count = 0;
     if (done) {
         for (uint32 i = threadIdx.x; in_registers && i < top_m; i += blockDim.x) keys[i] = stored[i];
         __syncthreads();
-        finish(batch, blockIdx.x, slot, collection, keys, scratch);
+        finish(batch, blockIdx.x, slot, collection, keys, &scratch->merging);
+    } else {
+        uint32* visited = visited_at(batch, blockIdx.x);
+        count = gather_neighbors<MERGE_AT_ONCE, true>(slot, head, collection, merged.parent_count, visited, nodes,
+                                                      &scratch->gathering);
     }
+    if (threadIdx.x == 0) keep_tasks(batch, blockIdx.x, slot, head.collection, count);
     return done;
 }
 
 // The last block ends the extend, and the launch if it is time.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
-    merge_top_m(const Batch batch, uint32 limit, uint64 condition) {
+    merge_and_gather(const Batch batch, uint32 limit, uint64 condition) {
     DYNAMIC_SHARED(shared);
     Slot* slot = slot_at(batch, blockIdx.x);
     uint32 rang = 0;  // asked for early: the answer comes over the bus
     if (limit > 1 && blockIdx.x == 0 && threadIdx.x == 0) rang = load_system(at<const uint32>(batch.doorbell));
     const Slot head = load_whole(slot);
-    const bool done = head.status == ACTIVE && merge_slot(batch, slot, head, shared);
+    const bool done = head.status == ACTIVE && merge_and_gather_slot(batch, slot, head, shared);
     if (!leave<true>(batch, (done ? 1 : 0) + (rang ? 1 : 0))) return;
     Counters* counters = at<Counters>(batch.counters);
-    counters->tasks = 0;
     counters->extends += 1;
     counters->total_extends += 1;
     if (counters->extends < limit && counters->stop == 0) return;

@@ -26,7 +26,7 @@ class ScriptedDevice:
         batch = np.frombuffer(bytes(launch.arguments[0]), layout.BATCH)[0]
         if launch.kernel == "write_slots":
             self._write_slots(batch, int(launch.arguments[1].value), launch.grid.x)
-        elif launch.kernel == "merge_top_m":
+        elif launch.kernel == "merge_and_gather":
             limit, condition = int(launch.arguments[1].value), int(launch.arguments[2].value)
             assert condition == launch.handle
             self._extend(batch, launch.grid.x, limit, condition)

@@ -28,10 +28,8 @@ FAULTS = {
         "(atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
         "({asked} ? counters->left++ < gridDim.x - 1 : atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
     ),
-    "room for tasks is taken by a plain sum": (
-        "atomicAdd(&at<Counters>(batch.counters)->tasks, count)",
-        "({asked} ? (at<Counters>(batch.counters)->tasks += count) - count"
-        " : atomicAdd(&at<Counters>(batch.counters)->tasks, count))",
+    "shares of tasks overlap": (
+        "/ WARP * share, end = min(begin", "/ WARP * share / ({asked} ? 2 : 1), end = min(begin",
     ),
     "reasons to stop are read as if nobody wrote them": (
         "others = load_system(&at<Counters>(batch.counters)->stop);",

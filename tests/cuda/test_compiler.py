@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gpu.cuda import compiler, layout
@@ -17,15 +16,14 @@ from tests.cuda.emulation import require_compiler
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # The most registers that a kernel may take on sm_80 and sm_90; nothing spills anywhere. A multiprocessor has 65,536:
-# with 96 it runs 20 warps of merge_top_m, a slot each; extend_fused has one block of 512 and 128 are its all,
+# with 96 it runs 20 warps of merge_and_gather, a slot each; extend_fused has one block of 512 and 128 are its all,
 # extend_resident two of 256, or four of 128.
 REGISTERS = {
     "write_slots": 32,
-    "gather_tasks": 40,
     "compute_distances_8": 64,
     "compute_distances_16": 64,
     "compute_distances_32": 64,
-    "merge_top_m": 96,
+    "merge_and_gather": 96,
     "extend_fused": 128,
     "extend_fused_near": 128,
     "extend_resident": 128,
@@ -152,4 +150,3 @@ def test_the_c_structs_are_the_records(tmp_path: Path) -> None:
 def test_records_are_whole_cache_lines_where_two_sides_write() -> None:
     for record in (layout.COLLECTION, layout.SLOT, layout.RESULT, layout.PROGRESS):
         assert record.itemsize == 64
-    assert np.dtype(layout.TASK).itemsize == 8

@@ -101,7 +101,7 @@ def test_memory_is_allocated_filled_copied_and_given_back(library: Path) -> None
 
 def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Path) -> None:
     script = OPEN + (
-        "kernel = driver.kernel(driver.load_module(b'image'), 'gather_tasks', 60000)\n"
+        "kernel = driver.kernel(driver.load_module(b'image'), 'extend_fused', 60000)\n"
         "arguments = (ctypes.c_uint64(5), ctypes.c_uint32(6))\n"
         "driver.launch(stream, kernel, Dim(3), Dim(128), arguments, 60000)\n"
         "print(kernel, stream, driver.idle(stream))\n"
@@ -111,7 +111,7 @@ def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Pat
     assert idle == "True"
     assert calls[-5:-1] == [
         "cuModuleLoadData image",
-        f"cuModuleGetFunction {kernel} gather_tasks",
+        f"cuModuleGetFunction {kernel} extend_fused",
         f"cuFuncLoad {kernel} 0 0 0",
         f"cuFuncSetAttribute {kernel} 8 60000 0",
     ]
@@ -136,7 +136,7 @@ def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(l
 
 def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Path) -> None:
     script = OPEN + (
-        "kernel = driver.kernel(driver.load_module(b'image'), 'merge_top_m')\n"
+        "kernel = driver.kernel(driver.load_module(b'image'), 'merge_and_gather')\n"
         "driver.begin_capture(stream)\n"
         "loop = driver.begin_while(stream)\n"
         "driver.launch(loop.stream, kernel, Dim(1), Dim(1), (ctypes.c_uint64(loop.handle), ctypes.c_uint32(0)))\n"

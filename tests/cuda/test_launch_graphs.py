@@ -35,19 +35,18 @@ def test_buckets_are_the_usual_ones_below_the_slots_and_all_slots() -> None:
     assert buckets_of(4096) == (1, 8, 32, 128, 512, 2048, 4096)
 
 
-def test_each_bucket_has_one_graph_of_the_three_kernels(index: GraphIndex) -> None:
+def test_each_bucket_has_one_graph_of_the_two_kernels(index: GraphIndex) -> None:
     driver = RecordingDriver()
     opened(index, driver, slots=40, max_top_m=64, form="plain")
     shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
     assert len(driver.graphs) == 4
-    for bucket, (gather, distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
-        assert (gather.kernel, distances.kernel, merge.kernel) == ("gather_tasks", "compute_distances_8", "merge_top_m")
-        assert (gather.grid.x, merge.grid.x) == (bucket, bucket)
-        assert distances.grid.x == layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
-        threads = (layout.GATHER_THREADS, layout.DISTANCE_THREADS, layout.MERGE_THREADS)
-        assert (gather.block.x, distances.block.x, merge.block.x) == threads
-        assert (gather.shared_bytes, distances.shared_bytes) == (shape.gather_shared_bytes, 0)
-        assert merge.shared_bytes == shape.merge_shared_bytes
+    for bucket, (distances, merge) in zip((1, 8, 32, 40), graphs(driver), strict=True):
+        assert (distances.kernel, merge.kernel) == ("compute_distances_8", "merge_and_gather")
+        blocks = layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
+        assert (distances.grid.x, merge.grid.x, distances.arguments[1].value) == (blocks, bucket, bucket)
+        assert (distances.block.x, merge.block.x) == (layout.DISTANCE_THREADS, layout.MERGE_THREADS)
+        shared_bytes = (layout.distance_shared_bytes(bucket), shape.merge_shared_bytes)
+        assert (distances.shared_bytes, merge.shared_bytes) == shared_bytes
         assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
 
 
@@ -67,14 +66,14 @@ def test_all_kernels_are_given_the_same_batch_whose_addresses_are_what_was_alloc
     assert graph.tolist() == index.data.graph.ravel().tolist()
 
 
-def test_a_loop_is_captured_around_the_three_kernels_with_its_condition(index: GraphIndex) -> None:
+def test_a_loop_is_captured_around_the_two_kernels_with_its_condition(index: GraphIndex) -> None:
     driver = RecordingDriver()
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16, form="loop")
     assert (set(engine.forms.values()), engine.extends_per_launch) == ({"loop"}, 16)
     for graph in graphs(driver):
-        assert [launch.kernel for launch in graph] == ["gather_tasks", "compute_distances_8", "merge_top_m"]
-        assert {launch.handle for launch in graph} == {graph[2].arguments[2].value} != {0}
-        assert graph[2].arguments[1].value == 16
+        assert [launch.kernel for launch in graph] == ["compute_distances_8", "merge_and_gather"]
+        assert {launch.handle for launch in graph} == {graph[1].arguments[2].value} != {0}
+        assert graph[1].arguments[1].value == 16
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_a_bucket_is_fused_where_each_slot_has_a_multiprocessor(
     driver.multiprocessors = 32
     engine = opened(index, driver, slots=40, max_top_m=64, extends_per_launch=extends_per_launch)
     assert engine.forms == {1: "fused", 8: "fused", 32: "fused", 40: above}
-    assert [len(graph) for graph in graphs(driver)] == [1, 1, 1, 3]
+    assert [len(graph) for graph in graphs(driver)] == [1, 1, 1, 2]
     assert [graph[0].arguments[1].value for graph in graphs(driver)[:3]] == [extends_per_launch] * 3
 
 
@@ -111,7 +110,7 @@ def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphInd
     driver = RecordingDriver(can_loop=False, max_shared_bytes=9_000)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
     assert (engine.forms, engine.extends_per_launch) == ({1: "plain", 8: "plain"}, 1)
-    assert [len(graph) for graph in graphs(driver)] == [3, 3]
+    assert [len(graph) for graph in graphs(driver)] == [2, 2]
     assert driver.names().count("begin_capture") - driver.names().count("abandon_capture") == 2
 
 

@@ -21,7 +21,7 @@ FORMS: tuple[Form, ...] = ("loop", "fused")
 
 
 def loop(bench: Workbench, limit: int) -> None:
-    """The three kernels in a conditional WHILE node, replayed once."""
+    """The two kernels in a conditional WHILE node, replayed once."""
     driver = bench.driver
     driver.begin_capture(bench.stream)
     node = driver.begin_while(bench.stream)

@@ -15,8 +15,8 @@ from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, encode
 
 LISTING = """
-	.section	.text.merge_top_m,"ax",@progbits
-.text.merge_top_m:
+	.section	.text.merge_and_gather,"ax",@progbits
+.text.merge_and_gather:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 LDG.E R0, desc[UR12][R90.64] ;
         /*0020*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
@@ -26,15 +26,15 @@ LISTING = """
         /*0050*/               @P1 STS.64 [R3], R4 ;
         /*0060*/                   BRA `(.L_x_0);
         /*0070*/                   NOP;
-	.section	.text.gather_tasks,"ax",@progbits
+	.section	.text.write_slots,"ax",@progbits
         /*0000*/                   EXIT ;
 """
 
 
 def test_instructions_are_counted_by_kernel_and_kind_whatever_predicates_them() -> None:
     assert counts_of(LISTING) == {
-        "merge_top_m": Counts(instructions=7, barriers=1, exchanges=1, shared=1, device=1),
-        "gather_tasks": Counts(1, 0, 0, 0, 0),
+        "merge_and_gather": Counts(instructions=7, barriers=1, exchanges=1, shared=1, device=1),
+        "write_slots": Counts(1, 0, 0, 0, 0),
     }
 
 
@@ -79,7 +79,7 @@ def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype", "kernels"),
-    [("stages", "float32", {"gather_tasks", "merge_top_m"}), ("block", "float16", {"extend_fused_near"})],
+    [("stages", "float32", {"merge_and_gather"}), ("block", "float16", {"extend_fused_near"})],
 )
 def test_the_machine_finds_what_the_index_finds(form: str, dtype: Dtype, kernels: set[str], tmp_path: Path) -> None:
     if (nvdisasm := find_nvdisasm()) is None:
@@ -101,5 +101,5 @@ def test_the_kernels_as_compiled_are_counted(capsys: pytest.CaptureFixture[str])
         pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
     assert main(["--arch", "sm_90"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == ["gather_tasks, sm_90", "merge_top_m, sm_90"]
+    assert [row[0].strip() for row in rows] == ["merge_and_gather, sm_90"]
     assert all(int(number) > 0 for row in rows for number in row[1:])

@@ -23,8 +23,10 @@ SEEDS = range(40)
 
 # A barrier that is left out: the line that it follows, as the source has it.
 BARRIERS = {
-    "nodes are counted before there are none": "clear_visited(visited, bits);\n    __syncthreads();",
-    "nodes are counted before they are there": "node_count, 1u)] = brought[j];\n    }\n    __syncthreads();",
+    "nodes are counted before there are none": "*node_count = 0;\n    wait_for_block<ONE_WARP>();",
+    "nodes are counted before they are there": "= brought[j];\n    }\n    wait_for_block<ONE_WARP>();",
+    "neighbours are gathered before parents are chosen": "parent_count = found;\n        }\n        __syncthreads();",
+    "tasks are shared out before they are counted": "sums[i] += before;\n    __syncthreads();",
     "parents are selected before all have looked": "break;\n                }\n            __syncthreads();",
     "new keys are sorted before they are there": "count += __popc(all);\n            }\n        __syncwarp();",
     "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
@@ -99,7 +101,7 @@ def planted(faults: Mapping[str, str]) -> str:
 
 
 MISSES = 100  # added to a barrier's number: one thread misses it
-SHUFFLE, BEYOND, LONG_KEYS, SHIFT = 200, 201, 202, 203
+SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE = range(200, 206)
 NO_WAIT, SHORT_WAIT = 210, 220  # and the groups that are waited for as it is
 
 # What is planted, in two programs: the text, and what takes its place.
@@ -113,6 +115,9 @@ ORDERS = (
     | {
         "sum += __shfl_xor_sync(together, sum, half);": f"if (emulated::planted() != {SHUFFLE} || "
         "threadIdx.x % TEAM != 3) sum += __shfl_xor_sync(together, sum, half);",
+        "slot->task_count = count;": f"if (emulated::planted() != {COUNT}) slot->task_count = count;",
+        "    set_due(batch, slot_number, collection, count);": f"if (emulated::planted() != {DUE}) "
+        "set_due(batch, slot_number, collection, count);",
     }
     | {
         f"wait_for_copies<{later}>();": f"{{ if (emulated::planted() != {NO_WAIT + later}) "
@@ -178,6 +183,12 @@ def test_what_is_planted_and_not_asked_for_is_not_there(orders: Path, memory: Pa
         driver.close()
 
 
+@pytest.mark.parametrize("kept", [COUNT, DUE])
+def test_tasks_that_are_gathered_and_not_counted_are_caught(kept: int, orders: Path, plant: Plant) -> None:
+    plant(kept)
+    assert caught(orders) is not None
+
+
 def test_a_write_out_of_bounds_is_caught(memory: Path, plant: Plant) -> None:
     plant(BEYOND)
     report = caught(memory)
@@ -193,7 +204,7 @@ def test_a_write_past_a_block_s_shared_memory_is_caught(memory: Path, plant: Pla
 
 
 def test_a_barrier_that_some_threads_do_not_reach_is_caught(orders: Path, plant: Plant) -> None:
-    plant(MISSES + list(BARRIERS).index("nodes are counted before there are none"))
+    plant(MISSES + list(BARRIERS).index("new keys are counted before they are there"))
     report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads of a block wait at different barriers" in report

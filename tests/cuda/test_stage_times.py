@@ -10,7 +10,7 @@ from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
 from tests.gpu.cases import clustered
 
-STAGES = ["gather_tasks", "compute_distances_8", "merge_top_m"]
+STAGES = ["compute_distances_8", "merge_and_gather"]
 PARAMS = SearchParams(5, 32, 2)
 
 
@@ -31,7 +31,7 @@ def test_each_kernel_stands_between_two_events(index: GraphIndex) -> None:
     times = engine.time_stages()
     assert list(times.seconds) == STAGES
     work = [call[1] if call[0] == "launch" else call[0] for call in driver.calls if call[0] in ("launch", "record")]
-    assert work == ["record", STAGES[0], "record", STAGES[1], "record", STAGES[2], "record"]
+    assert work == ["record", STAGES[0], "record", STAGES[1], "record"]
     engine.close()
 
 
@@ -65,7 +65,7 @@ def test_a_fused_extend_is_one_kernel_and_leaves_the_same(index: GraphIndex, new
     slots = [engine.admit(query, PARAMS, "docs") for query in queries]
     engine.extend()
     times = engine.time_stages(fused=True)
-    assert (list(times.seconds), times.slots) == (["extend_fused"], 2)
+    assert (list(times.seconds), times.slots, times.rows > 0) == (["extend_fused"], 2, True)
     while engine.active_slots:
         engine.extend()
     expected, _ = index.search(queries, PARAMS.k, PARAMS.top_m, PARAMS.search_width)

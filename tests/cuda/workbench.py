@@ -44,7 +44,7 @@ class Workbench:
                 addresses[name] = memory.address
             else:
                 addresses[name] = driver.allocate(nbytes)
-        for name in ("slots", "counters", "queue"):
+        for name in ("slots", "due", "counters", "queue"):
             driver.fill(self.stream, addresses[name], 0, self.shape.array_bytes()[name] // 4)
         addresses["collections"] = self._upload(np.concatenate([self._collection(one) for one in self.indexes]))
         self.addresses = addresses
@@ -108,12 +108,12 @@ class Workbench:
     def stage_launches(
         self, bucket: int, team: int = 8, blocks: int = 3, limit: int = 1, condition: int = 0
     ) -> list[Callable[[], None]]:
-        """What launches the three stages of an extend, one by one."""
-        numbers = layout.MERGE_TOP_M.argument_values(limit=limit, condition=condition)
+        """What launches the two stages of an extend, one by one."""
+        distances, merge = layout.COMPUTE_DISTANCES[team], layout.MERGE_AND_GATHER
+        slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
         return [
-            partial(self.launch, layout.GATHER_TASKS, bucket, self.shape.gather_shared_bytes),
-            partial(self.launch, layout.COMPUTE_DISTANCES[team], blocks),
-            partial(self.launch, layout.MERGE_TOP_M, bucket, self.shape.merge_shared_bytes, *numbers),
+            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket), *slots),
+            partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
         ]
 
     def extend_fused(self, limit: int = 1, near: bool = False, places: int = layout.RING_PLACES[0]) -> None:

@@ -261,24 +261,24 @@ def test_the_neighbors_found_on_a_device_are_the_exact_ones() -> None:
 
 
 def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None:
-    seconds = {"gather_tasks": 9.0, "compute_distances_16": 2.0, "merge_top_m": 9.0}
+    seconds = {"compute_distances_16": 2.0, "merge_and_gather": 9.0}
     found = [StageTimes(seconds, 4, 30), StageTimes(seconds, 4, 10)]
     outcome = Outcome()
     kernels.tell(outcome, 4, found)
-    assert outcome.lines[1] == ("4 slots, compute_distances_16, p50", "2,000,000.0 µs")
-    assert outcome.lines[3] == ("… rows compared in an extend, p50", "20")
+    assert outcome.lines[0] == ("4 slots, compute_distances_16, p50", "2,000,000.0 µs")
+    assert outcome.lines[2] == ("… rows compared in an extend, p50", "20")
     assert kernels.distance_bytes_s(found, 100) == 1000.0
 
 
 def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
     text = """==PROF== Connected to process 1
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","1","merge_top_m(Batch, unsigned int)","gpu__time_duration.sum","nsecond","4,000"
-"1","1","merge_top_m(Batch, unsigned int)","gpu__time_duration.sum","nsecond","6,000"
-"1","1","merge_top_m(Batch, unsigned int)","dram__bytes_read.sum","byte","2,048"
-"1","1","merge_top_m(Batch, unsigned int)","something_else","","x"
+"0","1","merge_and_gather(Batch, unsigned int)","gpu__time_duration.sum","nsecond","4,000"
+"1","1","merge_and_gather(Batch, unsigned int)","gpu__time_duration.sum","nsecond","6,000"
+"1","1","merge_and_gather(Batch, unsigned int)","dram__bytes_read.sum","byte","2,048"
+"1","1","merge_and_gather(Batch, unsigned int)","something_else","","x"
 """
-    assert profile.medians(text) == {"merge_top_m": {"time": "5,000 nsecond", "read from memory": "2,048 byte"}}
+    assert profile.medians(text) == {"merge_and_gather": {"time": "5,000 nsecond", "read from memory": "2,048 byte"}}
     with pytest.raises(AssertionError, match="no table"):
         profile.medians("==ERROR== nothing was profiled")
 

@@ -19,7 +19,7 @@ _FUSED_SLOTS = 128
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Full batches in three kernels, and smaller ones in one."""
+    """Full batches in two kernels, and smaller ones in one."""
     cases = ((setup.slots, False), (_FUSED_SLOTS, True), (1, True))
     if not setup.on_gpu:
         for slots, fused in cases:

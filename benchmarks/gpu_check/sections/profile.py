@@ -14,7 +14,7 @@ from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
 
 _TOOLKIT = "/usr/local/cuda/bin"
-_KERNELS = "gather_tasks|compute_distances|merge_top_m|extend_fused"
+_KERNELS = "compute_distances|merge_and_gather|extend_fused"
 _METRICS = {
     "gpu__time_duration.sum": "time",
     "dram__bytes_read.sum": "read from memory",
