@@ -169,7 +169,7 @@ def test_a_neighbour_that_does_not_exist_is_left_out(new_driver: NewDriver) -> N
     assert bench.result(0, 10)[0] == search_reference(data, query, SearchParams())[0].tolist()
 
 
-def test_no_block_waits_for_its_warps_while_queries_go_on(new_driver: NewDriver) -> None:
+def test_a_block_waits_twice_to_share_out_tasks_and_never_to_merge_or_gather(new_driver: NewDriver) -> None:
     """A slot's merge is one warp's, and so is what it gathers."""
     random = np.random.default_rng(3)
     driver = new_driver(block_threads=128)
@@ -177,11 +177,11 @@ def test_no_block_waits_for_its_warps_while_queries_go_on(new_driver: NewDriver)
     bench.admit(0, exact_vectors(random, 1)[0], SearchParams(k=4, top_m=64, search_width=2))
     for _ in range(5):
         waits = [driver.waits()]
-        for launch in bench.stage_launches(bucket=1):
+        for launch in bench.stage_launches(bucket=1, blocks=3):
             launch()
             waits.append(driver.waits())
         assert not bench.done(0)
-        assert np.diff(waits)[1] == 0
+        assert np.diff(waits).tolist() == [3 * 2, 0]
 
 
 @pytest.mark.parametrize("blocks", [1, 7])
