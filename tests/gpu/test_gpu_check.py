@@ -18,7 +18,7 @@ from benchmarks.gpu_check.drive import drive, poisson
 from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.made import made_set
 from benchmarks.gpu_check.report import Outcome
-from benchmarks.gpu_check.sections import kernels, peers, profile
+from benchmarks.gpu_check.sections import kernels, peers, profile, small_run
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.verdicts import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
@@ -268,6 +268,23 @@ def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None
     assert outcome.lines[0] == ("4 slots, compute_distances_16, p50", "2,000,000.0 µs")
     assert outcome.lines[2] == ("… rows compared in an extend, p50", "20")
     assert kernels.distance_bytes_s(found, 100) == 1000.0
+
+
+@pytest.mark.parametrize(("form", "kernels"), [("plain", 2), ("fused", 1)])
+def test_the_small_run_that_is_watched_has_the_form_that_is_asked_for(
+    form: str, kernels: int, index: GraphIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu.cuda import compiler, cuda_driver
+    from tests.cuda.recorder import RecordingDriver
+    from tests.cuda.scripted_device import ScriptedDevice
+
+    driver = RecordingDriver()
+    ScriptedDevice(driver)
+    monkeypatch.setattr(cuda_driver, "CudaDriver", lambda device: driver)
+    monkeypatch.setattr(compiler, "compile_kernels", lambda arch: b"image")
+    engine = small_run.engine_of("cuda:0", form, {"docs": index})
+    assert {len(graph) for graph in driver.graphs.values()} == {kernels}
+    engine.close()
 
 
 def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
