@@ -69,22 +69,23 @@ def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for
 
 
 def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a", seal_rows=8, background=True) as writer, LiveReader(tmp_path / "a") as reader:
+    with new_writer(tmp_path / "a", seal_rows=16, background=True) as writer, LiveReader(tmp_path / "a") as reader:
 
         def write(first: int) -> None:
-            for begin in range(first, first + 150, 5):
+            for begin in range(first, first + 90, 5):
                 writer.upsert(documents(range(begin, begin + 5)))
                 writer.delete([str(begin)])
                 if begin % 3 == 0:
                     writer.flush()
 
         with Background([partial(write, 0), partial(write, 1000)]):
-            until(lambda: writer.state.count == 240)
-        until(lambda: writer.state.growing.count < 8 and not to_merge(writer.state.segments, 8))
+            until(lambda: writer.state.count == 144)
+        until(lambda: writer.state.growing.count < 16 and not to_merge(writer.state.segments, 16))
         expected = contents(writer)
         reader.poll()
         assert contents(reader) == expected
-        assert len(expected) == 240
+        assert len(expected) == 144
+        assert writer.statistics().merged > 0
     with open_writer(tmp_path / "a") as writer:
         assert contents(writer) == expected
 
