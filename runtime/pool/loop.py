@@ -97,10 +97,10 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
     now = _now(loop)
     while True:
         if exchange.anything_new(desk):
-            now = _now(loop)  # dearer than looking: a round without news goes on with the end of the last extend
-            stopped = _receive(loop, t, desk, now)
+            stopped = _receive(loop, t, desk)
             if stopped >= 0:
                 return stopped
+            now = _now(loop)  # dearer than looking: a round without news goes on with the end of the last extend
         policy.schedule(t, now)
         if not _carry_out(loop, t, desk, now):
             return ENGINE_FAILED
@@ -141,14 +141,14 @@ def _spin(loop: Any, desk: Any, until: int) -> Any:
 
 
 @compiled
-def _receive(loop: Any, t: Any, desk: Any, now: int) -> Any:
+def _receive(loop: Any, t: Any, desk: Any) -> Any:
     """Take in what clients ask. Below 0, or why Python is needed."""
     for _ in range(_RECEIVE):
         found = exchange.find_request(desk)
         if found == exchange.NONE:
             return -1
         if found == exchange.ACCEPTED:
-            take_in(loop, t, desk, desk[exchange.VECTOR], now)
+            take_in(loop, t, desk, desk[exchange.VECTOR], _now(loop))  # read now: it may just have been sent
             exchange.release(desk)
         elif found == exchange.CANCEL:
             _cancel(loop, t, desk, desk[exchange.ROW], desk[exchange.REQUEST_ID])

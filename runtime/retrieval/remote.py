@@ -104,12 +104,12 @@ class RemoteCollection:
                 async with asyncio.timeout_at(until):
                     await self.look()
             except TimeoutError:
-                out = ", ".join(node.url for node in self._nodes if node.about is None)
-                raise DeadlineExceeded(f"{out} did not tell in time what {self._section.name!r} is") from None
+                if out := ", ".join(node.url for node in self._nodes if node.about is None):
+                    raise DeadlineExceeded(f"{out} did not tell in time what {self._section.name!r} is") from None
         if why := self.unavailable:
             raise Unavailable(f"collection {self._section.name!r} is unavailable: {why}")
         body = msgspec.json.encode({**asked, "collection": self._section.collection or self._section.name})
-        within_s = min(until - asyncio.get_running_loop().time(), self._section.timeout_s)
+        within_s = max(0.0, min(until - asyncio.get_running_loop().time(), self._section.timeout_s))
         used = [node for node in self._nodes if node.about is not None]
         answers = await asyncio.gather(*(self._ask(node, body, within_s) for node in used))
         found = [answer for answer in answers if not isinstance(answer, TrinityError)]

@@ -23,7 +23,7 @@ from runtime.node.config_file import load_config
 from runtime.node.logs.log import Formatter
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.run_dir import NodeInfo, find_node
+from runtime.node.run_dir import NodeInfo, RunDir, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status
 from runtime.node.supervisor.supervisor import Supervisor
 
@@ -164,6 +164,18 @@ def serve_in_a_terminal(config: str, orders: str, log: str, command: tuple[str, 
 def serve_under_nohup(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
     """The same process, begun where SIGHUP is ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    serve(config, orders, log, command)
+
+
+def serve_stopped_as_soon_as_it_is_found(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
+    """The same process, which gets SIGTERM at the moment at which it has said where it is."""
+    write = RunDir.write
+
+    def and_stop(self: RunDir, info: NodeInfo) -> None:
+        write(self, info)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    RunDir.write = and_stop  # type: ignore[method-assign]
     serve(config, orders, log, command)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,15 @@ from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, Invalid
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import Passage
+from runtime.retrieval.remote import RemoteCollection
 from runtime.retrieval.retriever import Found, Retriever
 from runtime.retrieval.search.query import Limits, PassageQuery
 from tests.frontend.fakes import WAIT, run
 from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
 
 TEXTS = ["cats purr", "dogs bark", "fish swim", "birds sing"]
-SILENT = b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
-SILENT = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(SILENT) + SILENT  # and to what comes next nothing
+STORE = b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
+SILENT = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(STORE) + STORE  # and to what comes next nothing
 
 
 @contextlib.contextmanager
@@ -124,6 +125,33 @@ def test_a_search_ends_at_its_deadline_and_the_node_stays_in_use(tmp_path: Path)
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=url):
                 asked.search("cats", 10, deadline_ms=50)
+
+
+def test_a_deadline_that_ends_as_a_node_has_told_what_it_has_names_that_node() -> None:
+    class Told:
+        status = 200
+
+        @property
+        def content(self) -> Any:
+            return self
+
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + 0.01
+            while loop.time() < until:  # the deadline is over, and nobody could say so yet
+                pass
+            yield STORE
+
+    class Session:
+        @contextlib.asynccontextmanager
+        async def request(self, method: str, url: str, **_: Any) -> AsyncIterator[Told]:
+            if method == "POST":
+                await asyncio.sleep(WAIT)
+            yield Told()
+
+    remote = RemoteCollection(RemoteSection("all", (NOBODY,), "docs"), lambda: Session())  # type: ignore[arg-type,return-value]
+    with pytest.raises(DeadlineExceeded, match=f"node {NOBODY} did not answer within 0 s"):
+        run(remote.search({"query": "cats", "k": 3}, timeout_s=0.005))
+    assert remote.nodes == {NOBODY: ""}
 
 
 def test_without_a_node_a_client_is_told_by_the_stated_rule(part: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from runtime.node.supervisor.admin import ask, restart_node, stop_node
 from runtime.testing.tiny_node import (
     gone,
     serve_in_a_terminal,
+    serve_stopped_as_soon_as_it_is_found,
     serve_under_nohup,
     serve_where_sigint_is_ignored,
     serve_with_a_wall_clock_that_jumps,
@@ -288,6 +289,12 @@ def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(star
     node.signal(signal.SIGTERM)
     assert node.ended() == 0
     assert node.stopped() == ["frontend-0"]
+
+
+def test_a_node_that_is_stopped_as_soon_as_it_is_found_leaves_nothing(start_tiny: StartTiny) -> None:
+    node = start_tiny(process=serve_stopped_as_soon_as_it_is_found)
+    assert node.ended() == 0
+    assert not (node.home / "run").exists()
 
 
 def test_a_worker_that_waits_to_be_restarted_does_not_keep_the_node_from_stopping(start_tiny: StartTiny) -> None:

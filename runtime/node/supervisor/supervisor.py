@@ -80,6 +80,7 @@ class Supervisor:
         The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else
         `EXIT_BUSY` if one lacked what may be free later, else 1.
         """
+        self._catch_signals()  # before there is a directory: who stops a node that starts leaves none behind either
         run_dir = RunDir.acquire(Path(self.plan.run_dir))
         try:
             with (
@@ -89,7 +90,6 @@ class Supervisor:
             ):
                 self._info, self._listener = self._describe(listener), listener
                 run_dir.write(self._info)
-                self._catch_signals()
                 return self._serve(control, on_ready)
         finally:
             self._kill_all()
