@@ -37,7 +37,8 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 # of what `gpu.cuda.resident` has; SEATS: of int64 [slots, SEAT_WORDS], what it knows of each slot: the first word,
 # IS_OUT, is whether the slot is the device's. ARRIVED, and what it takes: asked while a launch of several extends
 # runs, 0: nobody is. TIME: two words for the clock. LAUNCHES and TOTAL_EXTENDS so far; EXTENDS of the last launch,
-# WAITED_NS for all. FAILURE: which call failed, and its CODE.
+# WAITED_NS for all. A wait asks the driver every LOOK_NS whether something failed, next at LOOK_AT, and is given up
+# after GIVE_UP_NS. FAILURE: which call failed, and its CODE.
 (
     TABLE,
     ACTIVE,
@@ -73,6 +74,7 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     ARRIVED_ARGUMENT,
     TIME,
     LOOK_NS,
+    LOOK_AT,
     GIVE_UP_NS,
     NEXT_TICKET,
     LAUNCHES,
@@ -81,8 +83,8 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     WAITED_NS,
     FAILURE,
     CODE,
-) = range(42)
-HANDLE_WORDS = 42
+) = range(43)
+HANDLE_WORDS = 43
 IS_OUT, SEAT_WORDS = 0, 5
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS, LOST = range(7)
@@ -179,16 +181,30 @@ def _write_slots(own: Any) -> Any:
 
 
 @compiled
-def look_for_faults(own: Any, wanted: int, waited_ns: int) -> Any:
-    """A launch takes long: whether it may still end."""
-    code = call(own[QUERY], (own[STREAM],))
-    if code == 0 and load_acquire(own[PROGRESS]) != wanted:
-        return failed(own, SILENT, 0)
-    if code != 0 and code != NOT_READY:
-        return failed(own, QUERY_FAILED, code)
-    if waited_ns > own[GIVE_UP_NS]:
-        return failed(own, HANGS, 0)
-    return True
+def begin_wait(own: Any) -> Any:
+    """The time at which a wait for the device begins."""
+    now = monotonic_ns(own[TIME])
+    own[LOOK_AT] = now + own[LOOK_NS]
+    return now
+
+
+@compiled
+def waited(own: Any, begin: int) -> Any:
+    """Nanoseconds since the wait began; FAILED, once the launch that is under way cannot end any more."""
+    now = monotonic_ns(own[TIME])
+    if now >= own[LOOK_AT]:
+        own[LOOK_AT] = now + own[LOOK_NS]
+        code = call(own[QUERY], (own[STREAM],))
+        if code == 0 and load_acquire(own[PROGRESS]) != own[LAUNCHES]:
+            failed(own, SILENT, 0)
+        elif code != 0 and code != NOT_READY:
+            failed(own, QUERY_FAILED, code)
+        elif now - begin > own[GIVE_UP_NS]:
+            failed(own, HANGS, 0)
+        else:
+            return now - begin
+        return FAILED
+    return now - begin
 
 
 @compiled
@@ -199,18 +215,14 @@ def _launch(own: Any, graph: int) -> Any:
         return failed(own, REPLAY_FAILED, code)
     own[LAUNCHES] = wanted = (own[LAUNCHES] + 1) & _WORD
     asks = own[ARRIVED] != 0 and own[LIMIT] > 1
-    begin = now = monotonic_ns(own[TIME])
-    look_at = begin + own[LOOK_NS]
+    begin = begin_wait(own)
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
     while load_acquire(own[PROGRESS]) != wanted:
         if asks and call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
             store_release(own[DOORBELL], 1)
             asks = False
-        now = monotonic_ns(own[TIME])
-        if now >= look_at:
-            look_at = now + own[LOOK_NS]
-            if not look_for_faults(own, wanted, now - begin):
-                return False
+        if waited(own, begin) < 0:
+            return False
     store_release(own[DOORBELL], 0)
     total = load_acquire(own[PROGRESS] + 4)
     own[EXTENDS] = (total - own[TOTAL_EXTENDS]) & _WORD

@@ -28,7 +28,6 @@ from gpu.cuda.backend import (
     IS_OUT,
     LAUNCHES,
     LIMIT,
-    LOOK_NS,
     LOST,
     NO_FAILURE,
     PROGRESS,
@@ -42,13 +41,14 @@ from gpu.cuda.backend import (
     TIME,
     WAITED_NS,
     active_of,
+    begin_wait,
     compared_of,
     failed,
     finish_done,
     keep_to,
-    look_for_faults,
     table_of,
     take_in,
+    waited,
 )
 from gpu.cuda.layout import DECODE_RING, IS_DONE, IS_NEW, LAP_SHIFT, MAX_LAP, PREFILL_RING, RECORD, SLOT_BITS
 from gpu.cuda.layout import PROGRESS as OF_PROGRESS
@@ -181,8 +181,7 @@ def _wait(own: Any, stay: Any, done: int, all_walk: bool) -> Any:
     """Until all slots are back, of one extend; else until an active one is done, something has arrived, or rows are to
     be compared meanwhile. Whether that went well."""
     asks = own[ARRIVED] != 0 and own[LIMIT] > 1
-    begin = now = ask_at = monotonic_ns(own[TIME])
-    look_at = begin + own[LOOK_NS]
+    begin, past, ask_at = begin_wait(own), 0, 0
     while True:
         found = _look(own, stay)
         if found < 0:
@@ -190,15 +189,13 @@ def _wait(own: Any, stay: Any, done: int, all_walk: bool) -> Any:
         done += found
         if stay[OUT] == 0 or (own[LIMIT] > 1 and (done or not all_walk)):
             break
-        if asks and now >= ask_at:
+        if asks and past >= ask_at:
             if call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
                 break
-            ask_at = now + _ASK_NS
-        now = monotonic_ns(own[TIME])
-        if now >= look_at:
-            look_at = now + own[LOOK_NS]
-            if not look_for_faults(own, own[LAUNCHES], now - begin):
-                return False
+            ask_at = past + _ASK_NS
+        past = waited(own, begin)
+        if past < 0:
+            return False
     own[WAITED_NS] += monotonic_ns(own[TIME]) - begin
     return True
 
@@ -253,16 +250,10 @@ def change(handle: int, slot: int, what: int) -> Any:
     seat = _seat(own, slot)
     if seat[IS_OUT] and what != RESUME:  # to go on is for the next extend to say
         _set_goal(stay, slot, 0)
-    begin = monotonic_ns(own[TIME])
-    look_at = begin + own[LOOK_NS]
+    begin = begin_wait(own)
     while what == RELEASE and seat[IS_OUT]:
-        now = monotonic_ns(own[TIME])
-        if own[FAILURE] != NO_FAILURE or _look(own, stay) < 0:
+        if own[FAILURE] != NO_FAILURE or _look(own, stay) < 0 or waited(own, begin) < 0:
             return FAILED
-        if now >= look_at:
-            look_at = now + own[LOOK_NS]
-            if not look_for_faults(own, own[LAUNCHES], now - begin):
-                return FAILED
     slot_changes.change(table_of(own), active_of(own), slot, what)
     return 0
 
@@ -278,14 +269,10 @@ def stop(handle: int) -> Any:
         if _seat(own, slot)[IS_OUT]:
             _set_goal(stay, slot, 0)
     store_release(own[DOORBELL], 1)
-    begin = now = monotonic_ns(own[TIME])
-    look_at = begin + own[LOOK_NS]
+    begin = begin_wait(own)
     while load_acquire(own[PROGRESS]) != own[LAUNCHES]:
-        now = monotonic_ns(own[TIME])
-        if now >= look_at:
-            look_at = now + own[LOOK_NS]
-            if not look_for_faults(own, own[LAUNCHES], now - begin):
-                return FAILED
+        if waited(own, begin) < 0:
+            return FAILED
     store_release(own[DOORBELL], 0)
     _collect(own, stay)
     return 0 if _over(own, stay) else FAILED
