@@ -88,7 +88,8 @@ class Machine:
         for block in range(blocks):
             self._shared = np.full(shared_bytes + 1024, 0xA5, np.uint8)
             self._block, self._threads = block, threads
-            self._run([Warp(number, threads) for number in range(-(-threads // WARP))])
+            with np.errstate(over="ignore", invalid="ignore"):  # lanes that are off hold anything
+                self._run([Warp(number, threads) for number in range(-(-threads // WARP))])
         return Counted(self._opcodes, self._barriers)
 
     def _run(self, warps: list[Warp]) -> None:
