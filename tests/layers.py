@@ -8,13 +8,16 @@ PROCESS = {
     "benchmarks": ("test_live_node",),
     "cuda": (
         "test_blocks_at_once", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
-        "test_launch_bindings", "test_machine_code", "test_planted", "test_stage_times",
+        "test_launch_bindings", "test_machine_code", "test_planted", "test_resident", "test_stage_times",
     ),
     "dashboards": ("test_fleet", "test_live", "test_preview", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_parts", "test_vllm_stages"),
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
-    "gpu": ("test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference"),
+    "gpu": (
+        "test_compiled", "test_cuvs_build", "test_engine", "test_gpu_check", "test_reference",
+        "test_replacing_indexes", "test_restricted",
+    ),
     "integrations": ("test_mcp",),
     "ipc": (
         "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
@@ -31,7 +34,7 @@ PROCESS = {
     ),
     "pool": ("test_cuda_pool", "test_kills"),
     "retrieval": ("test_apart", "test_directory", "test_embedder", "test_index_commands", "test_ingestion"),
-    "serving": ("test_model", "test_smollm"),
+    "serving": ("test_model", "test_paged_rows", "test_smollm"),
     "tests": ("test_imports",),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpu.cuda.engine import CudaEngine
 
 _DIMS, _SMALL_DIMS = (96, 768), (32, 48)
-_ROWS, _SMALL_ROWS = 1_000_000, 1500
+_ROWS, _SMALL_ROWS = 1_000_000, 900
 DEFAULT_TOP_M = 64
 
 

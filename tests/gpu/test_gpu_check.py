@@ -36,7 +36,7 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
     assert list(sections) == [f"{name}, {dim} dims" for dim in (32, 48) for name in each] + once
     for dim in (32, 48):
         settings = record["settings"][f"{dim} dims"]
-        assert (settings["set"], settings["vectors"]) == (f"made-{dim}-l2", 1500)
+        assert (settings["set"], settings["vectors"]) == (f"made-{dim}-l2", 900)
         assert settings["graph"] == "by torch, degree 32"
         assert sections[f"data, {dim} dims"]["data"]["torch_graph"]["recall"] > 0.95
         assert sections[f"load, {dim} dims"]["data"]["capacity_per_s"] > 0
