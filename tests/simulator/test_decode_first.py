@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -81,6 +81,7 @@ def test_the_room_of_a_request_that_is_over_is_anothers() -> None:
     rate=st.floats(1, 30),
     timeout_s=st.sampled_from([1.5, 600.0]),
 )
+@example(order="decode_first", device="cpu", kv_blocks=60, rate=29.0, timeout_s=600.0)  # it stood still
 def test_every_request_ends_once_and_nothing_stays_kept(
     order: Order, device: str, kv_blocks: int, rate: float, timeout_s: float
 ) -> None:

@@ -316,6 +316,8 @@ class SimDecode:
         if self.offers or self._pulling or self._computing or self._computed or self.early:
             self._pull()
             self._compute()
+            if self.batch.out:  # the blocks of one that has just come may have been given up on its way
+                self._bring_back()
         steps, self._steps = self.batch.steps - self._steps, self.batch.steps
         if self.kv is not None:
             self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # of rows that make room
