@@ -58,8 +58,8 @@ class Arithmetic(Machine):
             else:
                 product = (_signed(left) * _signed(right)).view(np.uint64)
             if "HI" in modifiers:
-                total = (product >> np.uint64(32)) + self._int(w, c).astype(np.uint64)
-                self._put(w, on, target, total & MASK32)
+                total = product + self._wide(w, c)  # as division's first step has it: what is added has 64 bits
+                self._put(w, on, target, total >> np.uint64(32))
                 return
             added = self._wide(w, c)
             total = product + added
