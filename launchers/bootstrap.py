@@ -120,10 +120,9 @@ def install() -> None:
         return
     wanted = requirements()
     say(f"making the environment {ENVIRONMENT} (once; 2.1 GB, of which 200 MB are model files)")
+    # It copies the interpreter, which may run where the environment is renewed.
     if not (PYTHON.is_file() and subprocess.run([PYTHON, "-c", "import pip"], check=False).returncode == 0):
-        venv.create(
-            ENVIRONMENT, with_pip=True
-        )  # copies the interpreter, which may run where the environment is renewed
+        venv.create(ENVIRONMENT, with_pip=True)
     quiet = () if sys.stdout.isatty() else ("--quiet",)  # a person sees pip's progress bars
     pip = (PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary", *quiet)
     say("installing torch for the CPU")
