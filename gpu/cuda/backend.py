@@ -347,15 +347,17 @@ def extend(handle: int, report: int) -> Any:
     own = words_at(handle, HANDLE_WORDS)
     table, active, told, compared = table_of(own), active_of(own), words_at(report, 2), compared_of(own)
     count = table[ACTIVE_COUNT]
-    if own[PENDING] and not _write_slots(own):
-        return FAILED
     highest, walking = -1, 0
     for i in range(count):
         if not compared.slots[active[i], SCANNING]:
             highest = max(highest, active[i])
             walking += 1
     told[0], told[1] = 1, 0
+    # SYNC POINT: the replay's end is waited for, and with it that commands have been read; without a replay they stay
+    # here, for the host would write over what the device may be reading yet.
     if walking:
+        if own[PENDING] and not _write_slots(own):
+            return FAILED
         buckets = words_at(own[GRAPHS], 2 * own[BUCKETS])
         bucket = 0
         while buckets[2 * bucket] <= highest:

@@ -43,6 +43,18 @@ def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
     assert setup.driver.calls[0] == ("launch", "write_slots", 3)
 
 
+def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_read() -> None:
+    setup = Setup()
+    (slot,) = setup.admit()
+    setup.engine.release(slot)
+    setup.engine.extend()
+    assert setup.driver.names() == []
+    setup.admit(2)
+    setup.engine.extend()
+    assert setup.driver.names() == ["launch", "replay"]
+    assert setup.driver.calls[0] == ("launch", "write_slots", 2)
+
+
 def test_a_step_without_news_is_one_replay_and_nothing_else() -> None:
     setup = Setup(length=50)
     setup.admit(3)

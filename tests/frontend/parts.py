@@ -65,12 +65,13 @@ class Part:
         return {}
 
 
-async def answer(content: bytes) -> asyncio.Server:
-    """A server that answers whatever comes with this, and keeps the connection; b"" is no answer."""
+async def answer(content: bytes, to: bytes = b"") -> asyncio.Server:
+    """A server that answers the first request of a connection with this, if that begins with `to`, and keeps the
+    connection; b"" is no answer."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(content)
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(content if head.startswith(to) else b"")
         with contextlib.suppress(ConnectionError):
             await writer.drain()
             await reader.read()

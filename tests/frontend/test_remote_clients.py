@@ -44,7 +44,7 @@ def silent() -> Iterator[str]:
 
     async def serve() -> None:
         stopped = asyncio.Event()
-        async with await answer(SILENT) as server:
+        async with await answer(SILENT, b"GET") as server:
             told.put((url_of(server), asyncio.get_running_loop(), stopped))
             await stopped.wait()
 
