@@ -99,7 +99,7 @@ def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(nod
 @pytest.mark.timeout(400)
 def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(start_node: StartNode) -> None:
     node = start_node(heartbeat_s=6.0)
-    bodies = [BODY | {"prompt": prompt} for prompt in prompts(8)]
+    bodies = [BODY | {"prompt": prompt, "max_tokens": 150} for prompt in prompts(8)]  # that some are there to be seen
     with ThreadPoolExecutor(8) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
         assert {reason for reason, _ in undisturbed} == {"length"}
