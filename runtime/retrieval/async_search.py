@@ -11,11 +11,11 @@ from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
 from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.library import ATTEMPTS, TOLD_OF_NS, Library
+from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import PassageQuery, deadline_of, with_words
+from runtime.retrieval.search.query import ATTRIBUTES_WAIT_NS, BUILD_ATTEMPTS, PassageQuery, deadline_of, with_words
 
 _LOOK_S = 0.01
 
@@ -45,8 +45,8 @@ class AsyncSearch:
         collection, query = asked.collection, asked.query
         if asked.hybrid and query is None:
             raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
-        deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), ATTEMPTS, embedded
-        told_of_ns = time.monotonic_ns() + TOLD_OF_NS
+        deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), BUILD_ATTEMPTS, embedded
+        told_of_ns = time.monotonic_ns() + ATTRIBUTES_WAIT_NS
         while True:
             attempts -= 1
             try:

@@ -27,11 +27,11 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
-from runtime.retrieval.library import ATTEMPTS, TOLD_OF_NS, ByWords, Library
+from runtime.retrieval.library import ByWords, Library
 from runtime.retrieval.nearest import Nearest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import Question, with_words
+from runtime.retrieval.search.query import ATTRIBUTES_WAIT_NS, BUILD_ATTEMPTS, Question, with_words
 
 if TYPE_CHECKING:
     import zmq
@@ -310,7 +310,7 @@ class Retriever:
 
     def _again(self, query: _Query, error: TrinityError) -> list[Found]:
         """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
-        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < ATTEMPTS:
+        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < BUILD_ATTEMPTS:
             try:
                 self._embed(query)
                 return []
@@ -340,7 +340,7 @@ class Retriever:
         try:
             self._search(query, vector)
         except InvalidFilter as error:
-            until = min(query.deadline_ns, query.embedded_ns + TOLD_OF_NS)
+            until = min(query.deadline_ns, query.embedded_ns + ATTRIBUTES_WAIT_NS)
             if now >= until or not self.library.fits(query.collection, query.wanted):
                 return [Found(query.ticket, error=error)]
             self._early.append((query, vector))

@@ -17,7 +17,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
-from runtime.retrieval.library import Follower, Library
+from runtime.retrieval.library import Library
+from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
@@ -175,7 +176,7 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
     docs = Docs(tmp_path)
     library, offered = docs.library(), [docs.identity]
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = Follower(library, lambda _: offered, table)
+        follower = LibraryFollower(library, lambda _: offered, table)
         table.set_knob("reload", 3.0)
         Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         follower.step(10**9)
@@ -189,7 +190,7 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
     docs = Docs(tmp_path)
     library, offered, now_ns = docs.library(), [docs.identity], itertools.count(10**9, 10**9)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = Follower(library, lambda _: offered, table)
+        follower = LibraryFollower(library, lambda _: offered, table)
 
         def reload(number: float) -> None:
             offered[:] = [read_manifest(docs.path).identity]
@@ -217,7 +218,7 @@ def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_t
     library = Library(lay_out(parse_config({"collections": sections})))
     Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = Follower(library, lambda name: served[name], table)
+        follower = LibraryFollower(library, lambda name: served[name], table)
         for number, collection in ((1, 0.0), (2, 1.0), (3, -1.0)):
             table.set_knob("reload_of", collection)
             table.set_knob("reload", float(number))

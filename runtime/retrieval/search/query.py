@@ -26,6 +26,10 @@ from runtime.retrieval.search.vectors import Vectors, check_finite, on_host
 _MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
 _LATEST_NS = (1 << 63) - 1
 _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
+BUILD_ATTEMPTS = 4
+"""So often a search is made, as long as its collection is replaced by another build meanwhile."""
+ATTRIBUTES_WAIT_NS = 2_000_000_000
+"""So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
 
 
 def spec_of(

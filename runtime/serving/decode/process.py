@@ -15,7 +15,8 @@ from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.library import Follower, Library
+from runtime.retrieval.library import Library
+from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
@@ -69,7 +70,7 @@ class DecodeWorker:
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.start.part("first search")
-        self._follower = Follower(self._retriever.library, self._retriever.client.identities, worker.table)
+        self._follower = LibraryFollower(self._retriever.library, self._retriever.client.identities, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

@@ -27,7 +27,8 @@ from runtime.node.worker import Worker
 from runtime.retrieval.answers import StoredAnswers
 from runtime.retrieval.async_search import AsyncSearch
 from runtime.retrieval.embedding.loading import load_embedder
-from runtime.retrieval.library import Follower, Library
+from runtime.retrieval.library import Library
+from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -280,7 +281,7 @@ async def _beat(
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
     told_at = 0.0
-    follower = None if search is None else Follower(search.library, search.client.identities, worker.table)
+    follower = None if search is None else LibraryFollower(search.library, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:

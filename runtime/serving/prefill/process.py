@@ -15,7 +15,8 @@ from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavaila
 from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.library import Follower, Library
+from runtime.retrieval.library import Library
+from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.retriever import Found, Retriever, cited
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
@@ -88,7 +89,7 @@ class PrefillWorker:
         self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self.retriever.warm_up()
         worker.start.part("first search")
-        self._follower = Follower(self.retriever.library, self.retriever.client.identities, worker.table)
+        self._follower = LibraryFollower(self.retriever.library, self.retriever.client.identities, worker.table)
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
