@@ -192,19 +192,19 @@ def begin_wait(own: Any) -> Any:
 def waited(own: Any, begin: int) -> Any:
     """Nanoseconds since the wait began; FAILED, once the launch that is under way cannot end any more."""
     now = monotonic_ns(own[TIME])
-    if now >= own[LOOK_AT]:
-        own[LOOK_AT] = now + own[LOOK_NS]
-        code = call(own[QUERY], (own[STREAM],))
-        if code == 0 and load_acquire(own[PROGRESS]) != own[LAUNCHES]:
-            failed(own, SILENT, 0)
-        elif code != 0 and code != NOT_READY:
-            failed(own, QUERY_FAILED, code)
-        elif now - begin > own[GIVE_UP_NS]:
-            failed(own, HANGS, 0)
-        else:
-            return now - begin
-        return FAILED
-    return now - begin
+    if now < own[LOOK_AT]:
+        return now - begin
+    own[LOOK_AT] = now + own[LOOK_NS]
+    code = call(own[QUERY], (own[STREAM],))
+    if code == 0 and load_acquire(own[PROGRESS]) != own[LAUNCHES]:
+        failed(own, SILENT, 0)
+    elif code != 0 and code != NOT_READY:
+        failed(own, QUERY_FAILED, code)
+    elif now - begin > own[GIVE_UP_NS]:
+        failed(own, HANGS, 0)
+    else:
+        return now - begin
+    return FAILED
 
 
 @compiled
