@@ -1,5 +1,6 @@
 """The step: what the engine asks of the driver for each extend, what it never asks, and how it reads results."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -44,15 +45,17 @@ def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
 
 
 def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_read() -> None:
-    setup = Setup()
+    setup, bits = Setup(), np.array([1, 0, 0, 0, 0], np.uint64)
+    made = setup.engine.backend()
+    restrict = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(made.restrict)
     (slot,) = setup.admit()
-    setup.engine.release(slot)
+    restrict(made.handle, slot, bits.ctypes.data, 1)  # of so few rows the host compares each; the device is to let it go
     setup.engine.extend()
     assert setup.driver.names() == []
     setup.admit(2)
     setup.engine.extend()
     assert setup.driver.names() == ["launch", "replay"]
-    assert setup.driver.calls[0] == ("launch", "write_slots", 2)
+    assert setup.driver.calls[0] == ("launch", "write_slots", 3)
 
 
 def test_a_step_without_news_is_one_replay_and_nothing_else() -> None:
