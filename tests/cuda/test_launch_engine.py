@@ -49,7 +49,7 @@ def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_
     made = setup.engine.backend()
     restrict = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(made.restrict)
     (slot,) = setup.admit()
-    restrict(made.handle, slot, bits.ctypes.data, 1)  # of so few rows the host compares each; the device is to let it go
+    restrict(made.handle, slot, bits.ctypes.data, 1)  # so few that the host compares each
     setup.engine.extend()
     assert setup.driver.names() == []
     setup.admit(2)
