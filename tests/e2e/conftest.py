@@ -22,6 +22,7 @@ drain_s = {drain_s}
 
 [http]
 port = 0
+drain_notice_s = 0
 
 [model]
 name = "{model}"

@@ -35,13 +35,14 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
             name=f"fleet-{number}", run_dir=tmp_path / f"run-{number}", model=model, collection=collection, drain_s=20.0
         )
         config = tmp_path / f"node-{number}.toml"
-        config.write_text(text.replace("port = 0", f"port = {ports[number]}\nvllm_metrics = true"))
+        text = text.replace("drain_notice_s = 0", "vllm_metrics = true")  # the notice that nodes give as they are shipped
+        config.write_text(text.replace("port = 0", f"port = {ports[number]}"))
         started.append(Node(config))
         return started[-1]
 
     yield make
-    for node in started:
-        node.stop()
+    with ThreadPoolExecutor() as all_at_once:
+        list(all_at_once.map(Node.stop, started))
 
 
 def is_free(url: str) -> bool:

@@ -1,6 +1,7 @@
 """Nodes of one version are replaced, one by one and under load, by nodes of another one on the same files."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -46,7 +47,7 @@ def test_nodes_are_upgraded_one_by_one_under_load_without_a_loss_and_have_what_w
             name=f"upgrade-{name}", run_dir=tmp_path / f"run-{name}", model=model, collection=collection, drain_s=20.0
         )
         configs.append(tmp_path / f"{name}.toml")
-        text = text.replace("port = 0", f"port = {free_port()}")
+        text = text.replace("port = 0", f"port = {free_port()}").replace("drain_notice_s = 0", "drain_notice_s = 2.5")
         configs[-1].write_text(text + NOTES.format(notes=tmp_path / f"notes-{name}"))
     nodes: list[Node] = []
     try:
@@ -73,8 +74,8 @@ def test_nodes_are_upgraded_one_by_one_under_load_without_a_loss_and_have_what_w
             assert node.post("/v1/retrieval", query)[1]["passages"][0]["id"] == "written"
             assert _written(node, "by the one after")
     finally:
-        for node in nodes:
-            node.stop()
+        with ThreadPoolExecutor() as all_at_once:
+            list(all_at_once.map(Node.stop, nodes))
 
 
 def _version(node: Node) -> str:
