@@ -14,6 +14,7 @@ from gpu import GraphIndex
 from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, encode
 
+ROOT = Path(__file__).parents[2]
 LISTING = """
 	.section	.text.merge_and_gather,"ax",@progbits
 .text.merge_and_gather:
@@ -77,16 +78,23 @@ def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
         machine.launch("double_some", 1, 32, bytes(8), 0)
 
 
+@pytest.fixture(scope="module")
+def listing() -> str:
+    """The kernels of this checkout, compiled and read back."""
+    if (nvdisasm := find_nvdisasm()) is None:
+        pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
+    return listing_of(ROOT, "sm_90", nvdisasm)
+
+
 @pytest.mark.parametrize(
     ("form", "dtype", "kernels"),
     [("stages", "float32", {"merge_and_gather"}), ("block", "float16", {"extend_fused_near"})],
 )
-def test_the_machine_finds_what_the_index_finds(form: str, dtype: Dtype, kernels: set[str], tmp_path: Path) -> None:
-    if (nvdisasm := find_nvdisasm()) is None:
-        pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
-    root = Path(__file__).parents[2]
+def test_the_machine_finds_what_the_index_finds(
+    form: str, dtype: Dtype, kernels: set[str], listing: str, tmp_path: Path
+) -> None:
     usual_index(tmp_path / "index.npz")
-    counted, found = executed(root, listing_of(root, "sm_90", nvdisasm), tmp_path / "index.npz", 32, form)
+    counted, found = executed(ROOT, listing, tmp_path / "index.npz", 32, form)
     with np.load(tmp_path / "index.npz") as stored:
         data = IndexData(encode(stored["base"], "l2", dtype), stored["graph"], stored["seeds"], None)
         ids, distances = GraphIndex(data).search(stored["queries"], 10, 32, 4)
@@ -96,9 +104,11 @@ def test_the_machine_finds_what_the_index_finds(form: str, dtype: Dtype, kernels
     assert set(counted) == kernels
 
 
-def test_the_kernels_as_compiled_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    if find_nvdisasm() is None:
-        pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
+def test_the_kernels_as_compiled_are_counted(
+    listing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = {(ROOT, "sm_90", find_nvdisasm()): listing}
+    monkeypatch.setattr("benchmarks.machine_code.counts.listing_of", lambda *asked: compiled[asked])
     assert main(["--arch", "sm_90"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["merge_and_gather, sm_90"]

@@ -2,6 +2,7 @@
 backend."""
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -83,6 +84,24 @@ def compiled(backend: Backend, index: GraphIndex, slots: int, **limits: int) -> 
         yield Compiled(engine, slots)
 
 
+@functools.cache
+def many(count: int) -> npt.NDArray[np.float32]:
+    return clustered(np.random.default_rng(5), count, 24)
+
+
+@functools.cache
+def many_indexed(count: int, metric: Metric, dtype: Dtype) -> GraphIndex:
+    return GraphIndex.build(many(count), metric=metric, dtype=dtype)
+
+
+@functools.cache
+def near_and_far(dtype: Dtype) -> tuple[npt.NDArray[np.float32], GraphIndex]:
+    """3,000 rows in one place, and 1,100 in another."""
+    random = np.random.default_rng(8)
+    vectors = np.concatenate([random.normal(0, 0.1, (3000, 16)), random.normal(50, 0.1, (1100, 16))])
+    return vectors.astype(np.float32), GraphIndex.build(vectors.astype(np.float32), metric="l2", dtype=dtype)
+
+
 ON_EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 KINDS = [
     (backend, metric, dtype, part)
@@ -98,11 +117,11 @@ KINDS = [
 def test_restricted_queries_find_the_nearest_rows_that_pass_beside_others_that_find_any(
     backend: Backend, metric: Metric, dtype: Dtype, part: float
 ) -> None:
-    random, count, asked = np.random.default_rng(7), *((3000, 20) if backend.device == "cpu" else (1500, 6))
-    vectors, queries = clustered(random, count + asked, 24)[:count], clustered(random, asked, 24)
-    allowed = random.random(count) < part
+    count, asked = (3000, 20) if backend.device == "cpu" else (1500, 6)
+    vectors, queries = many(count), clustered(np.random.default_rng(6), asked, 24)
+    allowed = np.random.default_rng(7).random(count) < part
     bits = bitmap(allowed, count)
-    with compiled(backend, GraphIndex.build(vectors, metric=metric, dtype=dtype), slots=2 * asked) as engine:
+    with compiled(backend, many_indexed(count, metric, dtype), slots=2 * asked) as engine:
         restricted = [engine.ask(query, bits, int(allowed.sum())) for query in queries]
         free = [engine.ask(query, None, 0) for query in queries]
         found, _ = engine.finish([*restricted, *free])
@@ -121,12 +140,9 @@ def test_rows_that_pass_far_from_the_query_are_found_though_the_walk_does_not_co
     backend: Backend, dtype: Dtype
 ) -> None:
     """A filter that goes against the query: the walk's list holds none of them."""
-    random = np.random.default_rng(8)
-    near, far = random.normal(0, 0.1, (3000, 16)), random.normal(50, 0.1, (1100, 16))
-    vectors = np.concatenate([near, far]).astype(np.float32)
+    vectors, index = near_and_far(dtype)
     allowed = np.arange(4100) >= 3000
     assert walk_length(16, 1100, 4100, 64) == 60  # a walk, at first
-    index = GraphIndex.build(vectors, metric="l2", dtype=dtype)
     with compiled(backend, index, slots=4, max_top_m=64) as engine:
         found, _ = engine.finish([engine.ask(vectors[0], bitmap(allowed, 4100), 1100, top_m=16)])
     assert recall(found, 3000 + exact_neighbors(vectors[3000:], vectors[:1], "l2", K)) > 0.85
