@@ -16,9 +16,16 @@ class Reference:
         self._torch = torch
         self._device = device
         self._network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
+        self._generated: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The `tokens` greedy tokens after `prompt`; the end token is a token like any other."""
+        """The `tokens` greedy tokens after `prompt`; the end token is a token like any other.
+
+        What was generated for a prompt is kept: its first tokens are those of a shorter answer.
+        """
+        kept = self._generated.get(tuple(prompt), [])
+        if len(kept) >= tokens:
+            return kept[:tokens]
         ids = self._torch.tensor([list(prompt)], device=self._device)
         output = self._network.generate(
             ids,
@@ -28,7 +35,8 @@ class Reference:
             do_sample=False,
             eos_token_id=None,
         )
-        return [int(token) for token in output[0, len(prompt) :]]
+        self._generated[tuple(prompt)] = generated = [int(token) for token in output[0, len(prompt) :]]
+        return generated[:]
 
     def logits(self, tokens: Sequence[int]) -> Any:
         """Logits [len(tokens), vocabulary] of one pass over a whole sequence."""

@@ -19,7 +19,7 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(tiny_directory: Path) -> Reference:
     return Reference(tiny_directory)
 

@@ -1,6 +1,5 @@
 """Prompts that decode computes itself: which ones those are, and that their answers are what `generate()` gives."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,12 @@ from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
 from runtime.serving.prefill.job import Disaggregation, computed_by_decode, turn_ns
-from tests.serving.workers import FakePool, Workers
+from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259
 PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of it.") for n in range(12)]
-Start = Callable[..., Workers]
 NEVER: dict[str, Any] = {"disaggregate": "never"}
 IDLE, FULL = DecodeLoad(0, 8, 0), DecodeLoad(8, 8, 0)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_directory: Path) -> Reference:
-    return Reference(tiny_directory)
-
-
-@pytest.fixture
-def start(tiny_directory: Path) -> Iterator[Start]:
-    started: list[Workers] = []
-
-    def starting(**options: Any) -> Workers:
-        started.append(Workers(tiny_directory, **options))
-        return started[-1]
-
-    yield starting
-    for workers in started:
-        workers.close()
 
 
 def drawn(count: int, longest: int, seed: int = 3) -> list[list[int]]:

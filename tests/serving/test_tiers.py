@@ -317,11 +317,6 @@ def start(tiny_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Worker
         workers.close()
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_directory: Path) -> Reference:
-    return Reference(tiny_directory)
-
-
 PROMPT = list(range(3, 203))
 
 
