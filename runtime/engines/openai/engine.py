@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,12 +17,11 @@ from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Over
 from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
-from runtime.serving.frontend.engine import Capabilities, Engine, RestartLimits
+from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.http.forwarded import needs_one_request
 from runtime.serving.http.service import SearchSource
-from runtime.serving.messages import Generation
 from runtime.serving.model.text import last_question
 
 log = logging.getLogger(__name__)
@@ -31,18 +29,11 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """`restarts` counts how often requests were sent again after a server was lost."""
-
-    in_flight: int
-    restarts: int
-    malformed: int = 0
-
-
 class OpenAiEngine(Engine):
     """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`. `handover_tokens`: see
     `handover.Costs`."""
+
+    forwards = True
 
     def __init__(
         self,
@@ -59,10 +50,7 @@ class OpenAiEngine(Engine):
         on_refused: Callable[[TrinityError], None] | None = None,
         keep_traces: int = 0,
     ) -> None:
-        super().__init__(
-            Capabilities(forwards=True), epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused,
-            keep_traces=keep_traces,
-        )  # fmt: skip
+        super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.servers = servers
         handovers = Handovers(servers, Costs(handover_tokens), clock)
         self._means = Means(servers, search, section, restarts, handovers, clock)
@@ -77,16 +65,14 @@ class OpenAiEngine(Engine):
         """["engine"] while no server answers."""
         return [] if self.servers.up else ["engine"]
 
-    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
-        self._check(request.generation, sent)
-
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
         writer = AnswerWriter(request, sent, self._means, partial(self._tell, request))
         self._tasks[request] = asyncio.create_task(self._run(request, writer))
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> EngineStatistics:
         """A snapshot of the engine's counters."""
-        return Statistics(len(self.requests), self._restarts + sum(one.sent_again for one in self.requests.all()))
+        restarts = self._restarts + sum(one.sent_again for one in self.requests.all())
+        return EngineStatistics(in_flight=len(self.requests), restarts=restarts)
 
     # ---- the loop
 
@@ -131,7 +117,8 @@ class OpenAiEngine(Engine):
         finally:
             self._tasks.pop(request, None)
 
-    def _check(self, asked: Generation, sent: dict[str, Any]) -> None:
+    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
+        asked = request.generation
         if len(self.requests) >= self._max_in_flight:
             raise Overloaded(
                 f"{len(self.requests)} requests are in flight, the limit is {self._max_in_flight}; try again later"

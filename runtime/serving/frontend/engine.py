@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
 from runtime.serving.frontend.observability import Traces
@@ -20,38 +20,29 @@ from runtime.serving.messages import Generation, Prefill
 log = logging.getLogger(__name__)
 
 
-class EngineStatistics(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
     """`restarts` counts how often requests were started again after what ran them was lost, `malformed` the messages of
     the node's own workers that were none."""
 
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def restarts(self) -> int: ...
-
-    @property
-    def malformed(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """`forwards`: takes OpenAI's bodies as they are sent, with fields that Trinity does not know; its pieces are
-    `Relayed` then."""
-
-    forwards: bool = False
+    in_flight: int
+    restarts: int
+    malformed: int = 0
 
 
 class Engine(ABC):
     """Lives in one event loop. `epoch` is this process's own, not 0; `traces` has where each request's time went, of
     the last `keep_traces` that ended too.
 
-    `on_end` is told of every accepted request's end, once; `on_refused` of those that were not accepted.
+    `forwards`: it takes OpenAI's bodies as they are sent, with fields that Trinity does not know; its pieces are
+    `Relayed` then. `on_end` is told of every accepted request's end, once; `on_refused` of those that were not
+    accepted.
     """
+
+    forwards: ClassVar[bool] = False
 
     def __init__(
         self,
-        capabilities: Capabilities,
         *,
         epoch: int,
         clock: Callable[[], int],
@@ -59,7 +50,7 @@ class Engine(ABC):
         on_refused: Callable[[TrinityError], None] | None,
         keep_traces: int,
     ) -> None:
-        self.epoch, self.capabilities = epoch, capabilities
+        self.epoch = epoch
         self.traces = Traces(keep_traces, clock)
         self.requests = RequestTable(self._ended)
         self._clock, self._on_end, self._on_refused = clock, on_end, on_refused

@@ -23,7 +23,7 @@ import zmq.asyncio
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
-from runtime.serving.frontend.engine import Capabilities, Engine, RestartLimits, Starts
+from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits, Starts
 from runtime.serving.frontend.requests import Ended, Request
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import (
@@ -64,19 +64,13 @@ class Peer:
     released: bool = False  # told that it may go: it had drained
 
 
-@dataclass(frozen=True, slots=True)
-class LinkStatistics:
-    """`workers` by role, those that answer; `stale` counts messages dropped, `malformed` those that were none.
-
-    `restarts` counts how often requests were started again.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatistics(EngineStatistics):
+    """`workers` by role, those that answer; `stale` counts messages that were dropped."""
 
     workers: dict[Role, int]
-    in_flight: int
     lost_workers: int
-    restarts: int
     stale: int
-    malformed: int
 
 
 class WorkerLink(Engine):
@@ -98,9 +92,7 @@ class WorkerLink(Engine):
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
         keep_traces: int = 0,
     ) -> None:
-        super().__init__(
-            Capabilities(), epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces
-        )
+        super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.router = router
         self._lost_after_ns = lost_after_ns
         self._starts = Starts(
@@ -155,8 +147,9 @@ class WorkerLink(Engine):
         answering = [worker.hello.role for worker in self.router.workers()]
         workers: dict[Role, int] = {"prefill": answering.count("prefill"), "decode": answering.count("decode")}
         return LinkStatistics(
-            workers, len(self.requests), self._lost_workers, self._starts.restarts, self._stale, self._malformed.count
-        )
+            workers=workers, in_flight=len(self.requests), lost_workers=self._lost_workers,
+            restarts=self._starts.restarts, stale=self._stale, malformed=self._malformed.count,
+        )  # fmt: skip
 
     # ---- the loop
 

@@ -311,7 +311,7 @@ class _Routes:
         self, http: Request, ours: type[Body], forwarded: type[Other]
     ) -> tuple[Body | Other, dict[str, Any] | None]:
         """The body as `ours`, or, for an engine that takes it as it was sent, as `forwarded` and as it was sent."""
-        if self._service.link.capabilities.forwards:
+        if self._service.link.forwards:
             return parse_forwarded(forwarded, await self.read_bytes(http))
         return await self._read(http, ours), None
 
