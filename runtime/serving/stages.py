@@ -49,14 +49,17 @@ TPOT = Stage("tpot", (FIRST_TOKEN,), END, DecodeMetrics.TPOT, "each later token"
 ALL = (*STAGES, *SUMS, TPOT)
 
 
-def stages_of(stamps: dict[str, int]) -> Iterator[tuple[Stage, int, int]]:
+def stages_of(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Iterator[tuple[Stage, int, int]]:
     """Begin and end in ns of every stage that is over, in the order of a request's life."""
-    yield from _between(stamps, STAGES)
+    for stage in stages:
+        begin = next((stamps[begin] for begin in stage.begins if begin in stamps), None)
+        if begin is not None and stage.end in stamps:
+            yield stage, begin, stamps[stage.end]
 
 
 def spans_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, float]:
     """Stage times in seconds from stamps in ns; a stage that did not happen is left out. `tpot` is per output token."""
-    spans = {stage.name: (end - begin) / 1e9 for stage, begin, end in _between(stamps, STAGES + SUMS)}
+    spans = {stage.name: (end - begin) / 1e9 for stage, begin, end in stages_of(stamps, STAGES + SUMS)}
     if completion_tokens > 1 and FIRST_TOKEN in stamps and END in stamps:
         spans[TPOT.name] = (stamps[END] - stamps[FIRST_TOKEN]) / 1e9 / (completion_tokens - 1)
     return spans
@@ -69,10 +72,3 @@ def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int =
     for stage in ALL:
         if stage.name in spans and stage.time in table and (computed or stage.end not in (PREFILL_BEGIN, PREFILL_END)):
             table.observe(stage.time, spans[stage.name])
-
-
-def _between(stamps: dict[str, int], stages: tuple[Stage, ...]) -> Iterator[tuple[Stage, int, int]]:
-    for stage in stages:
-        begin = next((stamps[begin] for begin in stage.begins if begin in stamps), None)
-        if begin is not None and stage.end in stamps:
-            yield stage, begin, stamps[stage.end]

@@ -245,6 +245,7 @@ def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
 
 
 _WHOLE = ("stop", "length")
+_PROMISES: tuple[Slo, ...] = ("ttft", "tpot", "all")  # to a generation
 _STATUS: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
 _LOOKS = ("/health", "/ready")
 _SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
@@ -306,12 +307,8 @@ class Measures:
             self._table.add(FrontendMetrics.REQUESTS["invalid"])
             return
         self._table.add(FrontendMetrics.REQUESTS[outcome])
-        self._broke_all()
-
-    def _broke_all(self) -> None:
-        self._judge("ttft", False)
-        self._judge("tpot", False)
-        self._judge("all", False)
+        for slo in _PROMISES:
+            self._judge(slo, False)
 
     def _judge(self, slo: Slo, kept: bool) -> None:
         self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
