@@ -48,7 +48,7 @@ class Roles:
     def _tell(self, name: str) -> None:
         for worker in self._router.workers():
             if worker.hello.worker == name:
-                worker.draining = name in self.away
+                worker.reported = replace(worker.reported, draining=name in self.away)
 
     def _there(self, role: Stage) -> list[str]:
         return [name for name in self._names[role] if name not in self.away]

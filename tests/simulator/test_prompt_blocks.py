@@ -77,7 +77,7 @@ def test_the_longest_unused_blocks_make_room_and_the_router_hears_of_it() -> Non
     simulation.run()
     assert [request.found_tokens for request in simulation.requests] == [0, 0, 0, 0]
     (prefill,) = (worker for worker in simulation.router.workers() if worker.hello.role == "prefill")
-    assert prefill.evicted_ns == simulation.requests[1].received_ns
+    assert prefill.reported.evicted_ns == simulation.requests[1].received_ns
     assert prefill.overlap((1, 2, 3)) == 1.0, "it came again after that"
     roomy = ran(alone(kv_blocks=9), *visits)
     assert [request.found_tokens for request in roomy] == [0, 0, 0, 64]

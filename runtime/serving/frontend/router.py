@@ -123,13 +123,7 @@ class Worker:
     """A worker as the router sees it: what it said of itself, what it last reported, what it was given."""
 
     hello: Hello
-    queued: int = 0
-    running: int = 0
-    free_slots: int = 0
-    free_blocks: int = 0
-    draining: bool = False
-    evicted_ns: int = 0
-    step_ns: int = 0
+    reported: Report
     assigned: int = 0
     turn: int = 0  # the router's choices until it was chosen last
     prefixes: Prefixes = field(default_factory=Prefixes)
@@ -137,21 +131,21 @@ class Worker:
     @property
     def load(self) -> int:
         """Requests that it has, or soon will have."""
-        return max(self.queued + self.running, self.assigned)
+        return max(self.reported.queued + self.reported.running, self.assigned)
 
     @property
     def has_free_slot(self) -> bool:
-        return self.free_slots > 0 and self.load < self.hello.slots
+        return self.reported.free_slots > 0 and self.load < self.hello.slots
 
     def has_free_blocks(self, tokens: int) -> bool:
         """Whether its last report had KV blocks for so many tokens (a worker that does not tell has)."""
-        return not self.hello.blocks or self.free_blocks * self.hello.block_tokens >= tokens
+        return not self.hello.blocks or self.reported.free_blocks * self.hello.block_tokens >= tokens
 
     def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
         """The share of a prompt that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it).
 
         The prompt has `blocks` blocks, of which `prefix` are known; at least these."""
-        return self.prefixes.seen(prefix, self.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
+        return self.prefixes.seen(prefix, self.reported.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
         """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
@@ -184,7 +178,8 @@ class Router:
 
     def add(self, hello: Hello) -> None:
         """A worker is ready. One of the same name is replaced: it is a new process that holds nothing."""
-        self._workers[hello.worker] = Worker(hello, free_slots=hello.slots, free_blocks=hello.blocks)
+        idle = Report(hello.worker, hello.epoch, 0, 0, 0, hello.slots, free_blocks=hello.blocks)
+        self._workers[hello.worker] = Worker(hello, idle)
 
     def remove(self, name: str) -> None:
         """A worker is gone; unknown names are ignored."""
@@ -194,10 +189,7 @@ class Router:
         """Take a worker's load; unknown names are ignored."""
         worker = self._workers.get(report.worker)
         if worker is not None:
-            worker.queued, worker.running = report.queued, report.running
-            worker.free_slots, worker.draining = report.free_slots, report.draining
-            worker.free_blocks, worker.evicted_ns = report.free_blocks, report.evicted_ns
-            worker.step_ns = report.step_ns
+            worker.reported = report
 
     def assigned(self, name: str) -> int:
         """Requests placed on a worker that have not left it, on their way to it included."""
@@ -238,7 +230,7 @@ class Router:
                 self._cost(worker, prefix, blocks) / worker.hello.slots,
             ),
         )
-        load = DecodeLoad(decode.load, decode.hello.slots, decode.step_ns)
+        load = DecodeLoad(decode.load, decode.hello.slots, decode.reported.step_ns)
         now_ns = self._clock()
         for worker in (prefill, decode):
             worker.remember(prefix, self._remembered_blocks, now_ns)
@@ -267,7 +259,7 @@ class Router:
             worker.assigned -= 1
 
     def _ready(self, role: Role) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.hello.role == role and not worker.draining]
+        return [worker for worker in self._workers.values() if worker.hello.role == role and not worker.reported.draining]
 
     def _fitting(self, role: Role, tokens: int) -> list[Worker]:
         ready = self._ready(role)
