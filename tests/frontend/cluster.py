@@ -12,6 +12,7 @@ import openai
 import uvicorn
 import uvloop
 
+from runtime.node.config import HttpSection
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
@@ -20,7 +21,7 @@ from runtime.serving.frontend.requests import Ended
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import ConnectionLimits, HttpConfig, Readiness
+from runtime.serving.http.connections import HttpConfig, Readiness
 from runtime.serving.http.guard import id_source
 from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
 from runtime.serving.messages import (
@@ -91,7 +92,7 @@ class Cluster:
         search: SearchSource | None = None,
         catalogue: Catalogue | None = None,
         writes: LiveWrites | None = None,
-        limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008
+        limits: HttpSection = HttpSection(),  # noqa: B008
         readiness: Readiness | None = None,
         send_buffer: int = 0,
     ) -> None:

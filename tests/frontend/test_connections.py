@@ -9,12 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.serving.http.connections import ConnectionLimits, peer_of
+from runtime.node.config import HttpSection
+from runtime.serving.http.connections import peer_of
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import WAIT
 
-LIMITS = ConnectionLimits(header_s=1.0, idle_s=2.0, send_s=0.5, connections=400, connections_per_peer=300)
+LIMITS = HttpSection(
+    header_timeout_s=1.0, idle_timeout_s=2.0, send_timeout_s=0.5, max_connections=400, max_connections_per_peer=300
+)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -123,13 +126,11 @@ def test_a_client_that_reads_nothing_of_its_answer_is_cut_off(cluster: Cluster) 
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        (ConnectionLimits(connections=4), "4 connections are open, the limit"),
-        (ConnectionLimits(connections_per_peer=4), "4 connections from 127.0.0.1 are open, the limit for one"),
+        (HttpSection(max_connections=4), "4 connections are open, the limit"),
+        (HttpSection(max_connections_per_peer=4), "4 connections from 127.0.0.1 are open, the limit for one"),
     ],
 )
-def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(
-    limits: ConnectionLimits, says: str
-) -> None:
+def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(limits: HttpSection, says: str) -> None:
     with Cluster(limits=limits) as cluster, contextlib.ExitStack() as opened:
         kept = [opened.enter_context(cluster.http()) for _ in range(4)]
         assert [http.get("/health").status_code for http in kept] == [200] * 4

@@ -259,7 +259,9 @@ class Router:
             worker.assigned -= 1
 
     def _ready(self, role: Role) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.hello.role == role and not worker.reported.draining]
+        return [
+            worker for worker in self._workers.values() if worker.hello.role == role and not worker.reported.draining
+        ]
 
     def _fitting(self, role: Role, tokens: int) -> list[Worker]:
         ready = self._ready(role)

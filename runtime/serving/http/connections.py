@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -29,40 +28,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
+from runtime.node.config import HttpSection
 from runtime.serving.http.answers import error_json, json_response, to_json
 from runtime.serving.http.guard import HEADER, RequestTooSlow, access_of
 
 log = logging.getLogger(__name__)
 
+_HEADER_BYTES = 16 << 10  # of a request's head: at so many more of it is not waited for
 CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Bounds of the HTTP server's connections.
-
-    `header_s`: from the connection (or, on a kept one, from the request's first byte) to the end of a request's head.
-    `idle_s`: a connection without a request. `send_s`: a client that reads nothing of its answer. `header_bytes` is the
-    size of a head at which more of it is not waited for. A peer is an IPv4 address or an IPv6 network of 64 bits.
-    """
-
-    header_s: float = 10.0
-    idle_s: float = 75.0
-    send_s: float = 60.0
-    connections: int = 1024
-    connections_per_peer: int = 512
-    header_bytes: int = 16 << 10
-
-
 class HttpConfig(uvicorn.Config):
-    """uvicorn's configuration of our server. `new_id` names what never became a request, by its path (""); `refused`
-    is told of the status with which it was answered."""
+    """uvicorn's configuration of our server, with the bounds that `limits` has. `new_id` names what never became a
+    request, by its path (""); `refused` is told of the status with which it was answered."""
 
     def __init__(
         self,
         app: ASGIApp,
-        limits: ConnectionLimits,
+        limits: HttpSection,
         new_id: Callable[[str], str],
         drain_s: float,
         refused: Callable[[int], None] = lambda status: None,
@@ -75,10 +59,10 @@ class HttpConfig(uvicorn.Config):
             log_config=None,  # its lines go where ours go
             log_level="error",  # it would warn of everything malformed, as often as one likes to send it
             access_log=False,
-            h11_max_incomplete_event_size=limits.header_bytes,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
-        self.timeout_keep_alive = limits.idle_s  # type: ignore[assignment]  # it goes to call_later
+        self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # it goes to call_later
         self.limits = limits
         self.new_id = new_id
         self.refused = refused
@@ -97,11 +81,11 @@ class BoundedConnection(H11Protocol):
     ) -> None:
         assert isinstance(config, HttpConfig), "made by it alone"
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = _Parser(h11.SERVER, config.limits.header_bytes)
+        self.conn = _Parser(h11.SERVER, _HEADER_BYTES)
         self._bounds = config
         self._peer = ""
-        self._head = _Timer(self.loop, config.limits.header_s, self._head_late)
-        self._sending = _Timer(self.loop, config.limits.send_s, lambda: self.transport.abort())
+        self._head = _Timer(self.loop, config.limits.header_timeout_s, self._head_late)
+        self._sending = _Timer(self.loop, config.limits.send_timeout_s, lambda: self.transport.abort())
 
     # ---- how many
 
@@ -110,12 +94,11 @@ class BoundedConnection(H11Protocol):
         limits, peers = self._bounds.limits, self._bounds.peers
         self._peer = peer_of(self.client[0] if self.client else "")
         peers[self._peer] += 1
-        if len(self.connections) > limits.connections:
-            self._refuse(Overloaded(f"{limits.connections} connections are open, the limit; try again later"))
-        elif peers[self._peer] > limits.connections_per_peer:
-            self._refuse(
-                Overloaded(f"{limits.connections_per_peer} connections from {self._peer} are open, the limit for one")
-            )
+        if len(self.connections) > limits.max_connections:
+            self._refuse(Overloaded(f"{limits.max_connections} connections are open, the limit; try again later"))
+        elif peers[self._peer] > limits.max_connections_per_peer:
+            most = limits.max_connections_per_peer
+            self._refuse(Overloaded(f"{most} connections from {self._peer} are open, the limit for one"))
         else:
             self._time_head()
 
@@ -145,7 +128,7 @@ class BoundedConnection(H11Protocol):
 
     def _head_late(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            seconds = self._bounds.limits.header_s
+            seconds = self._bounds.limits.header_timeout_s
             self._refuse(RequestTooSlow(f"the request's head did not arrive within {seconds:g} s"))
         else:
             self.transport.close()  # nothing was asked, or not since the last answer

@@ -18,7 +18,6 @@ import uvloop
 
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
-from runtime.node.config import HttpSection
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.columns import CacheEvent, FrontendMetrics
 from runtime.node.metrics.table import WorkerTable
@@ -37,7 +36,7 @@ from runtime.serving.frontend.answer_cache import PromptAnswers
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Measures
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import ConnectionLimits, HttpConfig, Readiness
+from runtime.serving.http.connections import HttpConfig, Readiness
 from runtime.serving.http.guard import accesses, id_source
 from runtime.serving.http.remote_collections import WithRemote
 from runtime.serving.http.routes.tokenize import Tokens
@@ -141,14 +140,9 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         supervisor.drain, measures.responded,
     )  # fmt: skip
     app = create_app(service, settings, new_id)
-    limits = _connection_limits(config.http)
-    http = HttpConfig(
-        app,
-        limits,
-        new_id,
-        config.node.drain_s,
-        refused=lambda status: measures.responded("", status, 0.0),
-    )
+    _allow_descriptors(config.http.max_connections)
+    refused = lambda status: measures.responded("", status, 0.0)  # noqa: E731
+    http = HttpConfig(app, config.http, new_id, config.node.drain_s, refused)
     server = _Server(http, worker)
 
     async def serve() -> None:
@@ -210,22 +204,15 @@ async def until_known(missing: Callable[[], list[str]], given_up: Callable[[], b
     return lacking
 
 
-def _connection_limits(http: HttpSection) -> ConnectionLimits:
-    """As configured; the process may have as many descriptors as that takes, if its hard limit lets it."""
-    wanted = http.max_connections + _OTHER_DESCRIPTORS
+def _allow_descriptors(connections: int) -> None:
+    """Have as many as so many connections take, if the process's hard limit lets it."""
+    wanted = connections + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
-            log.warning("http.max_connections = %d, but only %d files may be open", http.max_connections, soft)
-    return ConnectionLimits(
-        http.header_timeout_s,
-        http.idle_timeout_s,
-        http.send_timeout_s,
-        http.max_connections,
-        http.max_connections_per_peer,
-    )
+            log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
 
 
 def _spans(node: str, model: str) -> "Spans":
