@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.responses import Response
@@ -59,8 +59,11 @@ def passage_json(passage: Passage) -> Json:
 class Answer:
     """One answer in the making. `add` every piece, in order; then `whole`, or `opening` and `chunk` as they come.
 
-    The subclasses are the two endpoints' dialects.
+    The subclasses are the two endpoints' dialects: what their objects are called, and a choice of them.
     """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     id: str
     model: str
@@ -101,7 +104,7 @@ class Answer:
         choice = self._whole_choice("".join(self.texts)) | {"finish_reason": self.last.finish_reason}
         if self.return_token_ids:
             choice["token_ids"] = self.token_ids
-        answer = self._frame(self._object(), choice) | {"usage": self._usage(self.last)}
+        answer = self._frame(self.kind, choice) | {"usage": self._usage(self.last)}
         if isinstance(self.last, Relayed):
             answer["choices"] = self.choices.whole()
         if self.retrieval is not None:
@@ -199,23 +202,17 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _chunk(self, choice: Json) -> Json:
-        chunk = self._frame(self._chunk_object(), choice)
+        chunk = self._frame(self.chunk_kind, choice)
         return chunk | {"usage": self._usage_so_far()} if self.include_usage else chunk
-
-    def _object(self) -> str:
-        raise NotImplementedError
-
-    def _chunk_object(self) -> str:
-        raise NotImplementedError
-
-    def _first_choice(self) -> Json:
-        raise NotImplementedError
 
     def _choice(self, text: str) -> Json:
         raise NotImplementedError
 
+    def _first_choice(self) -> Json:
+        return self._choice("")
+
     def _whole_choice(self, text: str) -> Json:
-        raise NotImplementedError
+        return self._choice(text)
 
 
 def _counts(prompt: int, completion: int) -> Json:
@@ -225,11 +222,7 @@ def _counts(prompt: int, completion: int) -> Json:
 class ChatAnswer(Answer):
     """The dialect of /v1/chat/completions."""
 
-    def _object(self) -> str:
-        return "chat.completion"
-
-    def _chunk_object(self) -> str:
-        return "chat.completion.chunk"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def _first_choice(self) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -244,19 +237,9 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     """The dialect of /v1/completions."""
 
-    def _object(self) -> str:
-        return "text_completion"
-
-    def _chunk_object(self) -> str:
-        return "text_completion"
-
-    def _first_choice(self) -> Json:
-        return {"text": ""}
+    kind = chunk_kind = "text_completion"
 
     def _choice(self, text: str) -> Json:
-        return {"text": text}
-
-    def _whole_choice(self, text: str) -> Json:
         return {"text": text}
 
 
