@@ -34,7 +34,8 @@ def parse(kind: type[Body], body: bytes) -> Body:
     """A JSON body as a model. Raises InvalidRequest that names the parameter."""
     known = {name: value for name, value in json_object(body).items() if value is not None}
     for name in [name for name in known if name not in kind.model_fields]:
-        _refuse_or_ignore(name, known.pop(name), kind.model_fields)
+        if not openai_fields.check(name, known.pop(name)):
+            raise InvalidRequest(f"unknown field {name[:64]!r}{_nearest(name, kind.model_fields)}", name[:64])
     return validated(kind, known)
 
 
@@ -65,14 +66,9 @@ def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
         raise InvalidRequest(_explained(first["type"], first["msg"], first["input"], param), param) from None
 
 
-def _refuse_or_ignore(name: str, value: object, fields: Iterable[str]) -> None:
-    if not openai_fields.check(name, value):
-        raise InvalidRequest(_unknown(name, fields), name[:64])
-
-
-def _unknown(name: str, fields: Iterable[str]) -> str:
+def _nearest(name: str, fields: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
-    return f"unknown field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _param(location: tuple[int | str, ...]) -> str:
@@ -207,7 +203,8 @@ def _stream_options(value: object) -> object:
         except InvalidRequest as error:
             raise wrong(error.message) from None
         if not known:
-            raise wrong(f"stream_options: {_unknown(name, StreamOptions.model_fields)}")
+            near = _nearest(name, StreamOptions.model_fields)
+            raise wrong(f"stream_options: unknown field {name[:64]!r}{near}")
     return value
 
 
@@ -218,8 +215,7 @@ def _retrieval(value: object) -> object:
         raise wrong(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
     for name in value:
         if name not in RetrievalOptions.model_fields:
-            near = difflib.get_close_matches(name, RetrievalOptions.model_fields, n=1)
-            raise wrong(f"retrieval has no field {name[:64]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise wrong(f"retrieval has no field {name[:64]!r}{_nearest(name, RetrievalOptions.model_fields)}")
     return value
 
 

@@ -5,7 +5,7 @@ or, where there are no files, the document itself.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -119,10 +119,10 @@ class StoreRoutes:
         app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
 
     async def listed(self, http: Request) -> Response:
-        names = _page(access_of(http).some(self._collections), http.query_params)
-        data = [self._store(name, http) for name in names.found]
-        ends = {"first_id": names.found[0] if data else None, "last_id": names.found[-1] if data else None}
-        return json_response({"object": "list", "data": data, **ends, "has_more": names.more})
+        names, more = _page(access_of(http).some(self._collections), http.query_params)
+        data = [self._store(name, http) for name in names]
+        ends = {"first_id": names[0] if data else None, "last_id": names[-1] if data else None}
+        return json_response({"object": "list", "data": data, **ends, "has_more": more})
 
     async def one(self, http: Request) -> Response:
         return json_response(self._store(self._name(http), http))
@@ -184,13 +184,9 @@ class StoreRoutes:
         }
 
 
-class _Page:
-    def __init__(self, found: Sequence[str], more: bool) -> None:
-        self.found, self.more = found, more
-
-
-def _page(names: list[str], asked: Mapping[str, str]) -> _Page:
-    """OpenAI's paging: `limit`, `order`, and the name `after` or `before` which it goes on. Raises InvalidRequest."""
+def _page(names: list[str], asked: Mapping[str, str]) -> tuple[list[str], bool]:
+    """OpenAI's paging, and whether there are more: `limit`, `order`, and the name `after` or `before` which it goes on.
+    Raises InvalidRequest."""
     limit, order = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc")
     if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit is {limit[:32]!r}, allowed are 1 to {MAX_LISTED}", "limit")
@@ -205,8 +201,8 @@ def _page(names: list[str], asked: Mapping[str, str]) -> _Page:
         names = names[names.index(asked["after"]) + 1 :]
     if "before" in asked:
         names = names[: names.index(asked["before"])] if asked["before"] in names else []
-        return _Page(names[-int(limit) :], len(names) > int(limit))
-    return _Page(names[: int(limit)], len(names) > int(limit))
+        return names[-int(limit) :], len(names) > int(limit)
+    return names[: int(limit)], len(names) > int(limit)
 
 
 def score_of(distance: float, metric: str) -> float:
