@@ -35,9 +35,8 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
             name=f"fleet-{number}", run_dir=tmp_path / f"run-{number}", model=model, collection=collection, drain_s=20.0
         )
         config = tmp_path / f"node-{number}.toml"
-        text = text.replace(
-            "drain_notice_s = 0", "vllm_metrics = true"
-        )  # the notice that nodes give as they are shipped
+        # The notice of a drain is the one that nodes give as they are shipped.
+        text = text.replace("drain_notice_s = 0", "vllm_metrics = true")
         config.write_text(text.replace("port = 0", f"port = {ports[number]}"))
         started.append(Node(config))
         return started[-1]
