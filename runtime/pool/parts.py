@@ -8,37 +8,12 @@ from typing import Any
 
 from gpu.engine import RELEASE
 from ipc.memory import instructions
-from ipc.memory.instructions import call, floats, floats32, words
+from ipc.memory.instructions import call, floats32, words
+from runtime.pool import loop_words as of
 from runtime.pool import tables as at
 from runtime.pool.collections import scopes
 from runtime.pool.collections.scopes import PART_WORDS, SCOPE_WORDS
 from runtime.pool.compiled import compiled
-from runtime.pool.loop_words import (
-    ADMIT,
-    CHANGE,
-    COLLECTION,
-    COUNT,
-    HANDLE,
-    HARVEST,
-    HELD,
-    HELD_BYTES,
-    HURRY,
-    KEPT,
-    OWNERS,
-    PART,
-    PARTS,
-    PATIENCE,
-    RESTRICT,
-    SCOPES,
-    SLOT,
-    SPARE,
-    SPENT,
-    TOP_M,
-    VECTOR_BYTES,
-    VECTORS,
-    WIDTH,
-    K,
-)
 
 FAILED, GOES_ON = -1, -2
 _PAIR_BYTES = 12  # an id and a distance
@@ -47,29 +22,29 @@ _PAIR_BYTES = 12  # an id and a distance
 @compiled
 def enter_scope(loop: Any, entry: Any, number: int, now: int) -> None:
     """A query searches the parts of this scope, as they are now."""
-    scope = words(loop[SCOPES] + 8 * SCOPE_WORDS * number, SCOPE_WORDS)
+    scope = words(loop[of.SCOPES] + 8 * SCOPE_WORDS * number, SCOPE_WORDS)
     scope[scopes.USED_NS] = now
-    entry[PARTS], entry[COUNT], entry[PART] = scope[scopes.PARTS], scope[scopes.PART_COUNT], 0
-    entry[KEPT] = entry[SPENT] = 0
-    entry[COLLECTION] = words(entry[PARTS], PART_WORDS)[scopes.INDEX]
+    entry[of.PARTS], entry[of.COUNT], entry[of.PART] = scope[scopes.PARTS], scope[scopes.PART_COUNT], 0
+    entry[of.KEPT] = entry[of.SPENT] = 0
+    entry[of.COLLECTION] = words(entry[of.PARTS], PART_WORDS)[scopes.INDEX]
 
 
 @compiled
 def admit(loop: Any, entry: Any, number: int) -> Any:
     """Give a query a slot, in which it searches its collection, or the part of its scope whose turn it is. The slot."""
-    vector = loop[VECTORS] + number * loop[VECTOR_BYTES]
-    asked = (entry[COLLECTION], entry[K], entry[TOP_M], entry[WIDTH], entry[PATIENCE])
-    slot = call(loop[ADMIT], (loop[HANDLE], vector, asked[0], asked[1], asked[2], asked[3], asked[4]))
+    vector = loop[of.VECTORS] + number * loop[of.VECTOR_BYTES]
+    asked = (entry[of.COLLECTION], entry[of.K], entry[of.TOP_M], entry[of.WIDTH], entry[of.PATIENCE])
+    slot = call(loop[of.ADMIT], (loop[of.HANDLE], vector, asked[0], asked[1], asked[2], asked[3], asked[4]))
     if slot < 0:
         return slot
-    if entry[PARTS]:
-        part = words(entry[PARTS] + 8 * PART_WORDS * entry[PART], PART_WORDS)
+    if entry[of.PARTS]:
+        part = words(entry[of.PARTS] + 8 * PART_WORDS * entry[of.PART], PART_WORDS)
         if part[scopes.ALLOWED]:
-            call(loop[RESTRICT], (loop[HANDLE], slot, part[scopes.ALLOWED], part[scopes.PASSING]))
-    if loop[HURRY] and slot >= 0 and entry[at.STAGE] == at.PREFILL:
-        call(loop[HURRY], (loop[HANDLE], slot))
-    entry[SLOT] = slot
-    words(loop[OWNERS] + 8 * slot, 1)[0] = number
+            call(loop[of.RESTRICT], (loop[of.HANDLE], slot, part[scopes.ALLOWED], part[scopes.PASSING]))
+    if loop[of.HURRY] and entry[at.STAGE] == at.PREFILL:
+        call(loop[of.HURRY], (loop[of.HANDLE], slot))
+    entry[of.SLOT] = slot
+    words(loop[of.OWNERS] + 8 * slot, 1)[0] = number
     return slot
 
 
@@ -77,34 +52,34 @@ def admit(loop: Any, entry: Any, number: int) -> Any:
 def extends_of(loop: Any, entry: Any, number: int, extends: int) -> Any:
     """A query has ended in its slot, after so many extends there. How many it has taken in all; or GOES_ON, in the next
     part of its scope; or FAILED."""
-    if entry[COUNT] == 0:
+    if entry[of.COUNT] == 0:
         return extends
-    entry[SPENT] += extends
-    if entry[PART] + 1 >= entry[COUNT]:
-        return entry[SPENT]
-    most = loop[HELD_BYTES] // _PAIR_BYTES
-    held, merged = loop[HELD] + number * loop[HELD_BYTES], loop[SPARE] + loop[HELD_BYTES]
-    found = call(loop[HARVEST], (loop[HANDLE], entry[SLOT], loop[SPARE], loop[SPARE] + 8 * most))
-    call(loop[CHANGE], (loop[HANDLE], entry[SLOT], RELEASE))
+    entry[of.SPENT] += extends
+    if entry[of.PART] + 1 >= entry[of.COUNT]:
+        return entry[of.SPENT]
+    most = loop[of.HELD_BYTES] // _PAIR_BYTES
+    held, merged = loop[of.HELD] + number * loop[of.HELD_BYTES], loop[of.SPARE] + loop[of.HELD_BYTES]
+    found = call(loop[of.HARVEST], (loop[of.HANDLE], entry[of.SLOT], loop[of.SPARE], loop[of.SPARE] + 8 * most))
+    call(loop[of.CHANGE], (loop[of.HANDLE], entry[of.SLOT], RELEASE))
     if found < 0:
         return FAILED
-    entry[KEPT] = merge(loop[SPARE], found, held, entry[KEPT], most, merged, entry[K])
-    instructions.copy(held, merged, 8 * entry[KEPT])
-    instructions.copy(held + 8 * most, merged + 8 * most, 4 * entry[KEPT])
-    entry[PART] += 1
-    entry[COLLECTION] = words(entry[PARTS] + 8 * PART_WORDS * entry[PART], PART_WORDS)[scopes.INDEX]
+    entry[of.KEPT] = merge(loop[of.SPARE], found, held, entry[of.KEPT], most, merged, entry[of.K])
+    instructions.copy(held, merged, 8 * entry[of.KEPT])
+    instructions.copy(held + 8 * most, merged + 8 * most, 4 * entry[of.KEPT])
+    entry[of.PART] += 1
+    entry[of.COLLECTION] = words(entry[of.PARTS] + 8 * PART_WORDS * entry[of.PART], PART_WORDS)[scopes.INDEX]
     return GOES_ON if admit(loop, entry, number) >= 0 else FAILED
 
 
 @compiled
 def harvest(loop: Any, entry: Any, number: int, place: int, most: int) -> Any:
     """Write a query's results: ids at `place`, distances 8·most bytes behind. How many; below 0: the engine failed."""
-    target = loop[SPARE] if entry[KEPT] else place
-    found = call(loop[HARVEST], (loop[HANDLE], entry[SLOT], target, target + 8 * most))
-    if found < 0 or entry[KEPT] == 0:
+    target = loop[of.SPARE] if entry[of.KEPT] else place
+    found = call(loop[of.HARVEST], (loop[of.HANDLE], entry[of.SLOT], target, target + 8 * most))
+    if found < 0 or entry[of.KEPT] == 0:
         return found
-    held = loop[HELD] + number * loop[HELD_BYTES]
-    return merge(loop[SPARE], found, held, entry[KEPT], most, place, entry[K])
+    held = loop[of.HELD] + number * loop[of.HELD_BYTES]
+    return merge(loop[of.SPARE], found, held, entry[of.KEPT], most, place, entry[of.K])
 
 
 @compiled
@@ -126,24 +101,3 @@ def merge(one: int, ones: int, other: int, others: int, most: int, into: int, k:
             ids[i + j], distances[i + j] = b[j], near_b[j]
             j += 1
     return i + j
-
-
-# ---- the loop's metrics, written by compiled code where the worker's table has them
-
-
-@compiled
-def count(loop: Any, counter: int, amount: float) -> None:
-    """Add to the counter of this word of the loop."""
-    floats(loop[counter], 1)[0] += amount
-
-
-@compiled
-def observe(loop: Any, histogram: int, value: float) -> None:
-    """A value of the histogram of this word and the two behind it."""
-    many = loop[histogram + 2]
-    edges, buckets = floats(loop[histogram + 1], many), floats(loop[histogram], many + 2)
-    place = 0
-    while place < many and edges[place] < value:
-        place += 1
-    buckets[place] += 1.0
-    buckets[many + 1] += value
