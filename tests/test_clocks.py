@@ -45,7 +45,7 @@ def test_the_look_for_wall_clocks_sees_them() -> None:
     assert list(wall_clock_looks("import time\na = time.monotonic()\nb = self.now()")) == []
 
 
-# Of a module, a class or a path to one: `setattr(roster, "RENEW_NS", 0)`.
+# Of a module, a class or a path to one: `setattr(server, "RENEW_NS", 0)`.
 PATCHED_TIME = re.compile(r"""setattr\(\s*[^()]*["'][\w.]*?_?[A-Z]\w*_(?:S|MS|US|NS)["']""")
 
 
@@ -56,6 +56,6 @@ def test_no_test_patches_a_constant_of_time_where_it_could_hand_in_a_timing_or_a
 
 
 def test_the_look_for_patched_times_sees_them() -> None:
-    for patch in ('setattr(roster, "RENEW_NS", 0)', 'patch.setattr("ipc.server.roster._RENEW_S", 0)'):
+    for patch in ('setattr(server, "RENEW_NS", 0)', 'patch.setattr("ipc.server.server._RENEW_S", 0)'):
         assert PATCHED_TIME.search(patch), patch
     assert not PATCHED_TIME.search('setattr(upload, "CHUNK_BYTES", 64)')

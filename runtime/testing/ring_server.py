@@ -265,9 +265,9 @@ class RingServer(SessionServer):
         outstanding (every request ends once), `InvalidArgument` for results that do not fit.
         """
         if client not in self._clients:
-            if not 0 < client < self._roster.next_handle:
+            if not 0 < client < self._next_handle:
                 raise UnknownRequest(f"there never was a client {client}")
-            self._roster.counts["dropped"] += 1
+            self._counts["dropped"] += 1
             return False
         session = self._sessions.get(client)
         receive_ns = None if session is None else session.receive_ns.get(request_id)

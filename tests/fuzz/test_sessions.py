@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ipc import AttachTimeout, IpcError, RingClient, bind, connect
 from ipc.endpoints import receive_all
-from ipc.server.roster import JOIN_NS
+from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached
 from runtime.testing.ring_server import RingServer
 from tests.fuzz.budget import fuzzed

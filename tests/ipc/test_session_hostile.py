@@ -29,7 +29,7 @@ from ipc import (
 from ipc.client.attachment import Attachment
 from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
-from ipc.server.roster import JOIN_NS
+from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
 from runtime.testing.ring_server import Cancel, RingServer
 from tests.ipc.processes import attach, child, ended_well, endpoint, served

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ipc import Catalogue, Draining, InvalidArgument, RingClient, SearchSpec, Served, Unserved
-from ipc.server.roster import RENEW_NS
+from ipc.server.server import RENEW_NS
 from runtime.testing.ring_server import RingServer
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
