@@ -11,31 +11,8 @@ import numpy.typing as npt
 from ipc.errors import InvalidArgument
 from ipc.memory import atomics
 from ipc.memory.shared import SharedMemory
-from ipc.ring.doorbell import EventfdBell, Ringer
-from ipc.ring.exchange import (
-    BELLS,
-    CLIENT_WORDS,
-    CLIENTS,
-    CODES,
-    COLLECTIONS,
-    DESK_WORDS,
-    END,
-    EPOCH,
-    FILTERS,
-    GENERATION_AT,
-    HANDLE,
-    KNOWN_CODE,
-    KNOWN_GENERATION,
-    KNOWN_NUMBER,
-    KNOWN_WORDS,
-    MAX_K,
-    MAX_TOP_M,
-    OUTSTANDING,
-    RECEIVED,
-    ROWS,
-    TO_RING,
-    WATCH,
-)
+from ipc.ring import exchange
+from ipc.ring.doorbell import EventfdBell
 from ipc.ring.filters import PLACE_BYTES, PLACES, read_filter
 from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, Watch, format_ring
 from ipc.server.reception import Reception
@@ -79,62 +56,38 @@ class Terms:
 class ClientPlace:
     """One attached client: its rings, its doorbell, its pidfd, its row of the desk, and the session's `terms`."""
 
-    def __init__(
-        self,
-        handle: int,
-        pidfd: int,
-        bell: Ringer,
-        memory: SharedMemory,
-        terms: Terms,
-    ) -> None:
-        self.handle = handle
-        self.pidfd = pidfd
-        self.bell = bell
-        self.memory = memory
-        self.terms = terms
-        layouts, epoch = terms.layouts, terms.epoch
-        split = result_offset(layouts[0])
-        requests, results = memory.view[: layouts[0].size], memory.view[split : split + layouts[1].size]
-        format_ring(requests, layouts[0], epoch)
-        format_ring(results, layouts[1], epoch)
-        self.requests = RingConsumer(requests, layouts[0], epoch)
-        self.results = RingProducer(results, layouts[1], epoch)
-        self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
-        self._filters = memory.view[filter_offset(*layouts) :]
-        first = int(np.frombuffer(self._filters, np.uint8).ctypes.data)
-        self._known_filters = np.full((PLACES, KNOWN_WORDS), -1, np.int64)
-        self._known_filters[:, GENERATION_AT] = first + PLACE_BYTES * np.arange(PLACES)
-        if isinstance(bell, EventfdBell):
-            self.results.ring_with(bell.fileno())
+    def __init__(self, handle: int, attach: Attach, token: bytes, reception: Reception, terms: Terms) -> None:
+        """Whole or not at all. Raises `OSError` if the client is gone, and what `Reception.ringer` raises."""
+        self.handle, self.terms = handle, terms
         self.row = -1  # of the desk
-        self.words = np.zeros(CLIENT_WORDS, np.int64).data  # of that row
+        self.words = np.zeros(exchange.CLIENT_WORDS, np.int64).data  # of that row
         self.lease = 0  # of the pool's arena; 0: none
         self.granted_ns = time.monotonic_ns()
         self.joined = False  # whether the client was seen to have opened the rings
         self.renewed_ns = 0  # since when another session is to take this one's place; 0: none
-
-    @classmethod
-    def make(
-        cls,
-        handle: int,
-        attach: Attach,
-        token: bytes,
-        reception: Reception,
-        terms: Terms,
-    ) -> "ClientPlace":
-        """Whole or not at all. Raises `OSError` if the client is gone, and what `Reception.ringer` raises."""
+        layouts, epoch = terms.layouts, terms.epoch
         with contextlib.ExitStack() as undo:
-            pidfd = os.pidfd_open(attach.pid)
-            undo.callback(os.close, pidfd)
-            bell = reception.ringer(attach, token)
-            undo.callback(bell.close)
-            requests, results = terms.layouts
-            memory = SharedMemory.create("trinity-ring", session_bytes(requests, results))
-            undo.callback(memory.close)
-            place = cls(handle, pidfd, bell, memory, terms)
-            reception.watch(pidfd)
+            self.pidfd = os.pidfd_open(attach.pid)
+            undo.callback(os.close, self.pidfd)
+            self.bell = reception.ringer(attach, token)
+            undo.callback(self.bell.close)
+            self.memory = SharedMemory.create("trinity-ring", session_bytes(*layouts))
+            undo.callback(self.memory.close)
+            view, split = self.memory.view, result_offset(layouts[0])
+            requests, results = view[: layouts[0].size], view[split : split + layouts[1].size]
+            format_ring(requests, layouts[0], epoch)
+            format_ring(results, layouts[1], epoch)
+            self.requests = RingConsumer(requests, layouts[0], epoch)
+            self.results = RingProducer(results, layouts[1], epoch)
+            self.vectors = self.requests.payload(np.float32, 0, terms.max_dim)
+            self._filters = view[filter_offset(*layouts) :]
+            first = int(np.frombuffer(self._filters, np.uint8).ctypes.data)
+            self._known_filters = np.full((PLACES, exchange.KNOWN_WORDS), -1, np.int64)
+            self._known_filters[:, exchange.GENERATION_AT] = first + PLACE_BYTES * np.arange(PLACES)
+            if isinstance(self.bell, EventfdBell):
+                self.results.ring_with(self.bell.fileno())
+            reception.watch(self.pidfd)
             undo.pop_all()
-        return place
 
     def welcome(self, token: bytes, bell: str, arena: Grant | None) -> Attached:
         """What tells the client about its place."""
@@ -156,32 +109,33 @@ class ClientPlace:
 
     def sit(self, row: int, words: npt.NDArray[np.int64]) -> None:
         """Have this row of a desk: its words say all that compiled code needs to know."""
-        words[END] = self.results.end_address
-        words[COLLECTIONS], words[CODES] = self.terms.table.ctypes.data, len(self.terms.table)
-        words[FILTERS] = self._known_filters.ctypes.data
-        words[HANDLE] = self.handle
+        words[exchange.END] = self.results.end_address
+        words[exchange.COLLECTIONS], words[exchange.CODES] = self.terms.table.ctypes.data, len(self.terms.table)
+        words[exchange.FILTERS] = self._known_filters.ctypes.data
+        words[exchange.HANDLE] = self.handle
         self.row, self.words = row, words.data
 
     def filter(self, number: int) -> tuple[int, bytes]:
         """The generation of a filter's place, from 1 on, and a copy of the filter. Raises `ProtocolViolation`."""
         # SYNC POINT: a filter's generation, see `FilterWriter`.
-        generation = atomics.load_acquire(int(self._known_filters[number - 1, GENERATION_AT]))
+        generation = atomics.load_acquire(int(self._known_filters[number - 1, exchange.GENERATION_AT]))
         return generation, read_filter(self._filters, number)
 
     def know_filter(self, number: int, generation: int, code: int, known_as: int) -> None:
         """A filter of this generation, asked of the collection of this code, has a number of the pool's own."""
         known = self._known_filters[number - 1]
-        known[KNOWN_GENERATION], known[KNOWN_NUMBER], known[KNOWN_CODE] = generation, known_as, code
+        known[exchange.KNOWN_GENERATION], known[exchange.KNOWN_NUMBER] = generation, known_as
+        known[exchange.KNOWN_CODE] = code
 
     def forget_filter(self, known_as: int) -> None:
         """The pool has this number no more."""
         known = self._known_filters
-        known[known[:, KNOWN_NUMBER] == known_as, KNOWN_CODE] = -1
+        known[known[:, exchange.KNOWN_NUMBER] == known_as, exchange.KNOWN_CODE] = -1
 
     @property
     def outstanding(self) -> int:
         """Requests accepted and not yet answered."""
-        return int(self.words[OUTSTANDING])
+        return int(self.words[exchange.OUTSTANDING])
 
     def has_joined(self) -> bool:
         """Whether the client has opened the rings: one that gave up while it was being answered never does."""
@@ -191,8 +145,10 @@ class ClientPlace:
     def traffic(self) -> dict[str, int]:
         """Requests received and results published so far, and how often the client was rung."""
         return {
-            "received": int(self.words[RECEIVED]), "published": self.results.position, "rung": self.results.rung,
-        }  # fmt: skip
+            "received": int(self.words[exchange.RECEIVED]),
+            "published": self.results.position,
+            "rung": self.results.rung,
+        }
 
     def close(self) -> None:
         self.bell.close()
@@ -211,13 +167,13 @@ class Desk:
     """
 
     def __init__(self, epoch: int, max_k: int, max_top_m: int, most: int) -> None:
-        words = np.zeros(DESK_WORDS, np.int64)
+        words = np.zeros(exchange.DESK_WORDS, np.int64)
         self._keep = words
-        self._rows = np.zeros((most, CLIENT_WORDS), np.int64)
+        self._rows = np.zeros((most, exchange.CLIENT_WORDS), np.int64)
         self.address = int(words.ctypes.data)
         self.words = words.data
-        self.words[EPOCH], self.words[MAX_K], self.words[MAX_TOP_M] = epoch, max_k, max_top_m
-        self.words[CLIENTS] = int(self._rows.ctypes.data)
+        self.words[exchange.EPOCH], self.words[exchange.MAX_K], self.words[exchange.MAX_TOP_M] = epoch, max_k, max_top_m
+        self.words[exchange.CLIENTS] = int(self._rows.ctypes.data)
         self.places: list[ClientPlace | None] = [None] * most
         self._vacated: set[int] = set()
         self._look_at_all()
@@ -252,15 +208,15 @@ class Desk:
 
     def ring_bells(self) -> None:
         """Ring those that compiled code could not."""
-        if not self.words[BELLS]:
+        if not self.words[exchange.BELLS]:
             return
-        self.words[BELLS] = 0
+        self.words[exchange.BELLS] = 0
         for place in self.places:
-            if place is not None and place.words[TO_RING]:
-                place.words[TO_RING] = 0
+            if place is not None and place.words[exchange.TO_RING]:
+                place.words[exchange.TO_RING] = 0
                 place.bell.ring()
 
     def _look_at_all(self) -> None:
         used = max((row + 1 for row, place in enumerate(self.places) if place is not None), default=0)
         self.watch = Watch([None if place is None else place.requests for place in self.places[:used]])
-        self.words[ROWS], self.words[WATCH] = used, self.watch.address
+        self.words[exchange.ROWS], self.words[exchange.WATCH] = used, self.watch.address

@@ -169,7 +169,7 @@ class SessionServer:
         heard = self._reception.listen()
         for client in tuple(self._clients.values()):
             try:
-                absent = not client.joined and not client.has_joined() and now > client.granted_ns + JOIN_NS
+                absent = not client.has_joined() and now > client.granted_ns + JOIN_NS
                 gone = absent or client.pidfd in heard or client.requests.producer_state == CLOSED
                 if gone or _is_over(client, now):
                     self._counts["lost"] += 1
@@ -206,7 +206,7 @@ class SessionServer:
         if len(self._clients) - renewed >= self._max_clients or len(self._clients) >= 2 * self._max_clients:
             raise InvalidArgument(f"all {self._max_clients} places for clients are taken")
         handle, token = self._next_handle, new_token().encode()
-        client = ClientPlace.make(handle, attach, token, self._reception, self._terms)
+        client = ClientPlace(handle, attach, token, self._reception, self._terms)
         try:
             self.desk.put(client)
         except InvalidArgument:
