@@ -43,8 +43,8 @@ class CudaMemory:
         self._open = True
         self._staged: list[int] = []
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-        self.stream = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
-        self._aside = int(_checked(cuda, "cuStreamCreate", cuda.cuStreamCreate(flag)))
+        self.stream = int(_call(cuda, "cuStreamCreate", flag))
+        self._aside = int(_call(cuda, "cuStreamCreate", flag))
 
     @classmethod
     def create(cls, size: int, device: str, cuda: Any = _cuda) -> "CudaMemory":
@@ -53,10 +53,10 @@ class CudaMemory:
             raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
         ordinal, context = _primary(cuda, device)
         with _current(cuda, context):
-            address = int(_checked(cuda, "cuMemAlloc", cuda.cuMemAlloc(-(-size // _PAGE) * _PAGE)))
-            _checked(cuda, "cuMemsetD8", cuda.cuMemsetD8(address, 0, size))
+            address = int(_call(cuda, "cuMemAlloc", -(-size // _PAGE) * _PAGE))
+            _call(cuda, "cuMemsetD8", address, 0, size)
             # The memset is on the legacy stream, for which streams of our kind do not wait.
-            _checked(cuda, "cuStreamSynchronize", cuda.cuStreamSynchronize(0))
+            _call(cuda, "cuStreamSynchronize", 0)
             return cls(cuda, ordinal, context, address, size, exported=True)
 
     @classmethod
@@ -72,7 +72,7 @@ class CudaMemory:
         ctypes.memmove(handle.getPtr(), reference.handle, HANDLE_BYTES)
         lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
         with _current(cuda, context):
-            address = int(_checked(cuda, "cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle(handle, lazily)))
+            address = int(_call(cuda, "cuIpcOpenMemHandle", handle, lazily))
             return cls(cuda, ordinal, context, address, reference.size, exported=False)
 
     @property
@@ -85,7 +85,7 @@ class CudaMemory:
         if not self._exported or not self._open:
             raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
         with self._here():
-            handle = _checked(self._cuda, "cuIpcGetMemHandle", self._cuda.cuIpcGetMemHandle(self._address))
+            handle = _call(self._cuda, "cuIpcGetMemHandle", self._address)
         raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
         return CudaReference(os.getpid(), f"cuda:{self._device}", raw, self.size)
 
@@ -96,28 +96,23 @@ class CudaMemory:
         cuda, target = self._cuda, self._address + offset
         with self._here():
             if isinstance(source, DeviceSpan):
-                copied = cuda.cuMemcpyDtoDAsync(target, source.address, source.nbytes, self.stream)
-                _checked(cuda, "cuMemcpyDtoDAsync", copied)
-                return
-            copied = cuda.cuMemcpyHtoDAsync(target, source.ctypes.data, source.nbytes, self.stream)
-            _checked(cuda, "cuMemcpyHtoDAsync", copied)
+                _call(cuda, "cuMemcpyDtoDAsync", target, source.address, source.nbytes, self.stream)
+            else:
+                _call(cuda, "cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream)
 
     def read(self, offset: int, target: Source) -> None:
         cuda, source = self._cuda, self._address + offset
         with self._here():
             if isinstance(target, DeviceSpan):
-                copied = cuda.cuMemcpyDtoDAsync(target.address, source, target.nbytes, self.stream)
-                _checked(cuda, "cuMemcpyDtoDAsync", copied)
-                return
-            copied = cuda.cuMemcpyDtoHAsync(target.ctypes.data, source, target.nbytes, self.stream)
-            _checked(cuda, "cuMemcpyDtoHAsync", copied)
+                _call(cuda, "cuMemcpyDtoDAsync", target.address, source, target.nbytes, self.stream)
+            else:
+                _call(cuda, "cuMemcpyDtoHAsync", target.ctypes.data, source, target.nbytes, self.stream)
 
     def store_word(self, offset: int, value: int) -> None:
         # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
         flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
         with self._here():
-            stored = self._cuda.cuStreamWriteValue32(self.stream, self._address + offset, value, flag)
-            _checked(self._cuda, "cuStreamWriteValue32", stored)
+            _call(self._cuda, "cuStreamWriteValue32", self.stream, self._address + offset, value, flag)
 
     def word(self, offset: int) -> int:
         return self.words(offset, 1, 4)[0]
@@ -126,32 +121,27 @@ class CudaMemory:
         """Copies them aside from the queue, with what lies between, and waits for that: some microseconds."""
         found = np.zeros(((count - 1) * stride + 4) // 4, np.uint32)
         with self._here():
-            copied = self._cuda.cuMemcpyDtoHAsync(found.ctypes.data, self._address + offset, found.nbytes, self._aside)
-            _checked(self._cuda, "cuMemcpyDtoHAsync", copied)
-            self._wait_for(self._aside)
+            _call(self._cuda, "cuMemcpyDtoHAsync", found.ctypes.data, self._address + offset, found.nbytes, self._aside)
+            _call(self._cuda, "cuStreamSynchronize", self._aside)
         return [int(word) for word in found[:: stride // 4]]
 
     def flush(self) -> None:
         with self._here():
-            self._wait_for(self.stream)
-
-    def _wait_for(self, stream: int) -> None:
-        _checked(self._cuda, "cuStreamSynchronize", self._cuda.cuStreamSynchronize(stream))
+            _call(self._cuda, "cuStreamSynchronize", self.stream)
 
     def idle(self) -> bool:
         if not self._open:
             return True  # closing waited
         with self._here():
-            code = self._cuda.cuStreamQuery(self.stream)
-        if code[0] == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        _checked(self._cuda, "cuStreamQuery", code)
-        return True
+            (code,) = self._cuda.cuStreamQuery(self.stream)
+        if code not in (self._cuda.CUresult.CUDA_SUCCESS, self._cuda.CUresult.CUDA_ERROR_NOT_READY):
+            raise MemoryRefused(f"cuStreamQuery failed: {code}")
+        return bool(code == self._cuda.CUresult.CUDA_SUCCESS)
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Pinned: a copy to other memory would be waited for."""
         with self._here():
-            address = int(_checked(self._cuda, "cuMemHostAlloc", self._cuda.cuMemHostAlloc(nbytes, 0)))
+            address = int(_call(self._cuda, "cuMemHostAlloc", nbytes, 0))
         self._staged.append(address)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         array[:] = 0
@@ -164,20 +154,20 @@ class CudaMemory:
         self._open = False
         with self._here():
             with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
-                self._wait_for(self.stream)
+                _call(self._cuda, "cuStreamSynchronize", self.stream)
             for stream in (self.stream, self._aside):
-                _checked(self._cuda, "cuStreamDestroy", self._cuda.cuStreamDestroy(stream))
+                _call(self._cuda, "cuStreamDestroy", stream)
             for address in self._staged:
-                _checked(self._cuda, "cuMemFreeHost", self._cuda.cuMemFreeHost(address))
+                _call(self._cuda, "cuMemFreeHost", address)
             if self._exported:
-                _checked(self._cuda, "cuMemFree", self._cuda.cuMemFree(self._address))
+                _call(self._cuda, "cuMemFree", self._address)
             else:
-                _checked(self._cuda, "cuIpcCloseMemHandle", self._cuda.cuIpcCloseMemHandle(self._address))
+                _call(self._cuda, "cuIpcCloseMemHandle", self._address)
 
 
 @contextlib.contextmanager
 def _current(cuda: Any, context: Any) -> Iterator[None]:
-    _checked(cuda, "cuCtxPushCurrent", cuda.cuCtxPushCurrent(context))
+    _call(cuda, "cuCtxPushCurrent", context)
     try:
         yield
     finally:
@@ -187,29 +177,30 @@ def _current(cuda: Any, context: Any) -> Iterator[None]:
 def _primary(cuda: Any, device: str) -> tuple[int, Any]:
     """A device's ordinal and its primary context, which the CUDA runtime and all libraries over it use too."""
     try:
-        _checked(cuda, "cuInit", cuda.cuInit(0))
+        _call(cuda, "cuInit", 0)
     except RuntimeError as error:  # the library is not there at all
         raise MemoryRefused(f"there is no CUDA driver on this machine: {error}") from None
     ordinal = _ordinal(cuda, device)
-    handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
-    context = _checked(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(handle))
+    handle = _call(cuda, "cuDeviceGet", ordinal)
+    context = _call(cuda, "cuDevicePrimaryCtxRetain", handle)
     return ordinal, context
 
 
 def _ordinal(cuda: Any, device: str) -> int:
-    count = int(_checked(cuda, "cuDeviceGetCount", cuda.cuDeviceGetCount()))
+    count = int(_call(cuda, "cuDeviceGetCount"))
     for ordinal in range(count):
         if device == f"cuda:{ordinal}" or (device == "cuda" and ordinal == 0):
             return ordinal
-        handle = _checked(cuda, "cuDeviceGet", cuda.cuDeviceGet(ordinal))
-        raw = bytes(_checked(cuda, "cuDeviceGetUuid", cuda.cuDeviceGetUuid(handle)).bytes)
+        handle = _call(cuda, "cuDeviceGet", ordinal)
+        raw = bytes(_call(cuda, "cuDeviceGetUuid", handle).bytes)
         if device == f"GPU-{uuid.UUID(bytes=raw)}":
             return ordinal
     raise MemoryRefused(f"{device!r} is none of the {count} GPUs that this process sees")
 
 
-def _checked(cuda: Any, call: str, result: tuple[Any, ...]) -> Any:
-    code, *values = result
+def _call(cuda: Any, name: str, *arguments: Any) -> Any:
+    """What a function of the driver returns beside its code. Raises MemoryRefused where that is an error's."""
+    code, *values = getattr(cuda, name)(*arguments)
     if code != cuda.CUresult.CUDA_SUCCESS:
-        raise MemoryRefused(f"{call} failed: {code}")
+        raise MemoryRefused(f"{name} failed: {code}")
     return values[0] if values else None
