@@ -5,6 +5,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -136,13 +137,11 @@ class SourceStatistics(msgspec.Struct, frozen=True):
     malformed: int
 
 
+@dataclass(slots=True)
 class _Pending:
-    __slots__ = ("endpoint", "expires_ns", "slot")
-
-    def __init__(self, endpoint: str, slot: int, expires_ns: int) -> None:
-        self.endpoint = endpoint
-        self.slot = slot
-        self.expires_ns = expires_ns
+    endpoint: str
+    slot: int
+    expires_ns: int
 
 
 class _Target:

@@ -79,8 +79,6 @@ class SharedMemory:
         """
         if not 1 <= reference.size <= max_size:
             raise MemoryRefused(f"announced size {reference.size} is not within 1..{max_size} bytes")
-        if reference.pid < 1 or reference.fd < 0:
-            raise MemoryRefused(f"no such descriptor: pid {reference.pid}, fd {reference.fd}")
         mode = os.O_RDWR if writable else os.O_RDONLY
         where = f"fd {reference.fd} of process {reference.pid}"
         try:

@@ -282,15 +282,10 @@ def sleep(desk: Any, descriptor: int, timeout_ms: int) -> Any:
 
 
 @entry_point("void(int64)")
-def release_request(desk: int) -> None:
-    """The vector of the request found has been copied."""
-    release(instructions.words(desk, DESK_WORDS))
-
-
-@entry_point("void(int64)")
 def accept_request(desk: int) -> None:
-    """The request found, whose vector was in the arena, will be answered."""
+    """The request found, whose vector is in the arena, will be answered; its slot is its client's again."""
     accept(instructions.words(desk, DESK_WORDS))
+    release(instructions.words(desk, DESK_WORDS))
 
 
 @entry_point("int64(int64, int64)")

@@ -38,14 +38,7 @@ _PAIR_BYTES = 12  # an id and a value
 
 OPEN, DRAINING, CLOSED, EVICTED = range(4)
 
-_WRITER, _READER, _SLEEPING, _CONSUMER_STATE = (
-    atomics.WRITER,
-    atomics.READER,
-    atomics.SLEEPING,
-    atomics.CONSUMER_STATE,
-)
-_PRODUCER_STATE, _JOINED = 320, 384
-_POSITION, _READER_SEEN = atomics.END_POSITION, atomics.END_READER
+_PRODUCER_STATE, _JOINED = 320, 384  # where a ring has these words; the others: `atomics.py`
 
 MAX_SLOTS = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 24
@@ -135,7 +128,7 @@ class _End:
     @property
     def consumer_state(self) -> int:
         """OPEN, DRAINING, CLOSED or EVICTED, as the consumer says; any other value is a `ProtocolViolation`."""
-        return self._state(_CONSUMER_STATE, EVICTED)
+        return self._state(atomics.CONSUMER_STATE, EVICTED)
 
     @property
     def producer_state(self) -> int:
@@ -183,7 +176,7 @@ class RingProducer(_End):
     @property
     def position(self) -> int:
         """Slots sent so far."""
-        return self._end[_POSITION]
+        return self._end[atomics.END_POSITION]
 
     @property
     def rung(self) -> int:
@@ -194,10 +187,10 @@ class RingProducer(_End):
         """Slots that can be loaned now."""
         # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: we must not
         # overwrite a slot before the consumer's reads of it are done.
-        reader = atomics.load_acquire(self._address + _READER)
-        if not self._end[_READER_SEEN] <= reader <= self.position:
+        reader = atomics.load_acquire(self._address + atomics.READER)
+        if not self._end[atomics.END_READER] <= reader <= self.position:
             raise self.refused(atomics.IMPOSSIBLE_READER)
-        self._end[_READER_SEEN] = reader
+        self._end[atomics.END_READER] = reader
         return self.room()
 
     def loan(self) -> int:
@@ -224,7 +217,7 @@ class RingProducer(_End):
             case atomics.TOO_LARGE:
                 return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload, or not a pair")
             case _:
-                reader, seen = self._word(_READER), self._end[_READER_SEEN]
+                reader, seen = self._word(atomics.READER), self._end[atomics.END_READER]
                 return ProtocolViolation(f"reader position {reader} is not within {seen}..{self.position}")
 
     def close(self) -> None:
@@ -257,10 +250,10 @@ class RingConsumer(_End):
         )
         """take_pairs(slot, ids, values): copy from a ready slot the results of a query, as much as
         the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
-        self._tell_reader = partial(atomics.store_release, self._address + _READER)
+        self._tell_reader = partial(atomics.store_release, self._address + atomics.READER)
 
     def _watch_words(self, position: int) -> tuple[int, ...]:
-        return self._base, self._stride, self._slots, position, self._address + _SLEEPING
+        return self._base, self._stride, self._slots, position, self._address + atomics.SLEEPING
 
     def watch_in(self, row: memoryview) -> None:
         """Keep this ring's position in a row of a `Watch` from now on."""
@@ -298,7 +291,7 @@ class RingConsumer(_End):
 
     def set_state(self, state: int) -> None:
         """Tell the producer: OPEN, DRAINING, CLOSED or EVICTED. (It notices when it looks; ring it.)"""
-        atomics.store_release(self._address + _CONSUMER_STATE, state)
+        atomics.store_release(self._address + atomics.CONSUMER_STATE, state)
 
     def join(self) -> None:
         """Tell the producer that this end is open."""
@@ -306,7 +299,7 @@ class RingConsumer(_End):
 
     def statistics(self) -> RingStatistics:
         """Counters; cheap. `used` is what the producer claims to have written and is not yet released."""
-        used = min(max(self._word(_WRITER) - self.position, 0), self._slots)
+        used = min(max(self._word(atomics.WRITER) - self.position, 0), self._slots)
         return RingStatistics(self._slots, self.position, used, 0, 0)
 
 

@@ -90,7 +90,6 @@ class SessionServer:
             self._evict(place)
             return
         exchange.accept_request(self.desk.address)
-        exchange.release_request(self.desk.address)
 
     def arrived(self) -> Iterator[Float32s]:
         """Vectors out of the arena that are there by now; the desk's words are each one's request meanwhile."""

@@ -113,8 +113,13 @@ class DeviceArena:
 
         Raises ProtocolViolation for a place outside of the client's lease or not its slot's next generation.
         """
-        self._check(lease, place)
-        self._taken[place.slot] = place.generation
+        slot, generation = place
+        if not 0 <= slot < self.slots or self._owner[slot] != lease:
+            raise ProtocolViolation(f"slot {slot} is not of lease {lease}")
+        expected = _following(self._taken[slot])
+        if generation != expected:
+            raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
+        self._taken[slot] = generation
 
     def copy_out(self, place: Place) -> None:
         """Queue: copy what a claimed place holds. Look at it with `taken_out` when the memory is idle."""
@@ -134,14 +139,6 @@ class DeviceArena:
         self.memory.store_word(_ack(place.slot), place.generation)
         payload: npt.NDArray[np.uint8] = copy[_LINE : _LINE + self.payload_bytes]
         return payload
-
-    def _check(self, lease: int, place: Place) -> None:
-        slot, generation = place.slot, place.generation
-        if not 0 <= slot < self.slots or self._owner[slot] != lease:
-            raise ProtocolViolation(f"slot {slot} is not of lease {lease}")
-        expected = _following(self._taken[slot])
-        if generation != expected:
-            raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
 
     def end_lease(self, lease: int) -> None:
         """The client is gone, and its slots are free.

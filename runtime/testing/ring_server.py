@@ -62,6 +62,12 @@ def next_request(desk: int) -> int:
     return int(exchange.find_request(instructions.words(desk, exchange.DESK_WORDS)))
 
 
+@entry_point("void(int64)")
+def release_request(desk: int) -> None:
+    """The vector of the request found has been copied."""
+    exchange.release(instructions.words(desk, exchange.DESK_WORDS))
+
+
 @entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
 def answer_with(
     desk: int,
@@ -133,7 +139,7 @@ class RingServer(SessionServer):
                 place = desk.places[words[exchange.ROW]]
                 assert place is not None
                 requests.append(self._request(place.vectors[words[exchange.SLOT], : words[exchange.DIM]], now))
-                exchange.release_request(desk.address)
+                release_request(desk.address)
                 accepted += 1
             elif found == exchange.ARENA:
                 self.take_from_arena()

@@ -272,16 +272,14 @@ class ReplicaPolicy:
 _PROBE_WEIGHT = 0.5
 
 
+@dataclass(slots=True)
 class _Replica:
-    __slots__ = ("average_ns", "outstanding", "probed_ns", "slow", "turn", "waiting_ns")
-
-    def __init__(self) -> None:
-        self.average_ns: float | None = None  # of its round trips; None before the first
-        self.outstanding = 0
-        self.waiting_ns = 0  # since when an answer is due: the last one, or the first query after a pause
-        self.slow = False
-        self.probed_ns = 0
-        self.turn = 0
+    average_ns: float | None = None  # of its round trips; None before the first
+    outstanding: int = 0
+    waiting_ns: int = 0  # since when an answer is due: the last one, or the first query after a pause
+    slow: bool = False
+    probed_ns: int = 0
+    turn: int = 0
 
     def expected_ns(self, now_ns: int) -> float | None:
         """The average round trip, or the present silence if that is longer: who is stuck answers nothing."""
@@ -355,9 +353,7 @@ class Replicas:
 
     def lost(self, pool: int) -> None:
         """A pool's session is over: what comes back is another process."""
-        turn = self._replicas[pool].turn
-        self._replicas[pool] = _Replica()
-        self._replicas[pool].turn = turn
+        self._replicas[pool] = _Replica(turn=self._replicas[pool].turn)
 
     def slow(self, pool: int) -> bool:
         """Whether a pool is passed over for being slow, as `choose` judged last."""
