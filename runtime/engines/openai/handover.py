@@ -16,6 +16,7 @@ from typing import Any, Literal
 from runtime.engines.openai.assembly import BYTES_PER_TOKEN
 from runtime.engines.openai.servers import Member, Servers
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
+from runtime.serving.http.forwarded import first_asked
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,7 @@ _ASKED = {
     "remote_port": None,
 }
 # With these there is more than one answer, or the prompt's own tokens are told, which needs all of them computed.
-_AT_ONCE: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "echo": (False,),
-    "prompt_logprobs": (),
-}
+_AT_ONCE = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
 
 
 class Costs:
@@ -84,7 +79,7 @@ class Handovers:
         `overlap` of it."""
         if member.server.stage != "decode":
             return False
-        if any(field in body and body[field] not in usual for field, usual in _AT_ONCE.items()):
+        if first_asked(body, _AT_ONCE):
             return False
         missing = prompt_tokens(body) * (1.0 - overlap)
         return missing >= max(1, self.costs.tokens)

@@ -5,12 +5,13 @@ that refuses what it does not have. What Trinity cannot combine with them is ref
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import Field
 
 from runtime.errors import InvalidRequest
+from runtime.serving.http import openai_fields
 from runtime.serving.http.api_types import ChatLimits, CompletionBody, GenerateBody, json_object, validated
 from runtime.serving.messages import Message
 
@@ -20,30 +21,14 @@ OURS = ("retrieval", "answer_cache")
 """What only Trinity knows: no engine is sent it."""
 
 # An answer with probes is written in several requests. That changes what these mean, or cannot be told to a second one.
-_ONE_REQUEST: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "use_beam_search": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-}
+_ONE_REQUEST = (
+    *("n", "best_of", "echo", "suffix", "logprobs", "top_logprobs", "prompt_logprobs", "presence_penalty"),
+    *("frequency_penalty", "tools", "functions", "tool_choice", "function_call", "response_format"),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
+    *("continue_final_message", "add_generation_prompt"),
+)
+_NEUTRAL = {name: field.neutral for name, field in openai_fields.REFUSED.items()}
+_NEUTRAL |= dict.fromkeys(("tool_choice", "function_call"), ("none", "auto"))
 # What an answer from the cache may have been asked with: with any other field it might have been another answer.
 _CACHED_WITH = frozenset(
     {
@@ -86,13 +71,13 @@ def parse_forwarded(kind: type[Forwarded], body: bytes) -> tuple[Forwarded, dict
 
 def needs_one_request(sent: Mapping[str, Any]) -> str:
     """The field for which an answer cannot be written in several requests; "" if there is none."""
-    for name, neutral in _ONE_REQUEST.items():
-        value = sent.get(name)
-        if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-        ):
-            return name
-    return ""
+    return first_asked(sent, _ONE_REQUEST)
+
+
+def first_asked(sent: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The first of some fields that has a value with which it changes the answer; "" if none has."""
+    there = (name for name in names if sent.get(name) is not None)
+    return next((name for name in there if openai_fields.asks(sent[name], _NEUTRAL.get(name, ()))), "")
 
 
 def may_be_stored(sent: dict[str, Any]) -> bool:

@@ -94,19 +94,20 @@ HINTS: dict[str, str] = {
 }
 
 
-def check(name: str, value: object) -> bool:
-    """Whether this is one of the fields above, at most a hint. Raises InvalidRequest if it asks for what there is not.
+def asks(value: object, neutral: tuple[object, ...]) -> bool:
+    """Whether a value is none of the neutral ones. A boolean is not a number here: `logprobs: 0` asks for something,
+    `logprobs: false` does not."""
+    return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
-    A boolean is not a number here: `logprobs: 0` asks for something, `logprobs: false` does not.
-    """
+
+def check(name: str, value: object) -> bool:
+    """Whether this is one of the fields above, at most a hint. Raises InvalidRequest for what there is not."""
     if name in HINTS:
         return True
     refused = REFUSED.get(name)
     if refused is None:
         return False
-    if not any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in refused.neutral
-    ):
+    if asks(value, refused.neutral):
         allowed = " or ".join(json.dumps(neutral) for neutral in refused.neutral)
         raise InvalidRequest(
             f"{name} is not supported" + (f" other than {allowed}" if allowed else "") + f": {refused.why}", name
