@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from runtime.engines.openai.server import Server
 from runtime.errors import ConfigError, EngineFailed, EngineRefusedKey, EngineUnreachable, InvalidRequest, TrinityError
@@ -13,6 +13,7 @@ from runtime.node.placement.plan import read_engine_key
 log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
+Way = Literal["tokens", "chat", "text", ""]
 
 _ANSWER_S = 60.0  # for a handful of answers of one token
 _TURNS = [{"role": "user", "content": "Count to nine."}, {"role": "assistant", "content": "One two three"}]
@@ -45,8 +46,8 @@ class Abilities:
         return self.token_ids and self.token_prompts and self.tokenizes and self.completions
 
     @property
-    def chat_sequel(self) -> str:
-        """How a chat's answer goes on in another request: "tokens", "chat", "text", or "" if it cannot."""
+    def chat_sequel(self) -> Way:
+        """How a chat's answer goes on in another request; "" if it cannot."""
         if self.by_tokens:
             return "tokens"
         if self.goes_on:
@@ -102,8 +103,7 @@ async def _ask(server: Server, section: ServedSection) -> Abilities:
     found = await _streams(server, section.name, context)
     if not found.by_tokens and found.chat:
         goes_on = await _goes_on(server, section.name)
-        renders = await _has(server, "/apply-template", {"messages": _TURNS[:1]}, "prompt", str)
-        found = replace(found, goes_on=goes_on, renders=renders)
+        found = replace(found, goes_on=goes_on, renders=await _renders(server))
     return found
 
 
@@ -211,9 +211,10 @@ async def _goes_on(server: Server, model: str) -> bool:
         return False
 
 
-async def _has(server: Server, path: str, body: Json, key: str, kind: type) -> bool:
+async def _renders(server: Server) -> bool:
     try:
-        return isinstance((await server.post(path, body, beside=True)).get(key), kind)
+        shown = await server.post("/apply-template", {"messages": _TURNS[:1]}, beside=True)
+        return isinstance(shown.get("prompt"), str)
     except TrinityError:
         return False
 

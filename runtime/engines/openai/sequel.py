@@ -6,13 +6,12 @@ the server's tokens where texts meet may be others than those that were sampled.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from runtime.engines.openai.abilities import GOES_ON, Abilities
+from runtime.engines.openai.abilities import GOES_ON, Abilities, Way
 from runtime.errors import InvalidRequest
 
 Json = dict[str, Any]
-Way = Literal["tokens", "chat", "text", ""]
 
 # Of a chat that goes on as a completion: what both endpoints have, and means the same there.
 _CARRIED = (
@@ -53,13 +52,11 @@ class Script:
 
 def way_of(abilities: Abilities, sent: Json) -> Way:
     """How this request's answer could go on in another; "" if it could not."""
+    if "messages" in sent:
+        return abilities.chat_sequel
     if abilities.by_tokens:
         return "tokens"
-    if "messages" not in sent:
-        return "text" if isinstance(sent.get("prompt"), str) else ""
-    if abilities.goes_on:
-        return "chat"
-    return "text" if abilities.renders and abilities.completions else ""
+    return "text" if isinstance(sent.get("prompt"), str) else ""
 
 
 def sequel(way: Way, sent: Json, script: Script) -> tuple[str, Json]:

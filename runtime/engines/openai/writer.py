@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.engines.openai.abilities import Abilities, tokens_of
+from runtime.engines.openai.abilities import Abilities, Way, tokens_of
 from runtime.engines.openai.assembly import Fitted, fit, inserted_text, room_for_passages, with_passages
 from runtime.engines.openai.handover import Handover, Handovers, prompt_text
 from runtime.engines.openai.probing import Probing
 from runtime.engines.openai.relay import Relay
-from runtime.engines.openai.sequel import Way, budget, sequel, way_of, why_not
+from runtime.engines.openai.sequel import budget, sequel, way_of, why_not
 from runtime.engines.openai.server import StreamBroken
 from runtime.engines.openai.servers import Member, Servers
 from runtime.errors import (
