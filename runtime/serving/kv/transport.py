@@ -122,7 +122,6 @@ class Transfer:
         ]
         self._slices = [(layer, runs) for layer in range(target[0]) for runs in parts]
         self._next = 0
-        self.blocks = len(taken)
         self.bytes = len(taken) * block_bytes * target[0]
         self.busy_ns = 0
 

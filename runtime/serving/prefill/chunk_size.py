@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 from runtime.serving.model.language_model import Chunk, LanguageModel
 
@@ -10,12 +10,6 @@ _SIZES = (32, 64, 128, 256, 512, 1024)
 _ENOUGH = 0.9  # of the best rate: beyond the knee a longer pass only makes others wait
 _WITHIN_S = 5.0
 _REPEAT = 2
-
-
-class PassTime(Protocol):
-    """Seconds of one pass over so many tokens."""
-
-    def __call__(self, tokens: int) -> float: ...
 
 
 def chunk_tokens(configured: int | Literal["auto"], model: LanguageModel) -> int:
@@ -33,10 +27,11 @@ def chunk_tokens(configured: int | Literal["auto"], model: LanguageModel) -> int
     return knee(pass_time, most)
 
 
-def knee(pass_time: PassTime, most: int, clock: Callable[[], float] = time.perf_counter) -> int:
+def knee(pass_time: Callable[[int], float], most: int, clock: Callable[[], float] = time.perf_counter) -> int:
     """The smallest of some sizes, up to `most`, at which tokens per second are nearly the best that was measured.
 
-    Sizes are tried from small to large until it has taken too long; at least one is. The faster of two passes counts.
+    `pass_time`: seconds of one pass over so many tokens. Sizes are tried from small to large until it has taken too
+    long; at least one is. The faster of two passes counts.
     """
     end = clock() + _WITHIN_S
     rates: dict[int, float] = {}
