@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, get_args
 
-from runtime.node.config import NodeConfig
+from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
 from runtime.node.figures import ControlMetrics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("control")
 
 _WAIT = PoolMetrics.WAIT["prefill"]
-_COUNTERS: dict[str, tuple[Counter, ...]] = {
+_COUNTERS: dict[Role, tuple[Counter, ...]] = {
     "prefill": (
         PrefillMetrics.PASS_SECONDS,
         PrefillMetrics.PROMPT_TOKENS,
@@ -39,7 +39,9 @@ _COUNTERS: dict[str, tuple[Counter, ...]] = {
         DecodeMetrics.STALL_SECONDS,
         DecodeMetrics.GENERATION_TOKENS,
     ),
+    "frontend": (FrontendMetrics.SLO_REQUESTS["all"], FrontendMetrics.SLO_VIOLATIONS["all"]),
 }
+_ROLE_OF: dict[Counter, Role] = {counter: role for role, counters in _COUNTERS.items() for counter in counters}
 
 
 class ControlLoop:
@@ -48,20 +50,18 @@ class ControlLoop:
     def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
         settings = self._settings = config.control
         self._reserve = config.pool.reserve
-        self._pools = [table for table in tables.values() if table.role == "pool"]
-        self._of: dict[Stage, list[WorkerTable]] = {
-            role: [table for table in tables.values() if table.role == role] for role in get_args(Stage)
+        self._of: dict[Role, list[WorkerTable]] = {
+            role: [table for table in tables.values() if table.role == role] for role in get_args(Role)
         }
-        self._frontends = [table for table in tables.values() if table.role == "frontend"]
         self._meter = SignalMeter(len(self._of["decode"]), settings.interval_s)
         self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
         self._advised: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
         # What workers had counted that have left the node.
-        self._left = dict.fromkeys((counter for counters in _COUNTERS.values() for counter in counters), 0.0)
+        self._left = dict.fromkeys(_ROLE_OF, 0.0)
         self._left_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
-        for table in self._pools:
+        for table in self._of["pool"]:
             self._tell(table)
 
     def _tell(self, table: WorkerTable) -> None:
@@ -72,22 +72,18 @@ class ControlLoop:
 
     def joined(self, table: WorkerTable) -> None:
         """A worker has come to the node."""
-        if table.role == "prefill" or table.role == "decode":
-            self._of[table.role].append(table)
-            self._meter.links = len(self._of["decode"])
-        elif table.role == "pool":
-            self._pools.append(table)
+        self._of[table.role].append(table)
+        self._meter.links = len(self._of["decode"])
+        if table.role == "pool":
             self._tell(table)
 
     def left(self, table: WorkerTable) -> None:
         """A worker has gone: what it has counted stays counted."""
-        if table.role == "prefill" or table.role == "decode":
-            for counter in _COUNTERS[table.role]:
-                self._left[counter] += table.value(counter)
-            self._of[table.role].remove(table)
-            self._meter.links = len(self._of["decode"])
-        elif table in self._pools:
-            self._pools.remove(table)
+        self._of[table.role].remove(table)
+        self._meter.links = len(self._of["decode"])
+        for counter in _COUNTERS.get(table.role, ()):
+            self._left[counter] += table.value(counter)
+        if table.role == "pool":
             counts = table.read(_WAIT)[:-1]
             self._left_waits = [sum(pair) for pair in zip(self._left_waits, counts, strict=True)]
 
@@ -98,7 +94,7 @@ class ControlLoop:
         self._due_s = now_s + self._settings.interval_s
         for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
             log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
-            for table in self._pools:
+            for table in self._of["pool"]:
                 table.set_knob(change.knob, change.after)
 
     def plan(self, now_s: float) -> Move | None:
@@ -115,7 +111,6 @@ class ControlLoop:
         return move if self._settings.planner == "act" else None
 
     def _work(self) -> Work:
-        slo_requests, slo_violations = FrontendMetrics.SLO_REQUESTS["all"], FrontendMetrics.SLO_VIOLATIONS["all"]
         left_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
         not_passed = left_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
         return Work(
@@ -126,11 +121,11 @@ class ControlLoop:
             prompts=sum(map(self._sum, PrefillMetrics.PROMPTS.values())),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS) - self._sum(DecodeMetrics.STALL_SECONDS),
             tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
-            judged=sum(table.value(slo_requests) for table in self._frontends),
-            missed=sum(table.value(slo_violations) for table in self._frontends),
+            judged=self._sum(FrontendMetrics.SLO_REQUESTS["all"]),
+            missed=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
             prefill_waiting=self._now("prefill", PrefillMetrics.WAITING),
             decode_waiting=self._now("decode", DecodeMetrics.WAITING),
-            workers={role: len(tables) for role, tables in self._of.items()},
+            workers={role: len(self._of[role]) for role in get_args(Stage)},
         )
 
     def families(self) -> "Iterator[Family]":
@@ -142,7 +137,7 @@ class ControlLoop:
         yield ControlMetrics.MOVES.of(self._moves)
 
     def readings(self) -> Readings:
-        counts = [self._left_waits, *(table.read(_WAIT)[:-1] for table in self._pools)]
+        counts = [self._left_waits, *(table.read(_WAIT)[:-1] for table in self._of["pool"])]
         return Readings(
             link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS),
@@ -152,8 +147,7 @@ class ControlLoop:
         )
 
     def _sum(self, counter: Counter) -> float:
-        role: Stage = "prefill" if counter in _COUNTERS["prefill"] else "decode"
-        return self._left[counter] + sum(table.value(counter) for table in self._of[role])
+        return self._left[counter] + sum(table.value(counter) for table in self._of[_ROLE_OF[counter]])
 
     def _now(self, role: Stage, gauge: Gauge) -> float:
         return sum(table.value(gauge) for table in self._of[role])
