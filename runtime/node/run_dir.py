@@ -88,8 +88,7 @@ class RunDir:
                 if _lock(fd, fcntl.LOCK_EX):
                     if _is_at(path, fd):
                         (path / "node.json").unlink(missing_ok=True)  # of one that was killed
-                        shutil.rmtree(path / KV, ignore_errors=True)
-                        _remove_answers(path)
+                        _remove_left(path)
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
                     key = "node.name" if path == default_run_dir(path.name) else "node.run_dir"
@@ -134,8 +133,7 @@ class RunDir:
                 file.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("%s is left behind: %s", file, error.strerror)
-        shutil.rmtree(self.path / KV, ignore_errors=True)
-        _remove_answers(self.path)
+        _remove_left(self.path)
         with contextlib.suppress(OSError):
             (self.path / LOGS).rmdir()
         with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
@@ -148,9 +146,9 @@ class RunDir:
         return [found for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for found in self.path.glob(pattern)]
 
 
-def _remove_answers(run_dir: Path) -> None:
-    """Stored answers end with their node; one that was killed while it made their collection has left that too."""
-    for left in run_dir.glob(f"{ANSWERS_FOLDER}*"):
+def _remove_left(run_dir: Path) -> None:
+    """KV and stored answers end with their node; one that was killed while it made their folder has left that too."""
+    for left in (run_dir / KV, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
         shutil.rmtree(left, ignore_errors=True)
 
 

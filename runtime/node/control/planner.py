@@ -85,7 +85,7 @@ class Planner:
         if self._last is None or now_s - self._last[0] < _WINDOW_S:
             self._last = self._last or (now_s, work)
             return None
-        (then_s, before), self._last, last = self._last, (now_s, work), self.loads
+        (then_s, before), self._last = self._last, (now_s, work)
         if min(work.workers.values()) < 1 or work.workers != before.workers:
             self._due = None  # a window with a move in it tells of two nodes
             return None

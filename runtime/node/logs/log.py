@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -27,12 +27,7 @@ from runtime.node.run_dir import LOGS
 
 
 Level = Literal["debug", "info", "warning", "error"]
-LEVELS: dict[str, int] = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+LEVELS: dict[str, int] = {level: getattr(logging, level.upper()) for level in get_args(Level)}
 _MAX_EVENT = 8_192  # characters; of what is longer the end is cut off
 _MAX_DETAIL = 32_768
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -89,16 +84,12 @@ class Formatter(logging.Formatter):
             source="" if record.name in (self._process, "root") else record.name.rpartition(".")[2],
             detail=_valid(detail[-_MAX_DETAIL:]),
         )
-        return line.text() if self._text else _json(line)
+        return line.text() if self._text else msgspec.json.encode(line).decode()
 
 
 def _valid(text: str) -> str:
     """Without lone surrogates, which no UTF-8 has; a file name may."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _json(line: Line) -> str:
-    return msgspec.json.encode(line).decode()
 
 
 _decode = msgspec.json.Decoder(Line).decode

@@ -83,14 +83,11 @@ def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
     families: dict[str, Metric] = {}
     for worker, file in files.items():
         with contextlib.suppress(OSError, ValueError):  # ValueError: not what the format allows
-            for family in _parsed(file.read_text()):
+            parsed = text_string_to_metric_families(file.read_text())
+            for family in [found for found in parsed if found.name.startswith(_PREFIX)]:  # whole, before any is merged
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 merged.samples += [s._replace(labels={"worker": worker} | s.labels) for s in family.samples]
     yield from families.values()
-
-
-def _parsed(text: str) -> Iterable[Metric]:
-    return [found for found in text_string_to_metric_families(text) if found.name.startswith(_PREFIX)]
 
 
 # ---- A node's load under vLLM's metric names, for what routes by these: llm-d's picker as it is shipped, vLLM's router

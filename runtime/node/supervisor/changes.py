@@ -18,11 +18,10 @@ from typing import Literal, get_args
 import msgspec
 
 from runtime.errors import InvalidRequest
-from runtime.node.config import Role
+from runtime.node.config import MOST_WORKERS, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.child import Child, Desired, Phase
 
-MOST_WORKERS = 8
 Verb = Literal["add", "drain", "flip"]
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
