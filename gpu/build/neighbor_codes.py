@@ -12,10 +12,11 @@ from numba.extending import intrinsic
 
 from gpu.compiled import compiled
 from gpu.cpu.rotation import rotate
-from gpu.cpu.simd import LANES, l2_f32, prefetch
+from gpu.cpu.simd import LANES, at, everywhere, l2_f32, loop, prefetch, shuffled
 from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims, make_signs
 from gpu.index.rows import FloatArray, aligned_empty
 
+_i32, _i64 = ir.IntType(32), ir.IntType(64)
 _AT_ONCE = 4096  # nodes between two words of progress
 _TINY = np.float32(1e-30)
 _STEPS = np.array([0, 1.596, 0.9957, 0.586, 0.3352], np.float32)
@@ -123,66 +124,38 @@ def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse:
     Returns Σ sᵢ·rᵢ, Σ sᵢ·nodeᵢ and Σ rᵢ·nodeᵢ. inverse: of the step between levels.
     """
     float32, fast = types.float32, ("contract", "reassoc", "nsz")
-    floats, lanes_type = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
-    i32, i64 = ir.IntType(32), ir.IntType(64)
+    floats, lanes_type = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_i32, LANES)
+    bytes_type = ir.VectorType(ir.IntType(8), LANES)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         node, neighbor, dims, inverse, top, levels = args
 
-        def at(address: Any, place: Any, size: int, kind: Any) -> Any:
-            moved = builder.add(address, builder.mul(place, ir.Constant(i64, size)))
-            return builder.inttoptr(moved, ir.PointerType(kind))
-
-        def everywhere(value: Any) -> Any:
-            single = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.Constant(i32, 0))
-            return builder.shuffle_vector(single, single, ir.Constant(lanes_type, [0] * LANES))
-
-        scales, tops = everywhere(inverse), everywhere(top)
+        scales, tops = everywhere(builder, inverse, LANES), everywhere(builder, top, LANES)
         middle = builder.fmul(
             builder.fadd(tops, ir.Constant(floats, [1.0] * LANES)), ir.Constant(floats, [0.5] * LANES)
         )
         lowest = ir.Constant(floats, None)
 
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        place = builder.phi(i64)
-        place.add_incoming(ir.Constant(i64, 0), before)
-        sums = [builder.phi(floats) for _ in range(3)]
-        for total in sums:
-            total.add_incoming(lowest, before)
-        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
+        def body(place: Any, *sums: Any) -> list[Any]:
+            moved = builder.mul(place, ir.Constant(_i64, 4))
+            c, x = (builder.load(at(builder, builder.add(row, moved), floats), align=4) for row in (node, neighbor))
+            r = builder.fsub(x, c)
+            level = builder.fadd(builder.fmul(r, scales), middle)
+            level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
+            level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
+            whole = builder.fptosi(level, lanes_type)
+            written = at(builder, builder.add(levels, place), bytes_type)
+            builder.store(builder.trunc(whole, bytes_type), written, align=1)
+            level = builder.sitofp(whole, floats)
+            s = builder.fsub(builder.fadd(level, level), tops)
+            products = [builder.fmul(left, right, flags=fast) for left, right in ((s, r), (s, c), (r, c))]
+            return [builder.fadd(total, product, flags=fast) for total, product in zip(sums, products, strict=True)]
 
-        builder.position_at_end(body)
-        c, x = (builder.load(at(address, place, 4, floats), align=4) for address in (node, neighbor))
-        r = builder.fsub(x, c)
-        level = builder.fadd(builder.fmul(r, scales), middle)
-        level = builder.select(builder.fcmp_ordered("<", level, lowest), lowest, level)
-        level = builder.select(builder.fcmp_ordered("<", tops, level), tops, level)
-        whole = builder.fptosi(level, lanes_type)
-        bytes_type = ir.VectorType(ir.IntType(8), LANES)
-        builder.store(builder.trunc(whole, bytes_type), at(levels, place, 1, bytes_type), align=1)
-        level = builder.sitofp(whole, floats)
-        s = builder.fsub(builder.fadd(level, level), tops)
-        for total, (left, right) in zip(sums, ((s, r), (s, c), (r, c)), strict=True):
-            total.add_incoming(builder.fadd(total, builder.fmul(left, right, flags=fast), flags=fast), body)
-        place.add_incoming(builder.add(place, ir.Constant(i64, LANES)), body)
-        builder.branch(head)
-
-        builder.position_at_end(after)
         found = []
-        for total in sums:
-            whole, half = total, LANES // 2
-            while half:
-                parts = [
-                    builder.shuffle_vector(
-                        whole, whole, ir.Constant(ir.VectorType(i32, half), [*range(begin, begin + half)])
-                    )
-                    for begin in (0, half)
-                ]
-                whole, half = builder.fadd(*parts), half // 2
-            found.append(builder.extract_element(whole, ir.Constant(i32, 0)))
+        for total in loop(builder, ir.Constant(_i64, 0), dims, LANES, [lowest] * 3, body):
+            for half in (8, 4, 2, 1):
+                total = builder.fadd(*(shuffled(builder, total, total, range(i, i + half)) for i in (0, half)))
+            found.append(builder.extract_element(total, ir.Constant(_i32, 0)))
         return context.make_tuple(builder, sig.return_type, found)
 
     address = types.uint64
@@ -192,37 +165,27 @@ def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse:
 @intrinsic  # type: ignore[untyped-decorator]
 def _gather_bits(typing_context: Any, levels: Any, dims: Any, plane: Any, places: Any) -> Any:
     """Bit `plane` of every four of the bytes [D'] at `levels`, as the lower four of a byte at `places` [D' / 4]."""
-    words, i32, i64 = ir.VectorType(ir.IntType(32), LANES), ir.IntType(32), ir.IntType(64)
+    words, few = ir.VectorType(_i32, LANES), ir.VectorType(ir.IntType(8), LANES)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         levels, dims, plane, places = args
 
-        def same(value: Any) -> Any:
-            if isinstance(value, int):
-                return ir.Constant(words, [value] * LANES)
-            single = builder.insert_element(ir.Constant(words, ir.Undefined), value, ir.Constant(i32, 0))
-            return builder.shuffle_vector(single, single, ir.Constant(words, [0] * LANES))
+        def same(value: int) -> Any:
+            return ir.Constant(words, [value] * LANES)
 
-        shift = same(builder.trunc(plane, i32))
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        place = builder.phi(i64)
-        place.add_incoming(ir.Constant(i64, 0), before)
-        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
-        builder.position_at_end(body)
-        pointer = builder.inttoptr(builder.add(levels, place), ir.PointerType(words))
-        bits = builder.and_(builder.lshr(builder.load(pointer, align=1), shift), same(0x01010101))
-        found = bits
-        for number in (7, 14, 21):
-            found = builder.or_(found, builder.lshr(bits, same(number)))
-        found = builder.trunc(builder.and_(found, same(15)), ir.VectorType(ir.IntType(8), LANES))
-        quarter = builder.lshr(place, ir.Constant(i64, 2))
-        builder.store(found, builder.inttoptr(builder.add(places, quarter), ir.PointerType(found.type)), align=1)
-        place.add_incoming(builder.add(place, ir.Constant(i64, 4 * LANES)), body)
-        builder.branch(head)
-        builder.position_at_end(after)
+        shift = everywhere(builder, builder.trunc(plane, _i32), LANES)
+
+        def body(place: Any) -> list[Any]:
+            loaded = builder.load(at(builder, builder.add(levels, place), words), align=1)
+            found = bits = builder.and_(builder.lshr(loaded, shift), same(0x01010101))
+            for number in (7, 14, 21):
+                found = builder.or_(found, builder.lshr(bits, same(number)))
+            found = builder.trunc(builder.and_(found, same(15)), few)
+            quarter = builder.lshr(place, ir.Constant(_i64, 2))
+            builder.store(found, at(builder, builder.add(places, quarter), few), align=1)
+            return []
+
+        loop(builder, ir.Constant(_i64, 0), dims, 4 * LANES, [], body)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.int64, types.int64, types.uint64), codegen

@@ -12,23 +12,18 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import LANES
+from gpu.cpu.simd import LANES, at, shuffled
 
 _BLOCK = 64  # dimensions come in a multiple of it
-_f32, _i32 = ir.FloatType(), ir.IntType(32)
-_vector = ir.VectorType(_f32, LANES)
-
-
-def _at(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, ir.PointerType(_vector))
+_vector = ir.VectorType(ir.FloatType(), LANES)
 
 
 def _lanes_transformed(builder: Any, x: Any) -> Any:
     """The transform of a register's 16 lanes."""
     for step in (1, 2, 4, 8):
-        other = ir.Constant(ir.VectorType(_i32, LANES), [i ^ step for i in range(LANES)])
+        other = shuffled(builder, x, x, [i ^ step for i in range(LANES)])
         signs = ir.Constant(_vector, [-1.0 if i & step else 1.0 for i in range(LANES)])
-        x = builder.fadd(builder.shuffle_vector(x, x, other), builder.fmul(x, signs))
+        x = builder.fadd(other, builder.fmul(x, signs))
     return x
 
 
@@ -47,10 +42,10 @@ def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         steps = [ir.Constant(ir.IntType(64), 4 * LANES * number) for number in range(4)]
-        places = [_at(builder, builder.add(args[0], step)) for step in steps]
+        places = [at(builder, builder.add(args[0], step), _vector) for step in steps]
         values = []
         for place, step in zip(places, steps, strict=True):
-            factor = builder.load(_at(builder, builder.add(args[1], step)), align=4)
+            factor = builder.load(at(builder, builder.add(args[1], step), _vector), align=4)
             values.append(_lanes_transformed(builder, builder.fmul(builder.load(place, align=4), factor)))
         for place, value in zip(places, _turned(builder, values), strict=True):
             builder.store(value, place, align=4)
@@ -66,7 +61,7 @@ def _two_steps(typing_context: Any, address: Any, stride: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         address, places = args[0], []
         for _ in range(4):
-            places.append(_at(builder, address))
+            places.append(at(builder, address, _vector))
             address = builder.add(address, args[1])
         values = _turned(builder, [builder.load(place, align=4) for place in places])
         for place, value in zip(places, values, strict=True):
@@ -81,9 +76,9 @@ def _butterfly(typing_context: Any, left: Any, right: Any) -> Any:
     """16 float32 at each of two addresses become their sums and their differences."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        a, b = (builder.load(_at(builder, address), align=4) for address in args)
-        builder.store(builder.fadd(a, b), _at(builder, args[0]), align=4)
-        builder.store(builder.fsub(a, b), _at(builder, args[1]), align=4)
+        a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
+        builder.store(builder.fadd(a, b), at(builder, args[0], _vector), align=4)
+        builder.store(builder.fsub(a, b), at(builder, args[1], _vector), align=4)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen
@@ -94,8 +89,8 @@ def _multiply(typing_context: Any, target: Any, factors: Any) -> Any:
     """16 float32 at `target` times those at `factors`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        a, b = (builder.load(_at(builder, address), align=4) for address in args)
-        builder.store(builder.fmul(a, b), _at(builder, args[0]), align=4)
+        a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
+        builder.store(builder.fmul(a, b), at(builder, args[0], _vector), align=4)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen

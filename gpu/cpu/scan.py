@@ -14,7 +14,7 @@ from numba.core import config, types
 from numba.extending import intrinsic
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import WAYS, load_f32
+from gpu.cpu.simd import WAYS, at, everywhere, load_f32, loop, shuffled
 
 _i1, _i8, _i16, _i32, _i64, _f32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
 _GROUP = 32
@@ -29,26 +29,12 @@ def _vector(element: Any, count: int) -> Any:
     return ir.VectorType(element, count)
 
 
-def _at(builder: Any, address: Any, pointee: Any) -> Any:
-    return builder.inttoptr(address, ir.PointerType(pointee))
-
-
 def _offset(builder: Any, address: Any, count: int) -> Any:
     return builder.add(address, ir.Constant(_i64, count))
 
 
 def _same(vector: Any, value: int) -> Any:
     return ir.Constant(vector, [value] * vector.count)
-
-
-def _shuffled(builder: Any, left: Any, right: Any, lanes: Any) -> Any:
-    lanes = list(lanes)
-    return builder.shuffle_vector(left, right, ir.Constant(_vector(_i32, len(lanes)), lanes))
-
-
-def _everywhere(builder: Any, value: Any, count: int) -> Any:
-    single = builder.insert_element(ir.Constant(_vector(value.type, count), ir.Undefined), value, ir.Constant(_i32, 0))
-    return _shuffled(builder, single, single, [0] * count)
 
 
 def _function(builder: Any, name: str, vector: Any, arguments: int) -> Any:
@@ -66,11 +52,11 @@ def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
         parts = []
         for begin in range(0, _LINE, width):
             lanes = range(begin, begin + width)
-            both = [_shuffled(builder, vector, vector, lanes) for vector in (table, places)]
+            both = [shuffled(builder, vector, vector, lanes) for vector in (table, places)]
             parts.append(builder.call(function, both))
         while len(parts) > 1:
             count = 2 * parts[0].type.count
-            parts = [_shuffled(builder, a, b, range(count)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            parts = [shuffled(builder, a, b, range(count)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     return look_up
@@ -112,41 +98,26 @@ def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, table, begin, end, weight, sums = args
-        weights = _everywhere(builder, weight, 16)
+        weights = everywhere(builder, weight, 16)
 
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        line = builder.phi(_i64)
-        line.add_incoming(begin, before)
-        totals = [builder.phi(_words) for _ in range(4)]
-        for total in totals:
-            total.add_incoming(ir.Constant(_words, None), before)
-        builder.cbranch(builder.icmp_signed("<", line, end), body, after)
+        def body(line: Any, *totals: Any) -> list[Any]:
+            place = builder.mul(line, ir.Constant(_i64, _LINE))
+            code = builder.load(at(builder, builder.add(codes, place), _bytes), align=1)
+            entries = builder.load(at(builder, builder.add(table, place), _bytes), align=1)
+            low = builder.and_(code, _same(_bytes, 15))
+            high = builder.lshr(builder.bitcast(code, _words), _same(_words, 4))
+            high = builder.and_(builder.bitcast(high, _bytes), _same(_bytes, 15))
+            # A word holds two bytes' sums: the whole word's, whose upper byte is too much, and the upper byte's alone.
+            found = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
+            terms = (term for words in found for term in (words, builder.lshr(words, _same(_words, 8))))
+            return [builder.add(total, term) for total, term in zip(totals, terms, strict=True)]
 
-        builder.position_at_end(body)
-        place = builder.mul(line, ir.Constant(_i64, _LINE))
-        code = builder.load(_at(builder, builder.add(codes, place), _bytes), align=1)
-        entries = builder.load(_at(builder, builder.add(table, place), _bytes), align=1)
-        low = builder.and_(code, _same(_bytes, 15))
-        high = builder.lshr(builder.bitcast(code, _words), _same(_words, 4))
-        high = builder.and_(builder.bitcast(high, _bytes), _same(_bytes, 15))
-        # A word holds two bytes' sums: the whole word's, whose upper byte is too much, and the upper byte's alone.
-        found = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
-        for number, words in enumerate(found):
-            upper = builder.lshr(words, _same(_words, 8))
-            for total, term in ((totals[2 * number], words), (totals[2 * number + 1], upper)):
-                total.add_incoming(builder.add(total, term), body)
-        line.add_incoming(builder.add(line, ir.Constant(_i64, 1)), body)
-        builder.branch(head)
-
-        builder.position_at_end(after)
+        totals = loop(builder, begin, end, 1, [ir.Constant(_words, None)] * 4, body)
         for number in (0, 1):
             odd = _folded(builder, totals[2 * number + 1])
             even = builder.sub(_folded(builder, totals[2 * number]), builder.shl(odd, _same(odd.type, 8)))
-            both = _shuffled(builder, even, odd, [lane for pair in range(8) for lane in (pair, 8 + pair)])
-            pointer = _at(builder, _offset(builder, sums, 64 * number), _floats)
+            both = shuffled(builder, even, odd, [lane for pair in range(8) for lane in (pair, 8 + pair)])
+            pointer = at(builder, _offset(builder, sums, 64 * number), _floats)
             product = builder.fmul(weights, builder.uitofp(both, _floats), flags=_FAST)
             total = builder.fadd(builder.load(pointer, align=4), product, flags=_FAST)
             builder.store(total, pointer, align=4)
@@ -157,8 +128,8 @@ def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
 
 def _folded(builder: Any, words: Any) -> Any:
     """The sum of a register's four quarters: each has eight pairs of neighbours, of other groups."""
-    half = builder.add(*(_shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
-    return builder.add(*(_shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
+    half = builder.add(*(shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
+    return builder.add(*(shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
 
 
 def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
@@ -183,11 +154,11 @@ def _combine(typing_context: Any, sums: Any, factors: Any, base: Any, step: Any,
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         sums, factors = args[:2]
-        base, step, offset = (_everywhere(builder, value, 16) for value in args[2:])
+        base, step, offset = (everywhere(builder, value, 16) for value in args[2:])
         for begin in (0, 64):
-            pointer = _at(builder, _offset(builder, sums, begin), _floats)
+            pointer = at(builder, _offset(builder, sums, begin), _floats)
             a, f = (
-                builder.load(_at(builder, _offset(builder, factors, begin + skipped), _floats), align=4)
+                builder.load(at(builder, _offset(builder, factors, begin + skipped), _floats), align=4)
                 for skipped in (0, 4 * _GROUP)
             )
             product = builder.fadd(offset, builder.fmul(step, builder.load(pointer, align=4), flags=_FAST), flags=_FAST)
@@ -204,8 +175,8 @@ def below(typing_context: Any, values: Any, limit: Any) -> Any:
     """A bit for each of float32 [32] at an address: whether it is under `limit`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        loaded = builder.load(_at(builder, args[0], _vector(_f32, _GROUP)), align=4)
-        under = builder.fcmp_ordered("<", loaded, _everywhere(builder, args[1], _GROUP))
+        loaded = builder.load(at(builder, args[0], _vector(_f32, _GROUP)), align=4)
+        under = builder.fcmp_ordered("<", loaded, everywhere(builder, args[1], _GROUP))
         return builder.zext(builder.bitcast(under, _i32), _i64)
 
     return types.int64(types.uint64, types.float32), codegen
@@ -226,8 +197,8 @@ def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
     """Whether `node` is in the 8-entry set (uint32 × 8) at `address`; `simd.visit` enters it."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        entries = builder.load(_at(builder, args[0], _vector(_i32, WAYS)), align=4)
-        same = builder.icmp_unsigned("==", entries, _everywhere(builder, args[1], WAYS))
+        entries = builder.load(at(builder, args[0], _vector(_i32, WAYS)), align=4)
+        same = builder.icmp_unsigned("==", entries, everywhere(builder, args[1], WAYS))
         seen = builder.icmp_unsigned("!=", builder.bitcast(same, ir.IntType(WAYS)), ir.Constant(ir.IntType(WAYS), 0))
         return builder.zext(seen, _i64)
 
@@ -247,32 +218,20 @@ def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> An
 
         def pairs(left: Any, right: Any) -> Any:
             """The sums of each two neighbours of 32."""
-            return builder.fadd(*(_shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
+            return builder.fadd(*(shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
 
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        place, most, total = builder.phi(_i64), builder.phi(_floats), builder.phi(_floats)
-        place.add_incoming(ir.Constant(_i64, 0), before)
-        for phi in (most, total):
-            phi.add_incoming(ir.Constant(_floats, None), before)
-        builder.cbranch(builder.icmp_signed("<", place, dims), body, after)
+        def body(place: Any, most: Any, total: Any) -> list[Any]:
+            begin = builder.add(query, builder.mul(place, ir.Constant(_i64, 4)))
+            parts = [builder.load(at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
+            parts = [builder.call(absolute, [part]) for part in parts]
+            sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
+            builder.store(sums, at(builder, builder.add(widths, place), _floats), align=4)
+            greater = builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums])
+            return [greater, builder.fadd(total, sums)]
 
-        builder.position_at_end(body)
-        begin = builder.add(query, builder.mul(place, ir.Constant(_i64, 4)))
-        parts = [builder.load(_at(builder, _offset(builder, begin, 64 * i), _floats), align=4) for i in range(4)]
-        parts = [builder.call(absolute, [part]) for part in parts]
-        sums = pairs(pairs(*parts[:2]), pairs(*parts[2:]))
-        builder.store(sums, _at(builder, builder.add(widths, place), _floats), align=4)
-        most.add_incoming(builder.call(_function(builder, "llvm.maxnum", _floats, 2), [most, sums]), body)
-        total.add_incoming(builder.fadd(total, sums), body)
-        place.add_incoming(builder.add(place, ir.Constant(_i64, 64)), body)
-        builder.branch(head)
-
-        builder.position_at_end(after)
+        most, total = loop(builder, ir.Constant(_i64, 0), dims, 64, [ir.Constant(_floats, None)] * 2, body)
         for half in (8, 4, 2, 1):
-            parts = [[_shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
+            parts = [[shuffled(builder, v, v, range(b, b + half)) for b in (0, half)] for v in (most, total)]
             greater = _function(builder, "llvm.maxnum", _vector(_f32, half), 2)
             most, total = builder.call(greater, parts[0]), builder.fadd(*parts[1])
         found = [builder.extract_element(value, ir.Constant(_i32, 0)) for value in (most, total)]
@@ -287,15 +246,15 @@ def _write_entries(typing_context: Any, query: Any, width: Any, inverse: Any, ta
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         query, width, inverse, table = args
-        total = _everywhere(builder, width, 16)
+        total = everywhere(builder, width, 16)
         for i in range(4):
-            value = builder.load(_at(builder, _offset(builder, query, 4 * i), _f32), align=4)
+            value = builder.load(at(builder, _offset(builder, query, 4 * i), _f32), align=4)
             signs = ir.Constant(_floats, [1.0 if entry >> i & 1 else -1.0 for entry in range(16)])
-            total = builder.fadd(total, builder.fmul(signs, _everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
-        scaled = builder.fmul(total, _everywhere(builder, inverse, 16), flags=_FAST)
+            total = builder.fadd(total, builder.fmul(signs, everywhere(builder, value, 16), flags=_FAST), flags=_FAST)
+        scaled = builder.fmul(total, everywhere(builder, inverse, 16), flags=_FAST)
         rounded = builder.fadd(scaled, ir.Constant(_floats, [0.5] * 16), flags=_FAST)
         entries = builder.trunc(builder.fptosi(rounded, _vector(_i32, 16)), _vector(_i8, 16))
-        builder.store(entries, _at(builder, table, entries.type), align=1)
+        builder.store(entries, at(builder, table, entries.type), align=1)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.float32, types.float32, types.uint64), codegen
@@ -341,7 +300,7 @@ def _clear(typing_context: Any, address: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         whole = _vector(_f32, _GROUP)
-        builder.store(ir.Constant(whole, None), _at(builder, args[0], whole), align=4)
+        builder.store(ir.Constant(whole, None), at(builder, args[0], whole), align=4)
         return context.get_dummy_value()
 
     return types.void(types.uint64), codegen

@@ -5,7 +5,7 @@ built here by llvmlite. LLVM turns 16 lanes into one AVX-512 register, two AVX o
 All addresses are uint64; rows and queries are padded with zeros to the width of a step, or of a tail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -21,34 +21,59 @@ _FAST = ("contract", "reassoc", "nsz")
 _ACCUMULATORS = 4  # independent sums hide the latency of a fused multiply-add
 
 
-def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+def at(builder: Any, address: Any, pointee: Any) -> Any:
+    """The pointer to what lies at an address."""
     return builder.inttoptr(address, ir.PointerType(pointee))
 
 
+def shuffled(builder: Any, left: Any, right: Any, lanes: Iterable[int]) -> Any:
+    """These lanes of two vectors; those of the second one follow those of the first."""
+    chosen = list(lanes)
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(_i32, len(chosen)), chosen))
+
+
+def everywhere(builder: Any, value: Any, count: int) -> Any:
+    """A vector of `count` lanes that all have this value."""
+    kind = ir.VectorType(value.type, count)
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_i32, 0))
+    return shuffled(builder, single, single, [0] * count)
+
+
+def loop(
+    builder: Any, begin: Any, end: Any, step: int, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
+) -> list[Any]:
+    """Code that makes `carried` into `body(place, *carried)` for each place of begin, begin + step … below `end`.
+
+    Returns what is carried in the end.
+    """
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    place, *phis = (builder.phi(value.type) for value in (begin, *carried))
+    builder.cbranch(builder.icmp_signed("<", place, end), inside, after)
+    builder.position_at_end(inside)
+    changed = [*body(place, *phis), builder.add(place, ir.Constant(_i64, step))]
+    for phi, first, following in zip((*phis, place), (*carried, begin), changed, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(following, inside)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return phis
+
+
 def _widen_f32(builder: Any, address: Any, lanes: int) -> Any:
-    return builder.load(_pointer(builder, address, ir.VectorType(_f32, lanes)), align=4)
+    return builder.load(at(builder, address, ir.VectorType(_f32, lanes)), align=4)
 
 
 def _widen_f16(builder: Any, address: Any, lanes: int) -> Any:
-    halves = builder.load(_pointer(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
+    halves = builder.load(at(builder, address, ir.VectorType(ir.HalfType(), lanes)), align=2)
     return builder.fpext(halves, ir.VectorType(_f32, lanes))
 
 
 def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
-    loaded = builder.load(_pointer(builder, address, ir.VectorType(of, lanes)), align=1)
+    loaded = builder.load(at(builder, address, ir.VectorType(of, lanes)), align=1)
     return builder.sext(loaded, ir.VectorType(_i32, lanes))
-
-
-def _shuffled(builder: Any, vector: Any, lanes: Sequence[int]) -> Any:
-    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes)))
-
-
-def _words(builder: Any, value: Any) -> Any:
-    """A 64-bit value in each of the lanes that keys are compared in."""
-    single = builder.insert_element(
-        ir.Constant(ir.VectorType(_i64, KEYS_AT_ONCE), ir.Undefined), value, ir.Constant(_i32, 0)
-    )
-    return _shuffled(builder, single, [0] * KEYS_AT_ONCE)
 
 
 def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
@@ -78,13 +103,13 @@ def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) ->
     x = _load_i16(builder, builder.add(row, position), _i8, 2 * LANES)
     q = _load_i16(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 2))), _i16, 2 * LANES)
     product = builder.mul(x, q)
-    even, odd = (_shuffled(builder, product, range(start, 2 * LANES, 2)) for start in (0, 1))
+    even, odd = (shuffled(builder, product, product, range(start, 2 * LANES, 2)) for start in (0, 1))
     return builder.add(total, builder.add(even, odd))
 
 
 def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
     """Adds the products of 32 bytes of 4-bit components: the lower halves with 32 query lanes, then the upper."""
-    codes = builder.load(_pointer(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
+    codes = builder.load(at(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
     wide = builder.zext(codes, ir.VectorType(_i16, 2 * LANES))
     halves = (
         builder.and_(wide, ir.Constant(wide.type, [15] * 2 * LANES)),
@@ -94,7 +119,7 @@ def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
         lanes = builder.add(builder.mul(position, ir.Constant(_i64, 2)), ir.Constant(_i64, number * 2 * LANES))
         q = _load_i16(builder, builder.add(query, builder.mul(lanes, ir.Constant(_i64, 2))), _i16, 2 * LANES)
         product = builder.mul(builder.sext(half, q.type), q)
-        even, odd = (_shuffled(builder, product, range(start, 2 * LANES, 2)) for start in (0, 1))
+        even, odd = (shuffled(builder, product, product, range(start, 2 * LANES, 2)) for start in (0, 1))
         total = builder.add(total, builder.add(even, odd))
     return total
 
@@ -111,7 +136,7 @@ def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
         def add(a: Any, b: Any) -> Any:
             return builder.add(a, b) if scalar is _i32 else builder.fadd(a, b, flags=_FAST)
 
-        def loop(start: Any, step: int, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
+        def sum_up(start: Any, step: int, unrolled: int, sums: list[Any]) -> tuple[Any, list[Any]]:
             before = builder.block
             head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
             builder.branch(head)
@@ -126,8 +151,8 @@ def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
             builder.position_at_end(body)
             for i, phi in enumerate(phis):
                 if i < unrolled:
-                    at = builder.add(position, ir.Constant(_i64, i * step))
-                    phi.add_incoming(term(builder, row, query, at, phi), body)
+                    place = builder.add(position, ir.Constant(_i64, i * step))
+                    phi.add_incoming(term(builder, row, query, place, phi), body)
                 else:
                     phi.add_incoming(phi, body)
             position.add_incoming(following, body)
@@ -138,15 +163,15 @@ def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
         def folded(total: Any, width: int) -> Any:
             while total.type.count > width:
                 half = total.type.count // 2
-                total = add(_shuffled(builder, total, range(half)), _shuffled(builder, total, range(half, 2 * half)))
+                total = add(*(shuffled(builder, total, total, range(lane, lane + half)) for lane in (0, half)))
             return total
 
         zero = ir.Constant(ir.VectorType(scalar, LANES), None)
-        position, sums = loop(ir.Constant(_i64, 0), step, _ACCUMULATORS, [zero] * _ACCUMULATORS)
-        position, sums = loop(position, step, 1, sums)
+        position, sums = sum_up(ir.Constant(_i64, 0), step, _ACCUMULATORS, [zero] * _ACCUMULATORS)
+        position, sums = sum_up(position, step, 1, sums)
         total = add(add(sums[0], sums[1]), add(sums[2], sums[3]))
         if tail < step:
-            _, (total,) = loop(position, tail, 1, [folded(total, tail)])
+            _, (total,) = sum_up(position, tail, 1, [folded(total, tail)])
         return builder.extract_element(folded(total, 1), ir.Constant(_i32, 0))
 
     return codegen
@@ -182,14 +207,12 @@ def visit(typing_context: Any, address: Any, node: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         entries_type = ir.VectorType(_i32, WAYS)
-        pointer = _pointer(builder, args[0], entries_type)
+        pointer = at(builder, args[0], entries_type)
         entries = builder.load(pointer, align=4)
-        single = builder.insert_element(ir.Constant(entries_type, ir.Undefined), args[1], ir.Constant(_i32, 0))
-        everywhere = _shuffled(builder, single, [0] * WAYS)
-        same = builder.bitcast(builder.icmp_unsigned("==", entries, everywhere), ir.IntType(WAYS))
+        wanted = everywhere(builder, args[1], WAYS)
+        same = builder.bitcast(builder.icmp_unsigned("==", entries, wanted), ir.IntType(WAYS))
         seen = builder.icmp_unsigned("!=", same, ir.Constant(ir.IntType(WAYS), 0))
-        shift = ir.Constant(ir.VectorType(_i32, WAYS), [WAYS, *range(WAYS - 1)])
-        entered = builder.shuffle_vector(entries, everywhere, shift)
+        entered = shuffled(builder, entries, wanted, [WAYS, *range(WAYS - 1)])
         builder.store(builder.select(seen, entries, entered), pointer, align=4)
         return builder.zext(seen, _i64)
 
@@ -201,7 +224,7 @@ def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
     """Copy `size` bytes between addresses that may overlap."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointers = [_pointer(builder, address, _i8) for address in args[:2]]
+        pointers = [at(builder, address, _i8) for address in args[:2]]
         signature = ir.FunctionType(ir.VoidType(), [pointers[0].type, pointers[1].type, _i64, ir.IntType(1)])
         function = builder.module.declare_intrinsic(
             "llvm.memmove", [pointers[0].type, pointers[1].type, _i64], signature
@@ -227,7 +250,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     """Ask for the cache line at `address`; a hint, so any address is safe."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], _i8)
+        pointer = at(builder, args[0], _i8)
         signature = ir.FunctionType(ir.VoidType(), [pointer.type, _i32, _i32, _i32])
         function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], signature)
         builder.call(function, [pointer, *(ir.Constant(_i32, value) for value in (0, 3, 1))])
@@ -236,34 +259,21 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return types.void(types.uint64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_f32(typing_context: Any, address: Any) -> Any:
-    """The float32 at an address, aligned or not."""
+def _load(kind: Any, result: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def load(typing_context: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.load(at(builder, args[0], kind), align=1)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _f32), align=1)
+        return result(types.uint64), codegen
 
-    return types.float32(types.uint64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def load_u32(typing_context: Any, address: Any) -> Any:
-    """The uint32 at an address, aligned or not."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _i32), align=1)
-
-    return types.uint32(types.uint64), codegen
+    return load
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_u64(typing_context: Any, address: Any) -> Any:
-    """The uint64 at an address, aligned or not."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _i64), align=1)
-
-    return types.uint64(types.uint64), codegen
+# The number at an address, aligned or not.
+load_f32 = _load(_f32, types.float32)
+load_u32 = _load(_i32, types.uint32)
+load_u64 = _load(_i64, types.uint64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -271,7 +281,7 @@ def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
     """Write a uint64 to an address, aligned or not."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store(args[1], _pointer(builder, args[0], _i64), align=1)
+        builder.store(args[1], at(builder, args[0], _i64), align=1)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), codegen
@@ -283,9 +293,10 @@ def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         words, mask = ir.VectorType(_i64, KEYS_AT_ONCE), ir.IntType(KEYS_AT_ONCE)
-        loaded = builder.load(_pointer(builder, args[0], words), align=1)
-        below = builder.icmp_unsigned("<", loaded, _words(builder, args[1]))
-        there = builder.icmp_signed("<", ir.Constant(words, [*range(KEYS_AT_ONCE)]), _words(builder, args[2]))
+        loaded = builder.load(at(builder, args[0], words), align=1)
+        key, count = (everywhere(builder, value, KEYS_AT_ONCE) for value in args[1:])
+        below = builder.icmp_unsigned("<", loaded, key)
+        there = builder.icmp_signed("<", ir.Constant(words, [*range(KEYS_AT_ONCE)]), count)
         return builder.zext(builder.ctpop(builder.bitcast(builder.and_(below, there), mask)), _i64)
 
     return types.int64(types.uint64, types.uint64, types.int64), codegen
@@ -298,50 +309,37 @@ def shift_in(typing_context: Any, keys: Any, place: Any, key: Any, chunks: Any) 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         keys, place, key, chunks = args
         words = ir.VectorType(_i64, KEYS_AT_ONCE)
-        first = builder.load(_pointer(builder, keys, words), align=1)
-        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), _words(builder, place)
-        up = _shuffled(builder, first, [0, *range(KEYS_AT_ONCE - 1)])
+        first = builder.load(at(builder, keys, words), align=1)
+        lanes, here = ir.Constant(words, [*range(KEYS_AT_ONCE)]), everywhere(builder, place, KEYS_AT_ONCE)
+        up = shuffled(builder, first, first, [0, *range(KEYS_AT_ONCE - 1)])
         moved = builder.select(builder.icmp_signed(">", lanes, here), up, first)
-        moved = builder.select(builder.icmp_signed("==", lanes, here), _words(builder, key), moved)
-        builder.store(moved, _pointer(builder, keys, words), align=1)
+        moved = builder.select(builder.icmp_signed("==", lanes, here), everywhere(builder, key, KEYS_AT_ONCE), moved)
+        builder.store(moved, at(builder, keys, words), align=1)
 
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        number, previous = builder.phi(_i64), builder.phi(words)
-        number.add_incoming(ir.Constant(_i64, 1), before)
-        previous.add_incoming(first, before)
-        builder.cbranch(builder.icmp_signed("<", number, chunks), body, after)
-        builder.position_at_end(body)
-        address = builder.add(keys, builder.mul(number, ir.Constant(_i64, 8 * KEYS_AT_ONCE)))
-        own = builder.load(_pointer(builder, address, words), align=1)
-        lanes = ir.Constant(ir.VectorType(_i32, KEYS_AT_ONCE), [*range(KEYS_AT_ONCE - 1, 2 * KEYS_AT_ONCE - 1)])
-        builder.store(builder.shuffle_vector(previous, own, lanes), _pointer(builder, address, words), align=1)
-        previous.add_incoming(own, body)
-        number.add_incoming(builder.add(number, ir.Constant(_i64, 1)), body)
-        builder.branch(head)
-        builder.position_at_end(after)
+        def body(number: Any, previous: Any) -> list[Any]:
+            address = builder.add(keys, builder.mul(number, ir.Constant(_i64, 8 * KEYS_AT_ONCE)))
+            own = builder.load(at(builder, address, words), align=1)
+            moved = shuffled(builder, previous, own, range(KEYS_AT_ONCE - 1, 2 * KEYS_AT_ONCE - 1))
+            builder.store(moved, at(builder, address, words), align=1)
+            return [own]
+
+        loop(builder, ir.Constant(_i64, 1), chunks, 1, [first], body)
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.int64, types.uint64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_bits(typing_context: Any, value: Any) -> Any:
-    """The bit pattern of a float32, as uint32."""
+def _same_bits(taken: Any, kind: Any, result: Any) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def bits(typing_context: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], kind)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _i32)
+        return result(taken), codegen
 
-    return types.uint32(types.float32), codegen
+    return bits
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_float(typing_context: Any, bits: Any) -> Any:
-    """The float32 of a uint32 bit pattern."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _f32)
-
-    return types.float32(types.uint32), codegen
+# The bit pattern of a float32, as uint32, and the other way round.
+float_bits = _same_bits(types.float32, _i32, types.uint32)
+bits_float = _same_bits(types.uint32, _f32, types.float32)
