@@ -1,4 +1,5 @@
-"""How compiled code changes a `SlotTable`: its words, and `active`, which begins with the running slots."""
+"""How compiled code changes a `SlotTable`: its words, and `active`, int32 [slots], which begins with the running slots,
+oldest first. The lowest free slot is taken next, so that few slots lie close together."""
 
 from typing import Any
 

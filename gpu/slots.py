@@ -6,7 +6,6 @@ from enum import IntEnum
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index.data import IndexData
@@ -121,28 +120,20 @@ ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES = range(4)
 
 
 class SlotTable:
-    """The state of every slot. `active` int32 [slots] begins with the `active_count` running ones, oldest first.
+    """The state of every slot, as compiled code changes it (`gpu.slot_changes`).
 
-    words: int64 [STATES + slots], where compiled code finds and changes the same.
+    words: int64 [STATES + slots].
     """
 
-    def __init__(self, slots: int, active: npt.NDArray[np.int32]) -> None:
+    def __init__(self, slots: int) -> None:
         self.words = np.zeros(STATES + slots, np.int64)
         self._words = self.words.data
         self._words[FREE_COUNT] = slots
         self._slots = slots
-        self.active = active
-
-    def __len__(self) -> int:
-        return self._slots
 
     @property
     def active_count(self) -> int:
         return int(self._words[ACTIVE_COUNT])
-
-    @active_count.setter
-    def active_count(self, count: int) -> None:
-        self._words[ACTIVE_COUNT] = count
 
     @property
     def free_count(self) -> int:
@@ -153,47 +144,10 @@ class SlotTable:
         """The slots that are not free."""
         return np.flatnonzero(self.words[STATES:] != SlotState.FREE).tolist()
 
-    def next_free(self) -> int:
-        """The slot that `take` would take: the lowest, so that few slots lie close together. Raises NoFreeSlot."""
-        words = self._words
-        if not words[FREE_COUNT]:
+    def expect_free(self) -> None:
+        """Raise NoFreeSlot if every slot is taken."""
+        if not self.free_count:
             raise NoFreeSlot(f"all {self._slots} slots are taken")
-        while words[STATES + words[LOWEST]] != SlotState.FREE:
-            words[LOWEST] += 1
-        return int(words[LOWEST])
-
-    def take(self) -> int:
-        """Make `next_free` a running slot."""
-        slot = self.next_free()
-        self._words[FREE_COUNT] -= 1
-        self._activate(slot)
-        return slot
-
-    def pause(self, slot: int) -> None:
-        """Raises InvalidSlot unless the slot is running."""
-        self.expect(slot, SlotState.ACTIVE)
-        self._deactivate(slot)
-        self._words[STATES + slot] = SlotState.PAUSED
-
-    def resume(self, slot: int) -> None:
-        """Raises InvalidSlot unless the slot is paused."""
-        self.expect(slot, SlotState.PAUSED)
-        self._activate(slot)
-
-    def finish(self, slots: list[int]) -> None:
-        """These running slots are done; whoever calls this has taken them out of `active`."""
-        for slot in slots:
-            self._words[STATES + slot] = SlotState.FINISHED
-
-    def release(self, slot: int) -> None:
-        """Raises InvalidSlot for a free slot."""
-        self.expect(slot, SlotState.ACTIVE, SlotState.PAUSED, SlotState.FINISHED)
-        words = self._words
-        if words[STATES + slot] == SlotState.ACTIVE:
-            self._deactivate(slot)
-        words[STATES + slot] = SlotState.FREE
-        words[FREE_COUNT] += 1
-        words[LOWEST] = min(words[LOWEST], slot)
 
     def expect(self, slot: int, *wanted: SlotState) -> None:
         """Raise InvalidSlot for a slot that does not exist or is in another state."""
@@ -206,14 +160,3 @@ class SlotTable:
     def expect_taken(self, slot: int) -> None:
         """Raise InvalidSlot for a free slot."""
         self.expect(slot, SlotState.ACTIVE, SlotState.PAUSED, SlotState.FINISHED)
-
-    def _activate(self, slot: int) -> None:
-        self.active[self.active_count] = slot
-        self.active_count += 1
-        self._words[STATES + slot] = SlotState.ACTIVE
-
-    def _deactivate(self, slot: int) -> None:
-        position = self.active[: self.active_count].tolist().index(slot)  # so few are found faster in a list
-        self.active_count -= 1
-        if position < self.active_count:
-            self.active[position : self.active_count] = self.active[position + 1 : self.active_count + 1]

@@ -6,9 +6,9 @@ bytes per query = sketches · 64·lines + rows · row bytes + expanded nodes · 
 one by one. Two rates bound the time: reading memory in order, and gathering whole rows at random, one thread. A data
 set that fits into the caches can go below the floor of memory.
 
-A second table says what a query costs beside its extends when it goes through the slots of an engine (32), one extend
-at a time, in µs: preparing it (which a search run to completion does too), the rest of `admit`, what `extend` does
-around the compiled part, and `result` with `release`. `whole` is a query run to completion.
+A second table says what a query costs that goes through the slots of an engine (32), one extend at a time, in µs:
+preparing it (which a search run to completion does too), the rest of `admit`, its part of the extends, and `result`
+with `release`. `whole` is a query run to completion.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def counts(index: GraphIndex, queries: Array, top_m: int) -> tuple[float, float,
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     met = scored = expanded = 0
     for query in queries:
-        running.admit(state.handle, 0, query, state.line(0, SearchParams(10, top_m, 1)))
+        running.admit_to(batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
         done = 0
         while not done:
             for stage in (stages.select_parents, stages.expand_neighbors, stages.mark_visited):
@@ -111,7 +111,6 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
     best: dict[str, float] = {}
     for _ in range(5):
         engine = CpuEngine({"data": index}, slots=slots)
-        state, table = engine._state, engine._slots
         spent = dict.fromkeys(("prepare", "admit", "extend", "result", "whole"), 0)
         begin = clock()
         prepare(data.queries, Form(rows), prepared)
@@ -126,24 +125,21 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
                 engine.admit(data.queries[following], params, "data")
                 following += 1
             spent["admit"] += clock() - begin
-            # What `CpuEngine.extend` does, in two halves.
-            done = running.advance(state.handle, table.active_count)
             begin = clock()
-            table.active_count -= done
-            finished = state.batch.finished[:done].copy()
-            table.finish(finished.tolist())
+            finished = engine.extend().tolist()
             spent["extend"] += clock() - begin
             begin = clock()
-            for slot in finished.tolist():
+            for slot in finished:
                 engine.result(slot)
                 engine.release(slot)
             spent["result"] += clock() - begin
         spent["admit"] -= spent["prepare"]
         for name, ns in spent.items():
             best[name] = min(best.get(name, np.inf), ns / len(data.queries) / 1e3)
-    added = best["admit"] + best["extend"] + best["result"]
-    shown = [f"{best[name]:.1f}" for name in ("whole", "prepare", "admit", "extend", "result")]
-    return [data.name, *shown, f"{added:.1f}", f"{best['whole'] / (best['whole'] + added):.2f}"]
+    parts = ("prepare", "admit", "extend", "result")
+    stepwise = sum(best[name] for name in parts)
+    shown = [f"{best[name]:.1f}" for name in ("whole", *parts)]
+    return [data.name, *shown, f"{stepwise:.1f}", f"{best['whole'] / stepwise:.2f}"]
 
 
 def main() -> None:
@@ -164,8 +160,8 @@ def main() -> None:
         stepwise.append(stepwise_line(data, index, options.top_m))
     head = "data, dtype, recall@10, met, scored, expanded, KiB a query, GB/s in order, GB/s gathered, floor µs"
     print("\n".join(table([*head.split(", "), "gathered µs", "took µs"], floors)), end="\n\n")
-    head = "data, whole µs, prepare, admit's rest, around extend"
-    print("\n".join(table([*head.split(", "), "result, release", "added", "whole / stepwise"], stepwise)))
+    head = "data, whole µs, prepare, admit's rest, extends"
+    print("\n".join(table([*head.split(", "), "result, release", "stepwise", "whole / stepwise"], stepwise)))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def extends_of(index: GraphIndex, queries: Array, top_m: int) -> float:
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     made = 0
     for query in queries:
-        running.admit(state.handle, 0, query, state.line(0, SearchParams(10, top_m, 1)))
+        running.admit_to(state.batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
         while not stages.extend(state.handle, active, finished):
             pass
         made += int(state.batch.slots[0, EXTENDS])

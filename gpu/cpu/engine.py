@@ -1,39 +1,22 @@
 """The engine on a CPU: a running batch advanced by one extend at a time."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu import backend, running
-from gpu.cpu.queries import checked, refusal
+from gpu.backend_engine import BackendEngine
+from gpu.cpu import backend
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS
+from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS, K
 from gpu.engine import Backend
-from gpu.index.data import IndexData, check_bitmap
+from gpu.index.data import check_bitmap
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
-from gpu.slots import Collections, Limits, SlotState, SlotTable
-
-_NONE = np.zeros(0, np.int32)
-_REMEMBERED = 1024  # kinds of queries that need not be checked again
+from gpu.slots import Limits, SlotTable
 
 
-_FLOAT32 = np.dtype(np.float32)
-
-
-class _Kind(NamedTuple):
-    """What queries with these parameters have in common."""
-
-    collection: str
-    params: SearchParams
-    data: IndexData
-    shape: tuple[int]  # of a query
-    line: npt.NDArray[np.int64]
-
-
-class CpuEngine:
+class CpuEngine(BackendEngine):
     """The `Engine` interface over indexes in this process's memory.
 
     collections: the indexes by name. slots: queries in the running batch, 1..4096. max_top_m, max_k, max_search_width:
@@ -50,41 +33,21 @@ class CpuEngine:
         max_k: int | None = None,
         max_search_width: int = 8,
     ) -> None:
-        self._collections = Collections(collections)
-        self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
-        self._kinds: dict[tuple[str, SearchParams], _Kind] = {}
-        self._latest: _Kind | None = None  # most queries ask what the one before asked
+        super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         self._state = self._new_state()
-        self._batch = self._state.batch
-        self._slots = SlotTable(slots, self._batch.active)
-        self._asked: list[_Kind | None] = [None] * slots
         self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
+        functions = Backend(
+            backend.admit, backend.extend, backend.harvest, backend.change, self._handle.address,
+            self._collections.number, backend.restrict,
+        )  # fmt: skip
+        self._serve(functions, SlotTable(slots))
         self._point_handle()
-
-    @property
-    def free_slots(self) -> int:
-        return self._slots.free_count
-
-    @property
-    def active_slots(self) -> int:
-        return self._slots.active_count
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        return self._collections.dims
 
     @property
     def state_bytes(self) -> int:
         """Bytes that the slots take, over the indexes themselves."""
         return self._state.nbytes
-
-    def backend(self) -> Backend:
-        """See `Engine.backend`."""
-        return Backend(
-            backend.admit, backend.extend, backend.harvest, backend.change, self._handle.address,
-            self._collections.number, backend.restrict,
-        )  # fmt: skip
 
     def _point_handle(self) -> None:
         ids = [None if data is None else data.ids for data in self._collections.data]
@@ -102,7 +65,7 @@ class CpuEngine:
 
     def unload(self, collection: str) -> bool:
         """See `Engine.unload`."""
-        number, slots = self._collections.number(collection), self._batch.slots
+        number, slots = self._collections.number(collection), self._state.batch.slots
         if any(slots[slot, COLLECTION] == number for slot in self._slots.taken):
             return False
         self._collections.remove(collection)
@@ -115,12 +78,8 @@ class CpuEngine:
 
     def _renew_state(self) -> None:
         old, self._state = self._state, self._new_state()
-        self._batch = self._state.batch
         self._state.take_over(old, self._slots.taken, self._slots.active_count)
-        self._slots.active = self._batch.active
         self._point_handle()
-        self._kinds.clear()
-        self._latest = None
 
     def admit(
         self,
@@ -130,81 +89,28 @@ class CpuEngine:
         allowed: npt.NDArray[np.uint64] | None = None,
     ) -> int:
         """See `Engine.admit`. allowed: a bit a node (`gpu.index.data`) of those that may be results."""
-        asked = self._latest
-        if asked is None or params is not asked.params or collection != asked.collection:
-            asked = self._latest = self._kind(collection, params)
-        vector = query if isinstance(query, np.ndarray) else np.asarray(query)
-        if vector.dtype is not _FLOAT32 or vector.shape != asked.shape or not vector.flags.c_contiguous:
-            vector = checked(vector[None], asked.shape[0])[0]
-        slot = self._slots.next_free()
-        if not running.admit(self._state.handle, slot, vector, asked.line):
-            raise refusal(vector, 0)
-        self._asked[slot] = asked
         if allowed is not None:
-            check_bitmap(allowed, len(asked.data.graph))
-            self._batch.slots[slot, ALLOWED] = allowed.ctypes.data
+            number = self._collections.number(collection)
+            check_bitmap(allowed, len(self._collections.at(number).graph))
+        slot = super().admit(query, params, collection)
+        if allowed is not None:
+            self._state.batch.slots[slot, ALLOWED] = allowed.ctypes.data
         self._allowed[slot] = allowed
-        return self._slots.take()
-
-    def extend(self) -> npt.NDArray[np.int32]:
-        """See `Engine.extend`."""
-        done = running.advance(self._state.handle, self._slots.active_count)
-        if not done:
-            return _NONE
-        self._slots.active_count -= done
-        finished = self._batch.finished[:done].copy()
-        self._slots.finish(finished.tolist())
-        return finished
-
-    @property
-    def extends_made(self) -> int:
-        """See `Engine.extends_made`."""
-        return 1
-
-    @property
-    def padded_slots(self) -> int:
-        """See `Engine.padded_slots`: an extend is as large as the running batch."""
-        return 0
+        return slot
 
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`: there is never more than one extend to wait for."""
 
-    def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
-        self._slots.expect(slot, SlotState.FINISHED)
-        asked, batch = self._asked[slot], self._batch
-        assert asked is not None
-        k = asked.params.k
-        return asked.data.ids_of(batch.nodes[slot, :k].copy()), batch.found[slot, :k].copy()
-
-    def release(self, slot: int) -> None:
-        """See `Engine.release`. Raises InvalidSlot for a free slot."""
-        self._slots.release(slot)
-
-    def pause(self, slot: int) -> None:
-        """See `Engine.pause`. Raises InvalidSlot unless the slot is running."""
-        self._slots.pause(slot)
-
-    def resume(self, slot: int) -> None:
-        """See `Engine.resume`. Raises InvalidSlot unless the slot is paused."""
-        self._slots.resume(slot)
-
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        return int(self._batch.slots[slot, EXTENDS])
+        return int(self._state.batch.slots[slot, EXTENDS])
+
+    def _wanted(self, slot: int) -> int:
+        return int(self._state.batch.slots[slot, K])
+
+    def _check_open(self) -> None:
+        """It needs no closing."""
 
     def close(self) -> None:
         """See `Engine.close`. Memory goes with the last reference to it."""
-
-    def _kind(self, collection: str, params: SearchParams) -> _Kind:
-        found = self._kinds.get((collection, params))
-        if found is None:
-            number = self._collections.number(collection)
-            self.limits.check(params)
-            if len(self._kinds) >= _REMEMBERED:
-                self._kinds.clear()
-            data = self._collections.at(number)
-            found = _Kind(collection, params, data, (data.rows.dim,), self._state.line(number, params))
-            self._kinds[collection, params] = found
-        return found

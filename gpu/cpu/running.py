@@ -35,15 +35,6 @@ def admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):  
 
 
 @compiled
-def admit(handle, slot, query, line):  # type: ignore[no-untyped-def]
-    """As `admit_to`; `line` holds the slot's columns before QUERY."""
-    return admit_to(
-        batch_at(handle), slot, query, line[COLLECTION], line[K], line[TOP_M], line[WIDTH], line[PATIENCE],
-        line[VISITED_BITS],
-    )  # fmt: skip
-
-
-@compiled
 def advance(handle, count):  # type: ignore[no-untyped-def]
     """One extend of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
 

@@ -82,14 +82,6 @@ class BatchMemory:
         """The SLOT of a staged line."""
         return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)
 
-    def device_head(self, slot: int) -> np.void:
-        """The SLOT as the device has it. Waits for what is queued."""
-        head = np.zeros(1, layout.SLOT)
-        self._driver.copy_to_host(self._stream, head, int(self.record["slots"][0]) + slot * self.lines.shape[1])
-        self._driver.synchronise(self._stream)
-        found: np.void = head[0]
-        return found
-
     def device_heads(self) -> npt.NDArray[np.void]:
         """Every SLOT as the device has it. Waits for what is queued."""
         lines = np.zeros(self.lines.shape, np.uint8)

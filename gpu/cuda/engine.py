@@ -3,23 +3,20 @@
 import contextlib
 import ctypes
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from gpu.cpu.queries import checked, refusal
+from gpu.backend_engine import BackendEngine, function_of
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
 from gpu.cuda.upload import DeviceArrays, Progress
-from gpu.engine import INVALID, PAUSE, RELEASE, RESUME, Backend
+from gpu.engine import Backend
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
-from gpu.params import SearchParams
-from gpu.slots import Collections, Limits, SlotState
+from gpu.slots import Limits
 
 MAX_EXTENDS_PER_LAUNCH = 1024
 _FAULT_LOOK_NS = 10_000_000
@@ -32,17 +29,10 @@ _CALLS = {
 _ARRIVED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
-def _function(address: int, arguments: int) -> Callable[..., int]:
-    """A compiled function, to be called from Python."""
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
+_launch, _stop = function_of(backend.launch, 2), function_of(resident.stop, 1)
 
 
-_harvest, _launch, _stop = _function(backend.harvest, 4), _function(backend.launch, 2), _function(resident.stop, 1)
-_BY_LAUNCHES = _function(backend.admit, 7), _function(backend.extend, 2), _function(backend.change, 3)
-_RESIDENT = _function(resident.admit, 7), _function(resident.extend, 2), _function(resident.change, 3)
-
-
-class CudaEngine:
+class CudaEngine(BackendEngine):
     """The `Engine` interface over indexes in a device's memory; limits as in `CpuEngine`.
 
     What it does for each query and step is compiled: `gpu.cuda.backend`. Nothing is captured after the constructor, and
@@ -78,17 +68,13 @@ class CudaEngine:
         """
         if not 1 <= extends_per_launch <= MAX_EXTENDS_PER_LAUNCH:
             raise InvalidParams(f"extends_per_launch is {extends_per_launch}, outside 1..{MAX_EXTENDS_PER_LAUNCH}")
-        self._collections = Collections(collections)
-        self.limits = Limits.of(slots, max_top_m, max_k, max_search_width)
+        super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         data = self._collections.loaded
         # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.passing`.
         self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
-        self._report = np.zeros(2 + 2 * slots, np.int64)
         self._own_driver = False
         self._hangs = False  # a launch has not ended in time, and never may
-        self.extends_made = 0
-        self.padded_slots = 0
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
         self._uploads: dict[str, DeviceArrays] = {}  # that `load_part` has begun
@@ -102,10 +88,13 @@ class CudaEngine:
             self._graphs = graphs = LaunchGraphs(
                 driver, self._stream, kernels, buckets, form, extends_per_launch, life_us
             )
-            self._admit, self._extend, self._change = _RESIDENT if graphs.resident else _BY_LAUNCHES
+            # How launches are made, by bucket, and why not as was wanted; whether blocks stay on the device; the most
+            # extends of a launch: what was wanted, or 1 where the device cannot.
+            self.forms, self.refused, self.resident = graphs.forms, graphs.refused, graphs.resident
+            self.extends_per_launch = graphs.limit
             self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
-            self._slots = own.table
+            self._serve(self._functions(), own.table)
             for number, one in enumerate(data):
                 own.load(number, one)
             memory.doorbell[0] = graphs.resident  # at which the launch ends
@@ -117,20 +106,9 @@ class CudaEngine:
             raise
 
     @classmethod
-    def open(
-        cls,
-        device: str,
-        collections: Mapping[str, GraphIndex],
-        *,
-        slots: int = 32,
-        max_top_m: int = 512,
-        max_k: int | None = None,
-        max_search_width: int = 8,
-        extends_per_launch: int = 1,
-        form: Form | None = None,
-        progress: Progress | None = None,
-    ) -> "CudaEngine":
-        """An engine on "cuda:N" or on the GPU of a UUID, its kernels compiled (once a machine) for it.
+    def open(cls, device: str, collections: Mapping[str, GraphIndex], **options: Any) -> "CudaEngine":
+        """An engine on "cuda:N" or on the GPU of a UUID, its kernels compiled (once a machine) for it; `options` are
+        the constructor's.
 
         Raises DeviceUnavailable beside what the constructor raises.
         """
@@ -139,18 +117,7 @@ class CudaEngine:
 
         driver = CudaDriver(device)
         try:
-            engine = cls(
-                driver,
-                compile_kernels(driver.arch),
-                collections,
-                slots=slots,
-                max_top_m=max_top_m,
-                max_k=max_k,
-                max_search_width=max_search_width,
-                extends_per_launch=extends_per_launch,
-                form=form,
-                progress=progress,
-            )
+            engine = cls(driver, compile_kernels(driver.arch), collections, **options)
         except BaseException:
             driver.close()
             raise
@@ -158,48 +125,11 @@ class CudaEngine:
         return engine
 
     @property
-    def free_slots(self) -> int:
-        return self._slots.free_count
-
-    @property
-    def active_slots(self) -> int:
-        return self._slots.active_count
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        return self._collections.dims
-
-    @property
     def waited_ns(self) -> int:
         """Time that was spent waiting for launches, in all."""
         return int(self.handle.words[backend.WAITED_NS])
 
-    @property
-    def forms(self) -> Mapping[int, Form]:
-        """How launches are made, by bucket: what was wanted, or "plain" where the device cannot."""
-        assert self._graphs is not None
-        return self._graphs.forms
-
-    @property
-    def refused(self) -> str:
-        """Why the device cannot launch in a form that was wanted; empty if it can."""
-        assert self._graphs is not None
-        return self._graphs.refused
-
-    @property
-    def resident(self) -> bool:
-        """Whether blocks stay on the device."""
-        assert self._graphs is not None
-        return self._graphs.resident
-
-    @property
-    def extends_per_launch(self) -> int:
-        """The most extends of a launch: what was wanted, or 1 where the device cannot."""
-        assert self._graphs is not None
-        return self._graphs.limit
-
-    def backend(self) -> Backend:
-        """See `Engine.backend`."""
+    def _functions(self) -> Backend:
         own, number = self.handle, self._collections.number
         if self.resident:
             return Backend(
@@ -261,60 +191,16 @@ class CudaEngine:
         self._collections.remove(collection)
         return True
 
-    def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
-        """See `Engine.admit`."""
-        self.batch_memory()
-        number = self._collections.number(collection)
-        self.limits.check(params)
-        dim, vector = self._collections.dims[collection], np.asarray(query)
-        if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
-            vector = checked(vector[None], dim)[0]
-        self._slots.next_free()
-        asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
-        slot = self._admit(self.handle.address, vector.ctypes.data, *asked)
-        if slot == INVALID:
-            raise refusal(vector, 0)
-        return slot
-
-    def extend(self) -> npt.NDArray[np.int32]:
-        """See `Engine.extend`; with `extends_per_launch` above 1, as many as a launch takes until a slot is done."""
-        self.batch_memory()
-        if not self._slots.active_count:
-            return np.empty(0, np.int32)
-        done = self._extend(self.handle.address, self._report.ctypes.data)
-        if done < 0:
-            self._check()
-        self.extends_made, self.padded_slots = self._report[:2].tolist()
-        return self._report[2 : 2 + 2 * done : 2].astype(np.int32)
-
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`."""
         self._arrived = _ARRIVED(lambda _: arrived())
         self.handle.words[backend.ARRIVED] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
-    def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """See `Engine.result`. Raises InvalidSlot unless the slot is finished."""
-        self._slots.expect(slot, SlotState.FINISHED)
+    def _wanted(self, slot: int) -> int:
+        return self.handle.wanted(slot)
+
+    def _check_open(self) -> None:
         self.batch_memory()
-        k = self.handle.wanted(slot)
-        ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
-        _harvest(self.handle.address, slot, ids.ctypes.data, distances.ctypes.data)
-        return ids, distances
-
-    def release(self, slot: int) -> None:
-        """See `Engine.release`. Raises InvalidSlot for a free slot."""
-        self._slots.expect_taken(slot)
-        self._change_slot(slot, RELEASE)
-
-    def pause(self, slot: int) -> None:
-        """See `Engine.pause`. Raises InvalidSlot unless the slot is running."""
-        self._slots.expect(slot, SlotState.ACTIVE)
-        self._change_slot(slot, PAUSE)
-
-    def resume(self, slot: int) -> None:
-        """See `Engine.resume`. Raises InvalidSlot unless the slot is paused."""
-        self._slots.expect(slot, SlotState.PAUSED)
-        self._change_slot(slot, RESUME)
 
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Waits for the device if the query still runs. Raises InvalidSlot for a free slot."""
@@ -327,7 +213,7 @@ class CudaEngine:
             return int(self.handle.seats[slot, resident.REACHED])
         ticket = memory.head(slot)[layout.TICKET]
         if (head := memory.results[slot])["ticket"] != ticket:
-            head = memory.device_head(slot)
+            head = memory.device_heads()[slot]
         return int(head["extends"]) if head["ticket"] == ticket else 0
 
     def time_stages(self, fused: bool = False) -> StageTimes:
@@ -360,11 +246,6 @@ class CudaEngine:
             self._driver.destroy_stream(stream)
             if self._own_driver:
                 self._driver.close()
-
-    def _change_slot(self, slot: int, what: int) -> None:
-        self.batch_memory()
-        if self._change(self.handle.address, slot, what) < 0:
-            self._check()
 
     def stop(self) -> None:
         """End the launch of resident blocks, if one is under way; running queries go on with the next `extend`.

@@ -29,8 +29,9 @@ class Handle:
         slots, line_bytes = memory.lines.shape
         self.words = np.zeros(of.HANDLE_WORDS, np.int64)
         self.address = int(self.words.ctypes.data)
-        self.table = SlotTable(slots, np.zeros(slots, np.int32))
+        self.table = SlotTable(slots)
         self._memory = memory
+        self._active = np.zeros(slots, np.int32)
         self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
         self._forms = np.zeros((MAX_COLLECTIONS, FORM_FIELDS), np.int64)
         self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
@@ -48,7 +49,7 @@ class Handle:
         self._alive: dict[int, tuple[IndexData, Form]] = {}
         arrays: dict[int, npt.NDArray[Any]] = {
             of.TABLE: self.table.words,
-            of.ACTIVE: self.table.active,
+            of.ACTIVE: self._active,
             of.FORMS: self._forms,
             of.IDS: self._ids,
             of.COLLECTIONS: self._compared.collections,
