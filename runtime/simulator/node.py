@@ -31,7 +31,7 @@ from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.decode_batches import MOST_STEPS, Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.pool import Pools, slots_of
-from runtime.simulator.stages.prefill import Ask, SimPrefill
+from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
@@ -75,8 +75,8 @@ class Simulation:
             self._work,
             self._rests,
         )
-        model = config.own_model or ModelSection(name="")
-        self.tiers = NodeTiers(config.kv, setup.times, model.kv_block_tokens)
+        self._block_tokens = (config.own_model or ModelSection(name="")).kv_block_tokens
+        self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
         self._build_workers()
         self._law = ControlLaw(config)
         self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
@@ -119,31 +119,29 @@ class Simulation:
             kv = self._kv_rows()
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
-                self._roles.report, self._finish, kv, self._prompts(config.decode),
+                self._roles.report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode
             self.router.add(self._hello("decode", decode.name, config.decode, kv))
         for i, gpu in enumerate(prefill_gpus):
             prompts = self._prompts(config.prefill)
+            ask = partial(self._pools.ask, prefill_pools[i], "prefill") if setup.workload.retrieval else None
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                self._asker(prefill_pools[i]), self._offer, self._roles.report, self._fail,
+                ask, self._offer, self._roles.report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
                 prompts, self._wrote, self._announce if config.handover.order == "decode_first" else None,
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
         if moves:
-            self._plan_roles(there.prefill.workers, there.decode.workers)
-
-    def _plan_roles(self, prefills: int, decodes: int) -> None:
-        names: dict[Stage, list[str]] = {"prefill": list(self.prefills), "decode": list(self.decodes)}
-        self._roles.begin(names, [*names["prefill"][prefills:], *names["decode"][decodes:]])
+            prefills, decodes = list(self.prefills), list(self.decodes)
+            away = [*prefills[there.prefill.workers :], *decodes[there.decode.workers :]]
+            self._roles.begin({"prefill": prefills, "decode": decodes}, away)
 
     def _rests(self, worker: str) -> bool:
         """Whether a worker has nothing to do now."""
-        found = self.prefills.get(worker) or self.decodes[worker]
-        return found.rests
+        return (self.prefills.get(worker) or self.decodes[worker]).rests
 
     def _work(self, workers: dict[Stage, int]) -> Work:
         """What the planner looks at."""
@@ -165,16 +163,12 @@ class Simulation:
 
     def _kv_rows(self) -> KvRows | None:
         """A decode worker's KV blocks, if the configuration says how many there are."""
-        config = self._setup.config
-        if not config.decode.kv_blocks:
-            return None
-        model = config.own_model or ModelSection(name="")
-        return KvRows(config.decode.kv_blocks, model.kv_block_tokens, self.tiers)
+        blocks = self._setup.config.decode.kv_blocks
+        return KvRows(blocks, self._block_tokens, self.tiers) if blocks else None
 
     def _prompts(self, limits: KvHolder) -> PromptBlocks | None:
         """What a worker keeps of prompts, where the trace says what they share."""
-        model = self._setup.config.own_model or ModelSection(name="")
-        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * model.kv_block_tokens, self.tiers)
+        return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens, self.tiers)
 
     def _hello(self, role: Role, name: str, limits: KvHolder, kv: KvRows | PromptBlocks | None = None) -> Hello:
         hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
@@ -182,10 +176,6 @@ class Simulation:
             return hello
         told = replace(hello, block_tokens=kv.block_tokens, blocks=kv.available)
         return replace(told, limit_tokens=kv.available * kv.block_tokens) if limits.kv_blocks else told
-
-    def _asker(self, pools: int) -> Ask | None:
-        """How a prefill worker asks its pools."""
-        return partial(self._pools.ask, pools, "prefill") if self._setup.workload.retrieval else None
 
     # ---- a request's way
 
@@ -242,17 +232,13 @@ class Simulation:
     def _wrote(self, request: SimRequest) -> None:
         self.decodes[request.placement.decode].wrote(request)
 
-    def _finish(self, request: SimRequest) -> None:
+    def _end_once(self, request: SimRequest, outcome: str) -> None:
         if not request.ended:
-            self.end(request, FINISHED)
-
-    def _fail(self, request: SimRequest, code: str) -> None:
-        if not request.ended:
-            self.end(request, code)
+            self.end(request, outcome)
 
     def _expire(self, request: SimRequest) -> None:
         """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
-        self._fail(request, "deadline_exceeded")
+        self._end_once(request, "deadline_exceeded")
         self.decodes[request.placement.decode].expire(request)
 
     def end(self, request: SimRequest, outcome: str) -> None:

@@ -39,12 +39,8 @@ class PromptBlocks:
         """When the latest request came of whose blocks one was given up."""
         return self._manager.evicted_ns
 
-    def here(self, arrival: Arrival) -> int:
-        """How many leading tokens of a prompt `take` would find now."""
-        return self._manager.reusable(self._known(arrival)) * self.block_tokens
-
     def found(self, arrival: Arrival) -> int:
-        """The same with those that are in tiers."""
+        """How many leading tokens of a prompt are there now, or in tiers."""
         return self.tiers.found(self._known(arrival)) * self.block_tokens
 
     def has_room(self, arrival: Arrival) -> bool:
@@ -100,16 +96,10 @@ class PromptBlocks:
         """See `Tiers.computed`."""
         self.tiers.computed(tokens / self.block_tokens, took_ns)
 
-    # ---- what is written through
-
     @property
     def unsaved(self) -> bool:
         """Whether there are blocks that no tier has had yet."""
         return bool(self._manager.unsaved)
-
-    def write(self, for_ns: int | None = None) -> None:
-        """See `Tiers.write`."""
-        self.tiers.write(for_ns)
 
     def _known(self, arrival: Arrival) -> Sequence[int]:
         """The blocks that may be there already, and what stands for the rest, with the last token."""

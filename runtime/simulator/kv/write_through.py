@@ -16,10 +16,6 @@ class WriteThrough:
         self._planned = False
 
     @property
-    def unsaved(self) -> bool:
-        return self._prompts.unsaved
-
-    @property
     def left_ns(self) -> int:
         """How long the loop still writes."""
         return max(self._until_ns - self._events.now_ns, 0)
@@ -27,7 +23,7 @@ class WriteThrough:
     def beside(self, busy_ns: int = 0) -> int:
         """Write for a share of what the loop was busy; what that takes, and what was written to make room, in ns."""
         if busy_ns:
-            self._prompts.write(busy_ns // BUSY_SHARE)
+            self._prompts.tiers.write(busy_ns // BUSY_SHARE)
         took_ns = self._prompts.tiers.take_time_ns()
         self._until_ns = max(self._until_ns, self._events.now_ns) + took_ns
         return took_ns
@@ -41,6 +37,6 @@ class WriteThrough:
     def _next(self) -> None:
         self._planned = False
         if self._rests() and self._prompts.unsaved:
-            self._prompts.write()
+            self._prompts.tiers.write()
             self.beside()
             self.idle()

@@ -328,7 +328,7 @@ class SimDecode:
             else:
                 self._writes.idle()
         comes = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
-        self.batch.calls(comes or self.kv is not None or (self._writes is not None and self._writes.unsaved))
+        self.batch.calls(comes or self.kv is not None or (self.prompts is not None and self.prompts.unsaved))
         most = self.kv.secure(self.batch, self._make_room) if self.kv is not None else self.batch.most_steps
         sliced = self._pulling and (self._slice_ns or self._pulling[0].least_ns)
         early = self._slice_ns and self.early.first(self._events.now_ns)
