@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,10 +98,8 @@ def _read(path: Path, limit: int) -> Iterator[Arrival]:
         parse, begin = _azure, 2
     else:
         parse, begin = _json_kind(path, first), 1
-        lines = _chained(first, lines)
-    for count, (number, line) in enumerate(enumerate(lines, begin)):
-        if count == limit:
-            return
+        lines = chain((first,), lines)
+    for number, line in islice(enumerate(lines, begin), limit):
         try:
             yield parse(line)
         except (ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
@@ -117,12 +116,6 @@ def _lines(path: Path) -> Iterator[str]:
                 raise TraceError(f"{path}:{number}: a line of over {_MAX_LINE_CHARS} characters")
             if line.strip():
                 yield line
-
-
-def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _json_kind(path: Path, line: str) -> Any:
