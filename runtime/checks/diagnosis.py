@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight, remote, vllm
-from runtime.checks.finding import Finding
+from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.abilities import reach
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
 from runtime.node.config import KvHolder, NodeConfig
@@ -31,8 +31,11 @@ from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 
 _NOFILE = 4096
+_MORE_FILES = f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client holds descriptors"
 _MEMLOCK = 1 << 30  # pinned host buffers of a node are of this order
+_MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: a driver may refuse to pin memory"
 _SHM = 1 << 30
+_MORE_SHM = "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity's own memory is not there"
 _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
@@ -109,24 +112,13 @@ def _compiled_code() -> Finding:
 
 
 def _limits() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= _NOFILE
-    yield Finding(
-        "ok" if enough else "warning",
-        "open files",
-        f"{_limit(soft)} (hard limit {_limit(hard)})",
-        "" if enough else f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client holds descriptors",
-    )
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    enough = soft == resource.RLIM_INFINITY or soft >= _MEMLOCK
-    yield Finding(
-        "ok" if enough else "warning",
-        "locked memory",
-        f"{_limit(soft)} bytes (hard limit {_limit(hard)})",
-        ""
-        if enough
-        else "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: a driver may refuse to pin memory",
-    )
+    for kind, least, what, unit, advice in (
+        (resource.RLIMIT_NOFILE, _NOFILE, "open files", "", _MORE_FILES),
+        (resource.RLIMIT_MEMLOCK, _MEMLOCK, "locked memory", " bytes", _MORE_LOCKED),
+    ):
+        soft, hard = resource.getrlimit(kind)
+        enough = soft == resource.RLIM_INFINITY or soft >= least
+        yield Finding.of(enough, what, f"{_limit(soft)}{unit} (hard limit {_limit(hard)})", advice)
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
@@ -134,14 +126,7 @@ def _limits() -> Iterator[Finding]:
             "warning", "/dev/shm", f"not there: {error.strerror}", "mount a tmpfs: torch's workers may want it"
         )
         return
-    yield Finding(
-        "ok" if free >= _SHM else "warning",
-        "/dev/shm",
-        f"{free >> 20} MiB free",
-        ""
-        if free >= _SHM
-        else "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity's own memory is not there",
-    )
+    yield Finding.of(free >= _SHM, "/dev/shm", f"{free >> 20} MiB free", _MORE_SHM)
 
 
 def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
@@ -154,12 +139,11 @@ def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
         return
     yield Finding("ok", "driver", f"{gpus.driver()}, {len(machine.gpus)} devices")
     for gpu in machine.gpus:
-        free = gpu.free_bytes / gpu.memory_bytes
-        yield Finding(
-            "ok" if free > 0.9 else "warning",
+        yield Finding.of(
+            gpu.free_bytes / gpu.memory_bytes > 0.9,
             f"GPU {gpu.index}",
             f"{gpu.name}, {gpu.uuid}, {gpu.free_bytes >> 20} of {gpu.memory_bytes >> 20} MiB free",
-            "" if free > 0.9 else "something else uses it: nvidia-smi shows what",
+            "something else uses it: nvidia-smi shows what",
         )
 
 
@@ -198,12 +182,7 @@ def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[
     for gpu in machine.gpus:
         if any(gpu.called(name) for name in named):
             trouble = probe(gpu)
-            yield Finding(
-                "error" if trouble else "ok",
-                f"GPU {gpu.index} torch",
-                trouble or "works",
-                advice if trouble else "",
-            )
+            yield Finding.of(not trouble, f"GPU {gpu.index} torch", trouble or "works", advice, "error")
 
 
 def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator[Finding]:
@@ -216,21 +195,16 @@ def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator
         what = f"GPU {one.index} ↔ {other.index}"
         near = gpus.peers(one.index, other.index)
         advice = "copies go through host memory: check PCIe ACS and the IOMMU (nvidia-smi topo -p2p r)"
-        yield Finding(
-            "ok" if near else "warning", f"{what} peers", "direct" if near else "none", "" if near else advice
-        )
+        yield Finding.of(near, f"{what} peers", "direct" if near else "none", advice)
     for one, other in itertools.permutations(whole, 2) if len(whole) > 1 else [(gpu, gpu) for gpu in whole]:
         trouble = probe(one, other)
         advice = (
             "a model on these GPUs cannot hand its KV over, and query vectors go through host memory; containers must "
             "share one PID namespace (--pid=host)"
         )
-        yield Finding(
-            ("error" if models else "warning") if trouble else "ok",
-            f"GPU {one.index} → {other.index} CUDA IPC",
-            trouble or "works",
-            advice if trouble else "",
-        )
+        otherwise: Level = "error" if models else "warning"
+        what = f"GPU {one.index} → {other.index} CUDA IPC"
+        yield Finding.of(not trouble, what, trouble or "works", advice, otherwise)
 
 
 def _engine(section: OpenAiSection) -> Iterator[Finding]:

@@ -14,3 +14,8 @@ class Finding:
     what: str
     text: str
     advice: str = ""
+
+    @classmethod
+    def of(cls, well: bool, what: str, text: str, advice: str, otherwise: Level = "warning") -> "Finding":
+        """What is well, or else at this level, with what to do."""
+        return cls("ok", what, text) if well else cls(otherwise, what, text, advice)

@@ -14,6 +14,7 @@ from runtime.node.config import CollectionSection, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.retrieval.collections.collection import CollectionInfo
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
 from runtime.retrieval.embedding.loading import model_bytes, place_of
 from runtime.retrieval.embedding.onnx_model import MINILM
@@ -52,36 +53,32 @@ def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, in
     it has. Raises `CollectionError`, `ConfigError` and `ModelError`.
     """
     needed = {}
-    for worker, parts in _parts(plan).items():
-        place = next(place for place in plan.processes if place.name == worker)
-        on_host = place.device == "cpu"
-        needed[worker] = parts.data + parts.mapped + (parts.process if on_host else 0)
+    for place in plan.processes:
+        parts = _parts_of(place, plan)
+        needed[place.name] = parts.data + parts.mapped + (parts.process if place.device == "cpu" else 0)
         if isinstance(section := plan.config.model, VllmSection) and place.role == "engine":
             on_gpu = place.gpu and machine is not None and not machine.simulated
-            needed[worker] = vllm.gpu_bytes(section, place, machine) if on_gpu and machine else parts.process
+            needed[place.name] = vllm.gpu_bytes(section, place, machine) if on_gpu and machine else parts.process
     return needed
 
 
 def host_bytes(plan: NodePlan) -> dict[str, int]:
     """Bytes of the host's memory, by worker and shared, that must be free: all but the pages of a mapped index."""
-    devices = {place.name: place.device for place in plan.processes}
-    needed = {
-        name: parts.process + (parts.data if devices[name] == "cpu" else 0) for name, parts in _parts(plan).items()
-    }
+    needed = {}
+    for place in plan.processes:
+        parts = _parts_of(place, plan)
+        needed[place.name] = parts.process + (parts.data if place.device == "cpu" else 0)
     if plan.config.own_model is not None:
         needed["KV in the host tier"] = plan.config.kv.host_mib << 20
     return needed
-
-
-def _parts(plan: NodePlan) -> dict[str, _Parts]:
-    return {worker.name: _parts_of(worker, plan) for worker in plan.processes}
 
 
 def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     config, process = plan.config, _PROCESS[worker.role]
     if worker.role == "pool":
         holders = len(plan.of_role("pool"))
-        indexes = {collection: _index_bytes(collection) for collection in config.collections}
+        infos = {collection: _info(collection) for collection in config.collections}
+        indexes = {collection: 0 if info is None else info.index_bytes for collection, info in infos.items()}
         if worker.device != "cpu":
             return _Parts(process, sum(size // collection.shards for collection, size in indexes.items()))
         return _Parts(process, 0, mapped=sum(indexes.values()) // holders)  # replicas map the same files
@@ -106,12 +103,8 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
     """Bytes of those that every client of the pool loads."""
     found: dict[EmbedderSpec | None, int] = {}
     for collection in plan.config.collections:
-        try:
-            embedder = collection_info(Path(collection.path)).embedder
-        except CollectionError:
-            if collection.required:
-                raise
-            continue
+        info = _info(collection)
+        embedder = None if info is None else info.embedder
         if isinstance(embedder, DirectorySpec):
             found[embedder] = _ONNXRUNTIME + model_bytes(embedder, place_of(collection))
         elif embedder is not None:
@@ -119,14 +112,14 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
     return found
 
 
-def _index_bytes(collection: CollectionSection) -> int:
+def _info(collection: CollectionSection) -> CollectionInfo | None:
     """None for a collection that the node can do without and that is not there. Raises `CollectionError`."""
     try:
-        return collection_info(Path(collection.path)).index_bytes
+        return collection_info(Path(collection.path))
     except CollectionError:
         if collection.required:
             raise
-        return 0
+        return None
 
 
 def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:

@@ -75,9 +75,7 @@ def _on_cpu(section: VllmSection) -> Iterator[Finding]:
     needed = sum(stage.instances * host_bytes(section, name) for name, stage in section.stages.items())
     free = psutil.virtual_memory().available
     said = f"{free / _GIB:.1f} GiB free, vLLM takes about {needed / _GIB:.1f}"
-    fits = needed <= free
-    advice = "" if fits else f"free it, or {LESS_ON_CPU}"
-    yield Finding("ok" if fits else "error", "memory for vLLM", said, advice)
+    yield Finding.of(needed <= free, "memory for vLLM", said, f"free it, or {LESS_ON_CPU}", "error")
 
 
 def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
@@ -93,6 +91,5 @@ def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
                 continue
             wanted = int(share * gpu.memory_bytes)
             said = f"{gpu.free_bytes / _GIB:.0f} GiB free, vLLM takes {wanted / _GIB:.0f} ({share:g} of all)"
-            fits = gpu.free_bytes >= wanted
-            advice = "" if fits else f"free it, or {LESS_ON_GPU}"
-            yield Finding("ok" if fits else "error", f"GPU {gpu.index} for vLLM", said, advice)
+            advice = f"free it, or {LESS_ON_GPU}"
+            yield Finding.of(gpu.free_bytes >= wanted, f"GPU {gpu.index} for vLLM", said, advice, "error")
