@@ -4,8 +4,8 @@
 class Clock:
     """Called, it tells the time in ns, as `time.monotonic_ns` does."""
 
-    def __init__(self, now_ns: int = 1_000_000_000) -> None:
-        self.now = now_ns
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
 
     def __call__(self) -> int:
         return self.now

@@ -13,7 +13,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -127,16 +128,26 @@ def gone(pid: int) -> bool:
         return True
 
 
-def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: int = 0) -> None:
-    """The process. `command` is what runs a worker; with `gpus` the layout is that of so many simulated ones."""
+def serve(
+    config: str,
+    orders: str,
+    log: str,
+    command: tuple[str, ...],
+    gpus: int = 0,
+    handlers: Mapping[signal.Signals, signal.Handlers] = {},
+) -> None:
+    """The process. `command` is what runs a worker; with `gpus` the layout is that of so many simulated ones; it begins
+    with these `handlers` of signals."""
+    for kind, handler in handlers.items():
+        signal.signal(kind, handler)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ["TINY_ORDERS"] = orders
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Formatter("text", "supervisor"))
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(Formatter("text", "supervisor"))
+    logging.basicConfig(handlers=[output], level=logging.INFO)
     settings = load_config(Path(config))
     plan = lay_out(settings, Machine.with_simulated_gpus(gpus) if gpus else None)
     supervisor = Supervisor(plan, seed=0, command=command)
@@ -144,27 +155,10 @@ def serve(config: str, orders: str, log: str, command: tuple[str, ...], gpus: in
     os._exit(code)
 
 
-def serve_eight_gpus(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process on eight simulated GPUs."""
-    serve(config, orders, log, command, gpus=8)
-
-
-def serve_where_sigint_is_ignored(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process, begun as one that a script started in its background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(config, orders, log, command)
-
-
-def serve_in_a_terminal(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process, begun where SIGHUP is not ignored, wherever the tests were."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    serve(config, orders, log, command)
-
-
-def serve_under_nohup(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process, begun where SIGHUP is ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    serve(config, orders, log, command)
+serve_eight_gpus = partial(serve, gpus=8)
+serve_where_sigint_is_ignored = partial(serve, handlers={signal.SIGINT: signal.SIG_IGN})  # as a script's background
+serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # wherever the tests were begun
+serve_under_nohup = partial(serve, handlers={signal.SIGHUP: signal.SIG_IGN})
 
 
 def serve_stopped_as_soon_as_it_is_found(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
