@@ -1,7 +1,7 @@
 """Grafana's dashboard JSON (schema version 39) from a few plain descriptions: rows of panels, each with its queries."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from runtime.node.figures import Named
@@ -49,7 +49,7 @@ class Row:
     """A titled group of panels, laid out from left to right and wrapped."""
 
     title: str
-    panels: Sequence[Panel] = field(default_factory=tuple)
+    panels: Sequence[Panel]
 
 
 def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Json] = ()) -> Json:

@@ -50,9 +50,9 @@ def _tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Pa
     return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
 
 
-def _percentiles(title: str, description: str, histogram: Named, width: int = 8) -> Panel:
+def _percentiles(title: str, description: str, histogram: Named) -> Panel:
     queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
-    return _lines(title, description, queries, "s", width)
+    return _lines(title, description, queries, "s", 8)
 
 
 def _promises() -> Row:

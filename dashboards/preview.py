@@ -11,13 +11,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dashboards.grafana import Json
 from runtime.errors import InvalidRequest, Unavailable
 
-VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all", "$__rate_interval": "30s"}
+_VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all", "$__rate_interval": "30s"}
 _POINTS = 120  # of a line
 
 Ask = Callable[[str, Mapping[str, str]], list[Json]]
@@ -53,7 +53,7 @@ class Shown:
     thresholds: Sequence[tuple[float, str]] = ()
     lines: Sequence[Line] = ()
     columns: Sequence[str] = ()
-    rows: Sequence[Sequence[Cell]] = field(default_factory=tuple)
+    rows: Sequence[Sequence[Cell]] = ()
 
     @property
     def last(self) -> float | None:
@@ -63,10 +63,10 @@ class Shown:
 
 def shown(board: Json, ask: Ask, end_s: float, span_s: float = 300.0) -> list[Shown]:
     """Every panel of a dashboard with its data over the `span_s` seconds before `end_s` (Unix time)."""
-    return [_panel(panel, ask, end_s, span_s, VARIABLES) for panel in board["panels"]]
+    return [_panel(panel, ask, end_s, span_s) for panel in board["panels"]]
 
 
-def _panel(panel: Json, ask: Ask, end_s: float, span_s: float, variables: Mapping[str, str]) -> Shown:
+def _panel(panel: Json, ask: Ask, end_s: float, span_s: float) -> Shown:
     grid = panel["gridPos"]
     place = (grid["x"], grid["y"], grid["w"], grid["h"])
     if panel["type"] == "row":
@@ -77,7 +77,7 @@ def _panel(panel: Json, ask: Ask, end_s: float, span_s: float, variables: Mappin
         "kind": panel["type"], "title": panel["title"], "place": place, "unit": defaults["unit"],
         "no_value": defaults.get("noValue", ""), "thresholds": steps,
     }  # fmt: skip
-    targets = [(target, _filled(target["expr"], variables)) for target in panel["targets"]]
+    targets = [(target, _filled(target["expr"])) for target in panel["targets"]]
     if panel["type"] == "table":
         found = [ask("query", {"query": expr, "time": f"{end_s:.3f}"}) for _, expr in targets]
         return Shown(**common, **_table(panel, found))
@@ -91,8 +91,8 @@ def _panel(panel: Json, ask: Ask, end_s: float, span_s: float, variables: Mappin
     return Shown(**common, stacked=stacked, lines=[line for line in lines if line.points])
 
 
-def _filled(expr: str, variables: Mapping[str, str]) -> str:
-    for name, value in variables.items():
+def _filled(expr: str) -> str:
+    for name, value in _VARIABLES.items():
         expr = expr.replace(name, value)
     return expr
 
