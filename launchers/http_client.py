@@ -12,34 +12,21 @@ from runtime.errors import TrinityError, Unavailable, error_of
 Json = dict[str, Any]
 
 
-def get(url: str, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
-    """Status and body of a GET."""
-    with _response(url, "GET", path, None, timeout_s) as response:
-        return response.status, response.read().decode()
-
-
-def get_json(url: str, path: str, key: str = "", timeout_s: float = 10.0) -> bytes:
+def get_json(url: str, path: str, key: str = "") -> bytes:
     """The body of a GET, asked for with an API key. Raises the `TrinityError` that the node answered with."""
-    with _response(url, "GET", path, None, timeout_s, key) as response:
-        body = response.read()
-        if response.status != 200:
-            raise _error(response.status, body)
-        return body
+    with _response(url, "GET", path, None, 10.0, key) as response:
+        return response.read()
 
 
 def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
     """The JSON answer to a POST. Raises the `TrinityError` that the node answered with."""
     with _response(url, "POST", path, body, timeout_s) as response:
-        if response.status != 200:
-            raise _error(response.status, response.read())
         return dict(json.loads(response.read()))
 
 
 def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Generator[Json, None, None]:
     """The events of a streamed answer as they come. Raises the `TrinityError` that ended it, if one did."""
     with _response(url, "POST", path, {**body, "stream": True}, timeout_s) as response:
-        if response.status != 200:
-            raise _error(response.status, response.read())
         for line in response:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue
@@ -60,6 +47,8 @@ def _response(
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection.request(method, path, data, headers)
         with connection.getresponse() as response:
+            if response.status != 200:
+                raise _error(response.status, response.read())
             yield response
     except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a key that no header can carry
         raise Unavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error

@@ -95,18 +95,18 @@ def _width(table: Table, console: Console) -> int:
 
 
 _PLAN_COLUMNS = ("worker", "GPU", "UUID", "PCI bus", "NUMA", "cores", "spins", "needs", "free")
-_PLAN_WIDTH = 160  # where no terminal has another: a file, a pipe
 
 
 def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], console: Console | None = None) -> bool:
     """Print the table. False if something does not fit into the memory that is free."""
     console = console or Console()
     if not console.is_terminal:
-        console = Console(width=_PLAN_WIDTH, file=console.file)
+        console = Console(width=_WIDTH, file=console.file)
     table = Table(title=f"node {plan.config.node.name!r}" + (" (simulated GPUs)" if machine.simulated else ""))
     for column in _PLAN_COLUMNS:
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
-    left = _free(machine)
+    # Free bytes by GPU; under "" the machine's own, which is also what simulated GPUs have.
+    left = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
     fits = True
     for worker in plan.processes:
         place = "" if machine.simulated else worker.gpu
@@ -134,11 +134,6 @@ def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
         core_ranges(worker.cores) or "any",
         spins,
     )
-
-
-def _free(machine: Machine) -> dict[str, int]:
-    """Free bytes by GPU; under "" the machine's own, which is also what simulated GPUs have."""
-    return {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
