@@ -14,6 +14,7 @@ from runtime.errors import EmbedderFailed, EmbedderUnreachable, InvalidDocument,
 from runtime.integrations.follow.documents import Documents, Fields, flattened
 from runtime.integrations.follow.source import Point, Source
 from runtime.retrieval.attributes.schema import learn
+from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.incoming import Upserted, vectors_of
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.writer import LiveWriter
@@ -21,7 +22,6 @@ from runtime.retrieval.live.writer import LiveWriter
 BATCH = 256
 _SAME = 2.0**-9  # of a vector's largest number: twice what rounding to float16 changes
 _PASSING = (Unavailable, NoRoom, Overloaded, EmbedderUnreachable, EmbedderFailed)
-Progress = Callable[[str, float], None]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Follower:
         embeds: bool = False,
         batch: int = BATCH,
         tell: Callable[[str], None] = lambda words: None,
-        progress: Progress = lambda stage, part: None,
+        progress: Progress = no_progress,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source, self._writer, self._version, self._vectors = source, writer, version, not embeds

@@ -4,6 +4,7 @@ Strings are kept once each, in the order in which they came, and rows hold their
 last row: later rows lack the attribute.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -190,10 +191,7 @@ def _compared(values: NDArray[Any], name: str, value: Any) -> Bits:
     if values.dtype == np.int8:
         value = int(value)
     elif values.dtype.kind == "i" and isinstance(value, float):
-        value, name = _beside(value, float(np.floor(value)), name)
-        if name == "no":
-            return np.zeros(len(values), bool)
-        value = int(value)
+        value, name = _beside(value, math.floor(value), name)
         if not -(1 << 63) <= value < 1 << 63:
             return np.full(len(values), name != "eq" and (value > 0) == (name in ("lt", "lte")))
     elif values.dtype.kind == "f" and isinstance(value, int):

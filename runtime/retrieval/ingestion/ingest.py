@@ -217,7 +217,9 @@ class _Job:
                 yield self._told(document, rows.get(embedding_text(document.title, document.text), -1))
         self._progress("read", 1.0)
         if not self._rows:
-            raise CollectionError("there are no documents" + "".join(f"; {n}: {w}" for n, w in self._first_skipped()))
+            raise CollectionError(
+                "there are no documents" + "".join(f"; {n}: {w}" for n, w in list(self.done.skipped.items())[:1])
+            )
 
     def _find(self) -> None:
         self._files = find_files(self._paths, Path(self.sources.root), self._unread)
@@ -251,9 +253,6 @@ class _Job:
 
     def _skip(self, found: Found, error: Unreadable) -> None:
         self.done.skipped[found.source] = str(error)
-
-    def _first_skipped(self) -> list[tuple[str, str]]:
-        return list(self.done.skipped.items())[:1]
 
     def _read(self, found: Found) -> tuple[str, Iterator[Document]]:
         """A file's checksum and passages; those of lines are read while they are asked for. Raises `Unreadable`."""

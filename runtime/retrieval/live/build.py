@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from runtime.errors import CollectionError, TrinityError
 from runtime.node.worker import die_with
+from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import Disk, storage_error
@@ -21,12 +21,6 @@ from runtime.retrieval.live.storage.segment import write_segment
 from runtime.retrieval.live.storage.unfinished import Unfinished
 
 NICENESS = 10
-Progress = Callable[[str, float], None]
-"""Is told a build's stage, and the part of it that is done, 0 to 1."""
-
-
-def untold(stage: str, part: float) -> None:
-    """Nobody wants to know."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -71,7 +65,7 @@ def parts_of(stage: str, part: float) -> Parts:
     return Parts(1.0, 1.0, part) if stage == "write" else Parts(part, 0.0, 0.0)
 
 
-def build(disk: Disk, state: State, job: Job, progress: Progress = untold) -> SegmentFacts | None:
+def build(disk: Disk, state: State, job: Job, progress: Progress = no_progress) -> SegmentFacts | None:
     """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
     parts, keep = [], None

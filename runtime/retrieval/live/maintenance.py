@@ -12,7 +12,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import msgspec
 
@@ -59,16 +59,6 @@ Build = Callable[[Path, Job], SegmentFacts | None]
 """Builds a segment for the collection in a directory."""
 
 
-class Maintained(Protocol):
-    """What a `Maintenance` needs of a writer. Both may run at once."""
-
-    def seal_if_due(self, build: Build) -> bool:
-        """Have the growing rows built into segments by `build`, if there are enough, and take them. Whether so."""
-
-    def merge_if_due(self, build: Build) -> bool:
-        """Have one segment built of others by `build`, if one is due, and take it. Whether one was."""
-
-
 class Process:
     """A build in a process of its own. `progress`: what of it is done."""
 
@@ -106,10 +96,13 @@ class Process:
 
 class Maintenance:
     """Has segments sealed and merged while the writer is open: a thread, and a process at a time, for each of both, so
-    that what is written need not wait for a long merge until it is sealed."""
+    that what is written need not wait for a long merge until it is sealed.
 
-    def __init__(self, writer: Maintained, start: bool) -> None:
-        self._builders = [Builder(writer.seal_if_due, "live-seal"), Builder(writer.merge_if_due, "live-merge")]
+    seal, merge: the writer's `seal_if_due` and `merge_if_due`; both may run at once.
+    """
+
+    def __init__(self, seal: Callable[[Build], bool], merge: Callable[[Build], bool], start: bool) -> None:
+        self._builders = [Builder(seal, "live-seal"), Builder(merge, "live-merge")]
         if start:
             for builder in self._builders:
                 builder.start()

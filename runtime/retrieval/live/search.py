@@ -5,7 +5,6 @@ query, or the graph is walked with a list that is longer by as much as the part 
 rows that may be results as it would without: the engine's own rule, `gpu.cpu.extend.passing`.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +91,3 @@ def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
     if passing is None:
         return None if alive.all() else alive.copy()
     return alive & passing
-
-
-__all__: Sequence[str] = ["search", "search_segment"]

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import Bound, Filter
 from runtime.retrieval.attributes.schema import learn
+from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
-from runtime.retrieval.live.build import Job, Parts, Progress, parts_of, untold
+from runtime.retrieval.live.build import Job, Parts, parts_of
 from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
 from runtime.retrieval.live.maintenance import Build, Maintenance, crowded, to_merge
 from runtime.retrieval.live.search import search
@@ -89,7 +90,7 @@ class LiveWriter:
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_leftovers()
-        self.maintenance = Maintenance(self, start=background)
+        self.maintenance = Maintenance(self.seal_if_due, self.merge_if_due, start=background)
         self.maintenance.wake()
 
     def upsert(self, documents: Sequence[Upserted], owner: Bound | None = None) -> int:
@@ -163,7 +164,7 @@ class LiveWriter:
                 self._flushed = None
         self.maintenance.wake()  # there may be a segment too many by now
 
-    def compact(self, progress: Progress = untold) -> None:
+    def compact(self, progress: Progress = no_progress) -> None:
         """Make one segment of each shard, without what is deleted, and wait for that. Raises as `flush`.
 
         progress: told the stage of a build, and the part of it that is done.
@@ -177,7 +178,7 @@ class LiveWriter:
                     self._merge([segment.facts.number for segment in segments], build)
 
     def seal_if_due(self, build: Build) -> bool:
-        """See `Maintained`."""
+        """Have the growing rows built into segments by `build`, if there are enough, and take them. Whether so."""
         with self.sealing:
             if self._closed or self.state.growing.count < self._sealed_at or crowded(self.state.segments):
                 return False
@@ -186,7 +187,7 @@ class LiveWriter:
         return True
 
     def merge_if_due(self, build: Build) -> bool:
-        """See `Maintained`."""
+        """Have one segment built of others by `build`, if one is due, and take it. Whether one was."""
         with self.merging:
             if self._closed:
                 return False
@@ -337,7 +338,7 @@ class LiveWriter:
 
     # --- segments
 
-    def build_here(self, directory: Path, job: Job, progress: Progress = untold) -> SegmentFacts | None:
+    def build_here(self, directory: Path, job: Job, progress: Progress = no_progress) -> SegmentFacts | None:
         """Build a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
 

@@ -9,8 +9,8 @@ attributes.msgpack   see `Columns.encode`
 import hashlib
 import os
 import sqlite3
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from runtime.errors import CollectionError, NoRoom
 from runtime.retrieval.attributes.columns import Bits, Columns
-from runtime.retrieval.attributes.filters import Filter, canonical
+from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
+from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import SegmentDocuments, StoredDocument
 from runtime.retrieval.live.storage.manifest import Description, SegmentFacts
@@ -32,7 +33,6 @@ _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
 _MAX_BYTES = 1 << 16
 _FILTERS_KEPT = 64
-Progress = Callable[[str, float], None]
 Keep = Callable[[str, Callable[[], NDArray[Any]]], NDArray[Any]]
 
 
@@ -71,7 +71,8 @@ class Segment:
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """How often rows were hidden: whether what was made of `alive` is still right."""
-        self._passing: OrderedDict[bytes, Bits] = OrderedDict()
+        self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.passing)
+        """Whether each row passes a filter. The last filters' answers are kept."""
 
     @classmethod
     def load(cls, directory: Path, facts: SegmentFacts, description: Description, schema: Schema) -> "Segment":
@@ -114,17 +115,6 @@ class Segment:
             self.alive[positions] = False
             self.deletions += 1
 
-    def passing(self, wanted: Filter) -> Bits:
-        """Whether each row passes a filter. The last filters' answers are kept."""
-        key = canonical(wanted)
-        found = self._passing.pop(key, None)
-        if found is None:
-            found = self.columns.passing(wanted)
-            if len(self._passing) >= _FILTERS_KEPT:
-                self._passing.popitem(last=False)
-        self._passing[key] = found
-        return found
-
     def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """The vectors of some rows, float32 [n, d]: as they came, but for rounding under float16."""
         rows = self.index.data.rows
@@ -142,7 +132,7 @@ def write_segment(
     description: Description,
     schema: Schema,
     threads: int = 1,
-    progress: Progress = lambda stage, part: None,
+    progress: Progress = no_progress,
     keep: Keep | None = None,
 ) -> SegmentFacts:
     """Seal documents, by ascending row, and their vectors float32 [n, d]. It is there whole and lasts, or not at all.
