@@ -194,7 +194,7 @@ class SearchClient:
 
     def _named(self, spec: SearchSpec) -> SearchSpec:
         """With the name of the only collection."""
-        names = (*(self._collections or self.dispatcher.collections), *self.remote)
+        names = (*(self._collections or self.dispatcher.routes.collections), *self.remote)
         if len(names) == 1:
             return replace(spec, collection=names[0])
         if not names:

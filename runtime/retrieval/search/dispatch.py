@@ -112,11 +112,6 @@ class Dispatcher:
             [offer for _, offer, live in offers if not live and offer is not None],
         )
 
-    @property
-    def collections(self) -> tuple[str, ...]:
-        """The names of what the live pools serve."""
-        return self.routes.collections
-
     def clients(self) -> list[RingClient]:
         """The live sessions."""
         return [client for pool in self.pools for client in pool.clients()]
@@ -315,7 +310,7 @@ class Dispatcher:
             except TrinityError as error:
                 self._fail(question, error)
 
-    def _of_a_whole_build(self, part: Question, gather: "Gather[Question]") -> Question:
+    def _of_a_whole_build(self, part: Question, gather: Gather) -> Question:
         """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
         collection = gather.whole.spec.collection
         if self.routes.is_whole(collection, gather.identity):

@@ -8,7 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -224,16 +224,13 @@ class SearchStatistics:
 # ---- one answer from several shards: the nearest of all, ties by id
 
 
-Q = TypeVar("Q")
-
-
-class Gather(Generic[Q]):
+class Gather:
     """The parts of one query that were sent to all shards of a collection. It ends once: whole, or with an error.
 
     `whole` is the query that was split, `identity` that of the build whose shards are asked.
     """
 
-    def __init__(self, whole: Q, identity: str, k: int, shards: int) -> None:
+    def __init__(self, whole: "Question", identity: str, k: int, shards: int) -> None:
         self.whole, self.identity = whole, identity
         self.ended = False
         self._k = k
@@ -295,7 +292,7 @@ class Question(msgspec.Struct, eq=False):
     attempts: int = 0
     at: int = 0
     ended: bool = False  # what comes after that is of no use
-    gather: "Gather[Question] | None" = None
+    gather: Gather | None = None
     accept: Accept | None = None
     identity: str = ""
     text: str = ""
