@@ -89,7 +89,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
     def opened(manifest: Manifest) -> Build:
         file, check, documents, words = file_of(directory), None, None, None
         if (facts := manifest.files.get(DOCUMENTS)) is not None:
-            documents = _open_documents(directory, manifest)
+            documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
             try:
                 words = BuiltWords(directory, manifest) if WORDS in manifest.files else None
                 if verify != "never":
@@ -123,14 +123,6 @@ def check_documents(directory: Path, identity: str) -> None:
     found.close()
     if found.identity != identity:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
-
-
-def _open_documents(directory: Path, manifest: Manifest) -> DocumentStore:
-    documents = DocumentStore.open(directory / DOCUMENTS)
-    if documents.size != manifest.size:
-        documents.close()
-        raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
-    return documents
 
 
 class LiveCheck:

@@ -128,6 +128,20 @@ def test_a_file_is_what_was_written_and_what_is_none_is_named(tmp_path: Path) ->
         WordIndex.open(path)
 
 
+def test_a_file_that_may_not_be_opened_is_a_collections_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "words.sqlite"
+    WordIndex.create(path, TEXTS)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr("runtime.retrieval.collections.documents.sqlite3.connect", refuse)
+    with pytest.raises(CollectionError, match=r"words\.sqlite is damaged: unable to open"):
+        WordIndex.open(path)
+
+
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
 def test_distances_are_those_of_a_search(metric: Metric) -> None:
     vectors = np.random.default_rng(2).normal(size=(50, 24)).astype(np.float32) * 3

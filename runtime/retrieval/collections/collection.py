@@ -106,10 +106,7 @@ class Collection:
         size = sum(index.size for index in indexes)
         if size != manifest.size or {(i.dim, i.metric) for i in indexes} != {(manifest.dim, manifest.metric)}:
             raise CollectionError(f"{directory / INDEX} is not the index that {directory}'s manifest describes")
-        documents = DocumentStore.open(directory / DOCUMENTS) if DOCUMENTS in manifest.files else None
-        if documents is not None and documents.size != manifest.size:
-            documents.close()
-            raise CollectionError(f"{documents.path} has {documents.size} documents for {manifest.size} vectors")
+        documents = DocumentStore.open(directory / DOCUMENTS, size) if DOCUMENTS in manifest.files else None
         return cls(indexes, documents, manifest.embedder, manifest.identity)
 
     @property
@@ -234,8 +231,8 @@ class Collection:
         `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
         """
         codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
-        _check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
-        _check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
+        check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
+        check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
         if embedder is not None:
             embedder_dim(embedder)
         bare = _bare_vectors(source)
@@ -308,7 +305,7 @@ def _part(progress: Progress, shard: int, shards: int) -> Progress:
     return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
 
 
-def _check_arguments(check: Callable[..., object], *arguments: object) -> None:
+def check_arguments(check: Callable[..., object], *arguments: object) -> None:
     """The index's complaint about an argument as `BuildRefused`."""
     try:
         check(*arguments)

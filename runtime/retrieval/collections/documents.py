@@ -102,8 +102,9 @@ class DocumentStore:
         return cls(path, size)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged file."""
+    def open(cls, path: Path, size: int | None = None) -> Self:
+        """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged file, or one that
+        has not as many documents as there are vectors (`size`)."""
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
         store = cls(path, 0)
@@ -125,6 +126,8 @@ class DocumentStore:
 
         try:
             store.size = store._read(read) + 1
+            if size not in (None, store.size):
+                raise CollectionError(f"{path} has {store.size} documents for {size} vectors")
         except CollectionError:
             store.close()
             raise
@@ -200,12 +203,38 @@ class DocumentStore:
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None or self._owner != os.getpid():  # SQLite's connections do not survive a fork
-            # immutable: no locks, no journal, no write however the file's permissions are
-            address = f"file:{quote(str(self.path.absolute()))}?mode=ro&immutable=1"
-            self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            self._connection = read_only(self.path)
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
         return self._connection
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection to a file that nobody writes to: no locks, no journal, however the file's permissions are. Raises
+    `CollectionError`."""
+    address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+    try:
+        return sqlite3.connect(address, uri=True, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise CollectionError(f"{path} is damaged: {error}") from error
+
+
+def open_table(path: Path, application_id: int, name: str, table: str) -> sqlite3.Connection:
+    """`read_only`, of a file that was made with this table. Raises `CollectionError` for a missing, foreign or damaged
+    one."""
+    if not path.is_file():
+        raise CollectionError(f"{path} is missing")
+    connection = read_only(path)
+    try:
+        (own,) = connection.execute("PRAGMA application_id").fetchone()
+        tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ?", (name,)).fetchall()
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        connection.close()
+        raise CollectionError(f"{path} is damaged: {error}") from error
+    if own != application_id or tables != [("table", table)]:
+        connection.close()
+        raise CollectionError(f"{path} is damaged: its table of {name} is not the one that was made")
+    return connection
 
 
 _SELECT = {

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
+from runtime.retrieval.collections.documents import open_table
 
 MAX_WORDS = 32  # of a query
 MAX_ROWS = 1 << 12  # that a query ranks: some 3 ms
@@ -53,20 +53,7 @@ class WordIndex:
     @classmethod
     def open(cls, path: Path) -> "WordIndex":
         """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged one."""
-        if not path.is_file():
-            raise CollectionError(f"{path} is missing")
-        address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
-        connection = sqlite3.connect(address, uri=True, check_same_thread=False)
-        try:
-            (own,) = connection.execute("PRAGMA application_id").fetchone()
-            tables = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'words'").fetchall()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            connection.close()
-            raise CollectionError(f"{path} is damaged: {error}") from error
-        if own != _APPLICATION_ID or tables != [(_TABLE,)]:
-            connection.close()
-            raise CollectionError(f"{path} is damaged: its table of words is not the one that was made")
-        return cls(connection, str(path))
+        return cls(open_table(path, _APPLICATION_ID, "words", _TABLE), str(path))
 
     @classmethod
     def temporary(cls) -> "WordIndex":

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from gpu.build.params import BuildParams
-from gpu.errors import GpuError
+from gpu.build.params import BuildParams, check_within
 from gpu.index.rows import MAX_DIM
-from runtime.errors import BuildRefused, CollectionError, OutputRefused
+from runtime.errors import CollectionError, OutputRefused
 from runtime.retrieval.attributes.schema import Kind, Schema
-from runtime.retrieval.collections.collection import Collection, CollectionInfo
+from runtime.retrieval.collections.collection import Collection, CollectionInfo, check_arguments
 from runtime.retrieval.collections.manifest import MAX_SHARDS
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.state import replay
@@ -66,14 +65,9 @@ def create(
     Raises `BuildRefused`, `OutputRefused` for what is there already, `CollectionError`, `NoRoom`.
     """
     disk = disk or Disk()
-    try:
-        BuildParams(metric, degree, dtype, neighbor_codes=dtype != "int8")
-    except GpuError as error:
-        raise BuildRefused(str(error)) from error
-    if not 1 <= dim <= MAX_DIM:
-        raise BuildRefused(f"dim is {dim}, outside 1..{MAX_DIM}")
-    if not 1 <= shards <= MAX_SHARDS:
-        raise BuildRefused(f"shards is {shards}, outside 1..{MAX_SHARDS}")
+    check_arguments(BuildParams, metric, degree, dtype, dtype != "int8")
+    check_arguments(check_within, "dim", dim, 1, MAX_DIM)
+    check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     known = dict(schema or {})
     if demanded is not None:
         known.setdefault(demanded, Kind.STRING)

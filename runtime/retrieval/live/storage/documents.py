@@ -5,11 +5,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
 from runtime.errors import CollectionError
+from runtime.retrieval.collections.documents import open_table
 from runtime.retrieval.passages import Attributes
 
 _APPLICATION_ID = 0x54524E4C  # "TRNL"
@@ -37,17 +37,7 @@ class SegmentDocuments:
         """Open a file that `write` wrote. Raises `CollectionError`."""
         self.path = path
         self._lock = threading.Lock()
-        if not path.is_file():
-            raise CollectionError(f"{path} is missing")
-        address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
-        try:
-            self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
-            tables = self._connection.execute("SELECT type, sql FROM sqlite_master WHERE name = 'documents'").fetchall()
-            (own,) = self._connection.execute("PRAGMA application_id").fetchone()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise CollectionError(f"{path} is damaged: {error}") from error
-        if tables != [("table", _TABLE)] or own != _APPLICATION_ID:
-            raise CollectionError(f"{path} is damaged: its table of documents is not the one that was made")
+        self._connection = open_table(path, _APPLICATION_ID, "documents", _TABLE)
 
     @staticmethod
     def write(path: Path, documents: Iterable[StoredDocument]) -> None:
