@@ -16,7 +16,7 @@ from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX,
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 _HALF_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SQLite says "full" of a full disk alone: a quota and a limit of file sizes are failed writes to it.
 _OWN = (MANIFEST, DOCUMENTS, ATTRIBUTES, WORDS)
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
@@ -68,7 +68,7 @@ def _error_of(error: OSError | sqlite3.Error) -> type[CollectionError]:
     if isinstance(error, sqlite3.Error):
         full = getattr(error, "sqlite_errorcode", None) in _SQLITE_NO_ROOM
     else:
-        full = error.errno in _NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
+        full = error.errno in NO_ROOM or _NUMPY_NO_ROOM.fullmatch(str(error)) is not None
     return NoRoom if full else CollectionError
 
 

@@ -86,8 +86,18 @@ def facts_of(path: Path) -> FileFacts:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Seal `directory`: nothing in it may change after this."""
-    sealed = msgspec.structs.replace(manifest, sha256=_digest(manifest))
-    (directory / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n")
+    (directory / MANIFEST).write_bytes(sealed(manifest))
+
+
+def sealed(content: msgspec.Struct) -> bytes:
+    """A file of this, with a checksum of itself in its field `sha256`."""
+    whole = msgspec.structs.replace(content, sha256=digest_of(content))
+    return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+
+
+def digest_of(content: msgspec.Struct) -> str:
+    """What its field `sha256` is to be."""
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
 def identity_in(directory: Path) -> str:
@@ -120,7 +130,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if manifest.version != _VERSION:
         raise CollectionError(f"{path} has version {manifest.version}, this Trinity reads {_VERSION}: build it again")
-    if manifest.sha256 != _digest(manifest):
+    if manifest.sha256 != digest_of(manifest):
         raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
     if manifest.shards is not msgspec.UNSET and not 1 <= manifest.shards <= MAX_SHARDS:
         raise CollectionError(f"{path} is damaged: shards is {manifest.shards}, outside 1..{MAX_SHARDS}")
@@ -163,10 +173,6 @@ def _status(path: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _digest(manifest: Manifest) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=""))).hexdigest()
 
 
 def _bytes(path: Path) -> bytes:

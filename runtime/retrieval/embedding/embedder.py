@@ -80,26 +80,21 @@ class Embedder(Protocol):
     @property
     def name(self) -> str:
         """Names what it makes of a text: two with one name give the same vectors."""
-        ...
 
     @property
     def dim(self) -> int:
         """The length of every vector."""
-        ...
 
     @property
     def max_tokens(self) -> int:
         """Of a longer text the end is not read."""
-        ...
 
     @property
     def at_once(self) -> int:
         """How many calls of `embed` may go on at once with profit: 1 where it computes, more where it waits."""
-        ...
 
     def count_tokens(self, text: str) -> int:
         """How many of `max_tokens` a text takes, about; the marks around it and its prefix not counted."""
-        ...
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
         """Vectors float32 [len(texts), dim], each of Euclidean length 1, in the order of `texts`.
@@ -107,7 +102,6 @@ class Embedder(Protocol):
         (The length is another where a model's own files do not scale its vectors.) Raises `InvalidRequest` for a text
         that is not valid Unicode (an unpaired surrogate), `EmbedderUnreachable` and `EmbedderFailed` of a server.
         """
-        ...
 
 
 def embedding_text(title: str, text: str) -> str:

@@ -1,7 +1,6 @@
 """The writes that must survive a power cut: each is there for certain only when its file, or directory, is synced."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -10,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from runtime.retrieval.collections.directory import NO_ROOM
 
 _OWNER = "process "
 _LEFTOVER_S = 2.0
@@ -80,7 +78,7 @@ class Disk:
 
 def storage_error(error: OSError, what: str) -> CollectionError:
     """`NoRoom` where there is too little room, else `CollectionError`."""
-    kind = NoRoom if error.errno in _NO_ROOM else CollectionError
+    kind = NoRoom if error.errno in NO_ROOM else CollectionError
     return kind(f"{what}: {error.strerror or error}")
 
 

@@ -1,6 +1,5 @@
 """`collection.json`, which never changes, and `MANIFEST`, which is replaced whole."""
 
-import hashlib
 import re
 import secrets
 import zlib
@@ -12,7 +11,14 @@ import msgspec
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
-from runtime.retrieval.collections.manifest import LIVE_FORMAT, MAX_SHARDS, FileFacts, is_collection
+from runtime.retrieval.collections.manifest import (
+    LIVE_FORMAT,
+    MAX_SHARDS,
+    FileFacts,
+    digest_of,
+    is_collection,
+    sealed,
+)
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 
@@ -89,8 +95,7 @@ def new_identity() -> str:
 
 def write_sealed(disk: Disk, path: Path, content: Description | Manifest) -> None:
     """Replace a file by this, with a checksum of itself. Raises `OSError`."""
-    sealed = msgspec.structs.replace(content, sha256=_digest(content))
-    disk.write_file(path, msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n")
+    disk.write_file(path, sealed(content))
 
 
 def is_live(directory: Path) -> bool:
@@ -144,10 +149,6 @@ def _read(path: Path, kind: type[_T]) -> _T:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if found.format != FORMAT or found.version != VERSION:
         raise CollectionError(f"{path} has format {found.format!r:.40} {found.version}; this Trinity reads {VERSION}")
-    if found.sha256 != _digest(found):
+    if found.sha256 != digest_of(found):
         raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
     return found  # type: ignore[no-any-return]
-
-
-def _digest(content: Description | Manifest) -> str:
-    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
