@@ -1,5 +1,6 @@
 """Bodies that are too large, too slow, never end, or are no HTTP."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -7,7 +8,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.types import Message, Scope
 
+from runtime.serving.http.guard import BodyTooLarge, bounded_body, error_response
 from tests.frontend.bad import COMPLETION, SETTINGS, problem
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import WAIT
@@ -38,6 +42,34 @@ def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) 
 
     answer = http.post("/v1/completions", content=chunks())
     problem(answer, 413, "request_too_large", says="the limit is 10000")
+
+
+@pytest.mark.parametrize(("messages", "awaited"), [([(b"x" * 50, False)], 1), ([(b"x" * 50, True), (b"x", False)], 2)])
+def test_after_a_body_over_the_limit_nothing_is_waited_for_but_the_rest_of_it(
+    messages: list[tuple[bytes, bool]], awaited: int
+) -> None:
+    """Whoever goes on using the connection would wait too."""
+    received: list[bytes] = []
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        body, more = messages[len(received)]
+        received.append(body)
+        return {"type": "http.request", "body": body, "more_body": more}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        scope: Scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        with pytest.raises(BodyTooLarge) as refusal:
+            await bounded_body(Request(scope, receive), 40)
+        await error_response(refusal.value)(scope, receive, send)
+
+    asyncio.run(ask())
+    assert len(received) == awaited
+    assert sent[0]["status"] == 413
+    assert not sent[-1].get("more_body", False)
 
 
 def raw(cluster: Cluster, data: bytes) -> bytes:

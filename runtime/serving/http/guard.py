@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -138,17 +138,18 @@ class _Early(Response):
 
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
     """OpenAI's error object under the error's status."""
-    kind = _Early if isinstance(error, BodyTooLarge) else Response
+    kind = _Early if isinstance(error, BodyTooLarge) and error.more else Response
     if isinstance(error, RequestTooSlow):  # what still comes of its body is no request
         headers = {**(headers or {}), "Connection": "close"}
     return kind(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body has more bytes than the limit."""
+    """The body has more bytes than the limit. `more`: some of it may still come."""
 
     code = "request_too_large"
     status = 413
+    more = True
 
 
 class NotJson(InvalidRequest):
@@ -201,19 +202,22 @@ async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s:
     declared = request.headers.get("content-length", "")
     size = int(declared[:20]) if declared.isdecimal() else 0  # what it says; what comes is counted below
     parts: list[bytes] = []
-    received = 0
+    received, more = 0, True
     try:
         async with asyncio.timeout(timeout_s):
-            if size <= limit:
-                async for part in request.stream():
-                    received += len(part)
-                    if received > limit:
-                        break
-                    parts.append(part)
+            while more and max(received, size) <= limit:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                parts.append(message.get("body", b""))
+                received += len(parts[-1])
+                more = message.get("more_body", False)
     except TimeoutError:
         raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes did") from None
     if max(received, size) > limit:
-        raise BodyTooLarge(f"the body has {max(received, size)} bytes or more, the limit is {limit}")
+        refusal = BodyTooLarge(f"the body has {max(received, size)} bytes or more, the limit is {limit}")
+        refusal.more = more
+        raise refusal
     return b"".join(parts)
 
 
