@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,16 @@ _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
+def begin(batch, slot, number, owner, prepared, starts, allowed, enough):  # type: ignore[no-untyped-def]
+    """Have a slot, whose parameters are set, answer a query."""
+    line = batch.slots[slot]
+    owner[slot] = number
+    line[QUERY], line[START] = prepared[number].ctypes.data, starts[number]
+    reset_slot(batch, slot)
+    line[ALLOWED], line[ENOUGH] = allowed, enough
+
+
+@compiled
 def run_queries(handle, line, allowed, enough, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
 
@@ -34,27 +43,18 @@ def run_queries(handle, line, allowed, enough, prepared, starts, nodes, found): 
     count, width = len(prepared), len(slots)
     active = batch.active
     owner = np.empty(width, np.int64)
-    running = min(width, count)
-    admitted = running
+    running = admitted = min(width, count)
     for slot in range(running):
         active[slot] = slot
-        owner[slot] = slot
         slots[slot, :QUERY] = line
-        slots[slot, QUERY] = prepared[slot].ctypes.data
-        slots[slot, START] = starts[slot]
-        reset_slot(batch, slot)
-        slots[slot, ALLOWED], slots[slot, ENOUGH] = allowed, enough
+        begin(batch, slot, slot, owner, prepared, starts, allowed, enough)
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
             write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
             if admitted < count:
-                owner[slot] = admitted
-                slots[slot, QUERY] = prepared[admitted].ctypes.data
-                slots[slot, START] = starts[admitted]
-                reset_slot(batch, slot)
-                slots[slot, ALLOWED], slots[slot, ENOUGH] = allowed, enough
+                begin(batch, slot, admitted, owner, prepared, starts, allowed, enough)
                 admitted += 1
             else:
                 position = 0
@@ -88,11 +88,19 @@ def search(
     found = np.empty((len(array), params.k), np.float32)
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
+    form = Form(data.rows, data.codes)
+    bits, enough = (0, 0) if allowed is None else (allowed.ctypes.data, enough)
 
     def run(part: list[slice]) -> None:
-        worker = _Worker(data, params, size, allowed, enough)
+        """On one thread, with slots and room for a block of prepared queries."""
+        state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
+        room = aligned_empty((size, prepared_bytes(data.rows, data.codes)), np.uint8)
         for number, block in enumerate(part):
-            worker.run(array[block], block.start, begins[block], nodes[block], found[block])
+            prepared = room[: block.stop - block.start]
+            prepare(array[block], form, prepared, block.start)
+            run_queries(
+                state.handle, state.line(0, params), bits, enough, prepared, begins[block], nodes[block], found[block]
+            )
             progress((number + 1) / len(part))
 
     parts = [blocks[number::threads] for number in range(min(threads, len(blocks)))]
@@ -102,34 +110,3 @@ def search(
     elif parts:
         run(parts[0])
     return nodes, found
-
-
-class _Worker:
-    """What one thread needs: slots, and room for a block of prepared queries."""
-
-    def __init__(
-        self,
-        data: IndexData,
-        params: SearchParams,
-        block: int,
-        allowed: npt.NDArray[np.uint64] | None,
-        enough: int,
-    ) -> None:
-        self._keep_alive, self._enough = allowed, 0 if allowed is None else enough
-        self._allowed = 0 if allowed is None else allowed.ctypes.data
-        self._state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
-        self._line = self._state.line(0, params)
-        self._form = Form(data.rows, data.codes)
-        self._prepared = aligned_empty((block, prepared_bytes(data.rows, data.codes)), np.uint8)
-
-    def run(
-        self,
-        queries: npt.NDArray[Any],
-        first: int,
-        starts: npt.NDArray[np.int64],
-        nodes: npt.NDArray[np.int64],
-        found: npt.NDArray[np.float32],
-    ) -> None:
-        prepared = self._prepared[: len(queries)]
-        prepare(queries, self._form, prepared, first)
-        run_queries(self._state.handle, self._line, self._allowed, self._enough, prepared, starts, nodes, found)
