@@ -16,18 +16,12 @@ from gpu.cpu.tables import (
     COLLECTION_FIELDS,
     DEGREE,
     ENTRY,
-    F16_DOT,
-    F16_L2,
-    F32_DOT,
-    F32_L2,
     FACTOR,
     FORM_FIELDS,
     FULL,
     FULL_BYTES,
     FULL_LANES,
     GRAPH,
-    I8_DOT,
-    I8_L2,
     KIND,
     LANES,
     OFFSET,
@@ -46,19 +40,12 @@ from gpu.cpu.tables import (
     SLOT_FIELDS,
     Batch,
     handle_of,
+    kind_of,
 )
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty, metric_form, padded
 from gpu.params import SearchParams
 
-_KINDS = {
-    ("float32", "l2"): F32_L2,
-    ("float16", "l2"): F16_L2,
-    ("int8", "l2"): I8_L2,
-    ("float32", "dot"): F32_DOT,
-    ("float16", "dot"): F16_DOT,
-    ("int8", "dot"): I8_DOT,
-}
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 _PARENTS_A_NODE = 4  # room for parents, for each entry of top_m
 
@@ -72,7 +59,7 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
         rows = data.rows
         line[ROWS], line[ROW_BYTES] = rows.codes.ctypes.data, rows.codes.strides[0]
         line[LANES] = rows.lanes
-        line[KIND] = _KINDS[rows.dtype, "l2" if rows.metric == "l2" else "dot"]
+        line[KIND] = kind_of(rows)
         line[QUERY_ROW] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
         if rows.sketch is not None:
             line[SKETCHES] = rows.sketch.codes.ctypes.data

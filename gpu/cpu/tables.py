@@ -11,6 +11,7 @@ from numba import carray
 
 from gpu.compiled import compiled
 from gpu.cpu.simd import pointer
+from gpu.index.rows import DTYPES, Rows
 
 # Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
 # QUERY_ROW, QUERY_FULL and QUERY_TABLE offsets into a prepared query, FACTOR and OFFSET the bits of float64 that turn a
@@ -96,6 +97,11 @@ SLOT_FIELDS = 22
 
 # Kinds: the row's element type times 2, plus 1 for a dot product.
 F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
+
+
+def kind_of(rows: Rows) -> int:
+    """The kind of an index's rows."""
+    return 2 * DTYPES.index(rows.dtype) + (rows.metric != "l2")
 
 
 class Batch(NamedTuple):

@@ -43,6 +43,8 @@ import numpy.typing as npt
 from gpu.compiled import compiled
 from gpu.cpu.queries import CODE_STEP as CODE_STEP  # which the kernels have too
 from gpu.cpu.queries import code_offset, full_offset, prepared_bytes
+from gpu.cpu.state import visited_bits as bits_for
+from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_DOT, I8_L2, kind_of  # noqa: F401
 from gpu.index.data import IndexData
 from gpu.index.rows import Rows
 from gpu.params import MAX_SEARCH_WIDTH as MAX_SEARCH_WIDTH
@@ -50,10 +52,6 @@ from gpu.slots import MAX_COLLECTIONS
 
 # States of a slot.
 FREE, ACTIVE, PAUSED, FINISHED = range(4)
-
-# Kinds of rows: the element type times 2, plus 1 for a dot product.
-F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
-_ELEMENTS = ("float32", "float16", "int8")
 
 CHUNK_BYTES = 16  # what one thread loads at once; rows, queries and slot lines are whole chunks
 MERGE_THREADS = 32  # a block of merge_and_gather: one warp, which waits for nobody
@@ -69,7 +67,6 @@ TASK_BITS = 22  # of a word of `due`, which has a slot's tasks if it is active, 
 TASK_MASK = (1 << TASK_BITS) - 1
 assert MAX_COLLECTIONS <= 1 << (32 - TASK_BITS)
 _USUAL_DEGREE, _USUAL_LINE_BYTES = 64, 8192  # of an engine without indexes, into which some may be loaded later
-_MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
 RESIDENT_VISITED_BITS = 13
 """Of a visited table in the resident form, at most: a block has it in shared memory. What it has no room for it
 forgets."""
@@ -375,7 +372,7 @@ def collection_record(data: IndexData, addresses: dict[str, int]) -> npt.NDArray
     record["full_chunks"] = 0 if rows.full is None else rows.full.shape[1] * 4 // CHUNK_BYTES
     record["size"], record["degree"] = data.graph.shape
     record["seed_count"] = len(data.seeds)
-    record["kind"] = 2 * _ELEMENTS.index(rows.dtype) + (rows.metric != "l2")
+    record["kind"] = kind_of(rows)
     record["query_row"] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
     record["query_full"] = full_offset(rows)
     return record
@@ -397,10 +394,7 @@ def visited_bits(top_m: int, degree: int) -> Any:
 
     A table that is too small forgets, which costs second distances and changes no result.
     """
-    bits = _MIN_VISITED_BITS
-    while bits < _MAX_VISITED_BITS and (1 << bits) < 2 * top_m * degree:
-        bits += 1
-    return bits
+    return bits_for(2 * top_m, degree)
 
 
 def team_of(collections: Sequence[IndexData]) -> int:
