@@ -1,6 +1,6 @@
 """From a device's name to the engine that searches on it. Packages of other devices are not imported before."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gpu.cpu.engine import CpuEngine
 from gpu.devices import CPU, check_device
@@ -8,8 +8,6 @@ from gpu.engine import Engine
 from gpu.errors import InvalidParams
 from gpu.index.graph_index import GraphIndex
 from gpu.roofline import host_copy_bytes_s
-
-Progress = Callable[[str, float], None]
 
 
 def open_engine(
@@ -22,13 +20,11 @@ def open_engine(
     max_search_width: int = 8,
     extends_per_launch: int = 1,
     resident: bool = False,
-    progress: Progress | None = None,
 ) -> Engine:
     """An engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
     extends_per_launch: see `CudaEngine`; the CPU's launches are one extend each. resident: on a GPU that nobody else
-    computes on, have blocks stay there (where they can, else launches are made). progress: called with what is copied
-    to the device and the part of it that is done, 0..1.
+    computes on, have blocks stay there (where they can, else launches are made).
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
     check_device(device)
@@ -47,7 +43,6 @@ def open_engine(
         max_search_width=max_search_width,
         extends_per_launch=MAX_EXTENDS_PER_LAUNCH if resident else extends_per_launch,
         form="resident" if resident else None,
-        progress=progress,
     )
 
 

@@ -1,6 +1,5 @@
 """Makes the RaBitQ codes of a graph's neighbours; see `gpu.index.data` for what they are."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims,
 from gpu.index.rows import FloatArray, aligned_empty
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
-_AT_ONCE = 4096  # nodes between two words of progress
+_AT_ONCE = 4096  # nodes that a thread takes
 _TINY = np.float32(1e-30)
 _STEPS = np.array([0, 1.596, 0.9957, 0.586, 0.3352], np.float32)
 """Between the levels of 1 … 4 bits: the least error for a Gaussian of deviation 1 (J. Max, IRE Trans. IT-6, 1960)."""
@@ -33,7 +32,6 @@ def make_codes(
     threads: int = 1,
     scale: float = 1.0,
     bits: int = 1,
-    progress: Callable[[float], None] = lambda fraction: None,
 ) -> NeighborCodes:
     """Codes of `graph` over `vectors`, float32 [N, d], as the rows hold them; `centre` float32 [d] is their mean.
 
@@ -52,15 +50,13 @@ def make_codes(
     entry = aligned_empty((1, block_bytes(dim, len(seeds), bits)), np.uint8)
     dot = np.float32(0 if l2 else 1 / scale)
     _encode(rotated, np.array([len(vectors)]), seeds[None], dot, bits, entry)
-    begins = range(0, len(graph), _AT_ONCE)
 
     def encode(begin: int) -> None:
         part = slice(begin, begin + _AT_ONCE)
         _encode(rotated, np.arange(begin, min(begin + _AT_ONCE, len(graph))), graph[part], dot, bits, blocks[part])
 
     with ThreadPoolExecutor(threads) as pool:
-        for number, _ in enumerate(pool.map(encode, begins)):
-            progress((number + 1) / len(begins))
+        list(pool.map(encode, range(0, len(graph), _AT_ONCE)))
     return NeighborCodes(blocks, entry, signs, bits)
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from gpu.cuda import layout
 from gpu.cuda.driver import Driver, PinnedMemory
-from gpu.cuda.upload import DeviceArrays, Progress, check_fits, device_arrays
+from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays
 from gpu.index.data import IndexData
 from gpu.slots import MAX_COLLECTIONS
 
@@ -29,7 +29,6 @@ class BatchMemory:
         stream: int,
         collections: Mapping[str, IndexData],
         shape: layout.BatchShape,
-        progress: Progress | None = None,
     ) -> None:
         """Raises OutOfDeviceMemory before anything is allocated if it does not all fit."""
         self._driver = driver
@@ -45,7 +44,7 @@ class BatchMemory:
         check_fits(driver, {**needed, "slots": sum(state.values()) + records.nbytes})
         try:
             for number, (name, data) in enumerate(collections.items()):
-                uploaded = DeviceArrays(driver, arrays[name], _named(name, progress))
+                uploaded = DeviceArrays(driver, arrays[name])
                 self._uploaded[number] = uploaded
                 records[number] = layout.collection_record(data, uploaded.address)[0]
             addresses = {name: self._allocate(stream, nbytes) for name, nbytes in state.items()}
@@ -128,10 +127,3 @@ class BatchMemory:
             self._driver.free(self._device.pop())
         while self._uploaded:
             self._uploaded.popitem()[1].close()
-
-
-def _named(collection: str, progress: Progress | None) -> Progress | None:
-    """The callback, told which collection an array is of."""
-    if progress is None:
-        return None
-    return lambda name, fraction: progress(f"{collection}.{name}", fraction)

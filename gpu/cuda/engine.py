@@ -11,7 +11,7 @@ from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
-from gpu.cuda.upload import DeviceArrays, Progress
+from gpu.cuda.upload import DeviceArrays
 from gpu.engine import Backend
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index.data import IndexData
@@ -55,14 +55,12 @@ class CudaEngine(BackendEngine):
         max_search_width: int = 8,
         extends_per_launch: int = 1,
         form: Form | None = None,
-        progress: Progress | None = None,
         fault_look_ns: int = _FAULT_LOOK_NS,
         give_up_ns: int = _GIVE_UP_NS,
         life_us: int = LIFE_US,
     ) -> None:
-        """image: the kernels, compiled for the device. progress: called with what is copied and the part that is done.
-        fault_look_ns, give_up_ns: after which a launch has the driver asked whether it failed, and counts as hanging.
-        life_us: of a resident launch.
+        """image: the kernels, compiled for the device. fault_look_ns, give_up_ns: after which a launch has the driver
+        asked whether it failed, and counts as hanging. life_us: of a resident launch.
 
         Raises InvalidParams, OutOfDeviceMemory, DeviceError. The driver stays the caller's to close.
         """
@@ -81,7 +79,7 @@ class CudaEngine(BackendEngine):
         self._graphs: LaunchGraphs | None = None
         try:
             named = dict(zip(collections, data, strict=True))
-            self._memory = memory = BatchMemory(driver, self._stream, named, shape, progress)
+            self._memory = memory = BatchMemory(driver, self._stream, named, shape)
             batch = layout.argument(memory.record)
             self._kernels = kernels = Kernels(driver, image, shape, layout.team_of(data), batch)
             buckets = buckets_of(slots)

@@ -37,7 +37,7 @@ class Backend:
         if self.device == "emulated":
             limits = {"fault_look_ns": LOOK_NS, **limits}
         try:
-            engine = CudaEngine(driver, image, collections, form=self.form, **limits)  # type: ignore[arg-type]
+            engine = CudaEngine(driver, image, collections, form=self.form, **limits)
             assert set(engine.forms.values()) == {self.form}
             yield engine
             engine.close()
