@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from gpu.build.params import check_within
 from gpu.errors import InvalidParams, InvalidSlot, NoFreeSlot, UnknownCollection
 from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
@@ -30,8 +31,7 @@ class Limits:
         """Checked limits; without `max_k`, and never beyond it, a query may ask for all of top_m."""
         limits = (("slots", slots, MAX_SLOTS), ("max_top_m", max_top_m, MAX_TOP_M))
         for name, value, limit in (*limits, ("max_search_width", max_search_width, MAX_SEARCH_WIDTH)):
-            if not 1 <= value <= limit:
-                raise InvalidParams(f"{name} is {value}, outside 1..{limit}")
+            check_within(name, value, 1, limit)
         return cls(slots, max_top_m, max_top_m if max_k is None else min(max_k, max_top_m), max_search_width)
 
     def check(self, params: SearchParams) -> None:
@@ -108,12 +108,7 @@ class SlotState(IntEnum):
     FINISHED = 3
 
 
-_NAMES = {
-    SlotState.FREE: "free",
-    SlotState.ACTIVE: "running",
-    SlotState.PAUSED: "paused",
-    SlotState.FINISHED: "finished",
-}
+_NAMES = ("free", "running", "paused", "finished")
 
 ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES = range(4)
 """Words of a slot table: how many slots are running and free, below which one none is free, and each one's state."""
@@ -155,7 +150,7 @@ class SlotTable:
             raise InvalidSlot(f"slot {slot} is outside 0..{self._slots - 1}")
         if self._words[STATES + slot] not in wanted:
             names = " or ".join(_NAMES[state] for state in wanted)
-            raise InvalidSlot(f"slot {slot} is {_NAMES[SlotState(self._words[STATES + slot])]}; it must be {names}")
+            raise InvalidSlot(f"slot {slot} is {_NAMES[self._words[STATES + slot]]}; it must be {names}")
 
     def expect_taken(self, slot: int) -> None:
         """Raise InvalidSlot for a free slot."""
