@@ -119,16 +119,6 @@ def monotonic_ns(_typing: Any) -> Any:
 
 
 @_intrinsic
-def load(_typing: Any, _address: Any) -> Any:
-    """The word at an address of this process's own memory."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0]))
-
-    return types.int64(types.int64), generate
-
-
-@_intrinsic
 def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
     """libc's `write` of one word to a descriptor, as an eventfd wants it. What it returns: 8, or -1."""
 
@@ -193,30 +183,18 @@ def _pointer_to(_typing: Any, _address: Any) -> Any:
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def words(address: int, count: int) -> Any:
-    """`count` int64 at an address, as an array."""
-    return numba.carray(_pointer_to(address), count, numba.int64)
+def words(address: int, shape: int | tuple[int, int]) -> Any:
+    """int64 at an address, as an array of this shape."""
+    return numba.carray(_pointer_to(address), shape, numba.int64)
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def words2(address: int, rows: int, columns: int) -> Any:
-    """As `words`, [rows, columns]."""
-    return numba.carray(_pointer_to(address), (rows, columns), numba.int64)
-
-
-@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def floats(address: int, count: int) -> Any:
-    """`count` float64 at an address, as an array."""
-    return numba.carray(_pointer_to(address), count, numba.float64)
+def floats(address: int, shape: int | tuple[int, int]) -> Any:
+    """float64 at an address, as an array of this shape."""
+    return numba.carray(_pointer_to(address), shape, numba.float64)
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats32(address: int, count: int) -> Any:
     """`count` float32 at an address, as an array."""
     return numba.carray(_pointer_to(address), count, numba.float32)
-
-
-@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def floats2(address: int, rows: int, columns: int) -> Any:
-    """As `floats`, [rows, columns]."""
-    return numba.carray(_pointer_to(address), (rows, columns), numba.float64)

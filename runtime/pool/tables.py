@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.slots import MAX_SLOTS
-from ipc.memory.instructions import floats, floats2, words, words2
+from ipc.memory.instructions import floats, words
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import RULE_NAMES, Policy
 
@@ -141,15 +141,15 @@ def handle_of(tables: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
 def tables_at(handle: Any) -> Any:
     """The tables that `handle_of` described."""
     return Tables(
-        words2(handle[0, 0], handle[0, 1], handle[0, 2]),
+        words(handle[0, 0], (handle[0, 1], handle[0, 2])),
         words(handle[1, 0], handle[1, 1]),
         floats(handle[2, 0], handle[2, 1]),
         words(handle[3, 0], handle[3, 1]),
-        words2(handle[4, 0], handle[4, 1], handle[4, 2]),
-        words2(handle[5, 0], handle[5, 1], handle[5, 2]),
-        words2(handle[6, 0], handle[6, 1], handle[6, 2]),
-        words2(handle[7, 0], handle[7, 1], handle[7, 2]),
-        floats2(handle[8, 0], handle[8, 1], handle[8, 2]),
+        words(handle[4, 0], (handle[4, 1], handle[4, 2])),
+        words(handle[5, 0], (handle[5, 1], handle[5, 2])),
+        words(handle[6, 0], (handle[6, 1], handle[6, 2])),
+        words(handle[7, 0], (handle[7, 1], handle[7, 2])),
+        floats(handle[8, 0], (handle[8, 1], handle[8, 2])),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ipc.memory.instructions import floats, floats2, words, words2
+from ipc.memory.instructions import floats, words
 from runtime.simulator.stages.pool_core import compiled
 
 # Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run. PREFILLS: prefill workers at work.
@@ -117,13 +117,13 @@ def state_at(handle: Any) -> Any:
         words(handle[0, 0], handle[0, 1]),
         words(handle[1, 0], handle[1, 1]),
         floats(handle[2, 0], handle[2, 1]),
-        words2(handle[3, 0], handle[3, 1], handle[3, 2]),
+        words(handle[3, 0], (handle[3, 1], handle[3, 2])),
         floats(handle[4, 0], handle[4, 1]),
-        words2(handle[5, 0], handle[5, 1], handle[5, 2]),
-        words2(handle[6, 0], handle[6, 1], handle[6, 2]),
+        words(handle[5, 0], (handle[5, 1], handle[5, 2])),
+        words(handle[6, 0], (handle[6, 1], handle[6, 2])),
         words(handle[7, 0], handle[7, 1]),
-        floats2(handle[8, 0], handle[8, 1], handle[8, 2]),
-        words2(handle[9, 0], handle[9, 1], handle[9, 2]),
+        floats(handle[8, 0], (handle[8, 1], handle[8, 2])),
+        words(handle[9, 0], (handle[9, 1], handle[9, 2])),
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import ipc
 import runtime.pool
 from ipc.memory.compiled import bound_to
-from ipc.memory.instructions import floats, floats2, words, words2
+from ipc.memory.instructions import floats, words
 from runtime.pool import policy
 from runtime.pool import tables as at
 from runtime.pool.tables import NEVER_NS, kind_a, kind_b, tables_at
@@ -99,17 +99,17 @@ def state_at(handle: Any) -> Any:
     """The arrays that `handle_of` described."""
     return State(
         words(handle[0, 0], handle[0, 1]),
-        words2(handle[1, 0], handle[1, 1], handle[1, 2]),
+        words(handle[1, 0], (handle[1, 1], handle[1, 2])),
         words(handle[2, 0], handle[2, 1]),
         words(handle[3, 0], handle[3, 1]),
         words(handle[4, 0], handle[4, 1]),
-        words2(handle[5, 0], handle[5, 1], handle[5, 2]),
-        floats2(handle[6, 0], handle[6, 1], handle[6, 2]),
+        words(handle[5, 0], (handle[5, 1], handle[5, 2])),
+        floats(handle[6, 0], (handle[6, 1], handle[6, 2])),
         floats(handle[7, 0], handle[7, 1]),
-        words2(handle[8, 0], handle[8, 1], handle[8, 2]),
-        words2(handle[9, 0], handle[9, 1], handle[9, 2]),
+        words(handle[8, 0], (handle[8, 1], handle[8, 2])),
+        words(handle[9, 0], (handle[9, 1], handle[9, 2])),
         words(handle[10, 0], handle[10, 1]),
-        floats2(handle[11, 0], handle[11, 1], handle[11, 2]),
+        floats(handle[11, 0], (handle[11, 1], handle[11, 2])),
         floats(handle[12, 0], handle[12, 1]),
     )
 
