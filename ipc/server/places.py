@@ -12,6 +12,7 @@ from ipc.errors import InvalidArgument
 from ipc.memory import atomics
 from ipc.memory.shared import SharedMemory
 from ipc.ring import exchange
+from ipc.ring.descriptors import MAX_U16
 from ipc.ring.doorbell import EventfdBell
 from ipc.ring.filters import PLACE_BYTES, PLACES, read_filter
 from ipc.ring.ring import RingConsumer, RingLayout, RingProducer, Watch, format_ring
@@ -27,7 +28,6 @@ from ipc.session.messages import (
     result_offset,
     session_bytes,
 )
-from ipc.session.parameters import Limits
 
 # ---- on what a pool opens sessions. They change when its catalogue does; a session keeps those it was opened with
 
@@ -46,8 +46,10 @@ class Terms:
     def __init__(
         self, catalogue: Catalogue, epoch: int, ring_slots: int, max_k: int, max_top_m: int, number: Number
     ) -> None:
-        self.limits = Limits.checked(catalogue, max_k, max_top_m)
-        self.catalogue, self.epoch, self.max_dim = catalogue, epoch, catalogue.max_dim
+        if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16:
+            raise InvalidArgument(f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}")
+        self.catalogue, self.max_k, self.max_top_m = catalogue, max_k, max_top_m
+        self.epoch, self.max_dim = epoch, catalogue.max_dim
         self.layouts = (RingLayout(ring_slots, 4 * self.max_dim), RingLayout(ring_slots, 12 * max_k))
         rows = [(number(served), served.dim) for served in catalogue.served]
         self.table = np.array(rows, np.int64).reshape(-1, 2)
@@ -99,9 +101,9 @@ class ClientPlace:
             memory=self.memory.reference,
             requests=self.requests.layout,
             results=self.results.layout,
-            catalogue=self.terms.limits.catalogue,
-            max_k=self.terms.limits.max_k,
-            max_top_m=self.terms.limits.max_top_m,
+            catalogue=self.terms.catalogue,
+            max_k=self.terms.max_k,
+            max_top_m=self.terms.max_top_m,
             token=token,
             bell=bell,
             arena=arena,

@@ -26,13 +26,6 @@ class Limits(NamedTuple):
     max_k: int
     max_top_m: int
 
-    @classmethod
-    def checked(cls, catalogue: Catalogue, max_k: int, max_top_m: int) -> "Limits":
-        """Raises `InvalidArgument`."""
-        if not 1 <= max_k <= MAX_U16 or not 1 <= max_top_m <= MAX_U16:
-            raise InvalidArgument(f"max_k {max_k} and max_top_m {max_top_m} must be within 1..{MAX_U16}")
-        return cls(catalogue, max_k, max_top_m)
-
     def code(self, collection: str) -> int:
         """Of a collection that is served. Raises `InvalidArgument`."""
         for code, served in enumerate(self.catalogue.served):
@@ -74,14 +67,11 @@ def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kin
         if not 1 <= value <= most:
             raise InvalidArgument(f"{name} {value} must be within 1..{most}")
     dim, stage = limits.catalogue.served[code].dim, STAGE_CODES[spec.stage]
-    return Packed(_words(epoch, kind, stage, code, k, 0, top_m, spec.search_width, spec.patience or 0, dim), dim)
+    parameters = PARAMETERS.pack(epoch, kind, stage, code, k, 0, top_m, spec.search_width, spec.patience or 0, dim)
+    a, b, c = struct.unpack("<3q", parameters)
+    return Packed((a, b, c), dim)
 
 
 def pack_cancel(epoch: int) -> bytes:
     """The 24 bytes of a cancellation."""
     return PARAMETERS.pack(epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0, 0)
-
-
-def _words(*fields: int) -> tuple[int, int, int]:
-    a, b, c = struct.unpack("<3q", PARAMETERS.pack(*fields))
-    return a, b, c

@@ -284,7 +284,7 @@ class RingServer(SessionServer):
             raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
         some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
         some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
-        most = session.place.terms.limits.max_k
+        most = session.place.terms.max_k
         if some_ids.ndim + some_distances.ndim != 2 or not len(some_ids) == len(some_distances) <= most:
             raise InvalidArgument(
                 f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to {most}"
