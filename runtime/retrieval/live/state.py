@@ -28,7 +28,7 @@ from runtime.retrieval.live.storage.manifest import (
     read_manifest,
 )
 from runtime.retrieval.live.storage.operations import Operation, Upsert, decode
-from runtime.retrieval.live.storage.segment import Segment
+from runtime.retrieval.live.storage.segment import Segment, places
 
 Rows = NDArray[np.int64]
 Loaded = dict[SegmentFacts, Segment]
@@ -157,8 +157,8 @@ class State:
             grown = rows >= self.growing.first
             found[grown] = self.growing.vectors(rows[grown] - self.growing.first)
             for segment in self.segments:
-                here = np.isin(rows, segment.rows)
-                found[here] = segment.vectors(segment.positions(rows[here]))
+                here, at = places(segment.rows, rows)
+                found[here] = segment.vectors(at)
             return found
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:

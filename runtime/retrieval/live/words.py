@@ -18,6 +18,7 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.words import Rows, WordIndex, distances
 from runtime.retrieval.live.state import State
+from runtime.retrieval.live.storage.segment import places
 from runtime.retrieval.nearest import Nearest
 
 _AT_ONCE = 256  # rows that are taken in while a query waits, some 20 ms; of more at a time between two queries
@@ -30,13 +31,6 @@ class _Part(NamedTuple):
     rows: Rows
     allowed: Bits
     vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]]
-
-    def places(self, rows: Rows) -> tuple[Bits, NDArray[np.int64]]:
-        """Which of some rows are here, and where."""
-        places = np.searchsorted(self.rows, rows)
-        here = places < len(self.rows)
-        here[here] = self.rows[places[here]] == rows[here]
-        return here, places[here]
 
 
 class LiveWords:
@@ -66,15 +60,15 @@ class LiveWords:
         def allowed(rows: Rows) -> Bits:
             found = np.zeros(len(rows), bool)
             for part in parts:
-                here, places = part.places(rows)
-                found[here] = part.allowed[places]
+                here, at = places(part.rows, rows)
+                found[here] = part.allowed[at]
             return found
 
         rows = index.search(text, depth, allowed, deadline_ns)
         vectors = np.empty((len(rows), len(vector)), np.float32)
         for part in parts:
-            here, places = part.places(rows)
-            vectors[here] = part.vectors(places)
+            here, at = places(part.rows, rows)
+            vectors[here] = part.vectors(at)
         return rows, distances(vectors, vector, state.description.metric)
 
     def _followed(self) -> WordIndex:

@@ -254,14 +254,12 @@ class LiveWriter:
                 if self._closed or self._broken:
                     raise CollectionError(self._broken or f"{self.directory} was closed")
                 pending.result = pending.decide(group)
-            except TrinityError as error:
+            except Exception as error:  # a fault of our own must not stay in the queue either
                 group.next_row, group.schema = kept[:2]
                 del group.operations[kept[2] :]
-                pending.error = error
-            except Exception as error:  # a fault of our own must not stay in the queue
-                group.next_row, group.schema = kept[:2]
-                del group.operations[kept[2] :]
-                pending.error = InternalError(f"a write failed: {error!r}")
+                pending.error = (
+                    error if isinstance(error, TrinityError) else InternalError(f"a write failed: {error!r}")
+                )
             if pending.alone:
                 break
         failed = self._append(group.operations) if group.operations else None

@@ -103,10 +103,7 @@ class Segment:
 
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where those of some rows are that are here."""
-        found = np.searchsorted(self.rows, rows)
-        here = found < self.size
-        here[here] = self.rows[found[here]] == rows[here]
-        return found[here]
+        return places(self.rows, rows)[1]
 
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Hide those of some rows that are here."""
@@ -121,6 +118,14 @@ class Segment:
         codes = rows.codes if rows.full is None else rows.full
         found: NDArray[np.float32] = codes[positions, : rows.dim].astype(np.float32) / np.float32(rows.scale)
         return found
+
+
+def places(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
+    """Which of some wanted rows are among others, ascending, and where these stand there."""
+    found = np.searchsorted(rows, wanted)
+    here = found < len(rows)
+    here[here] = rows[found[here]] == wanted[here]
+    return here, found[here]
 
 
 def write_segment(
