@@ -130,7 +130,7 @@ class Simulation:
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 ask, self._offer, self._roles.report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
-                prompts, self._wrote, self._announce if config.handover.order == "decode_first" else None,
+                prompts, self._decode_of, config.handover.order == "decode_first",
             )  # fmt: skip
             self.prefills[prefill.name] = prefill
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
@@ -215,7 +215,7 @@ class Simulation:
         self._timeouts.begin(request)
         prefill = self.prefills[placement.prefill]
         if self._setup.times.request_core_s:
-            self.decodes[placement.decode].hold_up(self._setup.times.request_core_s)
+            self._decode_of(request).hold_up(self._setup.times.request_core_s)
         if self._frontend_ns:
             self.events.after(self._frontend_ns, partial(prefill.receive, request))
         else:
@@ -224,13 +224,10 @@ class Simulation:
     def _offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         request.left_prefill = True
         self.router.prefilled(request.placement)
-        self.decodes[request.placement.decode].offer(request, pulled)
+        self._decode_of(request).offer(request, pulled)
 
-    def _announce(self, request: SimRequest, has_room: Callable[[], None]) -> None:
-        self.decodes[request.placement.decode].announce(request, has_room)
-
-    def _wrote(self, request: SimRequest) -> None:
-        self.decodes[request.placement.decode].wrote(request)
+    def _decode_of(self, request: SimRequest) -> SimDecode:
+        return self.decodes[request.placement.decode]
 
     def _end_once(self, request: SimRequest, outcome: str) -> None:
         if not request.ended:
@@ -239,7 +236,7 @@ class Simulation:
     def _expire(self, request: SimRequest) -> None:
         """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
         self._end_once(request, "deadline_exceeded")
-        self.decodes[request.placement.decode].expire(request)
+        self._decode_of(request).expire(request)
 
     def end(self, request: SimRequest, outcome: str) -> None:
         request.outcome, request.end_ns = outcome, self.events.now_ns

@@ -17,26 +17,11 @@ from runtime.serving.prefill.job import Disaggregation, turn_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.write_through import WriteThrough
+from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.decode_batches import Batches
 from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
-
-# ---- the thread beside a simulated worker's loop that embeds texts, one after the other (`retrieval.embedding`)
-
-
-class Embedder:
-    """Each text takes `embed_s`."""
-
-    def __init__(self, events: Events, embed_s: float) -> None:
-        self._events, self._each_ns = events, ns(embed_s)
-        self._free_ns = 0
-
-    def begin(self) -> int:
-        """Have a text embedded: when its vector is there."""
-        self._free_ns = max(self._free_ns, self._events.now_ns) + self._each_ns
-        return self._free_ns
-
 
 Ask = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply) → the number of a query
 
@@ -57,20 +42,21 @@ class SimPrefill:
         fail: Callable[[SimRequest, str], None],
         disaggregation: Disaggregation,
         decodes: Batches,
-        prompts: PromptBlocks | None = None,
-        wrote: Callable[[SimRequest], None] = lambda request: None,
-        announce: Callable[[SimRequest, Callable[[], None]], None] | None = None,
+        prompts: PromptBlocks | None,
+        decode_of: Callable[[SimRequest], SimDecode],
+        decode_first: bool,
     ) -> None:
-        """`wrote`: told of prompts of which a pass has computed some; `announce`: asks decode for room before."""
+        """`decode_of`: whom to tell of what a pass has computed, and to ask for room before, if `decode_first`."""
         self.name = name
         self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
         self._disaggregation, self._decodes = disaggregation, decodes
         self.prompts = prompts
-        self._wrote, self._announce = wrote, announce
+        self._decode_of, self._decode_first = decode_of, decode_first
         self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
         self._ahead = 0  # tokens that wait or are being run
-        self._embedder, self._embeds = Embedder(events, times.embed_s), 0  # texts that came since the last pass
+        self._embed_ns, self._embeds = ns(times.embed_s), 0  # of a text; texts that came since the last pass
+        self._embedded_ns = 0  # when the thread beside the loop that embeds them, one after the other, has done so
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
         self.asking = 0  # arrived, and not yet waiting
@@ -108,7 +94,8 @@ class SimPrefill:
                     self._take(request)
                 else:
                     self._embeds += 1
-                    self._events.at(self._embedder.begin(), partial(self._vector, request))
+                    self._embedded_ns = max(self._embedded_ns, self._events.now_ns) + self._embed_ns
+                    self._events.at(self._embedded_ns, partial(self._vector, request))
         if self._answered:
             answered, self._answered = self._answered, []
             for request, status in answered:
@@ -148,16 +135,16 @@ class SimPrefill:
 
     def _admit(self) -> bool:
         """Give slots and blocks to who waits, in their turns; whether anybody has some now."""
-        if self._announce is not None:
+        if self._decode_first:
             for request in self.waiting[-self.slots :]:
                 if not request.announced and not request.ended:
                     request.announced = True
-                    self._announce(request, partial(self._has_room, request))
+                    self._decode_of(request).announce(request, partial(self._has_room, request))
         admitted, place = False, len(self.waiting)
         while self.free and place:
             place -= 1
             request = self.waiting[place]
-            if self._announce is not None and not request.has_room and not request.ended:
+            if self._decode_first and not request.has_room and not request.ended:
                 continue
             if not request.ended and self.prompts is not None and not self.prompts.has_room(request.arrival):
                 break
@@ -253,7 +240,7 @@ class SimPrefill:
                 request.prefilled_ns = self._events.now_ns
                 self._offer(request, partial(self._pulled, request))
             else:
-                self._wrote(request)
+                self._decode_of(request).wrote(request)
         if self._writes is not None:
             self._writes.beside(took_ns)
         self._round()
