@@ -82,16 +82,15 @@ def _nodes() -> Row:
     columns = [
         Query(_by_node("max", NodeMetrics.DRAINING), "draining"),
         Query(f"sum by (node) (1 - {_s(ProcessMetrics.UP)})", "not ready"),
-        Query(_by_node("max", ProcessMetrics.HEARTBEAT_AGE), "oldest heartbeat"),
+        Query(_by_node("max", ProcessMetrics.HEARTBEAT_AGE), "oldest heartbeat", "s"),
         Query(_waiting(), "waiting"),
         Query(_running(), "running"),
-        Query(_by_node("max", DecodeMetrics.KV_USED), "fullest KV"),
-        Query(_by_node("min", NodeMetrics.MEMORY_AVAILABLE), "memory left"),
+        Query(_by_node("max", DecodeMetrics.KV_USED), "fullest KV", "percentunit"),
+        Query(_by_node("min", NodeMetrics.MEMORY_AVAILABLE), "memory left", "bytes"),
     ]
-    units = (("oldest heartbeat", "s"), ("fullest KV", "percentunit"), ("memory left", "bytes"))
     about = "A row each; the worst of its workers, and the sum of their requests. A node's name leads to its overview"
     links = (("node", "/d/" + OVERVIEW + "?var-node=${__value.text}&${__url_time_range}"),)
-    table = Panel("table", "Nodes", about, columns, width=24, height=8, column_units=units, column_links=links)
+    table = Panel("table", "Nodes", about, columns, width=24, height=8, column_links=links)
     return Row("Which node?", [table])
 
 

@@ -20,6 +20,7 @@ class Query:
 
     expr: str
     legend: str = ""
+    unit: str = ""  # of a table's column
     needs_gpu: bool = False
 
 
@@ -40,7 +41,6 @@ class Panel:
     stacked: bool = False
     # (from this value on, colour), lowest first; the first value is ignored by Grafana
     thresholds: Sequence[tuple[float, str]] = ((0.0, "green"),)
-    column_units: Sequence[tuple[str, str]] = ()  # (a table's column, its unit)
     column_links: Sequence[tuple[str, str]] = ()  # (a table's column, where its cells lead)
 
 
@@ -168,8 +168,9 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
 
 def _properties(panel: Panel) -> Iterator[tuple[str, str, Any]]:
     """Of a table's columns: (column, property, its value)."""
-    for column, unit in panel.column_units:
-        yield column, "unit", unit
+    for query in panel.queries:
+        if query.unit:
+            yield query.legend, "unit", query.unit
     for column, url in panel.column_links:
         yield column, "links", [{"title": "${__value.text}", "url": url}]
 

@@ -308,40 +308,30 @@ def _places() -> Row:
     by = "by (node, role, worker, device, uuid)"
     placed = f"max {by} ({_s(ProcessMetrics.INFO)})"
 
-    def column(metric: Named, name: str) -> Query:
+    def column(metric: Named, name: str, unit: str = "") -> Query:
         joined = f"{placed} * on (node, worker) group_left () max by (node, worker) ({_s(metric)})"
-        return Query(joined, name)
+        return Query(joined, name, unit)
 
     workers = [
         column(ProcessMetrics.UP, "up"),
         column(ProcessMetrics.RESTARTS, "restarts"),
-        column(ProcessMetrics.HEARTBEAT_AGE, "heartbeat"),
-        column(ProcessMetrics.RESIDENT, "memory"),
+        column(ProcessMetrics.HEARTBEAT_AGE, "heartbeat", "s"),
+        column(ProcessMetrics.RESIDENT, "memory", "bytes"),
         column(ProcessMetrics.THREADS, "threads"),
         column(ProcessMetrics.OPEN_FDS, "fds"),
     ]
     gpus = [
-        Query(_gpu(GpuMetrics.BUSY), "busy", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY_BUSY), "bandwidth", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY_USED), "used", needs_gpu=True),
-        Query(_gpu(GpuMetrics.MEMORY), "memory", needs_gpu=True),
-        Query(_gpu(GpuMetrics.POWER), "power", needs_gpu=True),
+        Query(_gpu(GpuMetrics.BUSY), "busy", "percentunit", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY_BUSY), "bandwidth", "percentunit", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY_USED), "used", "bytes", needs_gpu=True),
+        Query(_gpu(GpuMetrics.MEMORY), "memory", "bytes", needs_gpu=True),
+        Query(_gpu(GpuMetrics.POWER), "power", "watt", needs_gpu=True),
     ]
-    worker_units = (("heartbeat", "s"), ("memory", "bytes"))
-    gpu_units = (
-        ("busy", "percentunit"),
-        ("bandwidth", "percentunit"),
-        ("used", "bytes"),
-        ("memory", "bytes"),
-        ("power", "watt"),
-    )
     return Row(
         "Which GPU?",
         [
-            Panel(
-                "table", "Workers by role", "Where each runs", workers, width=12, height=9, column_units=worker_units
-            ),
-            Panel("table", "GPUs", "As NVML sees them", gpus, width=12, height=9, column_units=gpu_units),
+            Panel("table", "Workers by role", "Where each runs", workers, width=12, height=9),
+            Panel("table", "GPUs", "As NVML sees them", gpus, width=12, height=9),
         ],
     )
 
