@@ -1,13 +1,17 @@
-"""What an engine is: `Engine`, its interface in Python, and `Backend`, the same for compiled loops."""
+"""What an engine is: `Backend`, its functions for compiled loops, and `Engine`, which calls them from Python."""
 
+import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu.cpu.queries import checked, refusal
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
+from gpu.slots import Collections, Limits, SlotState, SlotTable
 
 INVALID, FAILED = -1, -2
 PAUSE, RESUME, RELEASE = range(3)
@@ -54,38 +58,74 @@ class Backend(NamedTuple):
     hurry: int = 0
 
 
-class Engine(Protocol):
+def function_of(address: int, arguments: int) -> Callable[..., int]:
+    """A compiled function, to be called from Python."""
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
+
+
+class Engine(ABC):
     """A fixed number of slots, all advanced by one extend at a time.
 
     A slot goes `admit` → (`extend` …, `pause`, `resume`) → finished → `result` → `release`; `release` also cancels.
-    An engine belongs to one thread.
+    It belongs to one thread. What it is asked is checked here; a subclass loads indexes, and calls `_serve` once.
+
+    extends_made: by the last `extend`: 1, unless the backend makes several in one launch. padded_slots: beyond the
+    active ones, that it covered: launches may have fixed sizes.
     """
+
+    def __init__(self, collections: Mapping[str, GraphIndex], limits: Limits) -> None:
+        self._collections = Collections(collections)
+        self.limits = limits
+        self._report = np.zeros(2 + 2 * limits.slots, np.int64)
+        self.extends_made = 0
+        self.padded_slots = 0
+
+    def _serve(self, backend: Backend, slots: SlotTable) -> None:
+        """Queries may be admitted from now on."""
+        self._backend, self._slots = backend, slots
+        self._admit, self._extend = function_of(backend.admit, 7), function_of(backend.extend, 2)
+        self._harvest, self._change = function_of(backend.harvest, 4), function_of(backend.change, 3)
+
+    @abstractmethod
+    def _wanted(self, slot: int) -> int:
+        """How many results a slot's query asks for."""
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise DeviceError if the engine was closed, and nothing may be asked of it any more."""
 
     @property
     def free_slots(self) -> int:
         """Slots that `admit` could fill now."""
+        return self._slots.free_count
 
     @property
     def active_slots(self) -> int:
         """Slots that the next `extend` advances: admitted, neither paused nor finished."""
+        return self._slots.active_count
 
     @property
     def dims(self) -> Mapping[str, int]:
         """The vector length of each collection."""
+        return self._collections.dims
 
     def backend(self) -> Backend:
         """What a compiled loop calls instead of the methods below; see `Backend` for what may be called beside it."""
+        return self._backend
 
+    @abstractmethod
     def load(self, collection: str, index: GraphIndex) -> None:
         """Search one more index from now on, under a name of its own; queries in their slots go on.
 
         Raises InvalidParams for a name that is taken, and what the backend raises for an index that does not fit.
         """
 
+    @abstractmethod
     def load_part(self, collection: str, index: GraphIndex) -> bool:
         """A part of `load`, for a loop that is not to stand still: whether it is done. Ask again, between two extends,
         until it is, or `unload` what is not wanted any more. Raises as `load`."""
 
+    @abstractmethod
     def unload(self, collection: str) -> bool:
         """Forget an index, once no slot searches it: False, and nothing is done, until then. Raises UnknownCollection.
 
@@ -97,38 +137,73 @@ class Engine(Protocol):
 
         Raises NoFreeSlot, InvalidVector (wrong length, NaN, infinity), UnknownCollection or InvalidParams.
         """
+        self._check_open()
+        number = self._collections.number(collection)
+        self.limits.check(params)
+        dim, vector = self._collections.dims[collection], np.asarray(query)
+        if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
+            vector = checked(vector[None], dim)[0]
+        self._slots.expect_free()
+        asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
+        slot = self._admit(self._backend.handle, vector.ctypes.data, *asked)
+        if slot == INVALID:
+            raise refusal(vector, 0)
+        return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
         """Advance every active slot by one extend and return the slots that this finished, in admission order.
 
         A backend may be made to do several extends at once; it stops at the first that finishes a slot.
         """
+        self._check_open()
+        if not self._slots.active_count:
+            return np.empty(0, np.int32)
+        done = self._extend(self._backend.handle, self._report.ctypes.data)
+        if done < 0:
+            self._backend.check()
+        self.extends_made, self.padded_slots = self._report[:2].tolist()
+        return self._report[2 : 2 + 2 * done : 2].astype(np.int32)
 
-    @property
-    def extends_made(self) -> int:
-        """How many extends the last `extend` made: 1, unless the backend makes several in one launch."""
-
-    @property
-    def padded_slots(self) -> int:
-        """Slots beyond the active ones that the last `extend` covered: launches may have fixed sizes."""
-
+    @abstractmethod
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """Let an `extend` that makes several end with the one at hand when `arrived`, asked meanwhile, is True."""
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids and distances (both [k], nearest first) of a finished slot; missing ones are -1 and +inf."""
+        """Ids and distances (both [k], nearest first) of a finished slot; missing ones are -1 and +inf.
+
+        Raises InvalidSlot unless it is finished.
+        """
+        self._slots.expect(slot, SlotState.FINISHED)
+        self._check_open()
+        k = self._wanted(slot)
+        ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
+        self._harvest(self._backend.handle, slot, ids.ctypes.data, distances.ctypes.data)
+        return ids, distances
 
     def release(self, slot: int) -> None:
-        """Free a slot in any state, and forget its query."""
+        """Free a slot in any state, and forget its query. Raises InvalidSlot for a free slot."""
+        self._slots.expect_taken(slot)
+        self._change_slot(slot, RELEASE)
 
     def pause(self, slot: int) -> None:
-        """Keep a running slot's state but leave it out of `extend`."""
+        """Keep a running slot's state but leave it out of `extend`. Raises InvalidSlot for any other."""
+        self._slots.expect(slot, SlotState.ACTIVE)
+        self._change_slot(slot, PAUSE)
 
     def resume(self, slot: int) -> None:
-        """Take a paused slot into `extend` again; it goes on where it stopped."""
+        """Take a paused slot into `extend` again; it goes on where it stopped. Raises InvalidSlot for any other."""
+        self._slots.expect(slot, SlotState.PAUSED)
+        self._change_slot(slot, RESUME)
 
+    def _change_slot(self, slot: int, what: int) -> None:
+        self._check_open()
+        if self._change(self._backend.handle, slot, what) < 0:
+            self._backend.check()
+
+    @abstractmethod
     def extends(self, slot: int) -> int:
-        """How many extends the slot's query has taken so far."""
+        """How many extends the slot's query has taken so far. Raises InvalidSlot for a free slot."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give memory and device back; the engine is of no use afterwards. Idempotent."""

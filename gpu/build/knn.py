@@ -51,11 +51,9 @@ def nearest_neighbors(
 
     @cache
     def cells() -> list[tuple[Indices, Indices]]:
-        return (
-            [(everyone, everyone)]
-            if count <= EXACT_LIMIT
-            else _cells(space, norms, np.random.default_rng(seed), threads)
-        )
+        if count <= EXACT_LIMIT:
+            return [(everyone, everyone)]
+        return _cells(space, norms, np.random.default_rng(seed), threads)
 
     def part(first: int, last: int) -> npt.NDArray[np.uint64]:
         done = [0]

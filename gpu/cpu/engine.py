@@ -5,19 +5,18 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from gpu.backend_engine import BackendEngine
 from gpu.cpu import backend
 from gpu.cpu.state import BatchState
 from gpu.cpu.tables import ALLOWED, COLLECTION, EXTENDS, K
-from gpu.engine import Backend
+from gpu.engine import Backend, Engine
 from gpu.index.data import check_bitmap
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Limits, SlotTable
 
 
-class CpuEngine(BackendEngine):
-    """The `Engine` interface over indexes in this process's memory.
+class CpuEngine(Engine):
+    """An engine over indexes in this process's memory.
 
     collections: the indexes by name. slots: queries in the running batch, 1..4096. max_top_m, max_k, max_search_width:
     the most that a query may ask for. Memory is allocated here, once; `state_bytes` tells how much, and `BatchState` of

@@ -5,14 +5,13 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpu.backend_engine import BackendEngine, function_of
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
 from gpu.cuda.upload import DeviceArrays
-from gpu.engine import Backend
+from gpu.engine import Backend, Engine, function_of
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
@@ -32,8 +31,8 @@ _ARRIVED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 _launch, _stop = function_of(backend.launch, 2), function_of(resident.stop, 1)
 
 
-class CudaEngine(BackendEngine):
-    """The `Engine` interface over indexes in a device's memory; limits as in `CpuEngine`.
+class CudaEngine(Engine):
+    """An engine over indexes in a device's memory; limits as in `CpuEngine`.
 
     What it does for each query and step is compiled: `gpu.cuda.backend`. Nothing is captured after the constructor, and
     no step synchronises.

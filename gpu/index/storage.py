@@ -147,11 +147,8 @@ def load(directory: Path) -> IndexData:
 def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, bits: int, directory: Path) -> NeighborCodes | None:
     if "neighbors.npy" not in arrays:
         return None
-    entry, signs, wanted = (
-        arrays["entry.npy"],
-        np.array(arrays["rotation.npy"]),
-        block_bytes(dim, len(arrays["seeds.npy"]), bits),
-    )
+    entry, signs = arrays["entry.npy"], np.array(arrays["rotation.npy"])
+    wanted = block_bytes(dim, len(arrays["seeds.npy"]), bits)
     if entry.shape[1] != wanted:
         raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes for seeds of {wanted}")
     if not np.isfinite(signs).all():

@@ -109,10 +109,8 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
     for slot in active:
         collection = slots[slot, COLLECTION]
         size = collections[collection, SIZE]
-        first, first_bytes = (
-            collections[collection, SKETCHES],
-            collections[collection, SKETCH_BYTES],
-        )  # what compute_distances reads first
+        # What compute_distances reads first.
+        first, first_bytes = collections[collection, SKETCHES], collections[collection, SKETCH_BYTES]
         if first == 0:
             first, first_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
         table = visited.ctypes.data + slot * visited.strides[0]
