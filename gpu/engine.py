@@ -15,6 +15,7 @@ from gpu.slots import Collections, Limits, SlotState, SlotTable
 
 INVALID, FAILED = -1, -2
 PAUSE, RESUME, RELEASE = range(3)
+_NONE = np.zeros(0, np.int32)
 
 
 class Backend(NamedTuple):
@@ -77,6 +78,7 @@ class Engine(ABC):
         self._collections = Collections(collections)
         self.limits = limits
         self._report = np.zeros(2 + 2 * limits.slots, np.int64)
+        self._report_at, self._told = int(self._report.ctypes.data), self._report.data
         self.extends_made = 0
         self.padded_slots = 0
 
@@ -157,12 +159,12 @@ class Engine(ABC):
         """
         self._check_open()
         if not self._slots.active_count:
-            return np.empty(0, np.int32)
-        done = self._extend(self._backend.handle, self._report.ctypes.data)
+            return _NONE
+        done = self._extend(self._backend.handle, self._report_at)
         if done < 0:
             self._backend.check()
-        self.extends_made, self.padded_slots = self._report[:2].tolist()
-        return self._report[2 : 2 + 2 * done : 2].astype(np.int32)
+        self.extends_made, self.padded_slots = self._told[0], self._told[1]
+        return self._report[2 : 2 + 2 * done : 2].astype(np.int32) if done else _NONE
 
     @abstractmethod
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
