@@ -33,7 +33,6 @@ class Earlies:
     def __init__(self, kv: KvRows | None, prompts: PromptBlocks | None) -> None:
         self._kv, self._prompts = kv, prompts
         self._all: dict[SimRequest, Early] = {}
-        self.reserved: set[SimRequest] = set()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -45,7 +44,6 @@ class Earlies:
     def reserve(self, request: SimRequest, found_tokens: int, now_ns: int) -> None:
         """A prompt that was announced has a slot and blocks."""
         self._all[request] = Early(request, now_ns, True, True, found_tokens)
-        self.reserved.add(request)
 
     def first(self, now_ns: int) -> Early | None:
         """The first of which there is more to copy, now."""
@@ -59,7 +57,6 @@ class Earlies:
 
     def pop(self, request: SimRequest) -> Early | None:
         """It is whole, or over."""
-        self.reserved.discard(request)
         return self._all.pop(request, None)
 
     # ---- blocks

@@ -111,9 +111,9 @@ class SimDecode:
             self._events.at(early.ready_ns, self.batch.poke)
 
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
-        if request in self.early.reserved:
-            early = self.early.pop(request)
-            assert early is not None, "it is reserved"
+        early = self.early.get(request)
+        if early is not None and early.reserved:
+            self.early.pop(request)
             self._pulling.append(self._rest_of(early, pulled))
             self.batch.calls(True)
             self.batch.poke()
