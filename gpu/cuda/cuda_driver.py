@@ -28,7 +28,7 @@ _UNASKED_SHARED_BYTES = 48 * 1024  # a block may have this much dynamic shared m
 def device_count() -> int:
     """CUDA devices that this process may use. Raises DeviceUnavailable where there is no driver."""
     _initialise()
-    return int(_checked("cuDeviceGetCount", cuda.cuDeviceGetCount()))
+    return int(_call(cuda.cuDeviceGetCount))
 
 
 def find_device(device: str) -> int:
@@ -40,7 +40,7 @@ def find_device(device: str) -> int:
         if ordinal >= count:
             raise DeviceUnavailable(f"device {device!r}: this process sees {count} CUDA devices")
         return ordinal
-    uuids = [_uuid(_checked("cuDeviceGet", cuda.cuDeviceGet(ordinal))) for ordinal in range(count)]
+    uuids = [_uuid(_call(cuda.cuDeviceGet, ordinal)) for ordinal in range(count)]
     if device in uuids:
         return uuids.index(device)
     raise DeviceUnavailable(
@@ -52,10 +52,10 @@ class CudaDriver:
     """One CUDA device, in its primary context. See `Driver`."""
 
     def __init__(self, device: str = "cuda:0") -> None:
-        self._device = _checked("cuDeviceGet", cuda.cuDeviceGet(find_device(device)))
-        self._context = _checked("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(self._device))
-        _checked("cuCtxSetCurrent", cuda.cuCtxSetCurrent(self._context))
-        name: bytes = _checked("cuDeviceGetName", cuda.cuDeviceGetName(256, self._device))
+        self._device = _call(cuda.cuDeviceGet, find_device(device))
+        self._context = _call(cuda.cuDevicePrimaryCtxRetain, self._device)
+        _call(cuda.cuCtxSetCurrent, self._context)
+        name: bytes = _call(cuda.cuDeviceGetName, 256, self._device)
         self.name = name.split(b"\0")[0].decode()
         self.uuid = _uuid(self._device)
         attribute = cuda.CUdevice_attribute
@@ -68,10 +68,10 @@ class CudaDriver:
         self._open = True
 
     def _attribute(self, attribute: Any) -> int:
-        return int(_checked("cuDeviceGetAttribute", cuda.cuDeviceGetAttribute(attribute, self._device)))
+        return int(_call(cuda.cuDeviceGetAttribute, attribute, self._device))
 
     def memory(self) -> tuple[int, int]:
-        free, total = _checked("cuMemGetInfo", cuda.cuMemGetInfo())
+        free, total = _call(cuda.cuMemGetInfo)
         return int(free), int(total)
 
     def entry_points(self) -> EntryPoints:
@@ -90,64 +90,62 @@ class CudaDriver:
         return int(_checked("cuMemAlloc", result))
 
     def free(self, address: int) -> None:
-        _checked("cuMemFree", cuda.cuMemFree(address))
+        _call(cuda.cuMemFree, address)
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         flags = cuda.CU_MEMHOSTALLOC_DEVICEMAP | cuda.CU_MEMHOSTALLOC_PORTABLE
-        host = int(_checked("cuMemHostAlloc", cuda.cuMemHostAlloc(nbytes, flags)))
-        address = int(_checked("cuMemHostGetDevicePointer", cuda.cuMemHostGetDevicePointer(host, 0)))
+        host = int(_call(cuda.cuMemHostAlloc, nbytes, flags))
+        address = int(_call(cuda.cuMemHostGetDevicePointer, host, 0))
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(host))
         view[:] = 0
         self._pinned[address] = host
         return PinnedMemory(view, address)
 
     def free_pinned(self, memory: PinnedMemory) -> None:
-        _checked("cuMemFreeHost", cuda.cuMemFreeHost(self._pinned.pop(memory.address)))
+        _call(cuda.cuMemFreeHost, self._pinned.pop(memory.address))
 
     def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
-        _checked("cuMemcpyHtoDAsync", cuda.cuMemcpyHtoDAsync(address, _host(source), source.nbytes, stream))
+        _call(cuda.cuMemcpyHtoDAsync, address, _host(source), source.nbytes, stream)
 
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
-        _checked("cuMemcpyDtoHAsync", cuda.cuMemcpyDtoHAsync(_host(target), address, target.nbytes, stream))
+        _call(cuda.cuMemcpyDtoHAsync, _host(target), address, target.nbytes, stream)
 
     def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        _checked("cuMemcpyDtoDAsync", cuda.cuMemcpyDtoDAsync(target, source, nbytes, stream))
+        _call(cuda.cuMemcpyDtoDAsync, target, source, nbytes, stream)
 
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
-        _checked("cuMemsetD32Async", cuda.cuMemsetD32Async(address, word, count, stream))
+        _call(cuda.cuMemsetD32Async, address, word, count, stream)
 
     # ---- kernels
 
     def load_module(self, image: bytes) -> int:
-        return int(_checked("cuModuleLoadData", cuda.cuModuleLoadData(image)))
+        return int(_call(cuda.cuModuleLoadData, image))
 
     def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
-        function = _checked("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()))
-        _checked("cuFuncLoad", cuda.cuFuncLoad(function))  # not at the first launch, which may be a capture
+        function = _call(cuda.cuModuleGetFunction, module, name.encode())
+        _call(cuda.cuFuncLoad, function)  # not at the first launch, which may be a capture
         if shared_bytes > _UNASKED_SHARED_BYTES:
             limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked("cuFuncSetAttribute", cuda.cuFuncSetAttribute(function, limit, shared_bytes))
+            _call(cuda.cuFuncSetAttribute, function, limit, shared_bytes)
         return int(function)
 
     def launch(
         self, stream: int, kernel: int, grid: Dim, block: Dim, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
         pointers = (ctypes.c_void_p * max(len(arguments), 1))(*map(ctypes.addressof, arguments))
-        result = cuda.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0)
-        _checked("cuLaunchKernel", result)
+        _call(cuda.cuLaunchKernel, kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0)
 
     def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
-        found = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_bytes)
-        return int(_checked("cuOccupancyMaxActiveBlocksPerMultiprocessor", found))
+        return int(_call(cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor, kernel, threads, shared_bytes))
 
     # ---- streams, events
 
     def create_stream(self) -> int:
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
-        return int(_checked("cuStreamCreate", cuda.cuStreamCreate(flag)))
+        return int(_call(cuda.cuStreamCreate, flag))
 
     def destroy_stream(self, stream: int) -> None:
-        _checked("cuStreamDestroy", cuda.cuStreamDestroy(stream))
+        _call(cuda.cuStreamDestroy, stream)
 
     def idle(self, stream: int) -> bool:
         result = cuda.cuStreamQuery(stream)
@@ -157,33 +155,33 @@ class CudaDriver:
         return True
 
     def synchronise(self, stream: int) -> None:
-        _checked("cuStreamSynchronize", cuda.cuStreamSynchronize(stream))
+        _call(cuda.cuStreamSynchronize, stream)
 
     def create_event(self) -> int:
         flag = cuda.CUevent_flags.CU_EVENT_DEFAULT.value
-        return int(_checked("cuEventCreate", cuda.cuEventCreate(flag)))
+        return int(_call(cuda.cuEventCreate, flag))
 
     def destroy_event(self, event: int) -> None:
-        _checked("cuEventDestroy", cuda.cuEventDestroy(event))
+        _call(cuda.cuEventDestroy, event)
 
     def record(self, stream: int, event: int) -> None:
-        _checked("cuEventRecord", cuda.cuEventRecord(event, stream))
+        _call(cuda.cuEventRecord, event, stream)
 
     def elapsed_ms(self, begin: int, end: int) -> float:
-        return float(_checked("cuEventElapsedTime", cuda.cuEventElapsedTime(begin, end)))
+        return float(_call(cuda.cuEventElapsedTime, begin, end))
 
     # ---- graphs
 
     def begin_capture(self, stream: int) -> None:
-        _checked("cuStreamBeginCapture", cuda.cuStreamBeginCapture(stream, _CAPTURE_MODE))
+        _call(cuda.cuStreamBeginCapture, stream, _CAPTURE_MODE)
 
     def end_capture(self, stream: int) -> int:
-        graph = _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(stream))
+        graph = _call(cuda.cuStreamEndCapture, stream)
         try:
-            executable = _checked("cuGraphInstantiate", cuda.cuGraphInstantiate(graph, 0))
+            executable = _call(cuda.cuGraphInstantiate, graph, 0)
         finally:
-            _checked("cuGraphDestroy", cuda.cuGraphDestroy(graph))
-        _checked("cuGraphUpload", cuda.cuGraphUpload(executable, stream))
+            _call(cuda.cuGraphDestroy, graph)
+        _call(cuda.cuGraphUpload, executable, stream)
         return int(executable)
 
     def abandon_capture(self, stream: int) -> None:
@@ -195,47 +193,39 @@ class CudaDriver:
             self.destroy_stream(self._bodies.pop())
 
     def begin_while(self, stream: int) -> Loop:
-        _, _, graph, dependencies, edges, count = _checked(
-            "cuStreamGetCaptureInfo", cuda.cuStreamGetCaptureInfo(stream)
-        )
-        handle = _checked(
-            "cuGraphConditionalHandleCreate",
-            cuda.cuGraphConditionalHandleCreate(graph, self._context, 1, cuda.CU_GRAPH_COND_ASSIGN_DEFAULT),
-        )
+        _, _, graph, dependencies, edges, count = _call(cuda.cuStreamGetCaptureInfo, stream)
+        at_first = cuda.CU_GRAPH_COND_ASSIGN_DEFAULT
+        handle = _call(cuda.cuGraphConditionalHandleCreate, graph, self._context, 1, at_first)
         parameters = cuda.CUgraphNodeParams()
         parameters.type = cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         parameters.conditional.handle = handle
         parameters.conditional.type = cuda.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         parameters.conditional.size = 1
         parameters.conditional.ctx = self._context
-        added = cuda.cuGraphAddNode(graph, dependencies, edges or None, count, parameters)
-        node = _checked("cuGraphAddNode", added)
+        node = _call(cuda.cuGraphAddNode, graph, dependencies, edges or None, count, parameters)
         replace = cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES.value
-        updated = cuda.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, replace)
-        _checked("cuStreamUpdateCaptureDependencies", updated)
+        _call(cuda.cuStreamUpdateCaptureDependencies, stream, [node], None, 1, replace)
         body = self.create_stream()
-        begun = cuda.cuStreamBeginCaptureToGraph(
-            body, parameters.conditional.phGraph_out[0], None, None, 0, _CAPTURE_MODE
-        )
-        _checked("cuStreamBeginCaptureToGraph", begun)
+        graph = parameters.conditional.phGraph_out[0]
+        _call(cuda.cuStreamBeginCaptureToGraph, body, graph, None, None, 0, _CAPTURE_MODE)
         self._bodies.append(body)
         return Loop(body, int(handle))
 
     def end_while(self, loop: Loop) -> None:
-        _checked("cuStreamEndCapture", cuda.cuStreamEndCapture(loop.stream))  # the loop's node owns the body's graph
+        _call(cuda.cuStreamEndCapture, loop.stream)  # the loop's node owns the body's graph
         self._bodies.remove(loop.stream)
         self.destroy_stream(loop.stream)
 
     def replay(self, stream: int, graph: int) -> None:
-        _checked("cuGraphLaunch", cuda.cuGraphLaunch(graph, stream))
+        _call(cuda.cuGraphLaunch, graph, stream)
 
     def destroy_graph(self, graph: int) -> None:
-        _checked("cuGraphExecDestroy", cuda.cuGraphExecDestroy(graph))
+        _call(cuda.cuGraphExecDestroy, graph)
 
     def close(self) -> None:
         if self._open:
             self._open = False
-            _checked("cuDevicePrimaryCtxRelease", cuda.cuDevicePrimaryCtxRelease(self._device))
+            _call(cuda.cuDevicePrimaryCtxRelease, self._device)
 
 
 def _initialise() -> None:
@@ -249,8 +239,8 @@ def _initialise() -> None:
 
 def _entry_point(name: str) -> int:
     """The address of a function of the driver, in the form that it had in CUDA 12.0."""
-    found = cuda.cuGetProcAddress(name.encode(), 12000, cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT)
-    address, _ = _checked("cuGetProcAddress", found)
+    default = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+    address, _ = _call(cuda.cuGetProcAddress, name.encode(), 12000, default)
     if not address:
         raise DeviceError(f"the CUDA driver has no {name}")
     return int(address)
@@ -265,7 +255,7 @@ def _code(code: int) -> Any:
 
 
 def _uuid(device: Any) -> str:
-    raw = bytes(_checked("cuDeviceGetUuid", cuda.cuDeviceGetUuid(device)).bytes)
+    raw = bytes(_call(cuda.cuDeviceGetUuid, device).bytes)
     digits = raw.hex()
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
@@ -282,8 +272,13 @@ def _name(code: Any) -> str:
     return str(code)
 
 
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call the driver. What it returned beside its code: nothing, one value or several. Raises DeviceError."""
+    return _checked(function.__name__, function(*arguments))
+
+
 def _checked(call: str, result: tuple[Any, ...]) -> Any:
-    """What a call returned beside its code: nothing, one value or several."""
+    """`_call`, of what was called already."""
     code, *values = result
     if code != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"{call} failed: {_name(code)}")
