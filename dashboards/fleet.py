@@ -24,11 +24,6 @@ def _s(metric: Named, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
 
 
-def _bad(by: tuple[str, ...] = ()) -> str:
-    failed = q.rate(q.series(FrontendMetrics.REQUESTS, f'{HERE},outcome=~"failed|refused"'), by)
-    return f"{failed} / {q.rate(_s(FrontendMetrics.REQUESTS), by)}"
-
-
 def _by_node(kind: str, metric: Named) -> str:
     return f"{kind} by (node) ({_s(metric)})"
 
@@ -70,7 +65,7 @@ def _together() -> Row:
             _tile("Workers not ready", "Of all nodes' plans", f"sum(1 - {_s(ProcessMetrics.UP)})", bad_from=1),
             _tile("Waiting", "Requests, for a worker or for room", f"sum({_waiting()})"),
             _tile("Requests", "Generations that ended, a second", q.rate(_s(FrontendMetrics.REQUESTS)), "reqps"),
-            _tile("Errors", "Share that failed or was refused", _bad(), "percentunit", bad_from=0.01),
+            _tile("Errors", "Share that failed or was refused", q.failing(HERE), "percentunit", bad_from=0.01),
             _tile(
                 "Fullest KV", "Of any decode worker", f"max({_s(DecodeMetrics.KV_USED)})", "percentunit", bad_from=0.98
             ),
@@ -114,7 +109,7 @@ def _worst() -> Row:
         "Who is worst?",
         [
             _lines("Burn rate", "Pages at 14.4 and 6", q.burn(HERE), "short", "{{node}} {{slo}}"),
-            _lines("Errors", "Share that failed or was refused", _bad(_NODE), "percentunit"),
+            _lines("Errors", "Share that failed or was refused", q.failing(HERE, _NODE), "percentunit"),
             _lines("Time to first token", "p95", first, "s"),
             _lines("Inter-token latency", "p95", between, "s"),
         ],

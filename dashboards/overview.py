@@ -79,7 +79,6 @@ def _promises() -> Row:
 
 def _up() -> Row:
     ended = q.rate(_s(FrontendMetrics.REQUESTS))
-    bad = q.rate(q.series(FrontendMetrics.REQUESTS, f'{HERE},outcome=~"failed|refused"'))
     alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
     one = ((0, "green"), (1, "red"))
     return Row(
@@ -101,7 +100,7 @@ def _up() -> Row:
                 thresholds=one,
             ),
             _tile("Requests", "Generations that ended, a second", ended, "reqps"),
-            _tile("Errors", "Share that failed or was refused", f"{bad} / {ended}", "percentunit", thresholds=alarm),
+            _tile("Errors", "Share that failed or was refused", q.failing(HERE), "percentunit", thresholds=alarm),
             _tile(
                 "HTTP 5xx",
                 "Of all answers",

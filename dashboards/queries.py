@@ -37,6 +37,12 @@ def broken(where: str = "", window: str = RATE) -> str:
     return f"{violations} / {rate(series(FrontendMetrics.SLO_REQUESTS, where), by, window)}"
 
 
+def failing(where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
+    """The share of generations that failed or were refused."""
+    bad = series(FrontendMetrics.REQUESTS, ",".join(filter(None, (where, 'outcome=~"failed|refused"'))))
+    return f"{rate(bad, by, window)} / {rate(series(FrontendMetrics.REQUESTS, where), by, window)}"
+
+
 def burn(where: str = "", window: str = RATE) -> str:
     """How many times faster than allowed the error budget is used up: 1 uses it up exactly."""
     budget = f"(1 - max by (node) ({series(NodeMetrics.SLO_OBJECTIVE, _without_slo(where))}))"

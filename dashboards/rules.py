@@ -12,7 +12,7 @@ from typing import Literal
 
 from dashboards import queries as q
 from runtime.node.figures import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PoolMetrics, RetrievingMetrics
+from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics, RetrievingMetrics
 
 RUNBOOK = "docs/runbook.md"
 
@@ -57,7 +57,6 @@ def alerts(scale: float = 1.0) -> list[Alert]:
 
     node, by_node = ("node",), "by (node)"
     five = window(300)
-    bad = q.rate(q.series(FrontendMetrics.REQUESTS, 'outcome=~"failed|refused"'), node, five)
     stalled = q.rate(DecodeMetrics.STALL_SECONDS, node, five)
     missed = q.rate(PoolMetrics.DEADLINE_MISSES, node, five)
     wait = q.quantile(0.95, PoolMetrics.WAIT, 'stage="prefill"', node, five)
@@ -128,7 +127,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityRequestsFail",
-            [Condition(f"{bad} / {q.rate(FrontendMetrics.REQUESTS, node, five)}", ">", 0.01)],
+            [Condition(q.failing("", node, five), ">", 0.01)],
             300 * scale,
             "page",
             "More than 1 % of the generations on {{ $labels.node }} fail or are refused",
