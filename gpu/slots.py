@@ -86,13 +86,6 @@ class Collections:
         self.data[self._numbers.pop(name)] = None
         del self._dims[name]
 
-    def name(self, number: int) -> str:
-        """The collection of a number. Raises UnknownCollection."""
-        for name, known in self._numbers.items():
-            if known == number:
-                return name
-        raise UnknownCollection(f"no collection has the number {number}")
-
     def number(self, name: str) -> int:
         """The number of a collection. Raises UnknownCollection."""
         number = self._numbers.get(name)

@@ -46,7 +46,10 @@ class Callbacks:
 
     def _admit(self, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> int:
         try:
-            name = self._collections.name(collection)
+            names = {self._collections.number(name): name for name in self._collections.dims}
+            if collection not in names:
+                return INVALID
+            name = names[collection]
             params = self._params.get((k, top_m, width, patience))
             if params is None:
                 params = self._params[k, top_m, width, patience] = SearchParams(k, top_m, width, patience or None)
