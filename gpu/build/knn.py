@@ -53,7 +53,7 @@ def nearest_neighbors(
     def cells() -> list[tuple[Indices, Indices]]:
         if count <= EXACT_LIMIT:
             return [(everyone, everyone)]
-        return _cells(space, norms, np.random.default_rng(seed), threads)
+        return _cells(space, np.random.default_rng(seed), threads)
 
     def part(first: int, last: int) -> npt.NDArray[np.uint64]:
         done = [0]
@@ -90,9 +90,7 @@ def exact_sample(space: FloatArray, rows: Indices, k: int) -> Indices:
     return np.argpartition(distances, k - 1, axis=1)[:, :k]
 
 
-def _cells(
-    space: FloatArray, norms: FloatArray, random: np.random.Generator, threads: int
-) -> list[tuple[Indices, Indices]]:
+def _cells(space: FloatArray, random: np.random.Generator, threads: int) -> list[tuple[Indices, Indices]]:
     """Pairs (visitors, members) of row numbers: each row visits its nearest cells, and is a member of the nearest."""
     count = len(space)
     cell_count = count // _CELL

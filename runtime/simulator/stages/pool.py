@@ -126,7 +126,6 @@ class Pools:
         self._ring_ns = ns(times.ring_s)
         self.top_m = limits.top_m
         self.pools = [SimPool(rules, times) for rules, _ in pools]
-        self._groups: list[list[int]] = []
         self._replies: dict[int, Reply] = {}
         self._gpus = [gpu for _, gpu in pools]
         count = len(pools)

@@ -291,7 +291,7 @@ def _between(s: Any, p: int) -> None:
     pool, t, now = s.pools[p], _tables(s, p), s.words[NOW]
     steps, pool[STEPS] = pool[STEPS], 0
     if steps:
-        _took(s, pool, t, p, steps)
+        _took(s, pool, t, steps)
     while True:
         entry = _done(pool, t)
         if entry < 0:
@@ -326,7 +326,7 @@ def _active(t: Any) -> Any:
 
 
 @compiled
-def _took(s: Any, pool: Any, t: Any, p: int, steps: int) -> None:
+def _took(s: Any, pool: Any, t: Any, steps: int) -> None:
     active = _active(t)
     pool[BUSY] += s.words[NOW] - pool[BEGIN]
     pool[MEMBER_STEPS] += steps * active

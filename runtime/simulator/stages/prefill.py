@@ -48,7 +48,7 @@ class SimPrefill:
     ) -> None:
         """`decode_of`: whom to tell of what a pass has computed, and to ask for room before, if `decode_first`."""
         self.name = name
-        self._events, self._times, self._limits, self._gpu = events, times, limits, gpu
+        self._events, self._times, self._gpu = events, times, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
         self._disaggregation, self._decodes = disaggregation, decodes
         self.prompts = prompts

@@ -62,11 +62,11 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
         plan = lay_out(replace(config, model=None, node=quiet[0], log=quiet[1]))
         with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
             waits_ns = _ask(client, config, queries, 1, _ALONE)
-            begin = _totals(table, plan)
+            begin = _totals(table)
             _ask(client, config, queries, 3, _FEW)
-            middle = _totals(table, plan)
+            middle = _totals(table)
             _ask(client, config, queries, _WINDOW, _MANY)
-            end = _totals(table, plan)
+            end = _totals(table)
     round_s, query_s = solve(_between(begin, middle), _between(middle, end))
     return LoopTimes(round_s, query_s, statistics.median(waits_ns) / 1e9)
 
@@ -114,7 +114,7 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
     return waits
 
 
-def _totals(table: WorkerTable, plan: NodePlan) -> Totals:
+def _totals(table: WorkerTable) -> Totals:
     """So far; the last one's count comes just after its answers."""
     time.sleep(0.01)
     extends, seconds = table.value(PoolMetrics.EXTENDS), table.value(PoolMetrics.LOOP_SECONDS)
