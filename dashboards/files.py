@@ -145,7 +145,8 @@ class Pusher:
         found = self._get(lambda: self._api.datasource.get_datasource_by_uid(SOURCE_UID))
         if found is None:
             return Change(what, "create", lambda: self._api.datasource.create_datasource(wanted))
-        has = {key: found.get(key) for key in wanted} | {"jsonData": {"httpMethod": _method(found)}}
+        method = (found.get("jsonData") or {}).get("httpMethod", "")
+        has = {key: found.get(key) for key in wanted} | {"jsonData": {"httpMethod": method}}
         if has == wanted:
             return _unchanged(what)
         if found.get("readOnly"):
@@ -220,10 +221,6 @@ def _tagged(board: Json) -> Json:
 
 def _hash_in(board: Json) -> str:
     return next((tag for tag in board.get("tags") or [] if tag.startswith(_TAG)), "")
-
-
-def _method(source: Json) -> str:
-    return str((source.get("jsonData") or {}).get("httpMethod", ""))
 
 
 def _unchanged(what: str) -> Change:

@@ -116,7 +116,7 @@ class Simulation:
         self.decodes: dict[str, SimDecode] = {}
         self.prefills: dict[str, SimPrefill] = {}
         for i in range(len(decode_gpus)):
-            kv = self._kv_rows()
+            kv = KvRows(config.decode.kv_blocks, self._block_tokens, self.tiers) if config.decode.kv_blocks else None
             decode = SimDecode(
                 f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
                 self._roles.report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
@@ -160,11 +160,6 @@ class Simulation:
             decode_waiting=sum(len(worker.offers) for worker in decodes),
             workers=workers,
         )
-
-    def _kv_rows(self) -> KvRows | None:
-        """A decode worker's KV blocks, if the configuration says how many there are."""
-        blocks = self._setup.config.decode.kv_blocks
-        return KvRows(blocks, self._block_tokens, self.tiers) if blocks else None
 
     def _prompts(self, limits: KvHolder) -> PromptBlocks | None:
         """What a worker keeps of prompts, where the trace says what they share."""

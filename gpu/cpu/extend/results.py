@@ -47,12 +47,12 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
     """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only).
 
     The first max(k, 8) entries tell by how much codes are off for this query, at least and at most; an entry behind
-    them is rescored too if, off by less than any of these, it would be nearer than the k-th.
+    them is rescored too if, off by less than any of these, it would be nearer than the k-th: of 2·k + 16 at most.
     """
     collections, slots, keys = batch.collections, batch.slots, batch.keys
     if collections[slots[slot, COLLECTION], FULL] == 0:
         return
-    count = min(slots[slot, FILLED], rescore_limit(slots[slot, K]))
+    count = min(slots[slot, FILLED], 2 * slots[slot, K] + 16)
     first = min(count, max(slots[slot, K], RESCORED_AT_LEAST))
     least, most = rescore_range(batch, slot, 0, first)
     if first == count:
@@ -90,12 +90,6 @@ def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
             j -= 1
         keys[slot, j] = key
     return least, most
-
-
-@compiled
-def rescore_limit(k):  # type: ignore[no-untyped-def]
-    """How many of the nearest entries are rescored for k results, at most."""
-    return 2 * k + 16
 
 
 @compiled

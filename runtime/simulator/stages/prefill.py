@@ -131,7 +131,7 @@ class SimPrefill:
             return
         self._ahead += tokens
         request.turn_ns = turn_ns(request.received_ns, own, self._disaggregation.token_s)
-        insort(self.waiting, request, key=_last_turn_first)
+        insort(self.waiting, request, key=lambda one: -one.turn_ns)
 
     def _admit(self) -> bool:
         """Give slots and blocks to who waits, in their turns; whether anybody has some now."""
@@ -185,7 +185,7 @@ class SimPrefill:
         """One pass through the model, as long as there is anything to run."""
         admitted = self._admit()
         if admitted:
-            self._running.sort(key=_turn)
+            self._running.sort(key=lambda one: one.turn_ns)
         embeds, self._embeds = self._embeds, 0
         self._be_busy(bool(self._running))
         if self._writes is not None:
@@ -277,11 +277,3 @@ class SimPrefill:
                     self.name, 1, 1, told[0], running, self.free, free_blocks=free_blocks, evicted_ns=evicted_ns,
                 )
             )  # fmt: skip
-
-
-def _turn(request: SimRequest) -> int:
-    return request.turn_ns
-
-
-def _last_turn_first(request: SimRequest) -> int:
-    return -request.turn_ns
