@@ -73,9 +73,9 @@ class Unsure(Every):
         return generated - asked_at >= self.tokens and scores is not None and entropy(scores) > self.nats
 
 
-def trigger_of(retrieval: Retrieval) -> Trigger | None:
+def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
     """As a request has it; None without probes."""
-    if not retrieval.every_tokens:
+    if retrieval is None or not retrieval.every_tokens:
         return None
     match retrieval.trigger:
         case "every":

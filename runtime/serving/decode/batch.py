@@ -53,8 +53,7 @@ class Row:
     trigger: Trigger | None = field(init=False)
 
     def __post_init__(self) -> None:
-        retrieval = self.request.retrieval
-        self.trigger = trigger_of(retrieval) if retrieval is not None else None
+        self.trigger = trigger_of(self.request.retrieval)
 
     @property
     def id(self) -> str:

@@ -284,7 +284,7 @@ class DecodeWorker:
             row.pending_text, row.fresh, row.probes = "", [], []
             if row.finish is not None:
                 self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
-                self._record(row)
+                stages.observe(self._table, request.stages, row.generated, computed=not request.blocks)
                 self._remove(row)
         self._report()
 
@@ -308,9 +308,6 @@ class DecodeWorker:
             waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
             self._blocks.evicted_ns, self._plain_step_ns,
         )  # fmt: skip
-
-    def _record(self, row: Row) -> None:
-        stages.observe(self._table, row.request.stages, row.generated, computed=not row.request.blocks)
 
     # ---- ends
 

@@ -60,8 +60,7 @@ class Job:
     @property
     def trigger(self) -> Trigger | None:
         """When its answer asks again."""
-        asked = self.request.generation.retrieval
-        return trigger_of(asked) if asked else None
+        return trigger_of(self.request.generation.retrieval)
 
     def sampler(self) -> Sampler | None:
         """What draws its first token; None if its consumer has that already."""

@@ -349,11 +349,9 @@ class PrefillWorker:
         )  # fmt: skip
 
     def _record(self, job: Job) -> None:
-        stamps = job.stages
         self._table.add(PrefillMetrics.PROMPT_TOKENS, len(job.tokens))
-        if job.request.resume is not None:
-            return  # its times were told by the worker that had it before
-        stages.observe(self._table, stamps)
+        if job.request.resume is None:  # else its times were told by the worker that had it before
+            stages.observe(self._table, job.stages)
 
     # ---- ends
 
