@@ -11,6 +11,8 @@ Rows are served in the order in which they came, so the oldest always has what i
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy.typing as npt
+
 from runtime.serving import stages
 from runtime.serving.decode.bridge import Bridge
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
@@ -69,6 +71,12 @@ class Row:
     def ready(self) -> bool:
         """Whether all that it has cached is in its blocks."""
         return self.table is not None and self.returning is None
+
+    def due(self, scores: npt.ArrayLike | None) -> bool:
+        """Whether it is to ask, with the token that it has just got, drawn from `scores` (None: not here)."""
+        if self.trigger is None or self.ticket is not None:
+            return False
+        return self.trigger.asks(self.generated, self.asked_at, scores)
 
 
 class Batch:

@@ -4,8 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-import numpy.typing as npt
-
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
@@ -21,8 +19,8 @@ _TIMEOUT_NS = 2_000_000_000  # a row waits for its passages no longer than this,
 
 
 class Probes:
-    """When a row's trigger says so it asks with its last words. One probe a row at a time; in mode "prefetch" the row
-    goes on meanwhile, and a probe that would come while another is out is left out."""
+    """A row that is `due` asks with its last words. One probe a row at a time; in mode "prefetch" the row goes on
+    meanwhile, and a probe that would come while another is out is left out."""
 
     def __init__(
         self,
@@ -36,12 +34,6 @@ class Probes:
     ) -> None:
         self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
         self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
-
-    def due(self, row: Row, scores: npt.ArrayLike | None) -> bool:
-        """Whether the row, with the token it has just got, drawn from `scores` (None: not here), is to ask."""
-        if row.trigger is None or row.ticket is not None:
-            return False
-        return row.trigger.asks(row.generated, row.asked_at, scores)
 
     def ask(self, row: Row) -> None:
         """Have the row's last words embedded and the pool asked. If that cannot be, the probe is left out."""
@@ -72,11 +64,10 @@ class Probes:
                 ended.append((row, Found(ticket, error=DeadlineExceeded("it took longer than its limit"))))
         return [added for row, found in ended if (added := self._end(row, found)) is not None]
 
-    def cancel(self, row: Row) -> None:
-        """The row has ended."""
-        if row.ticket is not None:
-            self.retriever.cancel(row.ticket)
-            self._over(row, "dropped")
+    def cancel(self, row: Row, ticket: int) -> None:
+        """The row has ended while this probe was out."""
+        self.retriever.cancel(ticket)
+        self._over(row, "dropped")
 
     def _end(self, row: Row, found: Found) -> Retrieved | None:
         """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""

@@ -254,7 +254,7 @@ class DecodeWorker:
             row.finish = "length"
         if row.finish is not None:
             row.pending_text += row.text.flush()
-        elif asks or self.probes.due(row, scores):
+        elif asks or row.due(scores):
             self.probes.ask(row)
 
     # ---- publish
@@ -264,7 +264,8 @@ class DecodeWorker:
             request = row.request
             first = row.generated == len(row.fresh)
             if row.finish is not None:
-                self.probes.cancel(row)
+                if row.ticket is not None:
+                    self.probes.cancel(row, row.ticket)
                 request.stages[stages.END] = time.monotonic_ns()
             self.link.send(
                 Tokens(
@@ -329,7 +330,8 @@ class DecodeWorker:
             self._remove(row)
 
     def _remove(self, row: Row) -> None:
-        self.probes.cancel(row)
+        if row.ticket is not None:
+            self.probes.cancel(row, row.ticket)
         self._batch.remove(row)
 
     def _sleep(self) -> None:
