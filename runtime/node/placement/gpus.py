@@ -112,11 +112,11 @@ class Gpus:
 
     def _describe(self, index: str, handle: Any, parent: Any) -> Gpu:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-        bus = _bus(_text(self._nvml.nvmlDeviceGetPciInfo(parent).busId))
+        bus = _bus(self._nvml.nvmlDeviceGetPciInfo(parent).busId)
         return Gpu(
             index=index,
             uuid=self._uuid(handle),
-            name=_text(self._nvml.nvmlDeviceGetName(handle)),
+            name=self._nvml.nvmlDeviceGetName(handle),
             pci_bus=bus,
             memory_bytes=int(memory.total),
             free_bytes=int(memory.free),
@@ -124,7 +124,7 @@ class Gpus:
         )
 
     def _uuid(self, handle: Any) -> str:
-        return _text(self._nvml.nvmlDeviceGetUUID(handle))
+        return str(self._nvml.nvmlDeviceGetUUID(handle))
 
 
 def numa_node_of(pci_bus: str, system: Path = SYSTEM_PCI) -> int | None:
@@ -140,7 +140,3 @@ def _bus(nvml_bus: str) -> str:
     """NVML's "00000000:17:00.0" as the system spells it: "0000:17:00.0"."""
     domain, _, rest = nvml_bus.partition(":")
     return f"{domain[-4:]}:{rest}".lower()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
