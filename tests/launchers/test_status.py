@@ -94,13 +94,13 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds(), lambda _: Hashing(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     tell_writes(table, writes.states())
-    assert Written.of([table]) is None
+    assert Written.of(table) is None
     asyncio.run(writes.upsert("notes", [Upserted(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [Upserted("new", "t")]))
     tell_writes(table, writes.states())
-    found = Written.of([table])
+    found = Written.of(table)
     assert found is not None
     assert found.log_bytes > 0
     assert found == Written(4, 1, 1, 2, found.log_bytes, 0)
@@ -115,11 +115,11 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
         for name, done in (("a", Parts(1.0, 0.5, 0.0)), ("b", None), ("c", Parts(1.0, 0.25, 0.0)))
     }
     tell_writes(table, states)
-    found = Written.of([table])
+    found = Written.of(table)
     assert found is not None
     assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the one that is least far"
     tell_writes(table, {"b": states["b"]})
-    found = Written.of([table])
+    found = Written.of(table)
     assert found is not None
     assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))
     table.close()

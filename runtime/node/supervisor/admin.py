@@ -6,7 +6,7 @@ Asked by the command line and the frontend.
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Self, cast
 
 import msgspec
@@ -61,20 +61,11 @@ class Written(msgspec.Struct, frozen=True):
     built: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the build that is least far: rows read, graph, written
 
     @classmethod
-    def of(cls, tables: Iterable[WorkerTable]) -> "Written | None":
-        """As frontends tell it; None if nothing was written since they began."""
-        tables = list(tables)
-        found = [[int(table.value(gauge)) for gauge in _WRITTEN] for table in tables]
-        rows, graph, written = FrontendMetrics.LIVE_BUILT.values()
-        builds = [
-            (table.value(rows), table.value(graph), table.value(written))
-            for table in tables
-            if table.value(FrontendMetrics.LIVE_BUILDING)
-        ]
-        if not found:
-            return None
-        documents, segments, growing, tombstones, log_bytes, building = map(sum, zip(*found, strict=True))
-        built = min(builds, default=(0.0, 0.0, 0.0))
+    def of(cls, table: WorkerTable) -> "Written | None":
+        """As the frontend tells it; None if nothing was written since it began."""
+        rows, graph, written = map(table.value, FrontendMetrics.LIVE_BUILT.values())
+        documents, segments, growing, tombstones, log_bytes, building = (int(table.value(gauge)) for gauge in _WRITTEN)
+        built = rows, graph, written
         return cls(documents, segments, growing, tombstones, log_bytes, building, built) if log_bytes else None
 
 

@@ -170,12 +170,12 @@ class Supervisor:
     def _drain(self, wanted: bool) -> None:
         """Have the frontend say that the node drains, or no longer; it reads it in its table, the next one too."""
         log.info("an operator has the node drain" if wanted else "the node no longer drains")
-        for child in self._frontends:
-            child.table.set_knob("draining", float(wanted))
+        self._frontend.set_knob("draining", float(wanted))
 
     @property
-    def _frontends(self) -> list[Child]:
-        return [child for child in self.children if child.place.role == "frontend"]
+    def _frontend(self) -> WorkerTable:
+        """The table of the only one that a node has."""
+        return next(child.table for child in self.children if child.place.role == "frontend")
 
     def _restart(self, name: str) -> str:
         trouble = self._rolling.ask(name)
@@ -325,8 +325,8 @@ class Supervisor:
             stopping=bool(self._stop_signals),
             workers=tuple(_worker_status(child, now_s) for child in self.children),
             spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
-            draining=any(child.table.knob("draining") == 1 for child in self._frontends),
-            written=Written.of([child.table for child in self._frontends]),
+            draining=self._frontend.knob("draining") == 1,
+            written=Written.of(self._frontend),
         )
 
     def metrics_text(self) -> str:
