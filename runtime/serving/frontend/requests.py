@@ -286,14 +286,14 @@ class RequestTable:
         request.told.add(piece)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
-            self._end(request, piece.finish_reason, piece.prompt_tokens, request.told.count, piece.stages)
+            self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
 
     def fail(self, request: Request, error: TrinityError) -> bool:
         """End a request with an error. False, and nothing happens, when it has ended before."""
         if request.ended:
             return False
         request.put(error)
-        self._end(request, error.code, 0, request.told.count, {})
+        self._end(request, error.code, 0, {})
         return True
 
     def of_worker(self, name: str) -> list[Request]:
@@ -308,7 +308,7 @@ class RequestTable:
         """All requests in flight."""
         return list(self._requests.values())
 
-    def _end(self, request: Request, code: str, prompt_tokens: int, tokens: int, stages: dict[str, int]) -> None:
+    def _end(self, request: Request, code: str, prompt_tokens: int, stages: dict[str, int]) -> None:
         del self._requests[request.attempt_id]
         request.ended = True
-        self._on_end(Ended(request.id, code, prompt_tokens, tokens, stages), request)
+        self._on_end(Ended(request.id, code, prompt_tokens, request.told.count, stages), request)

@@ -276,9 +276,7 @@ class Router:
         return fitting
 
     def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> Worker:
-        costs = [(cost(worker), worker) for worker in workers]
-        least = min(value for value, _ in costs)
-        chosen = min((worker for value, worker in costs if value == least), key=lambda worker: worker.turn)
+        chosen = min(workers, key=lambda worker: (*cost(worker), worker.turn))
         self._choices += 1
         chosen.turn = self._choices
         return chosen
