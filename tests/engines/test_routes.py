@@ -17,7 +17,7 @@ from runtime.testing.waiting import until
 from tests.engines.fake_openai import MODEL, Behaviour
 from tests.engines.openai_engines import Stand, stand
 from tests.frontend import stored
-from tests.frontend.cluster import Metrics
+from tests.frontend.cluster import metrics
 from tests.frontend.fakes import run
 
 Json = dict[str, Any]
@@ -31,7 +31,7 @@ async def client(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
     async with stand(*behaviours) as at:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        app = create_app(Service(at.engine, at.library, Metrics(), answers), settings)
+        app = create_app(Service(at.engine, at.library, metrics, answers), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
             yield made, at
 

@@ -59,11 +59,9 @@ class Search:
         return self.unserved
 
 
-class Metrics:
-    """A metrics source with one line."""
-
-    async def metrics_text(self) -> str:
-        return "# HELP trinity_up one\ntrinity_up 1\n"
+async def metrics() -> str:
+    """One line of them."""
+    return "# HELP trinity_up one\ntrinity_up 1\n"
 
 
 class _Server(uvicorn.Server):
@@ -201,7 +199,7 @@ class Cluster:
         self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
         service = Service(
-            self.link, self.search, Metrics(), self._answers, catalogue=self._catalogue, writes=self._writes,
+            self.link, self.search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
             readiness=self.readiness, drain=self._drain,
         )  # fmt: skip
         app = create_app(service, self.settings, new_id)

@@ -93,12 +93,12 @@ async def _drain(wanted: bool) -> None:
 def test_every_endpoint_is_on_the_page() -> None:
     from runtime.serving.http.app import create_app
     from runtime.serving.http.service import Service, Settings
-    from tests.frontend.cluster import Metrics, Search
+    from tests.frontend.cluster import Search, metrics
     from tests.frontend.links import Stand
 
     stand, writes = Stand(), cast(LiveWrites, object())  # of which only the routes' existence is asked
     try:
-        app = create_app(Service(stand.link, Search(), Metrics(), writes=writes, drain=_drain), Settings())
+        app = create_app(Service(stand.link, Search(), metrics, writes=writes, drain=_drain), Settings())
     finally:
         stand.link.close()
     paths = {route.path.replace(":path", "").replace("{traced}", "{id}") for route in app.routes}  # type: ignore[attr-defined]

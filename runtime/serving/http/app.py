@@ -298,9 +298,7 @@ class _Routes:
         return json_response(error_json(Unavailable(why)) | status, {"Retry-After": "1"}, status=503)
 
     async def metrics(self, http: Request) -> Response:
-        return PlainTextResponse(
-            await self._service.metrics.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return PlainTextResponse(await self._service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- checks
 

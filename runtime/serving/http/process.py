@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.1
 _LOOK_S = 0.01
 _TELL_S = 2.0  # how often the table is told of live collections
-_SEARCH_S = 10.0
 _LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
 _OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
 
@@ -100,7 +99,8 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     everywhere = WithRemote(search or NoSearch(), search or NoCatalogue(), config.remote) if config.remote else None
-    link = await make_engine(worker, measures, everywhere or search or NoSearch())
+    source = everywhere or search or NoSearch()
+    link = await make_engine(worker, measures, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
     spans = _spans(config.node.name, model) if config.tracing.enabled else None
@@ -121,7 +121,6 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         prompts=config.prompts,
         default_max_tokens=min(256, own.context_tokens // 4) if own else 256,
         request_timeout_s=config.http.request_timeout_s,
-        search_timeout_s=_SEARCH_S,
     )
     supervisor = SupervisorLink(plan.endpoint("control"))
     readiness = Readiness(min(config.http.drain_notice_s, config.node.drain_s / 2))
@@ -136,7 +135,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _answers(worker, client)
     service = Service(
-        link, everywhere or search or NoSearch(), supervisor, answers, tokens, everywhere or search, writes, readiness,
+        link, source, supervisor.metrics_text, answers, tokens, everywhere or search, writes, readiness,
         supervisor.drain, measures.responded,
     )  # fmt: skip
     app = create_app(service, settings, new_id)

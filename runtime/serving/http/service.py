@@ -145,20 +145,13 @@ class NoCatalogue:
         raise UnknownModel("this node has no collections, and no embedder", "model")
 
 
-class MetricsSource(Protocol):
-    """Where /metrics comes from."""
-
-    def metrics_text(self) -> Awaitable[str]:
-        """All metrics, in Prometheus' text format."""
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """What the routes stand on."""
 
     link: Engine
     search: SearchSource
-    metrics: MetricsSource
+    metrics: Callable[[], Awaitable[str]]  # all of them, in Prometheus' text format
     answers: PromptAnswers | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
     catalogue: Catalogue | None = None  # None on a node without collections
