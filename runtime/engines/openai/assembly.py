@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import Partial, Passage
-from runtime.serving.model.text import passages_block, question_place
+from runtime.serving.model.text import passage_text, passages_block, question_place
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
     texts: list[str] = []
     used: list[Passage] = []
     for passage in passages:
-        text = _passage_text(passage)
+        text = passage_text(plain(passage.title), plain(passage.text))
         data = text.encode(errors="replace")
         if len(data) > room:
             if room >= _FEWEST_BYTES:
@@ -102,8 +102,3 @@ def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") ->
 def inserted_text(fitted: Fitted) -> str:
     """What a probe's passages look like in the middle of an answer; "" without any."""
     return "\n\n" + "\n\n".join(fitted.texts) + "\n\n" if fitted.used else ""
-
-
-def _passage_text(passage: Passage) -> str:
-    title, text = plain(passage.title).strip(), plain(passage.text).strip()
-    return f"[{title}]\n{text}" if title else text

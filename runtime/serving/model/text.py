@@ -111,7 +111,7 @@ def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tupl
     texts: list[str] = []
     used: list[Passage] = []
     for passage in passages:
-        text = _passage_text(passage)
+        text = passage_text(passage.title, passage.text)
         ids = tokenizer.encode(text + "\n\n")
         if len(ids) <= room:
             texts.append(text)
@@ -125,8 +125,9 @@ def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tupl
     return texts, tuple(used)
 
 
-def _passage_text(passage: Passage) -> str:
-    title, text = passage.title.strip(), passage.text.strip()
+def passage_text(title: str, text: str) -> str:
+    """A passage as the model reads it."""
+    title, text = title.strip(), text.strip()
     return f"[{title}]\n{text}" if title else text
 
 
