@@ -7,6 +7,7 @@ it first (`NodePlan.near_pools`).
 import msgspec
 from msgspec.structs import replace
 
+from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.config import MOST_WORKERS, NodeConfig, Placed, PoolSection, Role
 
@@ -72,6 +73,12 @@ def each_place(role: Role, section: Placed) -> list[tuple[str, tuple[int, ...]]]
         raise ConfigError(f'{role}.devices is empty: give at least one, such as "cpu"')
     devices, cores = section.devices, section.cores or ((),)
     return [(devices[n % len(devices)], cores[n % len(cores)]) for n in range(section.workers)]
+
+
+def check_device(key: str, device: str) -> None:
+    """Raises `ConfigError` for what is no device's name."""
+    if not is_device_name(device):
+        raise ConfigError(f'{key}: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
 
 
 def _shown(value: object) -> str:

@@ -9,12 +9,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.near import each_place, neighbours
+from runtime.node.placement.near import check_device, each_place, neighbours
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
@@ -179,7 +178,7 @@ def default_run_dir(name: str) -> Path:
 def _place(role: Role, section: Placed) -> list[WorkerPlan]:
     plans = []
     for index, (device, cores) in enumerate(each_place(role, section)):
-        _check_device(role, device)
+        check_device(f"{role}.devices", device)
         plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
     return plans
 
@@ -211,11 +210,6 @@ def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:
                 f"node.run_dir: an engine's socket, {path}, has {size} bytes, Linux allows {_MOST_SOCKET}: give a "
                 "shorter node.run_dir"
             )
-
-
-def _check_device(role: str, device: str) -> None:
-    if not is_device_name(device):
-        raise ConfigError(f'{role}.devices: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
 
 
 def _check_ways(workers: list[WorkerPlan]) -> None:

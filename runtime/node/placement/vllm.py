@@ -2,9 +2,9 @@
 
 import shutil
 
-from gpu import is_device_name
 from runtime.errors import ConfigError
 from runtime.node.engine_config import VllmSection, VllmStage
+from runtime.node.placement.near import check_device
 
 _CPU = "cpu"
 _ONE_STAGE = ("instances", "tensor_parallel_size", "pipeline_parallel_size")
@@ -20,8 +20,7 @@ def check_vllm(section: VllmSection) -> None:
     lists = _lists(section)
     for key, devices, needs, count in lists:
         for device in devices:
-            if not is_device_name(device):
-                raise ConfigError(f'{key}: {device!r} is no device: "cpu", "cuda:N" or a GPU\'s UUID ("GPU-…") is')
+            check_device(key, device)
         if devices in ((), (_CPU,)):
             continue
         if _CPU in devices:
