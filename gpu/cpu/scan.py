@@ -93,8 +93,14 @@ def _best_look_up() -> Callable[[Any, Any, Any], Any]:
     return look_up_each
 
 
-def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
-    """The kernel over a way of looking up; see `scan`."""
+def _folded(builder: Any, words: Any) -> Any:
+    """The sum of a register's four quarters: each has eight pairs of neighbours, of other groups."""
+    half = builder.add(*(shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
+    return builder.add(*(shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
+
+
+def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
+    """The intrinsic over a way of looking up."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, table, begin, end, weight, sums = args
@@ -122,19 +128,6 @@ def _scan(look_up: Callable[[Any, Any, Any], Any]) -> Any:
             total = builder.fadd(builder.load(pointer, align=4), product, flags=_FAST)
             builder.store(total, pointer, align=4)
         return context.get_dummy_value()
-
-    return codegen
-
-
-def _folded(builder: Any, words: Any) -> Any:
-    """The sum of a register's four quarters: each has eight pairs of neighbours, of other groups."""
-    half = builder.add(*(shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
-    return builder.add(*(shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
-
-
-def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
-    """The intrinsic over a way of looking up."""
-    codegen = _scan(look_up)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def add_sums(typing_context: Any, codes: Any, table: Any, begin: Any, end: Any, weight: Any, sums: Any) -> Any:

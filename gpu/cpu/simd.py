@@ -124,11 +124,9 @@ def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
     return total
 
 
-def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
-    """Code generator of a sum over `lanes` elements, a multiple of `tail`.
-
-    One `term` takes `step` elements, and `tail` of them where fewer are left.
-    """
+def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
+    """A sum over `lanes` elements: one `term` takes `step` elements, and `tail` of them where fewer are left."""
+    tail = tail or step
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         row, query, lanes = args
@@ -173,12 +171,6 @@ def _sum_loop(term: Any, step: int, scalar: Any, tail: int) -> Any:
         if tail < step:
             _, (total,) = sum_up(position, tail, 1, [folded(total, tail)])
         return builder.extract_element(folded(total, 1), ir.Constant(_i32, 0))
-
-    return codegen
-
-
-def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int | None = None) -> Any:
-    codegen = _sum_loop(term, step, scalar, tail or step)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def total(typing_context: Any, row: Any, query: Any, lanes: Any) -> Any:
