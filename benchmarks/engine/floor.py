@@ -133,9 +133,9 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
                 engine.result(slot)
                 engine.release(slot)
             spent["result"] += clock() - begin
-        spent["admit"] -= spent["prepare"]
         for name, ns in spent.items():
             best[name] = min(best.get(name, np.inf), ns / len(data.queries) / 1e3)
+    best["admit"] -= best["prepare"]
     parts = ("prepare", "admit", "extend", "result")
     stepwise = sum(best[name] for name in parts)
     shown = [f"{best[name]:.1f}" for name in ("whole", *parts)]
