@@ -29,9 +29,9 @@ class Limits:
     @classmethod
     def of(cls, slots: int, max_top_m: int, max_k: int | None, max_search_width: int) -> "Limits":
         """Checked limits; without `max_k`, and never beyond it, a query may ask for all of top_m."""
-        limits = (("slots", slots, MAX_SLOTS), ("max_top_m", max_top_m, MAX_TOP_M))
-        for name, value, limit in (*limits, ("max_search_width", max_search_width, MAX_SEARCH_WIDTH)):
-            check_within(name, value, 1, limit)
+        check_within("slots", slots, 1, MAX_SLOTS)
+        check_within("max_top_m", max_top_m, 1, MAX_TOP_M)
+        check_within("max_search_width", max_search_width, 1, MAX_SEARCH_WIDTH)
         return cls(slots, max_top_m, max_top_m if max_k is None else min(max_k, max_top_m), max_search_width)
 
     def check(self, params: SearchParams) -> None:

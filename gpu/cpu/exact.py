@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from gpu.build.params import check_within
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.queries import Form, full_offset, prepare, prepared_bytes
@@ -63,8 +64,7 @@ def nearest(
     array = np.asarray(queries)
     if array.ndim != 2:
         raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {rows.dim}]")
-    if not 1 <= k <= MAX_K:
-        raise InvalidParams(f"k is {k}, outside 1..{MAX_K}")
+    check_within("k", k, 1, MAX_K)
     codes = rows.codes if rows.full is None else rows.full
     wanted = np.zeros(0, np.int64) if nodes is None else np.ascontiguousarray(nodes, np.int64)
     total = len(wanted) if nodes is not None else len(codes) if count is None else count

@@ -5,6 +5,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gpu.build.params import check_within
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
@@ -63,8 +64,7 @@ class CudaEngine(Engine):
 
         Raises InvalidParams, OutOfDeviceMemory, DeviceError. The driver stays the caller's to close.
         """
-        if not 1 <= extends_per_launch <= MAX_EXTENDS_PER_LAUNCH:
-            raise InvalidParams(f"extends_per_launch is {extends_per_launch}, outside 1..{MAX_EXTENDS_PER_LAUNCH}")
+        check_within("extends_per_launch", extends_per_launch, 1, MAX_EXTENDS_PER_LAUNCH)
         super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         data = self._collections.loaded
         # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.passing`.

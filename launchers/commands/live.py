@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -184,9 +185,7 @@ def _documents(source: Path) -> Iterator[Upserted]:
     decoder = msgspec.json.Decoder(_Line)
     try:
         with sys.stdin.buffer if str(source) == "-" else source.open("rb") as file:
-            number = 0
-            while line := file.readline(_MAX_LINE):
-                number += 1
+            for number, line in enumerate(iter(partial(file.readline, _MAX_LINE), b""), 1):
                 if not line.strip():
                     continue
                 try:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,9 +110,7 @@ def _read(path: Path, limit: int) -> Iterator[Arrival]:
 def _lines(path: Path) -> Iterator[str]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_CHARS):
-            number += 1
+        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE_CHARS), ""), 1):
             if len(line) == _MAX_LINE_CHARS:
                 raise TraceError(f"{path}:{number}: a line of over {_MAX_LINE_CHARS} characters")
             if line.strip():
