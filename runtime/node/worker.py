@@ -24,7 +24,7 @@ from runtime.errors import TrinityError
 from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.columns import WorkerMetrics
 from runtime.node.metrics.table import State, WorkerTable
-from runtime.node.placement.plan import NodePlan, WorkerPlan
+from runtime.node.placement.plan import NodePlan
 from runtime.node.start_times import StartTimes, process_age_s
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
@@ -58,15 +58,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 class Worker:
     """What a role's loop is handed: the plan, its own place in it, its table, and whether it shall stop."""
-
-    plan: NodePlan
-    place: WorkerPlan
-    name: str
-    epoch: int
-    table: WorkerTable
-    log: logging.Logger
-    node_ready: bool
-    faulted: bool
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
