@@ -2,7 +2,7 @@
 
 A request goes in with an id and a deadline, its answer comes back as pieces (`Request.next`), and it ends exactly once.
 With `retrieval` the engine has the passages in the prompt before the first token; with `retrieval.every_tokens` it
-appends to the running answer what its probes bring. `Starts` is what engines share: requests outlive their workers.
+appends to the running answer what its probes bring. `Starts` has requests outlive the node's own workers.
 """
 
 import logging

@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
@@ -100,9 +101,6 @@ class Prefixes:
             self._given.move_to_end(block)
         while len(self._given) > limit:
             self._given.popitem(last=False)
-
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ class Router:
 
     def missing(self) -> list[Role]:
         """The roles for which no worker takes requests; empty when the node is ready."""
-        return [role for role in ROLES if not self._ready(role)]
+        return [role for role in get_args(Role) if not self._ready(role)]
 
     def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "", blocks: int = 0) -> Placement:
         """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context. It has

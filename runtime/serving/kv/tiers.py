@@ -62,14 +62,11 @@ class Tiers:
     def of_plan(cls, plan: NodePlan, blocks: BlockManager, kv: KvArray) -> "Tiers":
         """Those that are configured. Raises `ConfigError`."""
         config, block_bytes = plan.config, kv.nbytes // kv.shape[2]
-        directories: dict[TierName, Path] = {"host": plan.kv_directory, "disk": Path(config.kv.disk_path)}
-        limits: dict[TierName, int] = {"host": config.kv.host_mib << 20, "disk": config.kv.disk_mib << 20}
-        tiers = [
-            FileTier(name, directory, limits[name], block_bytes, WRITERS)
-            for name, directory in directories.items()
-            if limits[name]
-        ]
-        return cls(tiers, blocks, kv)
+        kept: tuple[tuple[TierName, Path, int], ...] = (
+            ("host", plan.kv_directory, config.kv.host_mib),
+            ("disk", Path(config.kv.disk_path), config.kv.disk_mib),
+        )
+        return cls([FileTier(name, at, mib << 20, block_bytes, WRITERS) for name, at, mib in kept if mib], blocks, kv)
 
     def found(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """How many leading tokens are in blocks here or in a tier that is worth it, the last token left out."""
