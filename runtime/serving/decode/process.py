@@ -290,7 +290,7 @@ class DecodeWorker:
         self._report()
 
     def _report(self) -> None:
-        batch, blocks, table = self._batch, self._blocks.statistics(), self._table
+        batch, blocks, table = self._batch, self._blocks, self._table
         waiting = self.bridge.waiting + len(batch.rows) - batch.running
         self._follower.step(time.monotonic_ns())
         table.set(DecodeMetrics.WAITING, waiting)
@@ -306,8 +306,8 @@ class DecodeWorker:
             table.total(counter, value)
         free_slots = self._limits.slots - min(len(batch.rows), self._limits.slots)
         self.link.report(
-            waiting, batch.running, free_slots, self._worker.stopping, self._blocks.available,
-            self._blocks.evicted_ns, self._plain_step_ns,
+            waiting, batch.running, free_slots, self._worker.stopping, blocks.available, blocks.evicted_ns,
+            self._plain_step_ns,
         )  # fmt: skip
 
     # ---- ends
