@@ -22,11 +22,10 @@ import msgspec
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
 from runtime.node.config import Doorbell
-from runtime.node.placement.plan import ANSWERS_FOLDER, default_run_dir, nodes_dir
+from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_dir, nodes_dir
 from runtime.node.remote_config import RemoteSection
 
 _PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
-KV = "kv"  # the folder of KV that its workers leave for each other
 LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere
 _TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
 
@@ -148,7 +147,7 @@ class RunDir:
 
 def _remove_left(run_dir: Path) -> None:
     """KV and stored answers end with their node; one that was killed while it made their folder has left that too."""
-    for left in (run_dir / KV, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
+    for left in (run_dir / KV_FOLDER, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -20,6 +20,7 @@ CPU = "cpu"
 ANSWERS = "@answers"
 """The pools' name of the collection of stored answers: none that a configuration can give."""
 ANSWERS_FOLDER = ".trinity-answers"
+KV_FOLDER = "kv"
 _MOST_SOCKET = 107  # bytes: sun_path without its NUL
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WHILE_DRAINING = ".sock.old"  # the longest name that a socket gets
@@ -111,7 +112,7 @@ class NodePlan(msgspec.Struct, frozen=True):
     @property
     def kv_directory(self) -> Path:
         """Where workers leave KV for each other in files: the host tier, or what an engine hands over so."""
-        return Path(self.run_dir) / "kv"
+        return Path(self.run_dir) / KV_FOLDER
 
     @property
     def answers(self) -> Path:
