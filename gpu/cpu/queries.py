@@ -15,24 +15,10 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.rotation import rotate
 from gpu.cpu.scan import write_table
 from gpu.cpu.simd import LANES, dot_f16, dot_f32, pointer, square_f64
-from gpu.cpu.tables import (
-    CENTRE,
-    CODE_LANES,
-    COMPONENTS,
-    DIM,
-    FORM_FIELDS,
-    NORMALISED,
-    PROJECTION,
-    ROTATED_LANES,
-    SCALE,
-    SIGNS,
-    SKETCH_LANES,
-    SLACK,
-    SQUARED,
-)
 from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
 from gpu.index.rows import Rows, padded
@@ -51,19 +37,19 @@ class Form:
         self._centre = np.zeros(padded(rows.dim), np.float32)
         self._centre[: rows.dim] = rows.centre
         self._projection = np.empty((0, 0), np.float16) if sketch is None else np.array(sketch.projection)
-        self.line = np.zeros(FORM_FIELDS, np.int64)
-        self.line[DIM] = rows.dim
-        self.line[NORMALISED], self.line[SQUARED] = rows.metric == "cosine", rows.metric == "l2"
+        self.line = np.zeros(at.FORM_FIELDS, np.int64)
+        self.line[at.DIM] = rows.dim
+        self.line[at.NORMALISED], self.line[at.SQUARED] = rows.metric == "cosine", rows.metric == "l2"
         floats = self.line.view(np.float64)
-        floats[SCALE] = rows.scale if rows.metric == "l2" else 1.0
-        floats[SLACK] = 0.0 if sketch is None else sketch.slack
-        self.line[CENTRE], self.line[PROJECTION] = self._centre.ctypes.data, self._projection.ctypes.data
-        self.line[COMPONENTS] = len(self._projection)
-        self.line[SKETCH_LANES] = (code_offset(rows) - QUERY_SKETCH) // 2
-        self.line[CODE_LANES] = rows.lanes if rows.dtype == "int8" else 0
+        floats[at.SCALE] = rows.scale if rows.metric == "l2" else 1.0
+        floats[at.SLACK] = 0.0 if sketch is None else sketch.slack
+        self.line[at.CENTRE], self.line[at.PROJECTION] = self._centre.ctypes.data, self._projection.ctypes.data
+        self.line[at.COMPONENTS] = len(self._projection)
+        self.line[at.SKETCH_LANES] = (code_offset(rows) - QUERY_SKETCH) // 2
+        self.line[at.CODE_LANES] = rows.lanes if rows.dtype == "int8" else 0
         self._signs = None if codes is None else np.ascontiguousarray(codes.signs)
         if self._signs is not None:
-            self.line[SIGNS], self.line[ROTATED_LANES] = self._signs.ctypes.data, self._signs.shape[1]
+            self.line[at.SIGNS], self.line[at.ROTATED_LANES] = self._signs.ctypes.data, self._signs.shape[1]
 
 
 def code_offset(rows: Rows) -> int:
@@ -127,47 +113,48 @@ def write_queries(queries: Any, form: Any, out: Any) -> Any:
 def write_query(query: Any, form: Any, record: Any) -> Any:
     """Write one query, float32 [d], to its record, uint8. Returns whether it can be taken."""
     dim, lanes = len(query), padded_lanes(len(query))
-    code_start = QUERY_SKETCH + 2 * form[SKETCH_LANES]
-    full_start = code_start + 2 * form[CODE_LANES]
+    code_start = QUERY_SKETCH + 2 * form[at.SKETCH_LANES]
+    full_start = code_start + 2 * form[at.CODE_LANES]
     squares = squared_norm(query)
-    if not np.isfinite(squares) or (not form[NORMALISED] and squares > LARGEST_SQUARE):
+    if not np.isfinite(squares) or (not form[at.NORMALISED] and squares > LARGEST_SQUARE):
         return False
-    factor = np.int64(form[SCALE]).view(np.float64)
-    if form[NORMALISED] and squares > 0:
+    factor = np.int64(form[at.SCALE]).view(np.float64)
+    if form[at.NORMALISED] and squares > 0:
         factor = 1 / np.sqrt(squares)
     header = record[:QUERY_SKETCH].view(np.float32)
     full = record[full_start : full_start + 4 * lanes].view(np.float32)
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
-    if form[ROTATED_LANES] > 0:
+    if form[at.ROTATED_LANES] > 0:
         write_rotated(full, form, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
-    if form[SKETCH_LANES] == 0 and form[CODE_LANES] == 0:
+    if form[at.SKETCH_LANES] == 0 and form[at.CODE_LANES] == 0:
         return True
-    centre = carray(pointer(form[CENTRE]), lanes, np.float32)
+    centre = carray(pointer(form[at.CENTRE]), lanes, np.float32)
     shifted = full.copy()
-    if form[SQUARED]:
+    if form[at.SQUARED]:
         shifted -= centre
-    if form[CODE_LANES] > 0:
+    if form[at.CODE_LANES] > 0:
         # The sum of products with codes up to 127 must fit into 32 bits.
-        largest = min(32767, 2147483647 // (127 * form[CODE_LANES]))
+        largest = min(32767, 2147483647 // (127 * form[at.CODE_LANES]))
         header[4] = quantise(shifted[:dim], largest, record[code_start:full_start].view(np.int16))
-    if form[SKETCH_LANES] > 0:
+    if form[at.SKETCH_LANES] > 0:
         squares = dot(shifted, shifted)
-        if form[CODE_LANES] > 0:
+        if form[at.CODE_LANES] > 0:
             header[0] = 0  # the distances of codes leave it out as well
-        elif form[SQUARED]:
+        elif form[at.SQUARED]:
             header[0] = squares
         else:
             header[0] = -dot(centre, shifted)
-        header[1] = np.float32((2 if form[SQUARED] else 1) * np.int64(form[SLACK]).view(np.float64) * np.sqrt(squares))
-        size = form[COMPONENTS]
-        heads = np.zeros(form[SKETCH_LANES], np.float32)
+        slack = np.int64(form[at.SLACK]).view(np.float64)
+        header[1] = np.float32((2 if form[at.SQUARED] else 1) * slack * np.sqrt(squares))
+        size = form[at.COMPONENTS]
+        heads = np.zeros(form[at.SKETCH_LANES], np.float32)
         for j in range(size):
             upper = j >= size // 2
             place = j - size // 2 if upper else j
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            direction = np.uint64(form[PROJECTION] + 2 * j * lanes)
+            direction = np.uint64(form[at.PROJECTION] + 2 * j * lanes)
             heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
         sketch = record[QUERY_SKETCH:code_start].view(np.int16)
         header[2] = quantise(heads, 8191, sketch)
@@ -193,12 +180,12 @@ def squared_norm(query: Any) -> Any:
 @compiled
 def write_rotated(full: Any, form: Any, record: Any, header: Any) -> None:
     """Rotate a query, float32 [lanes], and write the table of it; `record` begins with the table."""
-    dims, used = form[ROTATED_LANES], min(form[ROTATED_LANES], len(full))
+    dims, used = form[at.ROTATED_LANES], min(form[at.ROTATED_LANES], len(full))
     rotated = record[4 * dims : 8 * dims].view(np.float32)
     rotated[:used] = full[:used]
     rotated[used:] = 0
     address = np.uint64(rotated.ctypes.data)
-    rotate(ROUNDS, dims, np.uint64(form[SIGNS]), address)
+    rotate(ROUNDS, dims, np.uint64(form[at.SIGNS]), address)
     header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))
 
 

@@ -7,41 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
-from gpu.cpu.tables import (
-    BLOCK_BYTES,
-    BLOCKS,
-    CODE_BITS,
-    COLLECTION_FIELDS,
-    DEGREE,
-    ENTRY,
-    FACTOR,
-    FORM_FIELDS,
-    FULL,
-    FULL_BYTES,
-    FULL_LANES,
-    GRAPH,
-    KIND,
-    LANES,
-    OFFSET,
-    QUERY,
-    QUERY_FULL,
-    QUERY_ROW,
-    QUERY_TABLE,
-    ROTATED,
-    ROW_BYTES,
-    ROWS,
-    SEED_COUNT,
-    SEEDS,
-    SIZE,
-    SKETCH_BYTES,
-    SKETCHES,
-    SLOT_FIELDS,
-    Batch,
-    handle_of,
-    kind_of,
-)
+from gpu.cpu.tables import Batch, handle_of, kind_of
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty, metric_form, padded
 from gpu.params import SearchParams
@@ -52,30 +21,30 @@ _PARENTS_A_NODE = 4  # room for parents, for each entry of top_m
 
 def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.int64]:
     """What the stages need to know of each index. Holds addresses: the indexes must outlive the table."""
-    table = np.zeros((len(collections), COLLECTION_FIELDS), np.int64)
+    table = np.zeros((len(collections), at.COLLECTION_FIELDS), np.int64)
     for line, data in zip(table, collections, strict=True):
         if data is None:
             continue
         rows = data.rows
-        line[ROWS], line[ROW_BYTES] = rows.codes.ctypes.data, rows.codes.strides[0]
-        line[LANES] = rows.lanes
-        line[KIND] = kind_of(rows)
-        line[QUERY_ROW] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
+        line[at.ROWS], line[at.ROW_BYTES] = rows.codes.ctypes.data, rows.codes.strides[0]
+        line[at.LANES] = rows.lanes
+        line[at.KIND] = kind_of(rows)
+        line[at.QUERY_ROW] = code_offset(rows) if rows.dtype == "int8" else full_offset(rows)
         if rows.sketch is not None:
-            line[SKETCHES] = rows.sketch.codes.ctypes.data
-            line[SKETCH_BYTES] = rows.sketch.codes.shape[1]
+            line[at.SKETCHES] = rows.sketch.codes.ctypes.data
+            line[at.SKETCH_BYTES] = rows.sketch.codes.shape[1]
         if rows.full is not None:
-            line[FULL], line[FULL_BYTES] = rows.full.ctypes.data, rows.full.strides[0]
-            line[FULL_LANES] = rows.full.shape[1]
-        line[QUERY_FULL] = full_offset(rows)
-        line[GRAPH], line[DEGREE] = data.graph.ctypes.data, data.graph.shape[1]
-        line[SIZE] = len(data.graph)
-        line[FACTOR : OFFSET + 1] = np.array(metric_form(rows), np.float64).view(np.int64)
-        line[SEEDS], line[SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
+            line[at.FULL], line[at.FULL_BYTES] = rows.full.ctypes.data, rows.full.strides[0]
+            line[at.FULL_LANES] = rows.full.shape[1]
+        line[at.QUERY_FULL] = full_offset(rows)
+        line[at.GRAPH], line[at.DEGREE] = data.graph.ctypes.data, data.graph.shape[1]
+        line[at.SIZE] = len(data.graph)
+        line[at.FACTOR : at.OFFSET + 1] = np.array(metric_form(rows), np.float64).view(np.int64)
+        line[at.SEEDS], line[at.SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
         if data.codes is not None:
-            line[BLOCKS], line[BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
-            line[ENTRY], line[ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
-            line[QUERY_TABLE], line[CODE_BITS] = table_offset(rows), data.codes.bits
+            line[at.BLOCKS], line[at.BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
+            line[at.ENTRY], line[at.ROTATED] = data.codes.entry.ctypes.data, data.codes.dims
+            line[at.QUERY_TABLE], line[at.CODE_BITS] = table_offset(rows), data.codes.bits
     return table
 
 
@@ -91,8 +60,8 @@ def visited_bits(top_m: int, degree: int) -> Any:
 @compiled
 def visited_bits_of(collection: Any, top_m: int) -> Any:
     """`visited_bits` for a collection's line of the table."""
-    coded = collection[BLOCKS] != 0  # only parents are marked then, not all candidates
-    return visited_bits(top_m, _PARENTS_A_NODE if coded else collection[DEGREE])
+    coded = collection[at.BLOCKS] != 0  # only parents are marked then, not all candidates
+    return visited_bits(top_m, _PARENTS_A_NODE if coded else collection[at.DEGREE])
 
 
 class BatchState:
@@ -120,11 +89,11 @@ class BatchState:
         tasks = scored + 1  # a task that is dropped is written first
         width = max((prepared_bytes(data.rows, data.codes) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
-        lines = [np.zeros(FORM_FIELDS, np.int64) if form is None else form.line for form in forms]
+        lines = [np.zeros(at.FORM_FIELDS, np.int64) if form is None else form.line for form in forms]
         self.batch = Batch(
             collections=collection_table(collections),
-            forms=np.stack(lines) if lines else np.zeros((0, FORM_FIELDS), np.int64),
-            slots=np.zeros((slots, SLOT_FIELDS), np.int64),
+            forms=np.stack(lines) if lines else np.zeros((0, at.FORM_FIELDS), np.int64),
+            slots=np.zeros((slots, at.SLOT_FIELDS), np.int64),
             queries=aligned_empty((slots, width), np.uint8),
             keys=aligned_empty((slots, max_top_m), np.uint64),
             visited=aligned_empty((slots, 1 << visited_bits(max_top_m, degree)), np.uint32),
@@ -137,7 +106,7 @@ class BatchState:
             found=np.zeros(results, np.float32),
             exact=np.zeros(results, np.uint64),
         )
-        self.batch.slots[:, QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
+        self.batch.slots[:, at.QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
         self.handle = handle_of(self.batch)
 
     def take_over(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
@@ -152,9 +121,9 @@ class BatchState:
             for mine, its in (*arrays, *results):
                 columns = min(mine.shape[1], its.shape[1])  # what the index of a slot needs is in both
                 mine[slot, :columns] = its[slot, :columns]
-            address = ours.slots[slot, QUERY]
+            address = ours.slots[slot, at.QUERY]
             ours.slots[slot] = theirs.slots[slot]
-            ours.slots[slot, QUERY] = address
+            ours.slots[slot, at.QUERY] = address
         ours.active[:count] = theirs.active[:count]
 
     @property

@@ -13,21 +13,9 @@ import numpy.typing as npt
 from numba import carray
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import distance_of, may_be_result, node_of
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import (
-    ALLOWED,
-    COLLECTION,
-    COLLECTION_FIELDS,
-    CURSOR,
-    EXTENDS,
-    FILLED,
-    PASSING,
-    QUERY,
-    SCANNING,
-    SLOT_FIELDS,
-    K,
-)
 from gpu.slots import MAX_COLLECTIONS
 
 
@@ -43,9 +31,9 @@ class Compared(NamedTuple):
 def new_compared(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) -> Compared:
     """For slots whose prepared queries stand in `lines`, uint8 [slots, line_bytes], behind the heads."""
     slots, line_bytes = lines.shape
-    table, keys = np.zeros((slots, SLOT_FIELDS), np.int64), np.zeros((slots, max_k), np.uint64)
-    table[:, QUERY] = lines.ctypes.data + head_bytes + np.arange(slots) * line_bytes
-    return Compared(np.zeros((MAX_COLLECTIONS, COLLECTION_FIELDS), np.int64), table, keys, keys)
+    table, keys = np.zeros((slots, at.SLOT_FIELDS), np.int64), np.zeros((slots, max_k), np.uint64)
+    table[:, at.QUERY] = lines.ctypes.data + head_bytes + np.arange(slots) * line_bytes
+    return Compared(np.zeros((MAX_COLLECTIONS, at.COLLECTION_FIELDS), np.int64), table, keys, keys)
 
 
 @compiled
@@ -53,8 +41,8 @@ def compared_at(collections: int, table: int, keys: int, slots: int, max_k: int)
     """The arrays at these addresses."""
     lists = carray(pointer(keys), (slots, max_k), np.uint64)
     return Compared(
-        carray(pointer(collections), (MAX_COLLECTIONS, COLLECTION_FIELDS), np.int64),
-        carray(pointer(table), (slots, SLOT_FIELDS), np.int64),
+        carray(pointer(collections), (MAX_COLLECTIONS, at.COLLECTION_FIELDS), np.int64),
+        carray(pointer(table), (slots, at.SLOT_FIELDS), np.int64),
         lists,
         lists,
     )
@@ -63,8 +51,8 @@ def compared_at(collections: int, table: int, keys: int, slots: int, max_k: int)
 @compiled
 def begin(line: Any, collection: int, k: int, scanning: bool) -> None:
     """A query has the slot of this line: all rows may be results."""
-    line[COLLECTION], line[K], line[SCANNING] = collection, k, scanning
-    line[ALLOWED] = line[PASSING] = line[CURSOR] = line[FILLED] = line[EXTENDS] = 0
+    line[at.COLLECTION], line[at.K], line[at.SCANNING] = collection, k, scanning
+    line[at.ALLOWED] = line[at.PASSING] = line[at.CURSOR] = line[at.FILLED] = line[at.EXTENDS] = 0
 
 
 @compiled
@@ -74,7 +62,7 @@ def passed(line: Any, nodes: Any) -> Any:
     for node in nodes:
         if node < 0:
             break
-        found += may_be_result(line[ALLOWED], np.int64(node))
+        found += may_be_result(line[at.ALLOWED], np.int64(node))
     return found
 
 
@@ -83,7 +71,7 @@ def write_compared(batch: Any, slot: int, nodes: Any, raw: Any) -> None:
     """The rows of a slot that were compared, nearest first, as the device writes what it has found: -1 and +inf where
     there are fewer than k."""
     line = batch.slots[slot]
-    for i in range(line[K]):
-        there = i < line[FILLED]
+    for i in range(line[at.K]):
+        there = i < line[at.FILLED]
         nodes[i] = np.int32(node_of(batch.keys[slot, i])) if there else np.int32(-1)
         raw[i] = distance_of(batch.keys[slot, i]) if there else np.float32(np.inf)

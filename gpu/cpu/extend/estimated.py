@@ -10,50 +10,13 @@ their distances: the results. See `gpu.index.data` for the rule and its source.
 import numpy as np
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.extend.passing import compare_instead, count_parent, found_enough
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
 from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
-from gpu.cpu.tables import (
-    ALLOWED,
-    BLOCK_BYTES,
-    BLOCKS,
-    CENTRE,
-    CODE_BITS,
-    COLLECTION,
-    CURSOR,
-    DEGREE,
-    DIM,
-    DISTINCT,
-    ENTRY,
-    EXTENDS,
-    FILLED,
-    GRAPH,
-    KIND,
-    LANES,
-    PARENTS,
-    PASSING,
-    PATIENCE,
-    QUERY,
-    QUERY_FULL,
-    QUERY_ROW,
-    QUERY_TABLE,
-    ROTATED,
-    ROW_BYTES,
-    ROWS,
-    SCORED,
-    SEED_COUNT,
-    SEEDS,
-    SIZE,
-    START,
-    TOP_M,
-    UNCHANGED,
-    VISITED_BITS,
-    WIDTH,
-    K,
-    batch_at,
-)
+from gpu.cpu.tables import batch_at
 
 GROUP = 32
 _EMPTY = np.uint32(0xFFFFFFFF)
@@ -74,25 +37,25 @@ def select_parents(handle, active):  # type: ignore[no-untyped-def]
     batch = batch_at(handle)
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
-        collection = slots[slot, COLLECTION]
+        collection = slots[slot, at.COLLECTION]
         visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-        position, count = slots[slot, CURSOR], 0
-        while position < slots[slot, FILLED] and count < slots[slot, WIDTH]:
+        position, count = slots[slot, at.CURSOR], 0
+        while position < slots[slot, at.FILLED] and count < slots[slot, at.WIDTH]:
             if not keys[slot, position] & np.uint64(1):
                 node = np.int64(node_of(keys[slot, position]))
                 keys[slot, position] |= np.uint64(1)
-                if slots[slot, DISTINCT] or not visit(
-                    set_of(visited, slots[slot, VISITED_BITS], node), np.uint32(node)
+                if slots[slot, at.DISTINCT] or not visit(
+                    set_of(visited, slots[slot, at.VISITED_BITS], node), np.uint32(node)
                 ):
                     parents[slot, count] = node
                     count += 1
                     count_parent(batch, slot, node)
-                    fetch(collections[collection, ROWS], collections[collection, ROW_BYTES], node)
-                    fetch(collections[collection, BLOCKS], collections[collection, BLOCK_BYTES], node)
-                    fetch(collections[collection, GRAPH], collections[collection, DEGREE] * 4, node)
+                    fetch(collections[collection, at.ROWS], collections[collection, at.ROW_BYTES], node)
+                    fetch(collections[collection, at.BLOCKS], collections[collection, at.BLOCK_BYTES], node)
+                    fetch(collections[collection, at.GRAPH], collections[collection, at.DEGREE] * 4, node)
             position += 1
-        slots[slot, CURSOR] = position
-        slots[slot, PARENTS] = count
+        slots[slot, at.CURSOR] = position
+        slots[slot, at.PARENTS] = count
 
 
 @compiled
@@ -111,17 +74,17 @@ def extend_estimated(handle, active, finished):  # type: ignore[no-untyped-def]
     select_parents(handle, active)
     done = 0
     for slot in active:
-        if slots[slot, FILLED] == 0:
+        if slots[slot, at.FILLED] == 0:
             changed = enter(handle, slot)
         else:
             changed = False
-            for p in range(slots[slot, PARENTS]):
+            for p in range(slots[slot, at.PARENTS]):
                 if expand(handle, slot, batch.parents[slot, p]):
                     changed = True
-        slots[slot, EXTENDS] += 1
-        slots[slot, UNCHANGED] = 0 if changed else slots[slot, UNCHANGED] + 1
-        patience = slots[slot, PATIENCE]
-        weary = patience > 0 and slots[slot, UNCHANGED] >= patience
+        slots[slot, at.EXTENDS] += 1
+        slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
+        patience = slots[slot, at.PATIENCE]
+        weary = patience > 0 and slots[slot, at.UNCHANGED] >= patience
         if next_parent(handle, slot) and not weary and not found_enough(batch, slot):
             continue
         if complete(handle, slot):
@@ -136,17 +99,17 @@ def next_parent(handle, slot):  # type: ignore[no-untyped-def]
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-    cursor = slots[slot, CURSOR]
-    while cursor < slots[slot, FILLED]:
+    cursor = slots[slot, at.CURSOR]
+    while cursor < slots[slot, at.FILLED]:
         key = keys[slot, cursor]
         if not key & np.uint64(1):
             node = np.uint32(node_of(key))
-            if not was_visited(set_of(visited, slots[slot, VISITED_BITS], node), node) or slots[slot, DISTINCT]:
+            if not was_visited(set_of(visited, slots[slot, at.VISITED_BITS], node), node) or slots[slot, at.DISTINCT]:
                 break
             keys[slot, cursor] = key | np.uint64(1)
         cursor += 1
-    slots[slot, CURSOR] = cursor
-    return cursor < slots[slot, FILLED]
+    slots[slot, at.CURSOR] = cursor
+    return cursor < slots[slot, at.FILLED]
 
 
 @compiled
@@ -154,19 +117,19 @@ def enter(handle, slot):  # type: ignore[no-untyped-def]
     """The first extend: the seeds are neighbours of the centre, unless the search begins at a node."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, COLLECTION]
-    if slots[slot, START] >= 0:
-        batch.keys[slot, 0] = key_of(np.float32(0), slots[slot, START])
-        slots[slot, FILLED] = 1
+    collection = slots[slot, at.COLLECTION]
+    if slots[slot, at.START] >= 0:
+        batch.keys[slot, 0] = key_of(np.float32(0), slots[slot, at.START])
+        slots[slot, at.FILLED] = 1
         return True
-    full = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
+    full = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_FULL])
     form = batch.forms[collection]
-    lanes = padded_lanes(form[DIM])
-    l2 = (collections[collection, KIND] & 1) == 0
-    centre = np.uint64(form[CENTRE])
+    lanes = padded_lanes(form[at.DIM])
+    l2 = (collections[collection, at.KIND] & 1) == 0
+    centre = np.uint64(form[at.CENTRE])
     base = l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
-    seeds, count = collections[collection, SEEDS], collections[collection, SEED_COUNT]
-    return merge_neighbors(handle, slot, base, collections[collection, ENTRY], seeds, count)
+    seeds, count = collections[collection, at.SEEDS], collections[collection, at.SEED_COUNT]
+    return merge_neighbors(handle, slot, base, collections[collection, at.ENTRY], seeds, count)
 
 
 @compiled
@@ -174,11 +137,11 @@ def expand(handle, slot, node):  # type: ignore[no-untyped-def]
     """Score a parent, and estimate its neighbours from there. Whether top_m has changed."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, COLLECTION]
+    collection = slots[slot, at.COLLECTION]
     base = score(handle, slot, node)
-    block = collections[collection, BLOCKS] + node * collections[collection, BLOCK_BYTES]
-    degree = collections[collection, DEGREE]
-    return merge_neighbors(handle, slot, base, block, collections[collection, GRAPH] + node * degree * 4, degree)
+    block = collections[collection, at.BLOCKS] + node * collections[collection, at.BLOCK_BYTES]
+    degree = collections[collection, at.DEGREE]
+    return merge_neighbors(handle, slot, base, block, collections[collection, at.GRAPH] + node * degree * 4, degree)
 
 
 @compiled
@@ -186,15 +149,16 @@ def score(handle, slot, node):  # type: ignore[no-untyped-def]
     """A node's distance, which enters `exact` if it is among the k nearest that may be results."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
-    collection = slots[slot, COLLECTION]
-    row = np.uint64(collections[collection, ROWS] + node * collections[collection, ROW_BYTES])
-    query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_ROW])
-    distance = row_distance(collections[collection, KIND], row, query, collections[collection, LANES], np.float32(1))
-    scored, k = slots[slot, SCORED], slots[slot, K]
-    if not may_be_result(slots[slot, ALLOWED], node):
+    collection = slots[slot, at.COLLECTION]
+    row = np.uint64(collections[collection, at.ROWS] + node * collections[collection, at.ROW_BYTES])
+    query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_ROW])
+    kind, lanes = collections[collection, at.KIND], collections[collection, at.LANES]
+    distance = row_distance(kind, row, query, lanes, np.float32(1))
+    scored, k = slots[slot, at.SCORED], slots[slot, at.K]
+    if not may_be_result(slots[slot, at.ALLOWED], node):
         return distance
     if insert(batch.exact, slot, scored, k, key_of(distance, node)) >= 0:
-        slots[slot, SCORED] = min(scored + 1, k)
+        slots[slot, at.SCORED] = min(scored + 1, k)
     return distance
 
 
@@ -203,14 +167,15 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
     """Estimate `count` neighbours, uint32 at an address, from their block; those near enough enter top_m."""
     batch = batch_at(handle)
     collections, slots, distances = batch.collections, batch.slots, batch.distances
-    collection, query = slots[slot, COLLECTION], slots[slot, QUERY]
-    dims, size, distinct = collections[collection, ROTATED], collections[collection, SIZE], slots[slot, DISTINCT]
-    filled, top_m, cursor = slots[slot, FILLED], slots[slot, TOP_M], slots[slot, CURSOR]
-    table, planes = np.uint64(query + collections[collection, QUERY_TABLE]), collections[collection, CODE_BITS]
+    collection, query = slots[slot, at.COLLECTION], slots[slot, at.QUERY]
+    dims, size = collections[collection, at.ROTATED], collections[collection, at.SIZE]
+    distinct = slots[slot, at.DISTINCT]
+    filled, top_m, cursor = slots[slot, at.FILLED], slots[slot, at.TOP_M], slots[slot, at.CURSOR]
+    table, planes = np.uint64(query + collections[collection, at.QUERY_TABLE]), collections[collection, at.CODE_BITS]
     step, offset = load_f32(np.uint64(query + TABLE_STEP)), load_f32(np.uint64(query + TABLE_OFFSET))
     keys = np.uint64(batch.keys.ctypes.data + slot * batch.keys.strides[0])
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
-    bits = slots[slot, VISITED_BITS]
+    bits = slots[slot, at.VISITED_BITS]
     estimates = np.uint64(distances.ctypes.data)
     changed = False
     for begin in range(0, count, GROUP):
@@ -232,7 +197,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
                 filled = min(filled + 1, top_m)
                 cursor = min(cursor, position)
         block += 4 * dims * planes + 8 * GROUP
-    slots[slot, FILLED], slots[slot, CURSOR] = filled, cursor
+    slots[slot, at.FILLED], slots[slot, at.CURSOR] = filled, cursor
     return changed
 
 
@@ -246,22 +211,22 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
     """
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
-    wanted = min(slots[slot, K], batch.collections[slots[slot, COLLECTION], SIZE])
+    wanted = min(slots[slot, at.K], batch.collections[slots[slot, at.COLLECTION], at.SIZE])
     position = 0
-    while slots[slot, SCORED] < wanted and position < slots[slot, FILLED]:
+    while slots[slot, at.SCORED] < wanted and position < slots[slot, at.FILLED]:
         node = np.int64(node_of(keys[slot, position]))
-        if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, ALLOWED], node):
+        if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, at.ALLOWED], node):
             score(handle, slot, node)
         position += 1
-    if slots[slot, PASSING] != 0:
-        return not compare_instead(batch, slot, slots[slot, SCORED])
-    if slots[slot, SCORED] == wanted or slots[slot, DISTINCT]:
+    if slots[slot, at.PASSING] != 0:
+        return not compare_instead(batch, slot, slots[slot, at.SCORED])
+    if slots[slot, at.SCORED] == wanted or slots[slot, at.DISTINCT]:
         return True
-    slots[slot, DISTINCT] = 1
-    slots[slot, FILLED] = slots[slot, CURSOR] = slots[slot, UNCHANGED] = slots[slot, PARENTS] = 0
+    slots[slot, at.DISTINCT] = 1
+    slots[slot, at.FILLED] = slots[slot, at.CURSOR] = slots[slot, at.UNCHANGED] = slots[slot, at.PARENTS] = 0
     bits = 0
     while 2 << bits <= batch.visited.shape[1]:
         bits += 1
-    slots[slot, VISITED_BITS] = bits
+    slots[slot, at.VISITED_BITS] = bits
     batch.visited[slot, : 1 << bits] = _EMPTY
     return False

@@ -10,38 +10,10 @@ there are, the rows are compared after all.
 import numpy as np
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import insert, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.scan import lowest_bit
 from gpu.cpu.simd import load_u64, prefetch
-from gpu.cpu.tables import (
-    ALLOWED,
-    BLOCKS,
-    COLLECTION,
-    CURSOR,
-    ENOUGH,
-    EXTENDS,
-    F32_DOT,
-    F32_L2,
-    FILLED,
-    FULL,
-    FULL_BYTES,
-    FULL_LANES,
-    KIND,
-    LANES,
-    PASSED,
-    PASSING,
-    QUERY,
-    QUERY_FULL,
-    QUERY_ROW,
-    ROW_BYTES,
-    ROWS,
-    SCANNING,
-    SCORED,
-    SIZE,
-    TOP_M,
-    VISITED_BITS,
-    K,
-)
 
 ROWS_A_STEP = 5
 ROWS_A_STEP_TOGETHER = 16
@@ -72,13 +44,13 @@ def restrict(batch, slot, allowed, passing, bits, length):  # type: ignore[no-un
     bits: of the visited table, for a walk of this length.
     """
     line = batch.slots[slot]
-    line[ALLOWED], line[PASSING] = allowed, passing
+    line[at.ALLOWED], line[at.PASSING] = allowed, passing
     if length == 0:
-        line[SCANNING] = 1
+        line[at.SCANNING] = 1
         return
-    line[ENOUGH], line[TOP_M] = line[TOP_M], length
-    if bits > line[VISITED_BITS]:
-        line[VISITED_BITS] = bits
+    line[at.ENOUGH], line[at.TOP_M] = line[at.TOP_M], length
+    if bits > line[at.VISITED_BITS]:
+        line[at.VISITED_BITS] = bits
         batch.visited[slot, : 1 << bits] = _EMPTY
 
 
@@ -86,19 +58,19 @@ def restrict(batch, slot, allowed, passing, bits, length):  # type: ignore[no-un
 def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
     """A slot's walk goes on from this node."""
     line = batch.slots[slot]
-    if line[ENOUGH] != 0:
-        line[PASSED] += may_be_result(line[ALLOWED], node)
+    if line[at.ENOUGH] != 0:
+        line[at.PASSED] += may_be_result(line[at.ALLOWED], node)
 
 
 @compiled
 def found_enough(batch, slot):  # type: ignore[no-untyped-def]
     """Whether as many entries that may be results lie before a slot's cursor as its walk is to find."""
     line = batch.slots[slot]
-    left = line[ENOUGH]
-    if _DOUBLES * line[PASSED] < left or left == 0:  # not worth a look: entries may be doubles of one parent
+    left = line[at.ENOUGH]
+    if _DOUBLES * line[at.PASSED] < left or left == 0:  # not worth a look: entries may be doubles of one parent
         return False
-    for i in range(line[CURSOR]):
-        left -= may_be_result(line[ALLOWED], node_of(batch.keys[slot, i]))
+    for i in range(line[at.CURSOR]):
+        left -= may_be_result(line[at.ALLOWED], node_of(batch.keys[slot, i]))
         if left == 0:
             return True
     return False
@@ -108,10 +80,10 @@ def found_enough(batch, slot):  # type: ignore[no-untyped-def]
 def compare_instead(batch, slot, found):  # type: ignore[no-untyped-def]
     """A walk has ended with so many results. Whether the rows are now compared, because that is too few."""
     line = batch.slots[slot]
-    if line[PASSING] == 0 or found >= min(line[K], line[PASSING]):
+    if line[at.PASSING] == 0 or found >= min(line[at.K], line[at.PASSING]):
         return False
-    line[SCANNING] = 1
-    line[CURSOR] = line[FILLED] = line[SCORED] = 0
+    line[at.SCANNING] = 1
+    line[at.CURSOR] = line[at.FILLED] = line[at.SCORED] = 0
     return True
 
 
@@ -121,7 +93,7 @@ def extend_comparing(batch, active, finished):  # type: ignore[no-untyped-def]
     slots = batch.slots
     done = 0
     for slot in active:
-        slots[slot, EXTENDS] += 1
+        slots[slot, at.EXTENDS] += 1
         if compare(batch, slot):
             finished[done] = slot
             done += 1
@@ -131,17 +103,17 @@ def extend_comparing(batch, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def compare(batch, slot):  # type: ignore[no-untyped-def]
     """Compare the next rows of a slot with its query, in full precision. Whether they were the last."""
-    line, about = batch.slots[slot], batch.collections[batch.slots[slot, COLLECTION]]
-    coded = about[BLOCKS] != 0
-    keys, count = (batch.exact, SCORED) if coded else (batch.keys, FILLED)
-    rows, row_bytes, lanes, kind = about[ROWS], about[ROW_BYTES], about[LANES], about[KIND]
-    query = np.uint64(line[QUERY] + about[QUERY_ROW])
-    if about[FULL] != 0:
-        rows, row_bytes, lanes = about[FULL], about[FULL_BYTES], about[FULL_LANES]
-        kind = F32_DOT if kind & 1 else F32_L2
-        query = np.uint64(line[QUERY] + about[QUERY_FULL])
-    allowed, size, k, filled = line[ALLOWED], about[SIZE], line[K], line[count]
-    row = following(allowed, line[CURSOR], size)
+    line, about = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
+    coded = about[at.BLOCKS] != 0
+    keys, count = (batch.exact, at.SCORED) if coded else (batch.keys, at.FILLED)
+    rows, row_bytes, lanes, kind = about[at.ROWS], about[at.ROW_BYTES], about[at.LANES], about[at.KIND]
+    query = np.uint64(line[at.QUERY] + about[at.QUERY_ROW])
+    if about[at.FULL] != 0:
+        rows, row_bytes, lanes = about[at.FULL], about[at.FULL_BYTES], about[at.FULL_LANES]
+        kind = at.F32_DOT if kind & 1 else at.F32_L2
+        query = np.uint64(line[at.QUERY] + about[at.QUERY_FULL])
+    allowed, size, k, filled = line[at.ALLOWED], about[at.SIZE], line[at.K], line[count]
+    row = following(allowed, line[at.CURSOR], size)
     left = ROWS_AN_EXTEND
     while row < size and left > 0:
         next_row = following(allowed, row + 1, size)
@@ -153,7 +125,7 @@ def compare(batch, slot):  # type: ignore[no-untyped-def]
             filled = min(filled + 1, k)
         row = next_row
         left -= 1
-    line[CURSOR], line[count] = row, filled
+    line[at.CURSOR], line[count] = row, filled
     return row >= size
 
 

@@ -3,27 +3,9 @@
 import numpy as np
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.extend.keys import distance_of, key_of, may_be_result, node_of, row_distance
 from gpu.cpu.simd import prefetch
-from gpu.cpu.tables import (
-    ALLOWED,
-    BLOCKS,
-    COLLECTION,
-    F32_DOT,
-    F32_L2,
-    FACTOR,
-    FILLED,
-    FULL,
-    FULL_BYTES,
-    FULL_LANES,
-    I8_DOT,
-    KIND,
-    OFFSET,
-    QUERY,
-    QUERY_FULL,
-    SCORED,
-    K,
-)
 
 RESCORED_AT_LEAST = 8
 
@@ -32,14 +14,14 @@ RESCORED_AT_LEAST = 8
 def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
     """Take what may not be a result out of a finished top_m."""
     slots, keys = batch.slots, batch.keys
-    if slots[slot, ALLOWED] == 0:
+    if slots[slot, at.ALLOWED] == 0:
         return
     kept = 0
-    for i in range(slots[slot, FILLED]):
-        if may_be_result(slots[slot, ALLOWED], node_of(keys[slot, i])):
+    for i in range(slots[slot, at.FILLED]):
+        if may_be_result(slots[slot, at.ALLOWED], node_of(keys[slot, i])):
             keys[slot, kept] = keys[slot, i]
             kept += 1
-    slots[slot, FILLED] = kept
+    slots[slot, at.FILLED] = kept
 
 
 @compiled
@@ -50,14 +32,14 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
     them is rescored too if, off by less than any of these, it would be nearer than the k-th: of 2·k + 16 at most.
     """
     collections, slots, keys = batch.collections, batch.slots, batch.keys
-    if collections[slots[slot, COLLECTION], FULL] == 0:
+    if collections[slots[slot, at.COLLECTION], at.FULL] == 0:
         return
-    count = min(slots[slot, FILLED], 2 * slots[slot, K] + 16)
-    first = min(count, max(slots[slot, K], RESCORED_AT_LEAST))
+    count = min(slots[slot, at.FILLED], 2 * slots[slot, at.K] + 16)
+    first = min(count, max(slots[slot, at.K], RESCORED_AT_LEAST))
     least, most = rescore_range(batch, slot, 0, first)
     if first == count:
         return
-    worst = distance_of(keys[slot, slots[slot, K] - 1])
+    worst = distance_of(keys[slot, slots[slot, at.K] - 1])
     following = first
     while following < count and distance_of(keys[slot, following]) + least - (most - least) < worst:
         following += 1
@@ -68,11 +50,11 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
 def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
     """Sort entries begin..end into those before them, by full precision. Returns how much that adds: (least, most)."""
     collections, slots, keys = batch.collections, batch.slots, batch.keys
-    collection = slots[slot, COLLECTION]
-    full, full_bytes = collections[collection, FULL], collections[collection, FULL_BYTES]
-    kind = F32_DOT if collections[collection, KIND] == I8_DOT else F32_L2
-    lanes = collections[collection, FULL_LANES]
-    query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_FULL])
+    collection = slots[slot, at.COLLECTION]
+    full, full_bytes = collections[collection, at.FULL], collections[collection, at.FULL_BYTES]
+    kind = at.F32_DOT if collections[collection, at.KIND] == at.I8_DOT else at.F32_L2
+    lanes = collections[collection, at.FULL_LANES]
+    query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_FULL])
     least, most = np.float32(np.inf), np.float32(-np.inf)
     for i in range(begin, end):
         node = np.int64(node_of(keys[slot, i]))
@@ -95,12 +77,12 @@ def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
 @compiled
 def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
     """Write a finished slot's k nearest nodes and their distances in the metric; -1 and +inf where there are fewer."""
-    filled, collection = batch.slots[slot, FILLED], batch.slots[slot, COLLECTION]
+    filled, collection = batch.slots[slot, at.FILLED], batch.slots[slot, at.COLLECTION]
     keys = batch.keys
-    if batch.collections[collection, BLOCKS] != 0:
-        filled, keys = batch.slots[slot, SCORED], batch.exact
-    factor = np.int64(batch.collections[collection, FACTOR]).view(np.float64)
-    offset = np.int64(batch.collections[collection, OFFSET]).view(np.float64)
-    for i in range(batch.slots[slot, K]):
+    if batch.collections[collection, at.BLOCKS] != 0:
+        filled, keys = batch.slots[slot, at.SCORED], batch.exact
+    factor = np.int64(batch.collections[collection, at.FACTOR]).view(np.float64)
+    offset = np.int64(batch.collections[collection, at.OFFSET]).view(np.float64)
+    for i in range(batch.slots[slot, at.K]):
         nodes[i] = np.int64(node_of(keys[slot, i])) if i < filled else -1
         found[i] = np.float64(distance_of(keys[slot, i])) * factor + offset if i < filled else np.inf

@@ -13,43 +13,14 @@ far for top_m and still is, because the worst distance in top_m only falls.
 import numpy as np
 
 from gpu.compiled import compiled
+from gpu.cpu import tables as at
 from gpu.cpu.extend.estimated import extend_estimated
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
 from gpu.cpu.extend.passing import compare_instead, count_parent, extend_comparing, found_enough
 from gpu.cpu.extend.results import keep_allowed, rescore
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
-from gpu.cpu.tables import (
-    BLOCKS,
-    COLLECTION,
-    CURSOR,
-    DEGREE,
-    EXTENDS,
-    FILLED,
-    GRAPH,
-    KIND,
-    LANES,
-    PARENTS,
-    PATIENCE,
-    QUERY,
-    QUERY_ROW,
-    ROW_BYTES,
-    ROWS,
-    SCANNING,
-    SEED_COUNT,
-    SEEDS,
-    SIZE,
-    SKETCH_BYTES,
-    SKETCHES,
-    START,
-    TASK_BEGIN,
-    TASK_END,
-    TOP_M,
-    UNCHANGED,
-    VISITED_BITS,
-    WIDTH,
-    batch_at,
-)
+from gpu.cpu.tables import batch_at
 
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
@@ -61,9 +32,10 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
     """Take the `search_width` nearest entries of each top_m that have not been parents, and mark them."""
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
-        graph, row_bytes = collections[slots[slot, COLLECTION], GRAPH], collections[slots[slot, COLLECTION], DEGREE] * 4
-        position, count = slots[slot, CURSOR], 0
-        while position < slots[slot, FILLED] and count < slots[slot, WIDTH]:
+        collection = slots[slot, at.COLLECTION]
+        graph, row_bytes = collections[collection, at.GRAPH], collections[collection, at.DEGREE] * 4
+        position, count = slots[slot, at.CURSOR], 0
+        while position < slots[slot, at.FILLED] and count < slots[slot, at.WIDTH]:
             if not keys[slot, position] & np.uint64(1):
                 node = np.int64(node_of(keys[slot, position]))
                 keys[slot, position] |= np.uint64(1)
@@ -73,8 +45,8 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
                 for offset in range(0, row_bytes, 64):
                     prefetch(np.uint64(graph + node * row_bytes + offset))
             position += 1
-        slots[slot, CURSOR] = position
-        slots[slot, PARENTS] = count
+        slots[slot, at.CURSOR] = position
+        slots[slot, at.PARENTS] = count
 
 
 @compiled
@@ -83,22 +55,22 @@ def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
     collections, slots, parents, tasks = batch.collections, batch.slots, batch.parents, batch.tasks
     end = 0
     for slot in active:
-        collection = slots[slot, COLLECTION]
-        slots[slot, TASK_BEGIN] = end
-        if slots[slot, EXTENDS] == 0 and slots[slot, START] >= 0:
-            tasks[end] = slots[slot, START]
+        collection = slots[slot, at.COLLECTION]
+        slots[slot, at.TASK_BEGIN] = end
+        if slots[slot, at.EXTENDS] == 0 and slots[slot, at.START] >= 0:
+            tasks[end] = slots[slot, at.START]
             end += 1
-        elif slots[slot, EXTENDS] == 0:
-            count = collections[collection, SEED_COUNT]
-            move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(collections[collection, SEEDS]), count * 4)
+        elif slots[slot, at.EXTENDS] == 0:
+            count = collections[collection, at.SEED_COUNT]
+            move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(collections[collection, at.SEEDS]), count * 4)
             end += count
         else:
-            degree = collections[collection, DEGREE]
-            for p in range(slots[slot, PARENTS]):
-                row = collections[collection, GRAPH] + parents[slot, p] * degree * 4
+            degree = collections[collection, at.DEGREE]
+            for p in range(slots[slot, at.PARENTS]):
+                row = collections[collection, at.GRAPH] + parents[slot, p] * degree * 4
                 move(np.uint64(tasks.ctypes.data + end * 4), np.uint64(row), degree * 4)
                 end += degree
-        slots[slot, TASK_END] = end
+        slots[slot, at.TASK_END] = end
 
 
 @compiled
@@ -107,45 +79,45 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
     collections, slots, visited, tasks = batch.collections, batch.slots, batch.visited, batch.tasks
     end = 0
     for slot in active:
-        collection = slots[slot, COLLECTION]
-        size = collections[collection, SIZE]
+        collection = slots[slot, at.COLLECTION]
+        size = collections[collection, at.SIZE]
         # What compute_distances reads first.
-        first, first_bytes = collections[collection, SKETCHES], collections[collection, SKETCH_BYTES]
+        first, first_bytes = collections[collection, at.SKETCHES], collections[collection, at.SKETCH_BYTES]
         if first == 0:
-            first, first_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
+            first, first_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
         table = visited.ctypes.data + slot * visited.strides[0]
-        shift = np.uint32(32 - slots[slot, VISITED_BITS])
+        shift = np.uint32(32 - slots[slot, at.VISITED_BITS])
         begin = end
-        for t in range(slots[slot, TASK_BEGIN], slots[slot, TASK_END]):
+        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
             node = tasks[t]
             place = np.int64(np.uint32(node * _HASH) >> shift) & ~np.int64(WAYS - 1)  # numba widens products to 64 bits
             seen = visit(np.uint64(table + place * 4), node)
             prefetch(np.uint64(first + np.int64(node) * first_bytes))
             tasks[end] = node
             end += 1 - (seen | (node >= size))  # a damaged graph must not lead outside of the rows
-        slots[slot, TASK_BEGIN] = begin
-        slots[slot, TASK_END] = end
+        slots[slot, at.TASK_BEGIN] = begin
+        slots[slot, at.TASK_END] = end
 
 
 @compiled
 def screen(batch, slot):  # type: ignore[no-untyped-def]
     """Drop the tasks whose sketch says that they are too far for a full top_m, and fetch the rows of the others."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
-    collection = slots[slot, COLLECTION]
-    query = np.uint64(slots[slot, QUERY])
-    l2 = (collections[collection, KIND] & 1) == 0
-    first = slots[slot, EXTENDS] == 0
+    collection = slots[slot, at.COLLECTION]
+    query = np.uint64(slots[slot, at.QUERY])
+    l2 = (collections[collection, at.KIND] & 1) == 0
+    first = slots[slot, at.EXTENDS] == 0
     cutoff = np.float32(np.inf)
     if not first:
-        worst = distance_of(batch.keys[slot, slots[slot, TOP_M] - 1])
+        worst = distance_of(batch.keys[slot, slots[slot, at.TOP_M] - 1])
         cutoff = worst - load_f32(query + np.uint64(SKETCH_CONSTANT)) + load_f32(query + np.uint64(SKETCH_MARGIN))
     step = load_f32(query + np.uint64(SKETCH_STEP))
     bias = load_f32(query + np.uint64(SKETCH_BIAS))
     lanes = query + np.uint64(QUERY_SKETCH)
-    sketches, sketch_bytes = collections[collection, SKETCHES], collections[collection, SKETCH_BYTES]
-    rows, row_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
-    begin = end = slots[slot, TASK_BEGIN]
-    for t in range(begin, slots[slot, TASK_END]):
+    sketches, sketch_bytes = collections[collection, at.SKETCHES], collections[collection, at.SKETCH_BYTES]
+    rows, row_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
+    begin = end = slots[slot, at.TASK_BEGIN]
+    for t in range(begin, slots[slot, at.TASK_END]):
         node = tasks[t]
         sketch = np.uint64(sketches + np.int64(node) * sketch_bytes)
         tail = sketch + np.uint64(sketch_bytes - 8)
@@ -167,7 +139,7 @@ def screen(batch, slot):  # type: ignore[no-untyped-def]
             tasks[end] = node
             end += 1
             prefetch(np.uint64(rows + np.int64(node) * row_bytes))
-    slots[slot, TASK_END] = end
+    slots[slot, at.TASK_END] = end
 
 
 @compiled
@@ -175,17 +147,17 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
     """Score the tasks, those that sketches do not rule out, fetching the next row while this one is summed."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     for slot in active:
-        full = slots[slot, EXTENDS] == 0 or slots[slot, FILLED] == slots[slot, TOP_M]
-        if collections[slots[slot, COLLECTION], SKETCHES] != 0 and full:
+        full = slots[slot, at.EXTENDS] == 0 or slots[slot, at.FILLED] == slots[slot, at.TOP_M]
+        if collections[slots[slot, at.COLLECTION], at.SKETCHES] != 0 and full:
             screen(batch, slot)
     for slot in active:
-        collection = slots[slot, COLLECTION]
-        rows, row_bytes = collections[collection, ROWS], collections[collection, ROW_BYTES]
-        kind, lanes = collections[collection, KIND], collections[collection, LANES]
-        step = load_f32(np.uint64(slots[slot, QUERY] + CODE_STEP))
-        query = np.uint64(slots[slot, QUERY] + collections[collection, QUERY_ROW])
-        for t in range(slots[slot, TASK_BEGIN], slots[slot, TASK_END]):
-            if t + 1 < slots[slot, TASK_END]:
+        collection = slots[slot, at.COLLECTION]
+        rows, row_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
+        kind, lanes = collections[collection, at.KIND], collections[collection, at.LANES]
+        step = load_f32(np.uint64(slots[slot, at.QUERY] + CODE_STEP))
+        query = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_ROW])
+        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
+            if t + 1 < slots[slot, at.TASK_END]:
                 following = rows + np.int64(tasks[t + 1]) * row_bytes
                 for offset in range(64, row_bytes, 64):
                     prefetch(np.uint64(following + offset))
@@ -199,9 +171,9 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
     slots, keys, tasks, distances = batch.slots, batch.keys, batch.tasks, batch.distances
     done = 0
     for slot in active:
-        top_m, filled, cursor = slots[slot, TOP_M], slots[slot, FILLED], slots[slot, CURSOR]
+        top_m, filled, cursor = slots[slot, at.TOP_M], slots[slot, at.FILLED], slots[slot, at.CURSOR]
         changed = False
-        for t in range(slots[slot, TASK_BEGIN], slots[slot, TASK_END]):
+        for t in range(slots[slot, at.TASK_BEGIN], slots[slot, at.TASK_END]):
             position = insert(keys, slot, filled, top_m, key_of(distances[t], tasks[t]))
             if position >= 0:
                 changed = True
@@ -209,12 +181,12 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
                 cursor = min(cursor, position)
         while cursor < filled and keys[slot, cursor] & np.uint64(1):
             cursor += 1
-        slots[slot, FILLED] = filled
-        slots[slot, CURSOR] = cursor
-        slots[slot, EXTENDS] += 1
-        slots[slot, UNCHANGED] = 0 if changed else slots[slot, UNCHANGED] + 1
-        patience = slots[slot, PATIENCE]
-        if cursor == filled or (patience > 0 and slots[slot, UNCHANGED] >= patience) or found_enough(batch, slot):
+        slots[slot, at.FILLED] = filled
+        slots[slot, at.CURSOR] = cursor
+        slots[slot, at.EXTENDS] += 1
+        slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
+        patience = slots[slot, at.PATIENCE]
+        if cursor == filled or (patience > 0 and slots[slot, at.UNCHANGED] >= patience) or found_enough(batch, slot):
             finished[done] = slot
             done += 1
     return done
@@ -247,9 +219,9 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
 @compiled
 def way_of(collections, slots, slot):  # type: ignore[no-untyped-def]
     """How a slot is extended."""
-    if slots[slot, SCANNING]:
+    if slots[slot, at.SCANNING]:
         return _COMPARED
-    return _ESTIMATED if collections[slots[slot, COLLECTION], BLOCKS] != 0 else _SCORED
+    return _ESTIMATED if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _SCORED
 
 
 @compiled
@@ -264,7 +236,7 @@ def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
     for i in range(done):
         slot = finished[i]
         keep_allowed(batch, slot)
-        if not compare_instead(batch, slot, batch.slots[slot, FILLED]):
+        if not compare_instead(batch, slot, batch.slots[slot, at.FILLED]):
             rescore(batch, slot)
             finished[kept] = slot
             kept += 1
