@@ -44,7 +44,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def writes(directory: Path) -> Iterator[LiveWrites]:
-    made = LiveWrites({name: directory / name for name in ("notes", "bare", "sealed")}, Embeds(), embedder_of)
+    made = LiveWrites({name: directory / name for name in ("notes", "bare", "sealed")}, Embeds().embedded, embedder_of)
     yield made
     made.close()
 
@@ -161,7 +161,7 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
 def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: LiveWrites, directory: Path) -> None:
     asyncio.run(writes.upsert("notes", [Upserted("a", "kept")]))
     writes.close()
-    again = LiveWrites({"notes": directory / "notes"}, Embeds(), embedder_of)
+    again = LiveWrites({"notes": directory / "notes"}, Embeds().embedded, embedder_of)
     assert asyncio.run(again.delete("notes", ["a"])) == 1
     again.close()
 

@@ -27,7 +27,7 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(notes: Path) -> Iterator[str]:
-    writes = LiveWrites({"notes": notes}, Embeds(), lambda _: Hashing(DIM))
+    writes = LiveWrites({"notes": notes}, Embeds().embedded, lambda _: Hashing(DIM))
     settings = Settings(collections={"notes": DIM}, api_keys=("key",))
     with Cluster(settings=settings, writes=writes) as cluster:
         yield cluster.url

@@ -46,7 +46,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cluster(directory: Path) -> Iterator[Cluster]:
-    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds(), lambda _: Hashing(DIM))
+    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds().embedded, lambda _: Hashing(DIM))
     access = {
         ACME: Access({"notes": Bound("tenant", "acme"), "manuals": None}),
         BLUE: Access({"notes": Bound("tenant", "blue")}),

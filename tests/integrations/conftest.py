@@ -72,7 +72,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     """Of a node with an empty live collection `notes` that wants `KEY`."""
     create(tmp_path / "notes", 64, degree=8)
     notes = Notes(tmp_path / "notes")
-    writes = LiveWrites({"notes": tmp_path / "notes"}, notes, lambda name: HASHING)
+    writes = LiveWrites({"notes": tmp_path / "notes"}, notes.embedded, lambda name: HASHING)
     settings = Settings(collections={"notes": 64}, api_keys=(KEY,))
     with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes) as cluster:
         yield cluster.url

@@ -45,8 +45,8 @@ class Replacing:
     def step(self, now_ns: int) -> bool:
         """Do what is to be done now. Whether another catalogue is offered."""
         self._hear()
-        renewed = False
-        for change in (*self._pending_ones(), *self._catalogue.poll(now_ns)):
+        renewed, pending, self._pending = False, self._pending, []
+        for change in (*pending, *self._catalogue.poll(now_ns)):
             renewed |= self._apply(change)
         if renewed:
             self._server.renew(self._catalogue.offer)
@@ -58,10 +58,6 @@ class Replacing:
                 del self._leaving[key]
         self._tell()
         return renewed
-
-    def _pending_ones(self) -> list[Change]:
-        pending, self._pending = self._pending, []
-        return pending
 
     def _hear(self) -> None:
         """What the supervisor wants reloaded."""

@@ -5,6 +5,7 @@ sections ("compound" holds "with"); the smaller topic keeps the passage.
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -99,7 +100,7 @@ def _packed(blocks: list[str]) -> Iterator[str]:
         passages.pop()
         passages[-1].extend(rest)
     for passage in filter(None, passages):
-        yield _dedented(passage)
+        yield textwrap.dedent("\n\n".join(passage)).strip("\n")
 
 
 def _cut(block: str) -> Iterator[str]:
@@ -150,8 +151,3 @@ def _indent(block: str) -> int:
 
 def _words(blocks: list[str]) -> int:
     return sum(len(block.split()) for block in blocks)
-
-
-def _dedented(blocks: list[str]) -> str:
-    margin = min(_indent(line) for block in blocks for line in block.split("\n") if line.strip())
-    return "\n\n".join("\n".join(line[margin:] for line in block.split("\n")) for block in blocks).strip("\n")

@@ -7,10 +7,10 @@ takes this one's place goes on where the log ends.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -36,13 +36,8 @@ _THREADS = 8  # that wait for the disk together: writes which come at once share
 _EMBEDDED_AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
 _T = TypeVar("_T")
 Observe = Callable[[float], None]
-
-
-class Embedding(Protocol):
-    """What turns texts into vectors."""
-
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        """The texts' vectors [n, dim]."""
+Embed = Callable[[Embedder, Sequence[str], TextKind], Awaitable[tuple[Vectors, int]]]
+"""The texts' vectors [n, dim], and how many tokens they have."""
 
 
 class LiveWrites:
@@ -55,11 +50,11 @@ class LiveWrites:
     def __init__(
         self,
         places: Mapping[str, Path],
-        embedding: Embedding,
+        embed: Embed,
         embedder_of: Callable[[str], Embedder],
         observe: Observe = lambda seconds: None,
     ) -> None:
-        self._places, self._embedding, self._embedder_of, self._observe = places, embedding, embedder_of, observe
+        self._places, self._embed, self._embedder_of, self._observe = places, embed, embedder_of, observe
         self._writers: dict[str, LiveWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
@@ -142,7 +137,7 @@ class LiveWrites:
         for begin in range(0, len(bare), _EMBEDDED_AT_ONCE):
             part = bare[begin : begin + _EMBEDDED_AT_ONCE]
             texts = [embedding_text(given[number].title, given[number].text) for number in part]
-            vectors, _ = await self._embedding.embedded(embedder, texts, "passage")
+            vectors, _ = await self._embed(embedder, texts, "passage")
             for number, vector in zip(part, vectors, strict=True):
                 given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given

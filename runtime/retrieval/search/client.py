@@ -75,7 +75,11 @@ class SearchClient:
         self.dispatcher = Dispatcher(endpoints, name, defaults or PoolSection(), policy, find, limits, clock, near)
         self.remote = frozenset(section.name for section in remote)
         """The collections that are on other nodes."""
-        self._remote = _remote_dispatcher(remote, (limits or Limits()).parked) if remote else None
+        self._remote: RemoteDispatcher | None = None
+        if remote:
+            from runtime.retrieval.search import remote_dispatch  # few have need of HTTP
+
+            self._remote = remote_dispatch.RemoteDispatcher(remote, (limits or Limits()).parked)
         self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
         self._writes: Writes | None = None  # without a node's name there is none
         self.words = Words(self.dispatcher, self.remote)
@@ -177,7 +181,7 @@ class SearchClient:
         if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):  # the pool looks at a GPU's
             check_finite(row)
         if not spec.collection:
-            spec = self._named(spec)
+            spec = replace(spec, collection=self._only())
         question = Question(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
         asks = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
         asks.ask(question, wait_for_room)
@@ -192,11 +196,11 @@ class SearchClient:
             raise InvalidRequest(f"vector is a text, and collection {collection!r} is not on other nodes", "vector")
         return self.dispatcher
 
-    def _named(self, spec: SearchSpec) -> SearchSpec:
-        """With the name of the only collection."""
+    def _only(self) -> str:
+        """The name of the only collection."""
         names = (*(self._collections or self.dispatcher.routes.collections), *self.remote)
         if len(names) == 1:
-            return replace(spec, collection=names[0])
+            return names[0]
         if not names:
             raise Unavailable("no pool is up that could tell which collection is meant")
         raise InvalidRequest(f"collection is missing; there are {sorted(names)}", "collection")
@@ -272,7 +276,8 @@ class SearchClient:
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
-        spec = self._named(spec) if len(rows) and not spec.collection else spec
+        if len(rows) and not spec.collection:
+            spec = replace(spec, collection=self._only())
         transport, tickets = self._transport_to(spec.collection), self.dispatcher.tickets
         return BatchRun(transport, [Question(next(tickets), row, spec) for row in rows], rows, spec.k)
 
@@ -302,7 +307,7 @@ class SearchClient:
         What this returns from is kept, and found by searches within a moment. Raises `InvalidRequest`,
         `InvalidDocument`, `Overloaded`, `NoRoom`, `Unavailable` (also where this client was not made by `connect`).
         """
-        return self._writer().upsert(self._meant(collection), documents)
+        return self._writer().upsert(collection or self._only(), documents)
 
     def delete(
         self, ids: Sequence[str] | None = None, *, filter: Mapping[str, Any] | None = None, collection: str = ""
@@ -311,15 +316,12 @@ class SearchClient:
 
         No search finds them that begins when this has returned. Raises as `upsert`, and `InvalidFilter`.
         """
-        return self._writer().delete(self._meant(collection), ids, filter)
+        return self._writer().delete(collection or self._only(), ids, filter)
 
     def _writer(self) -> Writes:
         if self._writes is None:
             raise Unavailable("only a client that SearchClient.connect has made knows where its node is written to")
         return self._writes
-
-    def _meant(self, collection: str) -> str:
-        return collection or self._named(spec_of(1, "", "prefill", None, 1, None)).collection
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Of the builds of a collection that are served now, as far as was noticed."""
@@ -388,9 +390,3 @@ class SearchClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _remote_dispatcher(remote: Sequence[RemoteSection], limit: int) -> "RemoteDispatcher":
-    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher  # few have need of HTTP
-
-    return RemoteDispatcher(remote, limit)

@@ -129,7 +129,9 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     writes = None
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
-        writes = LiveWrites(places, search, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME))
+        writes = LiveWrites(
+            places, search.embedded, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
+        )
     answers = None
     if config.stores_answers:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
