@@ -79,6 +79,8 @@ class Engine(ABC):
         self.limits = limits
         self._report = np.zeros(2 + 2 * limits.slots, np.int64)
         self._report_at, self._told = int(self._report.ctypes.data), self._report.data
+        self._ids, self._distances = np.zeros(limits.max_k, np.int64), np.zeros(limits.max_k, np.float32)  # of one slot
+        self._found_at = (int(self._ids.ctypes.data), int(self._distances.ctypes.data))
         self.extends_made = 0
         self.padded_slots = 0
 
@@ -147,7 +149,8 @@ class Engine(ABC):
             vector = checked(vector[None], dim)[0]
         self._slots.expect_free()
         asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
-        slot = self._admit(self._backend.handle, vector.ctypes.data, *asked)
+        address = vector.__array_interface__["data"][0]  # in a third of the time that `ctypes` takes
+        slot = self._admit(self._backend.handle, address, *asked)
         if slot == INVALID:
             raise refusal(vector, 0)
         return slot
@@ -178,8 +181,10 @@ class Engine(ABC):
         self._slots.expect(slot, SlotState.FINISHED)
         self._check_open()
         k = self._wanted(slot)
-        ids, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
-        self._harvest(self._backend.handle, slot, ids.ctypes.data, distances.ctypes.data)
+        count = self._harvest(self._backend.handle, slot, *self._found_at)
+        ids, distances = self._ids[:k].copy(), self._distances[:k].copy()
+        if count < k:
+            ids[count:], distances[count:] = -1, np.inf
         return ids, distances
 
     def release(self, slot: int) -> None:

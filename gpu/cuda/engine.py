@@ -71,6 +71,7 @@ class CudaEngine(Engine):
         self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
         self._own_driver = False
+        self.resident = False
         self._hangs = False  # a launch has not ended in time, and never may
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
@@ -85,11 +86,11 @@ class CudaEngine(Engine):
             self._graphs = graphs = LaunchGraphs(
                 driver, self._stream, kernels, buckets, form, extends_per_launch, life_us
             )
+            self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
             # How launches are made, by bucket, and why not as was wanted; whether blocks stay on the device; the most
             # extends of a launch: what was wanted, or 1 where the device cannot.
             self.forms, self.refused, self.resident = graphs.forms, graphs.refused, graphs.resident
             self.extends_per_launch = graphs.limit
-            self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
             own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
             self._serve(self._functions(), own.table)
             for number, one in enumerate(data):
