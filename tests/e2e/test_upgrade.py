@@ -56,7 +56,7 @@ def test_nodes_are_upgraded_one_by_one_under_load_without_a_loss_and_have_what_w
         for node in nodes:
             assert _written(node, "by the one before")
         urls = [node.info.url for node in nodes]
-        with balancing("haproxy", urls, tmp_path) as url, load(url) as outcomes:
+        with balancing("haproxy", urls, tmp_path) as url, load(url, clients=2) as outcomes:
             more(outcomes, 10)
             monkeypatch.chdir(other_version)  # where a process that starts there finds the product
             monkeypatch.setenv("PYTHONPATH", str(other_version))
