@@ -30,8 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one process a core, and two more where tests wait for others; none where a debugger is."""
-    more = 0 if _only_layer(config) == "unit" else 2
+    """For `-n auto`: one process a core, and one more where tests wait for others; none where a debugger is."""
+    more = 0 if _only_layer(config) == "unit" else 1
     return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
 
 

@@ -183,7 +183,8 @@ def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: S
     node = start_node()
     pids, token = node.pids().values(), token_of(node.info)
     with ThreadPoolExecutor(4) as threads:
-        ends = [threads.submit(end_of, node, BODY | {"prompt": prompt}) for prompt in prompts(4)]
+        bodies = [BODY | {"prompt": prompt, "max_tokens": 400} for prompt in prompts(4)]  # all are there to be seen
+        ends = [threads.submit(end_of, node, body) for body in bodies]
         eventually(lambda: node.metric("trinity_requests_in_flight") == 4, 60, "requests in flight")
         assert node.stop(signal.SIGINT) == 0
         assert [end.result(timeout=60) for end in ends] == ["length"] * 4

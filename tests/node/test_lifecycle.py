@@ -155,6 +155,18 @@ def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase:
     assert (dead.due > node.now_s) == waits
 
 
+def test_a_standby_worker_of_a_gpu_that_comes_back_starts_at_once_however_long_it_took_before(node: Node) -> None:
+    spare, worker = node.children
+    spare.place, spare.due = replace(spare.place, spare=0), float("inf")  # its slow start was told of
+    standbys = Standbys([spare], [worker])
+    worker.desired, worker.phase = Desired.GONE, Phase.STOPPED
+    node.lifecycle.reconcile(standbys.step(may_start=True))
+    assert spare.phase is Phase.STOPPED
+    worker.desired, worker.phase = Desired.RUN, Phase.READY
+    node.lifecycle.reconcile(standbys.step(may_start=True))
+    assert node.starts == [(spare.name, node.now_s)]
+
+
 def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 

@@ -61,7 +61,7 @@ class Standbys:
             if not of_use:
                 spare.desired = Desired.GONE
             elif spare.desired is Desired.GONE and spare.process is None:
-                spare.desired, spare.phase = Desired.RUN, Phase.BACKOFF
+                spare.desired, spare.phase, spare.due = Desired.RUN, Phase.BACKOFF, 0.0
             if spare.process is not None or not of_use:
                 chosen.append(spare)
             elif may_start:
