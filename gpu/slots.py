@@ -36,8 +36,6 @@ class Limits:
 
     def check(self, params: SearchParams) -> None:
         """Raise InvalidParams for what is over a limit."""
-        if params.k <= self.max_k and params.top_m <= self.max_top_m and params.search_width <= self.max_search_width:
-            return
         for name, limit in (("k", self.max_k), ("top_m", self.max_top_m), ("search_width", self.max_search_width)):
             if getattr(params, name) > limit:
                 raise InvalidParams(f"{name} is {getattr(params, name)}; this engine's limit is {limit}")
