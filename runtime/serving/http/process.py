@@ -142,7 +142,10 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     _allow_descriptors(config.http.max_connections)
-    refused = lambda status: measures.responded("", status, 0.0)  # noqa: E731
+
+    def refused(status: int) -> None:
+        measures.responded("", status, 0.0)
+
     http = HttpConfig(app, config.http, new_id, config.node.drain_s, refused)
     server = _Server(http, worker)
 
