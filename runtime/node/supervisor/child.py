@@ -105,6 +105,10 @@ class Child:
         if self.process is not None:
             self.process.send_signal(kind)
 
+    def back_off(self, until: float = 0.0) -> None:
+        """It has no process, and gets one when that time has come: 0: as soon as one may start."""
+        self.phase, self.due = Phase.BACKOFF, until
+
     def drain(self, kind: signal.Signals, until: float) -> None:
         """Have its process finish what it has and end. SIGHUP: in a node that goes on, SIGTERM: in one that stops."""
         self.phase, self.due = Phase.DRAINING, until

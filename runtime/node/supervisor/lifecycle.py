@@ -51,7 +51,7 @@ class Lifecycle:
                 case Desired.GONE:
                     child.phase = Phase.STOPPED
                 case Desired.RESTART:
-                    child.phase, child.due = Phase.BACKOFF, self._clock()
+                    child.back_off()
                 case Desired.RUN:
                     self._ended(child, how(code))
 
@@ -130,7 +130,8 @@ class Lifecycle:
                 child.desired, child.phase = Desired.GONE, Phase.STOPPED
             return
         delay = child.backoff.next_delay(ran_s)
-        child.phase, child.due, child.restarts = Phase.BACKOFF, self._clock() + delay, child.restarts + 1
+        child.back_off(self._clock() + delay)
+        child.restarts += 1
         if child.cannot_run:
             child.failure = f"cannot run ({said})"
             log.error("%s cannot run (%s): the others go on, it starts again in %.2f s", child.name, said, delay)

@@ -30,7 +30,8 @@ class Standbys:
             return False
         log.info("%s takes the place of %s", spare.name, child.name)
         child.process, child.stack_fd = spare.process, spare.stack_fd
-        spare.process, spare.stack_fd, spare.phase, spare.due = None, -1, Phase.BACKOFF, 0.0
+        spare.process, spare.stack_fd = None, -1
+        spare.back_off()
         return True
 
     def _for(self, child: Child) -> Child | None:
@@ -61,7 +62,8 @@ class Standbys:
             if not of_use:
                 spare.desired = Desired.GONE
             elif spare.desired is Desired.GONE and spare.process is None:
-                spare.desired, spare.phase, spare.due = Desired.RUN, Phase.BACKOFF, 0.0
+                spare.desired = Desired.RUN
+                spare.back_off()
             if spare.process is not None or not of_use:
                 chosen.append(spare)
             elif may_start:
