@@ -1,7 +1,8 @@
-"""Two nodes behind a balancer under load: none is lost when one drains or is restarted, all are accounted for when one
-is killed."""
+"""Two nodes behind a balancer under load: none is lost when another version takes their places, one after the other and
+on the same files; all are accounted for when one is killed."""
 
 import os
+import shutil
 import signal
 import socket
 from collections import Counter
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.fleet.balancers import PRINTED, balancing, free_port
+from runtime.retrieval.live.collection import create
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
@@ -23,12 +25,32 @@ from tests.fleet.manifests import picker_metrics
 
 Start = Callable[[int], Node]
 
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("runtime", "gpu", "ipc", "launchers", "dashboards")
+NOTES = """
+[[collections]]
+name = "notes"
+path = "{notes}"
+"""
+
+
+def other_version(copy: Path) -> Path:
+    """A copy of the product, compiled as it is by now, that says it has another version."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package)
+    (copy / "trinity_runtime-99.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: trinity-runtime\nVersion: 99.0\n"
+    (copy / "trinity_runtime-99.0.dist-info" / "METADATA").write_text(metadata)
+    return copy
+
 
 @pytest.fixture
 def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the node of a number, again and again at the same port."""
     started: list[Node] = []
     ports = {number: free_port() for number in (1, 2)}
+    for number in ports:
+        create(tmp_path / f"notes-{number}", 128, embedder="hashing-128")
 
     def make(number: int) -> Node:
         text = CONFIG.format(
@@ -37,6 +59,7 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
         config = tmp_path / f"node-{number}.toml"
         # The notice of a drain is the one that nodes give as they are shipped.
         text = text.replace("drain_notice_s = 0", "vllm_metrics = true")
+        text += NOTES.format(notes=tmp_path / f"notes-{number}")
         config.write_text(text.replace("port = 0", f"port = {ports[number]}"))
         started.append(Node(config))
         return started[-1]
@@ -58,15 +81,33 @@ def _drained(node: Node) -> None:
         node.wait(lambda: operator.get("/drain").json()["in_flight"] == 0, 60, "requests to end")
 
 
+def _version(node: Node) -> str:
+    line = next(line for line in node.metrics_text().splitlines() if line.startswith("trinity_node_info{"))
+    return line.partition('version="')[2].partition('"')[0]
+
+
+def _write(node: Node, text: str) -> None:
+    body = {"documents": [{"id": "written", "text": text}]}
+    with httpx.Client(base_url=node.info.url, trust_env=False, timeout=60) as http:
+        assert http.put("/v1/collections/notes/documents", json=body).status_code == 200
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PRINTED)
-def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
-    name: str, start: Start, tmp_path: Path, pytestconfig: pytest.Config
+def test_nodes_are_replaced_by_another_version_without_a_loss_and_a_kill_is_accounted_for(
+    name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     """`--fleet-rounds` has it do so again and again; `-s` shows the account."""
     program(name)
     with ThreadPoolExecutor() as both:
         first, second = both.map(start, (1, 2))
     assert [second.metric(asked) for asked in picker_metrics()] == [0, 0, 0]  # the names in our manifests
+    before = _version(first)
+    for node in (first, second):
+        _write(node, "by the one before")
+    other = other_version(tmp_path / "other")
+    monkeypatch.chdir(other)  # where a process that starts there finds the product
+    monkeypatch.setenv("PYTHONPATH", str(other))
     urls = [first.info.url, second.info.url]
     with balancing(name, urls, tmp_path) as url, load(url) as outcomes:
         more(outcomes, 20)
@@ -76,7 +117,7 @@ def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
                 second = start(2)
                 takes_part(second)
             lost = len(outcomes.lost)
-            second.stop()  # as `trinity stop` does
+            second.stop()  # as `trinity stop` does: it drains
             second = start(2)
             takes_part(second)
             _drained(first)
@@ -85,6 +126,11 @@ def test_nodes_leave_and_come_back_without_a_loss_and_a_kill_is_accounted_for(
             takes_part(first)
             more(outcomes, 20)
             assert outcomes.lost[lost:] == []
+            for node in (first, second):
+                assert _version(node) == "99.0" != before
+                query = {"query": "by the one before", "collection": "notes", "k": 1}
+                assert node.post("/v1/retrieval", query)[1]["passages"][0]["id"] == "written"
+                _write(node, "by the one after")
             print(f"{name}: {outcomes.sent} sent, none lost since the last kill; now another one")
             os.kill(second.process.pid, signal.SIGKILL)
             second.process.wait(timeout=60)
