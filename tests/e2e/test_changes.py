@@ -1,4 +1,4 @@
-"""Workers are added, flipped and drained under load: every request that was sent is answered."""
+"""Workers are added, restarted, flipped and drained under load: every request that was sent is answered."""
 
 import subprocess
 import sys
@@ -30,31 +30,50 @@ path = "{collection}"
 """
 
 
-def workers(node: Node, *words: str) -> str:
-    """What `trinity workers` says."""
-    command = [sys.executable, "-m", "launchers.main", "workers", *words, "--node", str(node.run_dir)]
+def trinity(*words: str) -> str:
+    """What a command says."""
+    command = [sys.executable, "-m", "launchers.main", *words]
     run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     return run.stdout.strip() if run.returncode == 0 else run.stderr.strip()
 
 
+def workers(node: Node, *words: str) -> str:
+    """What `trinity workers` says."""
+    return trinity("workers", *words, "--node", str(node.run_dir))
+
+
 @pytest.mark.timeout(900)
-def test_workers_come_and_go_under_load_and_no_request_is_lost(tmp_path: Path, model: Path, collection: Path) -> None:
+def test_workers_come_restart_and_go_under_load_and_no_request_is_lost(
+    tmp_path: Path, model: Path, collection: Path
+) -> None:
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
     config.write_text(CONFIG.format(name="changes", run_dir=run_dir, model=model, collection=collection, drain_s=60.0))
     node = Node(config)
+
+    def epochs() -> dict[str, int]:
+        return {worker.name: worker.epoch for worker in node.status().workers}
+
+    def restart(name: str) -> None:
+        before = epochs()
+        said = trinity("restart", str(run_dir), "--worker", name)
+        assert epochs() == before | {name: before[name] + 1}, said
+
     try:
         with load(node, searchers=0, generators=3) as answers:
             wait_for_more(answers, 3)
             assert "add one first" in workers(node, "flip", "prefill")
-            for words, said in (
-                (("add", "prefill"), "prefill-1 is ready"),
-                (("flip", "prefill", "--name", "prefill-0"), "decode-1 is ready in its place"),
-                (("drain", "decode", "--name", "decode-0"), "decode-0 has left"),
-            ):
-                assert workers(node, *words) == said
-                wait_for_more(answers, 3)
+            assert workers(node, "add", "prefill") == "prefill-1 is ready"
+            wait_for_more(answers, 3)
+            restart("prefill-1")
+            wait_for_more(answers, 3)
+            assert workers(node, "flip", "prefill", "--name", "prefill-0") == "decode-1 is ready in its place"
+            wait_for_more(answers, 3)
+            restart("decode-0")
+            wait_for_more(answers, 3)
+            assert workers(node, "drain", "decode", "--name", "decode-0") == "decode-0 has left"
+            wait_for_more(answers, 3)
         assert set(answers) == {200}
-        assert {w.name for w in node.status().workers} == {"pool-0", "frontend-0", "prefill-1", "decode-1"}
+        assert set(epochs()) == {"pool-0", "frontend-0", "prefill-1", "decode-1"}
         assert node.metric("trinity_requests_total", outcome="failed") == 0
     finally:
         node.stop()
