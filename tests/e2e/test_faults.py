@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ wall, dice = time.time, random.Random(1)
 time.time = lambda: wall() + dice.choice((86_400.0, -86_400.0, 0.0))
 time.time_ns = lambda: int(time.time() * 1e9)
 """
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[list[Node]]:
+    """Nodes that were started for `mortal`, the latest last."""
+    started: list[Node] = []
+    yield started
+    for node in started:
+        node.stop()
+
+
+@pytest.fixture
+def mortal(new_node: StartNode, mortals: list[Node]) -> Node:
+    """A node that a test may end: who needs it next has another."""
+    if not mortals or mortals[-1].process.poll() is not None:
+        mortals.append(new_node(heartbeat_s=6.0))
+    return mortals[-1]
 
 
 def answer_of(node: Node, body: dict[str, Any]) -> tuple[str, list[int]]:
@@ -97,21 +115,19 @@ def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(nod
 
 
 @pytest.mark.timeout(400)
-def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(start_node: StartNode) -> None:
-    node = start_node(heartbeat_s=6.0)
+def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(mortal: Node) -> None:
     bodies = [BODY | {"prompt": prompt, "max_tokens": 150} for prompt in prompts(8)]  # that some are there to be seen
     with ThreadPoolExecutor(8) as threads:
-        undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
+        undisturbed = list(threads.map(lambda body: answer_of(mortal, body), bodies))
         assert {reason for reason, _ in undisturbed} == {"length"}
-        ends = [threads.submit(answer_of, node, body) for body in bodies]
-        eventually(lambda: node.metric("trinity_num_requests_running") >= 2, 60, "running rows")
-        os.kill(node.pid("decode-0"), signal.SIGSTOP)  # its connections stay open: only its silence tells
+        ends = [threads.submit(answer_of, mortal, body) for body in bodies]
+        eventually(lambda: mortal.metric("trinity_num_requests_running") >= 2, 60, "running rows")
+        os.kill(mortal.pid("decode-0"), signal.SIGSTOP)  # its connections stay open: only its silence tells
         assert [end.result(timeout=100) for end in ends] == undisturbed
-    node.wait_ready()
-    assert {w.name: w.restarts for w in node.status().workers if w.restarts} == {"decode-0": 1}
-    assert "decode-0 has no heartbeat for 6 s: killed" in node.log.read_text()
-    assert node.metric("trinity_requests_total", outcome="failed") == 0
-    assert node.stop() == 0
+    mortal.wait_ready()
+    assert {w.name: w.restarts for w in mortal.status().workers if w.restarts} == {"decode-0": 1}
+    assert "decode-0 has no heartbeat for 6 s: killed" in mortal.log.read_text()
+    assert mortal.metric("trinity_requests_total", outcome="failed") == 0
 
 
 @pytest.mark.timeout(400)
@@ -179,16 +195,26 @@ def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: No
     assert end_of(node, BODY | {"prompt": "again"}) == "length"
 
 
-def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(start_node: StartNode) -> None:
-    node = start_node()
-    pids, token = node.pids().values(), token_of(node.info)
+def test_a_killed_supervisor_takes_everything_down_with_it(mortal: Node, mortals: list[Node]) -> None:
+    pids, token = mortal.pids().values(), token_of(mortal.info)
+    os.kill(mortal.process.pid, signal.SIGKILL)
+    mortal.process.wait(timeout=60)
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60, "all processes to be gone")
+    left = leftovers(token, pids, mortal.run_dir)
+    assert left == [f"directory {mortal.run_dir}"], "only the stale directory: nobody was left to remove it"
+    mortals.append(Node(mortal.config))
+    assert end_of(mortals[-1], BODY | {"prompt": "x"}) == "length"
+
+
+def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(mortal: Node) -> None:
+    pids, token = mortal.pids().values(), token_of(mortal.info)
     with ThreadPoolExecutor(4) as threads:
         bodies = [BODY | {"prompt": prompt, "max_tokens": 400} for prompt in prompts(4)]  # all are there to be seen
-        ends = [threads.submit(end_of, node, body) for body in bodies]
-        eventually(lambda: node.metric("trinity_requests_in_flight") == 4, 60, "requests in flight")
-        assert node.stop(signal.SIGINT) == 0
+        ends = [threads.submit(end_of, mortal, body) for body in bodies]
+        eventually(lambda: mortal.metric("trinity_requests_in_flight") == 4, 60, "requests in flight")
+        assert mortal.stop(signal.SIGINT) == 0
         assert [end.result(timeout=60) for end in ends] == ["length"] * 4
-    assert leftovers(token, pids, node.run_dir) == []
+    assert leftovers(token, pids, mortal.run_dir) == []
 
 
 def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node: StartNode) -> None:
@@ -199,20 +225,6 @@ def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node:
         eventually(lambda: node.metric("trinity_num_requests_running") == 6, 60, "six running rows")
         node.stop()
         assert {end.result(timeout=60) for end in ends} == {"unavailable"}
-
-
-def test_a_killed_supervisor_takes_everything_down_with_it(start_node: StartNode) -> None:
-    node = start_node()
-    pids, token = node.pids().values(), token_of(node.info)
-    os.kill(node.process.pid, signal.SIGKILL)
-    node.process.wait(timeout=60)
-    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60, "all processes to be gone")
-    left = leftovers(token, pids, node.run_dir)
-    assert left == [f"directory {node.run_dir}"], "only the stale directory: nobody was left to remove it"
-    again = Node(node.config)
-    assert end_of(again, BODY | {"prompt": "x"}) == "length"
-    assert again.stop() == 0
-    assert not node.run_dir.exists()
 
 
 def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
