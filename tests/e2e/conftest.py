@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the node's model needs the extra [llm]")
 
 from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.python_docs import python_documents
 from runtime.testing.node import Node
 from runtime.testing.tiny_model import make_tiny_llama
@@ -51,9 +52,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("collections") / "docs"
-    pages = [replace(document, attributes={"source": "python"}) for document in python_documents()[:200]]
-    Collection.build(pages, path, embedder="hashing-128")
+    Collection.build(documents(), path, embedder="hashing-128")
     return path
+
+
+def documents() -> list[Document]:
+    """What `collection` is built of."""
+    return [replace(document, attributes={"source": "python"}) for document in python_documents()[:200]]
 
 
 StartNode = Callable[..., Node]

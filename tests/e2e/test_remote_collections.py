@@ -4,36 +4,20 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from runtime import SearchClient
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.python_docs import python_documents
+from runtime.retrieval.collections.documents import Document
 from runtime.testing.node import Node, running
+from tests.e2e.conftest import CONFIG, documents
 
-NODE = """
+PART = """
 [node]
 name = "{name}"
 run_dir = "{home}/run-{name}"
 
 [http]
 port = 0
-"""
-MODEL = """
-[model]
-name = "{model}"
-context_tokens = 2048
-weights = "float32"
 
-[prefill]
-slots = 3
-passage_tokens = 600
-
-[decode]
-slots = 3
-probe_tokens = 128
-"""
-OWN = """
 [[collections]]
 name = "docs"
 path = "{home}/{name}"
@@ -47,19 +31,20 @@ missing = "partial"
 QUERIES = ["How does a with statement call __exit__?", "comparison chaining", "default argument values", "a generator"]
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    documents = python_documents()[:200]
-    for name, some in (("whole", documents), ("left", documents[:100]), ("right", documents[100:])):
-        Collection.build(some, tmp_path / name, embedder="hashing-128")
-    return tmp_path
-
-
-def _start(nodes: ExitStack, home: Path, name: str, section: str, model: Path | None = None) -> Node:
+def _part(home: Path, name: str, some: list[Document]) -> Path:
+    """The configuration of a node that has some of the documents."""
+    Collection.build(some, home / name, embedder="hashing-128")
     config = home / f"{name}.toml"
-    text = NODE + (MODEL.replace("{model}", str(model)) if model else "") + section
-    config.write_text(text.replace("{home}", str(home)).replace("{name}", name))
-    return nodes.enter_context(running(config))
+    config.write_text(PART.format(home=home, name=name))
+    return config
+
+
+def _front(home: Path, model: Path, nodes: list[str]) -> Path:
+    """The configuration of a node that is as the shared one, but has its documents on others."""
+    text = CONFIG.format(name="front", run_dir=home / "run-front", model=model, collection="", drain_s=20.0)
+    config = home / "front.toml"
+    config.write_text(text.partition("[[collections]]")[0] + REMOTE.format(nodes=json.dumps(nodes)))
+    return config
 
 
 def _chat(query: str) -> dict[str, object]:
@@ -69,20 +54,21 @@ def _chat(query: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_a_collection_on_two_nodes_is_found_as_on_one_and_partly_when_one_has_gone(home: Path, model: Path) -> None:
+def test_a_collection_on_two_nodes_is_found_as_on_one_and_partly_when_one_has_gone(
+    node: Node, model: Path, tmp_path: Path
+) -> None:
     with ExitStack() as nodes:
-        whole = _start(nodes, home, "whole", OWN, model)
-        left, right = (_start(nodes, home, name, OWN) for name in ("left", "right"))
-        parts = REMOTE.format(nodes=json.dumps([left.info.url, right.info.url]))
-        front = _start(nodes, home, "front", parts, model)
+        left = nodes.enter_context(running(_part(tmp_path, "left", documents()[:100])))
+        right = nodes.enter_context(running(_part(tmp_path, "right", documents()[100:])))
+        front = nodes.enter_context(running(_front(tmp_path, model, [left.info.url, right.info.url])))
         with SearchClient.connect(front.run_dir) as client:
             for query in QUERIES:
-                _, one = whole.post("/v1/retrieval", {"query": query, "collection": "docs", "k": 5})
+                _, one = node.post("/v1/retrieval", {"query": query, "collection": "docs", "k": 5})
                 found = client.search(query, 5)
                 assert [passage.id for passage in found.passages] == [passage["id"] for passage in one["passages"]]
         for query in QUERIES[:2]:  # with a probe every 8 tokens
             (status, one), (found_status, two) = (
-                node.post("/v1/chat/completions", _chat(query)) for node in (whole, front)
+                asked.post("/v1/chat/completions", _chat(query)) for asked in (node, front)
             )
             assert (status, found_status) == (200, 200)
             assert len(one["retrieval"]["passages"]) > 2
@@ -90,7 +76,7 @@ def test_a_collection_on_two_nodes_is_found_as_on_one_and_partly_when_one_has_go
             assert two["choices"] == one["choices"]
         for query in QUERIES:
             (status, one), (found_status, two) = (
-                node.post("/v1/retrieval", {"query": query, "collection": "docs", "k": 5}) for node in (whole, front)
+                asked.post("/v1/retrieval", {"query": query, "collection": "docs", "k": 5}) for asked in (node, front)
             )
             assert (status, found_status) == (200, 200)
             assert two["passages"] == one["passages"]
@@ -99,7 +85,7 @@ def test_a_collection_on_two_nodes_is_found_as_on_one_and_partly_when_one_has_go
         assert right.stop() == 0
         status, answer = front.post("/v1/chat/completions", _chat(QUERIES[0]))
         assert (status, answer["retrieval"]["partial"]) == (200, True)
-        asked = {"query": QUERIES[0], "collection": "docs", "k": 5}
-        (status, some), (_, half) = front.post("/v1/retrieval", asked), left.post("/v1/retrieval", asked)
+        body = {"query": QUERIES[0], "collection": "docs", "k": 5}
+        (status, some), (_, half) = front.post("/v1/retrieval", body), left.post("/v1/retrieval", body)
         assert (status, some["partial"]) == (200, True)
         assert some["passages"] == half["passages"]
