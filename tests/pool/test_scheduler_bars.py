@@ -3,59 +3,86 @@
 Every comparison is paired: the same queries at the same times.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from random import Random
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.ablation import CPU
+from benchmarks.common.pool_alone import Query, run_pool
 from ipc import Stage
-from runtime.node.config import NodeConfig
-from runtime.pool.settings import Policy, policy_of
-from runtime.pool.sizing import Measured, fewest_slots
-from tests.pool.virtual_pool import LARGE, SMALL, USUAL, Answer, Asked, Costs, arrivals, serve
+from runtime.node.config import NodeConfig, PoolSection
+from runtime.simulator.times.service import ServiceTimes
 
-CPU, SLOWER_CALLS = Costs(), Costs(fixed=2_500)
-MIXED = {SMALL: 0.9, LARGE: 0.1}
+SLOWER_CALLS = msgspec.structs.replace(CPU, extend_s=2.5e-6)
+SMALL, USUAL, LARGE = 64, 128, 512  # top_m
+EXTENDS = {SMALL: 19, USUAL: 35, LARGE: 130}  # as MiniLM's 70,639 vectors have them
+ONLY_USUAL, MIXED = {USUAL: 1.0}, {SMALL: 0.9, LARGE: 0.1}
 SEEDS = range(3)
+STATIC: dict[str, Any] = {"policy": "static", "slots": 32}
+PLACES: dict[str, Any] = {"queue": 341}  # of which decode may have 256, as many as its clients' rings
 
 
-def shipped(costs: Costs = CPU, **changes: Any) -> Policy:
-    """The defaults, with the slots that "auto" finds at these costs."""
-    slots = fewest_slots([Measured(active, costs.fixed + costs.each * active) for active in (1, 2, 4, 8, 16, 32)])
-    return replace(policy_of(NodeConfig(), slots), **changes)
+class Answer(NamedTuple):
+    end_ns: int
+    latency_ns: int
+    stage: Stage
+    top_m: int
 
 
-STATIC = replace(policy_of(NodeConfig(), 32), rules="static")
+def arrivals(rate: float, seconds: float, stage: Stage, kinds: dict[int, float], seed: int) -> list[Query]:
+    """Queries at random times, `rate` a second, of the kinds (top_m) in these proportions."""
+    random, at_s, found = Random(seed), 0.0, []
+    while (at_s := at_s + random.expovariate(rate)) < seconds:
+        (kind,) = random.choices(list(kinds), list(kinds.values()))
+        found.append(Query(int(at_s * 1e9), stage, EXTENDS[kind] + random.randint(-2, 3), kind))
+    return found
+
+
+def serve(queries: Sequence[Query], times: ServiceTimes, **pool: Any) -> list[Answer]:
+    """What is answered, by time: a whole static batch, whose queries have begun together, at once."""
+    fates = run_pool(queries, times, NodeConfig(pool=PoolSection(**pool)))
+    begun = [query.at_ns + fate.wait_ns for query, fate in zip(queries, fates, strict=True)]
+    together = begun if pool.get("policy") == "static" else range(len(fates))
+    ends: dict[int, int] = {}
+    for query, fate, batch in zip(queries, fates, together, strict=True):
+        ends[batch] = max(ends.get(batch, 0), query.at_ns + fate.latency_ns)
+    return sorted(
+        Answer(ends[batch], ends[batch] - query.at_ns, query.stage, query.top_m)
+        for query, fate, batch in zip(queries, fates, together, strict=True)
+        if fate.status == "ok"
+    )
 
 
 def p99(answers: list[Answer], top_m: int = USUAL, stage: Stage = "decode") -> float:
     return float(np.percentile([one.latency_ns for one in answers if (one.top_m, one.stage) == (top_m, stage)], 99))
 
 
-def full(queries: list[Asked]) -> list[Asked]:
-    """The same, all there from the start."""
-    return [Asked(0, query.stage, query.top_m, query.extends) for query in queries]
-
-
 @cache
-def static_per_s(costs: Costs) -> float:
-    answers = serve(full(arrivals(2500, 1.0, "decode", MIXED, 9)), costs, STATIC)
+def capacity(times: ServiceTimes, **pool: Any) -> float:
+    """Answers a second, of queries that are all there from the start."""
+    kinds = MIXED if pool else ONLY_USUAL
+    together = [replace(query, at_ns=0) for query in arrivals(3000, 0.5, "decode", kinds, 9)]
+    answers = serve(together, times, **pool)
     return len(answers) / answers[-1].end_ns * 1e9
 
 
-@pytest.mark.parametrize("costs", [CPU, SLOWER_CALLS], ids=["cpu", "slower-calls"])
+@pytest.mark.parametrize("times", [CPU, SLOWER_CALLS], ids=["cpu", "slower-calls"])
 @pytest.mark.parametrize("load", [0.65, 0.8])
 def test_small_queries_among_large_ones_are_three_times_faster_than_in_static_batches(
-    costs: Costs, load: float
+    times: ServiceTimes, load: float
 ) -> None:
     ours: dict[int, list[float]] = {SMALL: [], LARGE: []}
     static: dict[int, list[float]] = {SMALL: [], LARGE: []}
     for seed in SEEDS:
-        queries = arrivals(load * static_per_s(costs), 2.0, "decode", MIXED, seed)
-        found, batches = serve(queries, costs, shipped(costs)), serve(queries, costs, STATIC)
+        queries = arrivals(load * capacity(times, **STATIC), 2.0, "decode", MIXED, seed)
+        found, batches = serve(queries, times), serve(queries, times, **STATIC)
         for top_m in (SMALL, LARGE):
             ours[top_m].append(p99(found, top_m))
             static[top_m].append(p99(batches, top_m))
@@ -64,23 +91,21 @@ def test_small_queries_among_large_ones_are_three_times_faster_than_in_static_ba
 
 
 @pytest.mark.parametrize(
-    ("costs", "most", "least"), [(CPU, 1.25, 0.95), (SLOWER_CALLS, 2.5, 0.98)], ids=["cpu", "slower-calls"]
+    ("times", "most", "least"), [(CPU, 1.25, 0.95), (SLOWER_CALLS, 2.5, 0.98)], ids=["cpu", "slower-calls"]
 )
 def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_share(
-    costs: Costs, most: float, least: float
+    times: ServiceTimes, most: float, least: float
 ) -> None:
     seconds, end = 1.5, 1_500_000_000
-    kinds, policy = {USUAL: 1.0}, shipped(costs)
-    backlog = serve(full(arrivals(4000, 0.5, "decode", kinds, 9)), costs, policy)
-    capacity = len(backlog) / backlog[-1].end_ns * 1e9
+    usual = capacity(times)
     slower, share = [], []
     for seed in SEEDS:
-        prefill = arrivals(0.15 * capacity, seconds, "prefill", kinds, seed)
-        flood = arrivals(2.0 * capacity, seconds, "decode", kinds, 100 + seed)
-        alone = serve(prefill, costs, policy)
-        only = [one for one in serve(flood, costs, policy, places=256) if one.end_ns <= end]
+        prefill = arrivals(0.15 * usual, seconds, "prefill", ONLY_USUAL, seed)
+        flood = arrivals(2.0 * usual, seconds, "decode", ONLY_USUAL, 100 + seed)
+        alone = serve(prefill, times)
+        only = [one for one in serve(flood, times, **PLACES) if one.end_ns <= end]
         both = sorted([*prefill, *flood], key=lambda query: query.at_ns)
-        answers = [one for one in serve(both, costs, policy, places=256) if one.end_ns <= end]
+        answers = [one for one in serve(both, times, **PLACES) if one.end_ns <= end]
         served = {stage: sum(one.stage == stage for one in answers) for stage in ("prefill", "decode")}
         slower.append(p99(answers, USUAL, "prefill") / p99(alone, USUAL, "prefill"))
         share.append(served["decode"] / (len(only) - served["prefill"]))
@@ -91,27 +116,20 @@ def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_
 def test_with_shipped_defaults_a_reserve_of_a_tenth_and_one_of_nine_tenths_differ_under_load() -> None:
     """Prefill wants .3 of the pool and decode more than all of it."""
     waits = {}
-    capacity = 1e9 / (_MEAN_EXTENDS * (CPU.each + CPU.fixed / 2))
     for reserve in (0.1, 0.9):
         both = [
-            *arrivals(0.3 * capacity, 1.0, "prefill", {USUAL: 1.0}, 1),
-            *arrivals(1.5 * capacity, 1.0, "decode", {USUAL: 1.0}, 2),
+            *arrivals(0.3 * capacity(CPU), 1.0, "prefill", ONLY_USUAL, 1),
+            *arrivals(1.5 * capacity(CPU), 1.0, "decode", ONLY_USUAL, 2),
         ]
         both.sort(key=lambda query: query.at_ns)
-        answers = serve(both, CPU, shipped(reserve=reserve), places=256)
-        waits[reserve] = p99(answers, USUAL, "prefill")
+        waits[reserve] = p99(serve(both, CPU, reserve=reserve, **PLACES), USUAL, "prefill")
     assert waits[0.1] > 1.5 * waits[0.9]
-
-
-_MEAN_EXTENDS = 35.5
 
 
 def test_in_a_backlog_with_deadlines_nearly_all_answers_are_in_time_for_what_cannot_be_is_refused() -> None:
     limit_ns = 20_000_000
-    backlog = serve(full(arrivals(4000, 0.5, "decode", {USUAL: 1.0}, 9)), CPU, shipped())
-    capacity = len(backlog) / backlog[-1].end_ns * 1e9
-    flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity, 1.0, "decode", {USUAL: 1.0}, 1)]
-    answers = serve(flood, CPU, shipped())
+    flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity(CPU), 1.0, "decode", ONLY_USUAL, 1)]
+    answers = serve(flood, CPU)
     in_time = sum(answer.latency_ns <= limit_ns for answer in answers)
     assert in_time >= 0.95 * len(answers)
-    assert in_time >= 0.9 * capacity
+    assert in_time >= 0.9 * capacity(CPU)
