@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def arrivals(load: float, count: int = 200) -> list[Arrival]:
+def arrivals(load: float, count: int = 120) -> list[Arrival]:
     random, at_s, found = Random(3), 0.0, []
     for _ in range(count):
         at_s += random.expovariate(load / MEAN_S)
@@ -70,7 +70,7 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
         "tpot": [request.tpot_s * 1e3 for request in simulation.requests],
     }
     by_decode = [sum(stages.HANDOVER_END not in one for one in done), sum(r.by_decode for r in simulation.requests)]
-    assert abs(by_decode[0] - by_decode[1]) <= 10, "the same rule, by nearly the same state"
+    assert abs(by_decode[0] - by_decode[1]) <= 0.05 * len(requests), "the same rule, by nearly the same state"
     assert (by_decode[0] > 0) == (disaggregate != "always")
     for name, theirs in real.items():
         for percent in (50, 95):

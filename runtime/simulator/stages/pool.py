@@ -21,7 +21,7 @@ from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.times.service import ServiceTimes
 
 _MOST_SLOTS = 512
-_DRAWN = 1 << 14  # extends at a time
+_DRAWN = 1 << 10  # extends at a time
 _ASKS = 1 << 10  # at first
 Reply = Callable[[str], None]
 _WAIT = PoolMetrics.WAIT["prefill"]
