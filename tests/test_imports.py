@@ -7,9 +7,9 @@ import pytest
 
 # Slow to import, or large: what only some processes need.
 HEAVY = {
-    "fastapi", "gguf", "httpx", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client", "psutil",
-    "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch", "transformers",
-    "typer", "uvicorn", "zmq",
+    "aiohttp", "fastapi", "gguf", "httpx", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client",
+    "psutil", "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch",
+    "transformers", "typer", "uvicorn", "zmq",
 }  # fmt: skip
 
 NEEDED = {

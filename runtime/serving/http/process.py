@@ -38,13 +38,13 @@ from runtime.serving.frontend.observability import Measures
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Readiness
 from runtime.serving.http.guard import accesses, id_source
-from runtime.serving.http.remote_collections import WithRemote
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCatalogue, NoSearch, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
     from runtime.serving.frontend.spans import Spans
+    from runtime.serving.http.remote_collections import WithRemote
     from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,12 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     library = Library(plan)
     worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
-    everywhere = WithRemote(search or NoSearch(), search or NoCatalogue(), config.remote) if config.remote else None
+    everywhere: WithRemote | None = None
+    if config.remote:
+        from runtime.serving.http import remote_collections  # few have need of HTTP to other nodes
+
+        own_search, own_catalogue = search or NoSearch(), search or NoCatalogue()
+        everywhere = remote_collections.WithRemote(own_search, own_catalogue, config.remote)
     source = everywhere or search or NoSearch()
     link = await make_engine(worker, measures, source)
     own, served = config.own_model, config.model
