@@ -1,1 +1,1 @@
-"""What benchmarks have in common."""
+"""What benchmarks have in common, some of it with tests."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from benchmarks.common.ring_server import RingServer
 from ipc import (
     RingClient,
     RingConsumer,
@@ -27,7 +28,6 @@ from ipc import (
 from ipc.memory.shared import MemoryReference
 from ipc.ring.doorbell import EventfdBell, FdMailbox, SpinBudget, send_fds
 from ipc.ring.ring import Watch
-from runtime.testing.ring_server import RingServer
 
 DIM = 384
 BYTES = 4 * DIM

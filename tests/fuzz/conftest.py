@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.common.ring_server import RingServer
 from ipc import RingClient
-from runtime.testing.ring_server import RingServer
 from tests.fuzz.peers import pool
 from tests.ipc.processes import attach
 

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from benchmarks.common.ring_server import RingServer
 from ipc import RingClient
 from ipc.memory.device import HostMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
-from runtime.testing.ring_server import RingServer
 from tests.ipc.processes import endpoint
 from tests.ipc.sessions import DIM, SLOTS, ask
 

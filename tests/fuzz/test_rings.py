@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from benchmarks.common.ring_server import RingServer
 from ipc import IpcError, RingClient, SharedMemory
-from runtime.testing.ring_server import RingServer
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import SMALL, WORDS, answer, expect_served, scribbles
 from tests.ipc.processes import attach

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from benchmarks.common.ring_server import RingServer
 from ipc import HandoverSink, HandoverSource, KvArena, SearchSpec, SharedMemory, new_token, private_endpoint
-from runtime.testing.ring_server import RingServer
 from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.common.ring_server import RingServer
 from ipc import InvalidArgument, RingClient, RingFull, SearchSpec
 from ipc.ring.filters import MAX_FILTER_BYTES, PLACES
-from runtime.testing.ring_server import RingServer
 from tests.ipc.sessions import answer, ask, forge_requests, vector
 
 

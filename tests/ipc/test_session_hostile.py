@@ -16,6 +16,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.common.ring_server import Cancel, RingServer
 from ipc import (
     AttachTimeout,
     MemoryReference,
@@ -31,7 +32,6 @@ from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
-from runtime.testing.ring_server import Cancel, RingServer
 from tests.ipc.processes import attach, child, ended_well, endpoint, served
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.ring_server import Cancel, RingServer
 from ipc import AttachRefused, AttachTimeout, Draining, InvalidArgument, PeerLost, Result, RingClient
-from runtime.testing.ring_server import Cancel, RingServer
 from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import DIM, answer, ask
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from benchmarks.common.ring_server import RingServer
 from ipc import Catalogue, Draining, InvalidArgument, RingClient, SearchSpec, Served, Unserved
 from ipc.server.server import RENEW_NS
-from runtime.testing.ring_server import RingServer
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, answer, ask, vector

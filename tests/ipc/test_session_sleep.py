@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.common.ring_server import RingServer
 from ipc import Result, RingClient, RingFull
 from ipc.client import client as client_module
 from ipc.client.client import COLD_NS, rehearse
-from runtime.testing.ring_server import RingServer
 from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 
+from benchmarks.common.stepped_workers import SteppedWorkers
 from benchmarks.serve.bench import CONTEXT_TOKENS, Bench
 from benchmarks.serve.report import Measure, Section, percentile
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.model.model_info import model_directory
-from runtime.testing.stepped_workers import SteppedWorkers
 
 _ROWS = 8
 
