@@ -25,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads of numpy and torch spin while they wait for each other, and other tests run on the cores beside this one.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     budget.examples = config.getoption("--fuzz-examples")
 
 

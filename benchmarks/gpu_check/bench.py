@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(variable, "4")
+    os.environ.setdefault(variable, str(min(4, len(os.sched_getaffinity(0)))))
 
 from benchmarks.common.report import keep  # noqa: E402
 from benchmarks.gpu_check.carry import carry  # noqa: E402

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from gpu import Engine, GraphIndex, InvalidParams, SearchParams, UnknownCollection
+from gpu import Engine, GraphIndex, InvalidParams, SearchParams, UnknownCollection, slots
 from gpu.cuda import upload
 from gpu.index.rows import FloatArray
-from gpu.slots import MAX_COLLECTIONS
 from tests.gpu.cases import clustered
 from tests.gpu.engines import BACKENDS, Backend
 
-DIM = 24
+DIM, FEW = 24, 12
 PARAMS = SearchParams(k=5, top_m=32, search_width=2)
 
 
@@ -44,6 +43,12 @@ def searched(index: GraphIndex, vector: FloatArray) -> list[int]:
 def backend(request: pytest.FixtureRequest) -> Backend:
     backend: Backend = request.param
     return backend
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines have numbers for FEW collections."""
+    monkeypatch.setattr(slots, "MAX_COLLECTIONS", FEW)
 
 
 def test_queries_in_flight_finish_on_the_index_they_began_with_and_new_ones_have_the_new(backend: Backend) -> None:
@@ -81,9 +86,9 @@ def test_a_finished_query_s_result_is_its_own_after_a_load(backend: Backend) -> 
         assert engine.unload("docs")
 
 
-def test_a_collection_can_be_replaced_any_number_of_times(backend: Backend) -> None:
+def test_a_collection_can_be_replaced_any_number_of_times(backend: Backend, few: None) -> None:
     with backend.engine({"0": OLD}, slots=2) as engine:
-        for generation in range(1, MAX_COLLECTIONS + 3):
+        for generation in range(1, FEW + 3):
             index = (OLD, NEW)[generation % 2]
             engine.load(str(generation), index)
             assert engine.unload(str(generation - 1))
@@ -144,10 +149,12 @@ def test_an_index_is_loaded_in_parts_between_extends_while_queries_go_on(
             engine.load_part("docs@new", NEW)
 
 
-def test_what_is_loaded_in_part_can_be_given_up(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_loaded_in_part_can_be_given_up(
+    backend: Backend, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
     with backend.engine({"docs": OLD}, slots=2) as engine:
-        for _ in range(MAX_COLLECTIONS + 1):
+        for _ in range(FEW + 1):
             engine.load_part("new", NEW)
             assert engine.unload("new")
         engine.load("new", NEW)

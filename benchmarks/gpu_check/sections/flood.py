@@ -50,7 +50,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found: dict[str, Any]) -> None:
-    seconds, most = (0.2, _SMALL_RING_SLOTS) if setup.small else (0.5, _RING_SLOTS)
+    seconds, most = (0.02, _SMALL_RING_SLOTS) if setup.small else (0.5, _RING_SLOTS)
     nobody = poisson(1.0, 0)
     clients.run(nobody, most, seconds / 2, _LIMIT_S)  # the pool learns what queries cost
     _, capacity = clients.run(nobody, most, seconds, _LIMIT_S)
