@@ -6,9 +6,7 @@ it raises DeviceError with the sanitizer's report.
 """
 
 import contextlib
-import fcntl
 import functools
-import hashlib
 import itertools
 import mmap
 import os
@@ -31,9 +29,9 @@ from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.cuda.layout import EXTEND_RESIDENT, KERNELS
 from gpu.errors import DeviceError
 from tests.cuda.entry_points import CalledBack
+from tests.cuda.kept import kept
 
 HERE = Path(__file__).parent
-_KEPT = HERE.parents[1] / ".pytest_cache" / "emulator"
 _PROGRAM = "emulator"
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 BLOCKS_AT_ONCE = ("-fsanitize=thread",)  # each block is a thread: see host.h
@@ -82,32 +80,21 @@ def _missing(what: str) -> NoReturn:
 
 
 @functools.cache
-def emulator(sanitizers: tuple[str, ...] = SANITIZERS) -> Path:
-    """The emulator of the kernels, built once for all processes, until any of its sources changes."""
+def emulator(sanitizers: tuple[str, ...] = SANITIZERS, source: str | None = None) -> Path:
+    """An emulator of the kernels, or of another text, built once for all processes. Raises DeviceError."""
     require_compiler()
-    version = subprocess.run(["g++", "--version"], capture_output=True, timeout=60, check=True).stdout
-    sources = [path.read_bytes() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
-    made_of = (_unit(kernel_source()).encode(), " ".join((*_FLAGS, *sanitizers)).encode(), version, *sources)
-    folder = _KEPT / hashlib.sha256(b"\0".join(made_of)).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "built").exists():
-            build(folder, sanitizers=sanitizers)
-            (folder / "built").touch()
-    return folder / _PROGRAM
+    version = subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    text, command = _unit(kernel_source() if source is None else source), ["g++", *_FLAGS, *sanitizers, f"-I{HERE}"]
 
+    def make(folder: Path) -> None:
+        (folder / "kernels.cpp").write_text(text)
+        files = ["-o", str(folder / _PROGRAM), str(folder / "kernels.cpp")]
+        done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise DeviceError(f"the emulation does not compile:\n{done.stderr}")
 
-def build(directory: Path, source: str | None = None, sanitizers: Sequence[str] = SANITIZERS) -> Path:
-    """Compile an emulator of the kernels, or of another text, and return its path. Raises DeviceError."""
-    require_compiler()
-    unit, program = directory / "kernels.cpp", directory / _PROGRAM
-    unit.write_text(_unit(kernel_source() if source is None else source))
-    command = ["g++", *_FLAGS, *sanitizers, f"-I{HERE}", "-o", str(program), str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise DeviceError(f"the emulation does not compile:\n{done.stderr}")
-    return program
+    parts = [path.read_text() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
+    return kept(make, text, " ".join(command), version, *parts) / _PROGRAM
 
 
 def _unit(source: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from gpu import SearchParams
 from gpu.errors import DeviceError
-from tests.cuda.emulation import BLOCKS_AT_ONCE, EmulatedDriver, build, emulator, require_thread_sanitizer
+from tests.cuda.emulation import BLOCKS_AT_ONCE, EmulatedDriver, emulator, require_thread_sanitizer
 from tests.cuda.test_planted import planted
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import exact_vectors, random_index
@@ -118,12 +118,12 @@ def test_blocks_at_once_race_nowhere_and_find_what_the_reference_finds(seed: int
 
 
 @pytest.fixture(scope="module")
-def with_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_faults() -> Path:
     faults = {
         text: replacement.replace("{asked}", f"(emulated::planted() == {number})")
         for number, (text, replacement) in enumerate((FAULTS | RESIDENT_FAULTS).values())
     }
-    return build(tmp_path_factory.mktemp("faults"), planted(faults), sanitizers=BLOCKS_AT_ONCE)
+    return emulator(BLOCKS_AT_ONCE, planted(faults))
 
 
 def reported(program: Path, fault: str, act: Callable[[EmulatedDriver, int], None]) -> str:

@@ -13,6 +13,7 @@ from gpu.cuda import compiler, layout
 from gpu.cuda.compiler import Usage, compile_kernels, compile_source, kernel_source, usage_of
 from gpu.errors import DeviceError, DeviceUnavailable
 from tests.cuda.emulation import require_compiler
+from tests.cuda.kept import compiled as kept_compiled
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # The most registers that a kernel may take on sm_80 and sm_90; nothing spills anywhere. A multiprocessor has 65,536:
@@ -33,7 +34,7 @@ REGISTERS_SM_100 = dict.fromkeys(REGISTERS, 128)  # nobody has tuned for it
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, bytes, dict[str, Usage]]:
-    return (request.param, *compile_source(kernel_source(), request.param))
+    return (request.param, *kept_compiled(kernel_source(), request.param))
 
 
 def test_every_kernel_of_the_layout_is_compiled_and_no_other(compiled: tuple[str, bytes, dict[str, Usage]]) -> None:

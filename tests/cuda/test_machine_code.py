@@ -13,6 +13,7 @@ from benchmarks.machine_code.machine import Memory
 from gpu import GraphIndex
 from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, encode
+from tests.cuda.kept import compiled
 
 ROOT = Path(__file__).parents[2]
 LISTING = """
@@ -80,10 +81,12 @@ def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def listing() -> str:
-    """The kernels of this checkout, compiled and read back."""
+    """The kernels of this checkout, compiled (which is kept) and read back."""
     if (nvdisasm := find_nvdisasm()) is None:
         pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
-    return listing_of(ROOT, "sm_90", nvdisasm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.machine_code.counts.compile_source", compiled)
+        return listing_of(ROOT, "sm_90", nvdisasm)
 
 
 @pytest.mark.parametrize(

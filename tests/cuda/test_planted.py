@@ -14,7 +14,7 @@ from gpu.errors import DeviceError
 from gpu.index.data import IndexData
 from gpu.index.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
-from tests.cuda.emulation import EmulatedDriver, build, emulator, require_compiler
+from tests.cuda.emulation import EmulatedDriver, emulator, require_compiler
 from tests.cuda.workbench import Limits, Workbench
 from tests.gpu.cases import exact_vectors, random_index
 from tests.gpu.reference import search_reference
@@ -101,7 +101,7 @@ def planted(faults: Mapping[str, str]) -> str:
 
 
 MISSES = 100  # added to a barrier's number: one thread misses it
-SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE = range(200, 206)
+SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE, LOST = range(200, 207)
 NO_WAIT, SHORT_WAIT = 210, 220  # and the groups that are waited for as it is
 
 # What is planted, in two programs: the text, and what takes its place.
@@ -118,6 +118,8 @@ ORDERS = (
         "slot->task_count = count;": f"if (emulated::planted() != {COUNT}) slot->task_count = count;",
         "    set_due(batch, slot_number, collection, count);": f"if (emulated::planted() != {DUE}) "
         "set_due(batch, slot_number, collection, count);",
+        "    const uint32 position = atomicAdd(&queue->records, 1u);": f"    if (emulated::planted() == {LOST} && "
+        "slot_number == 3) return;\n    const uint32 position = atomicAdd(&queue->records, 1u);",
     }
     | {
         f"wait_for_copies<{later}>();": f"{{ if (emulated::planted() != {NO_WAIT + later}) "
@@ -144,15 +146,15 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 
 @pytest.fixture(scope="module")
-def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With faults in the order of threads."""
-    return build(tmp_path_factory.mktemp("orders"), planted(ORDERS), sanitizers=())
+def orders() -> Path:
+    """With faults in the order of threads, and one of a block's that stays."""
+    return emulator((), planted(ORDERS))
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def memory() -> Path:
     """With those that the sanitizers see."""
-    return build(tmp_path_factory.mktemp("memory"), planted(MEMORY))
+    return emulator(source=planted(MEMORY))
 
 
 def test_nothing_is_caught_in_the_kernels_as_they_are() -> None:

@@ -12,9 +12,9 @@ from gpu.cuda.engine import CudaEngine
 from gpu.engine import PAUSE, RELEASE
 from gpu.index.rows import FloatArray
 from tests.cuda.conftest import NewDriver
-from tests.cuda.emulation import LOOK_NS, EmulatedDriver, build
+from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.cuda.recorder import RecordingDriver
-from tests.cuda.test_planted import planted
+from tests.cuda.test_planted import LOST, ORDERS, planted
 from tests.gpu.cases import clustered
 from tests.gpu.test_restricted import Compiled
 
@@ -215,14 +215,11 @@ def test_extends_are_counted_once_however_many_reports_tell_of_them(new_driver: 
     engine.close()
 
 
-LOST = "    const uint32 position = atomicAdd(&queue->records, 1u);"
-
-
-@pytest.fixture(scope="module")
-def losing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def losing(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Kernels that record no end of one slot's queries."""
-    source = planted({LOST: f"    if (slot_number == 3) return;\n{LOST}"})
-    return build(tmp_path_factory.mktemp("losing"), source, sanitizers=())
+    monkeypatch.setenv("PLANTED_FAULT", str(LOST))
+    return emulator((), planted(ORDERS))
 
 
 def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, new_driver: NewDriver) -> None:

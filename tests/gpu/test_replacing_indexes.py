@@ -149,9 +149,7 @@ def test_an_index_is_loaded_in_parts_between_extends_while_queries_go_on(
             engine.load_part("docs@new", NEW)
 
 
-def test_what_is_loaded_in_part_can_be_given_up(
-    backend: Backend, few: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_loaded_in_part_can_be_given_up(backend: Backend, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
     with backend.engine({"docs": OLD}, slots=2) as engine:
         for _ in range(FEW + 1):
