@@ -1,20 +1,21 @@
 """The engine's compiled functions over a driver library of our own: what they call by address, and what comes back."""
 
 import shutil
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.cuda_host import build_stub
-from tests.cuda.test_launch_bindings import run
+from tests.cuda.test_launch_bindings import Stub
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
     pytest.importorskip("cuda.bindings.driver")
     if not shutil.which("g++"):
         pytest.skip("there is no C++ compiler")
-    return build_stub(tmp_path_factory.mktemp("stub-device"))
+    with Stub(build_stub(tmp_path_factory.mktemp("stub-device"))) as stub:
+        yield stub
 
 
 OPEN = """
@@ -47,50 +48,50 @@ def names(calls: list[str]) -> list[str]:
     return [call.split()[0] for call in calls[last_upload + 1 :]]
 
 
-def test_queries_are_admitted_extended_and_harvested_through_the_drivers_own_functions(library: Path) -> None:
+def test_queries_are_admitted_extended_and_harvested_through_the_drivers_own_functions(stub: Stub) -> None:
     script = OPEN + (
         "print(ask(), ask())\n"
         "print(*[step() for _ in range(3)], report[:6].tolist())\n"
         "ids, distances = np.zeros(5, np.int64), np.zeros(5, np.float32)\n"
         "print(harvest(handle, 1, ids.ctypes.data, distances.ctypes.data), ids.tolist(), distances.tolist())\n"
     )
-    out, _ = run(library, script, STUB_CUDA_EXTENDS="3")
+    out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
     assert out[0] == "0 1"
     assert out[1] == "0 0 2 [1, 2, 0, 3, 1, 3]"  # one extend, over two slots more; slots and their extends
     assert out[2] == "5 [0, 10, 20, 30, 40] [1.0, 2.0, 3.0, 4.0, 5.0]"  # ids, and distances of the metric
 
 
-def test_a_step_with_news_is_one_launch_and_one_replay_and_one_without_is_a_replay(library: Path) -> None:
+def test_a_step_with_news_is_one_launch_and_one_replay_and_one_without_is_a_replay(stub: Stub) -> None:
     script = (
         OPEN + "ask(); ask(); step(); step(); change(handle, 0, PAUSE); step(); change(handle, 0, RESUME); step()\n"
     )
-    _, calls = run(library, script, STUB_CUDA_EXTENDS="100")
+    _, calls = stub.run(script, STUB_CUDA_EXTENDS="100")
     warming = ["cuGraphLaunch"] * 2  # a bucket of 1 and one of 4
     pair = ["cuLaunchKernel", "cuGraphLaunch"]
     assert names(calls) == [*warming, *pair, "cuGraphLaunch", *pair, *pair]
 
 
-def test_a_paused_query_stands_still_and_goes_on_where_it_stopped(library: Path) -> None:
+def test_a_paused_query_stands_still_and_goes_on_where_it_stopped(stub: Stub) -> None:
     script = OPEN + (
         "ask(); ask(); step()\n"
         "change(handle, 0, PAUSE); print(step(), step(), report[2])\n"
         "change(handle, 1, RELEASE); change(handle, 0, RESUME); print(step(), step(), report[2:4].tolist())\n"
     )
-    out, _ = run(library, script, STUB_CUDA_EXTENDS="3")
+    out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
     assert out == ["0 1 1", "0 1 [0, 3]"]
 
 
-def test_what_cannot_be_searched_is_invalid_and_takes_no_slot(library: Path) -> None:
+def test_what_cannot_be_searched_is_invalid_and_takes_no_slot(stub: Stub) -> None:
     script = OPEN + (
         "print(ask(np.full(24, np.nan, np.float32)) == INVALID, ask(collection=1) == INVALID)\n"
         "print(ask(collection=-1) == INVALID, ask(collection=64) == INVALID, engine.free_slots)\n"
     )
-    out, _ = run(library, script, STUB_CUDA_EXTENDS="3")
+    out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
     assert out == ["True True", "True True 4"]
 
 
 @pytest.mark.parametrize("call", ["cuGraphLaunch", "cuLaunchKernel"])
-def test_a_call_of_the_driver_that_fails_is_a_typed_error_with_its_name(library: Path, call: str) -> None:
+def test_a_call_of_the_driver_that_fails_is_a_typed_error_with_its_name(stub: Stub, call: str) -> None:
     script = OPEN + (
         "ask(); step()\n"
         f"ctypes.CDLL('libcuda.so.1').stub_fail(b'{call}')\n"
@@ -98,5 +99,5 @@ def test_a_call_of_the_driver_that_fails_is_a_typed_error_with_its_name(library:
         "try: backend.check()\n"
         "except DeviceError as error: print(error)\n"
     )
-    out, _ = run(library, script, STUB_CUDA_EXTENDS="100")
+    out, _ = stub.run(script, STUB_CUDA_EXTENDS="100")
     assert out == ["True", f"{call} failed: CUDA_ERROR_STUB"]

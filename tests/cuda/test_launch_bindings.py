@@ -3,53 +3,51 @@
 The library is compiled from `stub_driver.c` and loaded by a child process in place of NVIDIA's.
 """
 
-import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.warm import Warm
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
+class Stub:
+    """A library in place of the driver's, and the processes that load it; a context manager."""
+
+    def __init__(self, library: Path) -> None:
+        self._log = library.with_name("log")
+        modules = ("gpu.cuda.engine", "ipc.session.device_arena", "cuda.bindings.driver", "cuda.core")
+        self._warm = Warm(*modules, LD_LIBRARY_PATH=str(library.parent))
+
+    def run(self, script: str, **environment: str) -> tuple[list[str], list[str]]:
+        """What a script printed, and the calls that arrived."""
+        self._log.unlink(missing_ok=True)
+        done = self._warm.run("-c", script, STUB_CUDA_LOG=str(self._log), **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines(), self._log.read_text().splitlines() if self._log.exists() else []
+
+    def __enter__(self) -> "Stub":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._warm.__exit__(*error)
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
     pytest.importorskip("cuda.bindings.driver")
     if COMPILER is None:
         pytest.skip("there is no C compiler")
     path = tmp_path_factory.mktemp("stub") / "libcuda.so.1"
-    options = (
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        str(path),
-        str(HERE / "stub_driver.c"),
-        "-ldl",
-    )
-    subprocess.run([COMPILER, *options], check=True, timeout=60)
-    return path
-
-
-def run(library: Path, script: str, **environment: str) -> tuple[list[str], list[str]]:
-    """What a script printed, and the calls that arrived."""
-    log = library.with_name("log")
-    log.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "LD_LIBRARY_PATH": str(library.parent), "STUB_CUDA_LOG": str(log), **environment},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), log.read_text().splitlines() if log.exists() else []
+    options = ("-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o", str(path), str(HERE / "stub_driver.c"))
+    subprocess.run([COMPILER, *options, "-ldl"], check=True, timeout=60)
+    with Stub(path) as stub:
+        yield stub
 
 
 OPEN = """
@@ -62,7 +60,7 @@ stream = driver.create_stream()
 """
 
 
-def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(library: Path) -> None:
+def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(stub: Stub) -> None:
     script = OPEN + (
         "print(driver.name, driver.uuid, driver.arch, driver.multiprocessors, *driver.memory())\n"
         "print(CudaDriver(driver.uuid).name)\n"
@@ -70,14 +68,14 @@ def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(library: Pa
         "    try: check_device(name)\n"
         "    except DeviceUnavailable as error: print(error)\n"
     )
-    out, _ = run(library, script)
+    out, _ = stub.run(script)
     assert out[0] == "Stub 1 GPU-10111213-1415-1617-1819-1a1b1c1d1e1f sm_90 132 1073741824 2147483648"
     assert out[1] == "Stub 1"
     assert out[2] == "device 'cuda:2': this process sees 2 CUDA devices"
     assert out[3].startswith("device 'GPU-00000000-0000-0000-0000-000000000000' is none of GPU-00010203-0405-")
 
 
-def test_memory_is_allocated_filled_copied_and_given_back(library: Path) -> None:
+def test_memory_is_allocated_filled_copied_and_given_back(stub: Stub) -> None:
     script = OPEN + (
         "address, pinned, found = driver.allocate(1024), driver.allocate_pinned(512), np.zeros(256, np.uint32)\n"
         "driver.fill(stream, address, 7, 256)\n"
@@ -91,7 +89,7 @@ def test_memory_is_allocated_filled_copied_and_given_back(library: Path) -> None
         "try: driver.copy_to_host(stream, found[::2], address)\n"
         "except DeviceError as error: print(error)\n"
     )
-    out, calls = run(library, script)
+    out, calls = stub.run(script)
     assert out[0] == "[0, 1, 2, 3, 0, 1, 7, 7] False"
     assert out[1] == "1099511627776 bytes are needed, 1073741824 of 2147483648 are free on Stub 1"
     assert "not in C order" in out[2]
@@ -99,14 +97,14 @@ def test_memory_is_allocated_filled_copied_and_given_back(library: Path) -> None
     assert calls[-2:] == ["cuMemFree", "cuMemFreeHost"]
 
 
-def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Path) -> None:
+def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(stub: Stub) -> None:
     script = OPEN + (
         "kernel = driver.kernel(driver.load_module(b'image'), 'extend_fused', 60000)\n"
         "arguments = (ctypes.c_uint64(5), ctypes.c_uint32(6))\n"
         "driver.launch(stream, kernel, Dim(3), Dim(128), arguments, 60000)\n"
         "print(kernel, stream, driver.idle(stream))\n"
     )
-    out, calls = run(library, script)
+    out, calls = stub.run(script)
     kernel, stream, idle = out[0].split()
     assert idle == "True"
     assert calls[-5:-1] == [
@@ -118,23 +116,23 @@ def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(library: Pat
     assert calls[-1] == (
         f"cuLaunchKernel {kernel} grid 3 1 1 block 128 1 1 shared 60000 stream {stream} arguments 5 6 extra 0"
     )
-    out, _ = run(library, script, STUB_CUDA_BUSY="1")
+    out, _ = stub.run(script, STUB_CUDA_BUSY="1")
     assert out[0].endswith("False")
 
 
-def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(library: Path) -> None:
+def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(stub: Stub) -> None:
     script = OPEN + (
         "begin, end = driver.create_event(), driver.create_event()\n"
         "driver.record(stream, begin); driver.record(stream, end)\n"
         "print(stream, begin, end, driver.elapsed_ms(begin, end))\n"
     )
-    out, calls = run(library, script)
+    out, calls = stub.run(script)
     stream, begin, end, took = out[0].split()
     assert calls[-2:] == [f"cuEventRecord {event} {stream} 0 0" for event in (begin, end)]
     assert took == "2.5"
 
 
-def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Path) -> None:
+def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(stub: Stub) -> None:
     script = OPEN + (
         "kernel = driver.kernel(driver.load_module(b'image'), 'merge_and_gather')\n"
         "driver.begin_capture(stream)\n"
@@ -146,7 +144,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Pat
         "print(stream, loop.stream, loop.handle, graph)\n"
         "driver.begin_capture(stream); driver.begin_while(stream); driver.abandon_capture(stream)\n"
     )
-    out, calls = run(library, script)
+    out, calls = stub.run(script)
     stream, body, handle, graph = out[0].split()
     begin = calls.index(f"cuStreamBeginCapture {stream} 2")  # 2: relaxed
     names = [call.split()[0] for call in calls[begin:]]
@@ -176,7 +174,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(library: Pat
     )
 
 
-def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(library: Path) -> None:
+def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(stub: Stub) -> None:
     script = """
 import numpy as np
 from ipc.memory.cuda import CudaMemory
@@ -203,7 +201,7 @@ print(named.reference.device, named.__cuda_array_interface__["shape"])
 client.close()
 arena.close()
 """
-    out, calls = run(library, script)
+    out, calls = stub.run(script)
     assert out == ["True 1 1 True", "True", "cuda:1 (64,)"]
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWriteValue32 1 0"]

@@ -1,29 +1,28 @@
 """Scripts of docs/examples that are started wrongly, or without a node, say so in one line."""
 
-import os
 import runpy
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.warm import ROOT, Warm
+
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RINGS = ("search", "search_asyncio")
 
 
-def said(script: Path, *arguments: str) -> tuple[int, list[str]]:
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    with Warm("numpy", "openai", "runtime.retrieval.search.async_client", "httpx") as warm:
+        yield warm
+
+
+def said(warm: Warm, script: Path, *arguments: str) -> tuple[int, list[str]]:
     """Exit code, and the lines of standard error."""
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = warm.run(str(script), *arguments)
     assert not done.stdout
     return done.returncode, done.stderr.splitlines()
 
@@ -44,21 +43,23 @@ def test_an_example_with_too_few_or_too_many_arguments_shows_its_usage(
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_an_example_without_a_node_says_so(script: Path, tmp_path: Path) -> None:
+def test_an_example_without_a_node_says_so(script: Path, warm: Warm, tmp_path: Path) -> None:
     np.save(tmp_path / "queries.npy", np.ones((2, 8), np.float32))
     rings = (str(tmp_path / "nowhere"), str(tmp_path / "queries.npy"))
     url = "http://127.0.0.1:1/v1"
-    code, (line,) = said(script, *(rings if script.stem in RINGS else (url, "tiny", "why?")))
+    code, (line,) = said(warm, script, *(rings if script.stem in RINGS else (url, "tiny", "why?")))
     assert code == 1
     assert (rings[0] if script.stem in RINGS else url) in line
 
 
 @pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("content", [None, b"", b"no array", b"\x93NUMPY\x01\x00"])
-def test_an_example_whose_queries_are_no_array_names_the_file(name: str, content: bytes | None, tmp_path: Path) -> None:
+def test_an_example_whose_queries_are_no_array_names_the_file(
+    name: str, content: bytes | None, warm: Warm, tmp_path: Path
+) -> None:
     path = tmp_path / "queries.npy"
     if content is not None:
         path.write_bytes(content)
-    code, (line,) = said(ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
+    code, (line,) = said(warm, ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
     assert code == 1
     assert line.startswith(f"{path}: ")

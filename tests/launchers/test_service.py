@@ -1,11 +1,10 @@
 """The systemd unit is one that systemd takes, and agrees with what the commands in it do."""
 
 import configparser
-import os
 import shlex
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,18 @@ from runtime.errors import (
     error_of,
 )
 from runtime.node.config import NodeSection
+from tests.warm import Warm
 
 UNIT = Path(__file__).parents[2] / "launchers" / "trinity.service"
 INSTALLED = "/opt/trinity/bin/trinity"
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    with Warm(
+        "launchers.main", "launchers.commands.config", "launchers.commands.index", "launchers.commands.simulate"
+    ) as warm:
+        yield warm
 
 
 @pytest.fixture
@@ -52,15 +60,14 @@ def test_it_gives_a_drain_its_time(service: configparser.SectionProxy) -> None:
 
 
 def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
-    service: configparser.SectionProxy, tmp_path: Path
+    service: configparser.SectionProxy, warm: Warm, tmp_path: Path
 ) -> None:
     assert service["Restart"] == "on-failure"
     assert service["ExecStartPre"].startswith("-"), "its exit code counts as a failure to be tried again"
     assert service["RestartPreventExitStatus"].split() == [str(EXIT_CONFIG)]
 
     def code_of(*words: str) -> int:
-        command = [sys.executable, "-m", "launchers.main", *words]
-        return subprocess.run(command, capture_output=True, timeout=100, check=False).returncode
+        return warm.run("-c", "from launchers.main import main; main()", *words).returncode
 
     (tmp_path / "node.toml").write_text("[http]\nprot = 1\n")
     assert code_of("serve", "--config", str(tmp_path / "node.toml")) == EXIT_CONFIG
@@ -81,13 +88,9 @@ def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
         ("search", "none", "--queries", "none.npy"),
     ],
 )
-def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, warm: Warm, words: tuple[str, ...]) -> None:
     (tmp_path / "node.toml").write_text('[model]\nname = "smollm2-135m-instruct"\n')
-    command = [sys.executable, "-m", "launchers.main", *words]
-    environment = os.environ | {"PYTHONPATH": str(UNIT.parent.parent)}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    run = warm.run("-c", "from launchers.main import main; main()", *words, cwd=tmp_path)
     assert run.returncode == EXIT_CONFIG, run.stderr
     assert run.stderr.startswith("trinity: error: ")
 
