@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
 
+# Threads of numpy, which no conftest has imported yet, and of torch spin while they wait for each other, and other
+# tests run on the cores beside this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more of the machine than of the code: pytest's own limit ends what hangs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -25,8 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Threads of numpy and torch spin while they wait for each other, and other tests run on the cores beside this one.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     budget.examples = config.getoption("--fuzz-examples")
 
 

@@ -1,11 +1,11 @@
 // One block of threads as fibers, with their barriers and exchanges. See host.h.
 #pragma once
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <random>
 #include <vector>
 
 #include <sys/mman.h>
@@ -21,13 +21,36 @@
 namespace emulated {
 
 constexpr size_t STACK_BYTES = 128 * 1024;
-constexpr unsigned WARP_THREADS = 32;
+constexpr unsigned WARP_THREADS = 32, MOST_THREADS = 1024;
 
 [[noreturn]] inline void fault(const char* what) {
     std::fprintf(stderr, "EMULATED FAULT: %s (block %u)\n", what, block.x);
     std::fflush(stderr);
     std::_Exit(86);
 }
+
+// What is on the way of every barrier and exchange, and touches no memory of kernels, is compiled without checks: with
+// them it takes longer than the kernels do.
+#define UNWATCHED __attribute__((no_sanitize("address", "undefined")))
+
+// splitmix64 (Steele, Lea, Flood 2014): a few instructions, where the standard's engine took as long as a switch.
+class Random {
+public:
+    using result_type = uint64_t;
+    explicit Random(uint64_t seed) : state_(seed) {}
+    static constexpr uint64_t min() { return 0; }
+    static constexpr uint64_t max() { return ~0ull; }
+    UNWATCHED uint64_t operator()() {
+        uint64_t z = state_ += 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        return z ^ z >> 31;
+    }
+    UNWATCHED unsigned below(unsigned bound) { return static_cast<unsigned>(((*this)() >> 32) * bound >> 32); }
+
+private:
+    uint64_t state_;
+};
 
 enum class State { ready, at_block, at_warp, left };
 
@@ -136,28 +159,22 @@ public:
         kernel_ = &kernel;
         shared_.reset(new (std::align_val_t(16)) unsigned char[shared_bytes]);
         std::memset(shared_.get(), 0xA5, shared_bytes);
-        while (fibers_.size() < count) {
-            fibers_.emplace_back(new Fiber);
-            fibers_.back()->stack = static_cast<char*>(
+        while (made_ < count) {
+            Fiber& fiber = *(fibers_[made_++] = new Fiber);
+            fiber.stack = static_cast<char*>(
                 mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-            if (fibers_.back()->stack == MAP_FAILED) fault("no memory for stacks");
+            if (fiber.stack == MAP_FAILED) fault("no memory for stacks");
         }
         count_ = count;
-        ready_.clear();
+        ready_count_ = left_ = waiting_ = 0;
         for (unsigned i = 0; i < count; i++) {
             fibers_[i]->fake_stack = nullptr;
             fibers_[i]->fences.begin();
             prepare(fibers_[i]->context, fibers_[i]->stack, enter);
             make_ready(i);
         }
-        left_ = waiting_ = 0;
-        while (left_ < count) {
-            if (ready_.empty()) fault("threads wait for others that never come");
-            std::swap(ready_[random_() % ready_.size()], ready_.back());
-            const unsigned next = ready_.back();
-            ready_.pop_back();
-            resume(next);
-        }
+        caller_bytes_ = 0;
+        go_on(caller_, false);
     }
 
     // The blocks of a grid, in the order in which they are to run.
@@ -170,7 +187,7 @@ public:
 
     unsigned char* shared() { return shared_.get(); }
 
-    int barrier(int value, int line) {
+    UNWATCHED int barrier(int value, int line) {
         Fiber& own = *fibers_[current_];
         own.line = line;
         own.value = static_cast<unsigned>(value);
@@ -178,7 +195,7 @@ public:
         return static_cast<int>(own.value);
     }
 
-    uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, int operand) {
+    UNWATCHED uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, int operand) {
         Fiber& own = *fibers_[current_];
         own.kind = kind;
         own.mask = mask;
@@ -194,60 +211,59 @@ public:
     Copies& copies() { return fibers_[current_]->copies; }
 
     // Give others a turn now and then, so that atomic operations interleave.
-    void maybe_yield() {
-        if (random_() % 8 == 0) wait(State::ready);
+    UNWATCHED void maybe_yield() {
+        if (random_.below(8) == 0) wait(State::ready);
     }
 
 private:
     static void enter();
 
-    void resume(unsigned number) {
-        current_ = number;
-        thread.x = number;
-        Fiber& fiber = *fibers_[number];
+    // Another thread that is ready has its turn, in random order; when all have left, whoever called `run`.
+    UNWATCHED void go_on(Fiber& own, bool for_good) {
+        Fiber* next = &caller_;
+        if (left_ < count_) {
+            if (ready_count_ == 0) fault("threads wait for others that never come");
+            std::swap(ready_[random_.below(ready_count_)], ready_[ready_count_ - 1]);
+            thread.x = current_ = ready_[--ready_count_];
+            next = fibers_[current_];
+            if (next == &own) return;
+        }
 #ifdef __SANITIZE_ADDRESS__
-        void* own_fake_stack = nullptr;
-        __sanitizer_start_switch_fiber(&own_fake_stack, fiber.stack, STACK_BYTES);
-#endif
-        switch_to(scheduler_, fiber.context);
-#ifdef __SANITIZE_ADDRESS__
-        __sanitizer_finish_switch_fiber(own_fake_stack, nullptr, nullptr);
-#endif
-    }
-
-    void to_scheduler(Fiber& own, bool for_good) {
-#ifdef __SANITIZE_ADDRESS__
-        __sanitizer_start_switch_fiber(for_good ? nullptr : &own.fake_stack, scheduler_stack_, scheduler_bytes_);
+        const bool back = next == &caller_;
+        __sanitizer_start_switch_fiber(
+            for_good ? nullptr : &own.fake_stack, back ? caller_stack_ : next->stack, back ? caller_bytes_ : STACK_BYTES);
 #else
         static_cast<void>(for_good);
 #endif
-        switch_to(own.context, scheduler_);
+        switch_to(own.context, next->context);
         arrive(own);
     }
 
-    void arrive(Fiber& own) {
+    UNWATCHED void arrive(Fiber& own) {
 #ifdef __SANITIZE_ADDRESS__
-        __sanitizer_finish_switch_fiber(own.fake_stack, &scheduler_stack_, &scheduler_bytes_);
+        const bool first = caller_bytes_ == 0;  // it comes from there
+        __sanitizer_finish_switch_fiber(
+            own.fake_stack, first ? &caller_stack_ : nullptr, first ? &caller_bytes_ : nullptr);
 #else
         static_cast<void>(own);
 #endif
     }
 
-    void wait(State state) {
+    UNWATCHED void wait(State state) {
         Fiber& own = *fibers_[current_];
         own.state = state;
         if (state == State::ready) make_ready(current_);
         if (state == State::at_block && ++waiting_ + left_ == count_) release_block();
         if (state == State::at_warp) release_warp(own);
-        to_scheduler(own, false);
+        go_on(own, false);
     }
 
-    void make_ready(unsigned number) {
+    UNWATCHED void make_ready(unsigned number) {
         fibers_[number]->state = State::ready;
-        ready_.push_back(number);
+        ready_[ready_count_++] = number;
     }
 
-    void release_block() {
+    UNWATCHED void release_block() {
         if (left_ > 0) fault("threads wait at a barrier of the block that others have left");
         unsigned all = 0;
         for (unsigned i = 0; i < count_; i++) {
@@ -262,7 +278,7 @@ private:
         }
     }
 
-    void release_warp(const Fiber& last) {
+    UNWATCHED void release_warp(const Fiber& last) {
         const unsigned first = current_ / WARP_THREADS * WARP_THREADS;
         uint64_t values[WARP_THREADS] = {};
         uint64_t ballot = 0;
@@ -287,19 +303,19 @@ private:
         }
     }
 
-    std::mt19937_64 random_;
+    Random random_;
     uint64_t seed_, waits_ = 0;
     const std::function<void()>* kernel_ = nullptr;
     struct Freed {
         void operator()(unsigned char* memory) const { operator delete[](memory, std::align_val_t(16)); }
     };
     std::unique_ptr<unsigned char[], Freed> shared_;
-    std::vector<std::unique_ptr<Fiber>> fibers_;
-    std::vector<unsigned> ready_;
-    Context scheduler_;
-    const void* scheduler_stack_ = nullptr;
-    size_t scheduler_bytes_ = 0;
-    unsigned count_ = 0, current_ = 0, left_ = 0, waiting_ = 0;
+    Fiber* fibers_[MOST_THREADS] = {};  // as long as the process: a block's threads are the next one's
+    Fiber caller_;
+    const void* caller_stack_ = nullptr;
+    size_t caller_bytes_ = 0;
+    unsigned ready_[MOST_THREADS], ready_count_ = 0;
+    unsigned made_ = 0, count_ = 0, current_ = 0, left_ = 0, waiting_ = 0;
 };
 
 inline thread_local Block* running = nullptr;
@@ -313,7 +329,7 @@ WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
     own.state = State::left;
     self.left_++;
     if (self.waiting_ > 0 && self.waiting_ + self.left_ == self.count_) self.release_block();
-    self.to_scheduler(own, true);
+    self.go_on(own, true);
 }
 
 inline int planted() {

@@ -123,8 +123,8 @@ def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_
 def test_a_query_that_runs_stops_at_an_extend_s_end_and_goes_on_from_there(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=1)
     engine.interrupt_when(lambda: True)
-    asked, stood = queries(12), set()
-    for query in asked:
+    asked, stood = iter(queries(400)), set()
+    while not stood - {0} and (query := next(asked, None)) is not None:  # how far one comes meanwhile is chance
         slot = engine.admit(query, LONG, "docs")
         done = engine.extend().tolist()
         while not done:
@@ -232,10 +232,10 @@ def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, ne
 def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_released(
     losing: Path, new_driver: NewDriver
 ) -> None:
-    engine = opened(new_driver(program=losing), life_us=100_000_000, fault_look_ns=1_000_000, give_up_ns=1_000_000_000)
+    engine = opened(new_driver(program=losing), life_us=100_000_000, fault_look_ns=1_000_000, give_up_ns=100_000_000)
     slots = [engine.admit(query, PARAMS, "docs") for query in queries(4)]
     engine.extend()
-    with pytest.raises(DeviceError, match="has not ended within 1 s"):
+    with pytest.raises(DeviceError, match=r"has not ended within 0\.1 s"):
         engine.release(slots[3])
     engine.close()
 

@@ -14,10 +14,9 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8")
 
 def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> FloatArray:
     """Vectors with 0, 1, 4 or 16 entries of ±1: their norms are powers of two, so that normalising them is exact."""
-    vectors = np.zeros((count, dim), np.float32)
-    for vector in vectors:
-        places = random.permutation(dim)[: random.choice([0, 1, 4, 16])]
-        vector[places] = random.choice([-1, 1], size=len(places))
+    vectors = random.choice(np.array([-1, 1], np.float32), size=(count, dim))
+    ranks = random.permuted(np.tile(np.arange(dim), (count, 1)), axis=1)
+    vectors[ranks >= random.choice([0, 1, 4, 16], size=(count, 1))] = 0
     return vectors
 
 

@@ -28,7 +28,7 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_
     expected: dict[str, str] = {}
     sealed = 0
     for life in range(kills):
-        writes = [5, 50, 150, 2000] if kills > 4 else [5, 15, 30, 40]  # each fourth one starts a process that seals
+        writes = [5, 50, 150, 2000] if kills > 4 else [5, 10, 20, 25]  # each fourth one starts a process that seals
         lines = _run_and_kill(directory, life, writes=chance.choice(writes), chance=chance)
         held: dict[str, str] = {}
         possible = _after(expected, lines)
