@@ -123,7 +123,7 @@ def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_
 def test_a_query_that_runs_stops_at_an_extend_s_end_and_goes_on_from_there(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=1)
     engine.interrupt_when(lambda: True)
-    asked, stood = iter(queries(400)), set()
+    asked, stood = iter(queries(400)), set[int]()
     while not stood - {0} and (query := next(asked, None)) is not None:  # how far one comes meanwhile is chance
         slot = engine.admit(query, LONG, "docs")
         done = engine.extend().tolist()
