@@ -23,7 +23,7 @@ from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Readiness
 from runtime.serving.http.guard import id_source
-from runtime.serving.http.service import Catalogue, SearchSource, Service, Settings
+from runtime.serving.http.service import Catalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import (
     Role,
 )
@@ -95,7 +95,7 @@ class Cluster:
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
-        self._catalogue, self._writes = catalogue, writes
+        self._catalogue, self._writes = catalogue or NoCollections(), writes
         self.limits = limits
         self.readiness = readiness or Readiness()
         self.told_to_drain: list[bool] = []  # what the supervisor would keep

@@ -17,7 +17,7 @@ from runtime.retrieval.about import About
 from runtime.retrieval.passages import Partial, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.remote_collections import WithRemote
-from runtime.serving.http.service import NoCatalogue, NoSearch, Settings
+from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import run
 from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
@@ -27,7 +27,7 @@ from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, 
 async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[WithRemote]:
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
-    found = WithRemote(NoSearch(), NoCatalogue(), [section])
+    found = WithRemote(NoCollections(), NoCollections(), [section])
     looking = asyncio.create_task(found.remote.run())
     try:
         yield found
@@ -203,7 +203,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
     _, even = part(DOCUMENTS[::2])
 
     async def test() -> None:
-        found = WithRemote(NoSearch(), NoCatalogue(), [RemoteSection("all", (even,), "docs")])
+        found = WithRemote(NoCollections(), NoCollections(), [RemoteSection("all", (even,), "docs")])
         looking = asyncio.create_task(found.remote.run())
         with pytest.raises(TrinityError, match="API key"):
             await ask(found)
@@ -212,7 +212,9 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 
     run(test())
     with pytest.raises(ConfigError, match="remote all: the key cannot be read"):
-        WithRemote(NoSearch(), NoCatalogue(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))])
+        WithRemote(
+            NoCollections(), NoCollections(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))]
+        )
 
 
 def test_over_http_an_answer_without_some_nodes_says_partial() -> None:

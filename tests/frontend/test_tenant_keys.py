@@ -13,7 +13,7 @@ from runtime.retrieval.embedding.embedder import Hashing
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.http.guard import Access
-from runtime.serving.http.service import NoCatalogue, Settings
+from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds, held
 
@@ -30,7 +30,7 @@ OR_BLUE = {"type": "or", "filters": [YEAR, eq("blue")]}
 NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 
 
-class Stores(NoCatalogue):
+class Stores(NoCollections):
     """What vector stores tell of each collection."""
 
     def about(self, collection: str) -> About:

@@ -65,7 +65,7 @@ from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_stores import StoreRoutes
-from runtime.serving.http.service import NoCatalogue, Searches, Service, Settings, missing_roles
+from runtime.serving.http.service import Searches, Service, Settings, missing_roles
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class _Routes:
 
     def add_catalogue(self, app: Starlette) -> None:
         """Add the routes of collections and their embedders."""
-        settings, catalogue = self._settings, self._service.catalogue or NoCatalogue()
+        settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
             catalogue, self._searches, self.read_bytes, settings.collections,
             max_k=settings.max_k, max_prompt_bytes=settings.max_prompt_bytes,

@@ -39,7 +39,7 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig, Readiness
 from runtime.serving.http.guard import accesses, id_source
 from runtime.serving.http.routes.tokenize import Tokens
-from runtime.serving.http.service import NoCatalogue, NoSearch, SearchSource, Service, Settings, missing_roles
+from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
@@ -98,13 +98,13 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     library = Library(plan)
     worker.start.part("embedder")
     search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
+    here = search or NoCollections()
     everywhere: WithRemote | None = None
     if config.remote:
         from runtime.serving.http import remote_collections  # few have need of HTTP to other nodes
 
-        own_search, own_catalogue = search or NoSearch(), search or NoCatalogue()
-        everywhere = remote_collections.WithRemote(own_search, own_catalogue, config.remote)
-    source = everywhere or search or NoSearch()
+        everywhere = remote_collections.WithRemote(here, here, config.remote)
+    source = everywhere or here
     link = await make_engine(worker, measures, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
@@ -142,7 +142,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _answers(worker, client)
     service = Service(
-        link, source, supervisor.metrics_text, answers, tokens, everywhere or search, writes, readiness,
+        link, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
         supervisor.drain, measures.responded,
     )  # fmt: skip
     app = create_app(service, settings, new_id)

@@ -54,8 +54,8 @@ class SearchSource(Protocol):
         """The collections that cannot be searched though others can, and why."""
 
 
-class NoSearch:
-    """The search of a node without collections."""
+class NoCollections:
+    """The `SearchSource` and `Catalogue` of a node without collections."""
 
     def missing(self) -> list[str]:
         return []
@@ -65,6 +65,15 @@ class NoSearch:
 
     async def search(self, asked: object, **options: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
+
+    def about(self, collection: str) -> About:
+        raise UnknownCollection("this node has no collections", "vector_store_id")
+
+    def embedders(self) -> Mapping[str, Embedder]:
+        return {}
+
+    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        raise UnknownModel("this node has no collections, and no embedder", "model")
 
 
 class Searches:
@@ -132,19 +141,6 @@ class Catalogue(Protocol):
         """The texts' vectors, and how many tokens they have. Raises TrinityError."""
 
 
-class NoCatalogue:
-    """Of a node without collections."""
-
-    def about(self, collection: str) -> About:
-        raise UnknownCollection("this node has no collections", "vector_store_id")
-
-    def embedders(self) -> Mapping[str, Embedder]:
-        return {}
-
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        raise UnknownModel("this node has no collections, and no embedder", "model")
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
     """What the routes stand on."""
@@ -154,8 +150,8 @@ class Service:
     metrics: Callable[[], Awaitable[str]]  # all of them, in Prometheus' text format
     answers: PromptAnswers | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
-    catalogue: Catalogue | None = None  # None on a node without collections
-    writes: LiveWrites | None = None  # the same
+    catalogue: Catalogue = field(default_factory=NoCollections)
+    writes: LiveWrites | None = None  # None on a node without collections
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
     responded: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer
