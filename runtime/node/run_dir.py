@@ -85,8 +85,11 @@ class RunDir:
             try:
                 _check_private(path, os.fstat(fd))
                 if _lock(fd, fcntl.LOCK_EX):
+                    with contextlib.suppress(
+                        FileNotFoundError
+                    ):  # of one that was killed: who finds the lock taken reads it
+                        os.unlink("node.json", dir_fd=fd)
                     if _is_at(path, fd):
-                        (path / "node.json").unlink(missing_ok=True)  # of one that was killed
                         _remove_left(path)
                         return cls(path, fd)
                 elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
@@ -246,8 +249,9 @@ def _read(path: Path) -> NodeInfo:
         raise Unavailable(f"no node runs in {path}") from error
     try:
         _check_private(path, os.fstat(fd))
+        ended = _lock(fd, fcntl.LOCK_SH)  # first: what is read before may be of one that has a successor by then
         info = msgspec.json.decode((path / "node.json").read_bytes(), type=NodeInfo)
-        if _lock(fd, fcntl.LOCK_SH):
+        if ended:
             raise Unavailable(f"no node runs in {path} (one of pid {info.pid} died there)")
     except (OSError, msgspec.DecodeError) as error:
         raise Unavailable(f"no node runs in {path}") from error
