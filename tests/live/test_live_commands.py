@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from launchers.main import command_line
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, OutputRefused
+from runtime.retrieval.live.storage.disk import LOCK
 from runtime.retrieval.live.storage.log import log_path
 
 
@@ -115,5 +116,6 @@ def test_each_kind_of_collection_says_what_it_is_to_the_other_kinds_commands(tmp
     _trinity("index", "build", file, "--out", built, "--embedder", "hashing-16", "--degree", "2", "--threads", "1")
     with pytest.raises(CollectionError, match="is no live collection, but one of `trinity index build`"):
         _trinity("live", "upsert", built, file)
+    assert not (built / LOCK).exists(), "a build has no other files"
     with pytest.raises(CollectionError, match="is a live collection: `trinity live` has the commands for it"):
         _trinity("index", "add", file, "--out", live)

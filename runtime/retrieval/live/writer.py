@@ -26,7 +26,7 @@ from runtime.retrieval.live.state import Loaded, WriterState, close, replay, sta
 from runtime.retrieval.live.storage.applied import Serving
 from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
-from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, write_sealed
+from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, read_description, write_sealed
 from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
 from runtime.retrieval.live.storage.unfinished import leftovers, unfinished_merge
 from runtime.retrieval.nearest import Nearest
@@ -61,6 +61,7 @@ class LiveWriter:
         """
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
+        read_description(directory)  # where there is no live collection no lock is left
         self.lock_fd = locked(directory)
         try:
             self.state, self._manifest, first, end, torn = replay(directory)
