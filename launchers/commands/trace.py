@@ -100,8 +100,9 @@ def _what(found: Trace) -> str:
 def _probes_line(found: Trace) -> str:
     probes = found.probes
     stalled = sum(probe.stalled_s for probe in probes)
-    line = f"{len(probes) + found.probes_left_out} probes held the answer for {stalled * 1e3:.1f} ms and brought "
-    line += f"{sum(probe.passages for probe in probes)} new passages"
+    number, passages = len(probes) + found.probes_left_out, sum(probe.passages for probe in probes)
+    line = f"{number} probe{'s' * (number != 1)} held the answer for {stalled * 1e3:.1f} ms and brought "
+    line += f"{passages} new passage{'s' * (passages != 1)}"
     odd = [probe.outcome for probe in probes if probe.outcome != "answered"]
     if odd:
         line += "; " + ", ".join(f"{odd.count(outcome)} {outcome}" for outcome in sorted(set(odd)))

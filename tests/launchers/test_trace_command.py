@@ -66,6 +66,9 @@ def test_probes_have_lines_of_their_own_and_a_sum() -> None:
     lines = shown(trace(probes=probes))
     assert line(lines, "probe @32").split()[2:5] == ["700.0", "50.0", "5.0%"]
     assert "2 probes held the answer for 11.0 ms and brought 2 new passages; 1 late" in lines
+    assert "1 probe held the answer for 1.0 ms and brought 1 new passage" in shown(
+        trace(probes=(ProbeTime(16, 0.6, 0.61, 0.001, 1, "answered"),))
+    )
 
 
 def test_of_many_probes_the_longest_are_shown_and_the_others_counted() -> None:
