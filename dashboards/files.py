@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 from dashboards import fleet, overview
 from dashboards.grafana import Json
 from dashboards.rules import rules_yaml
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import ConfigError, Unavailable, UsageError
 
 # ---- dashboards and alerts as files: written for Grafana's and Prometheus's provisioning, compared with the code
 
@@ -33,10 +33,13 @@ def all_dashboards() -> dict[str, Json]:
 
 
 def export(directory: Path) -> list[Path]:
-    """Write every dashboard (JSON) and the alerts (YAML) to `directory`; returns the files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in _files().items():
-        (directory / name).write_text(text, encoding="utf-8")
+    """Write every dashboard (JSON) and the alerts (YAML) to `directory`; returns the files. Raises `ConfigError`."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in _files().items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror}") from error
     return [directory / name for name in _files()]
 
 
@@ -81,7 +84,7 @@ class Pusher:
     """One Grafana. `credential` is a service account's token or a name and password; None takes what the URL has.
 
     With a `prometheus_url` a data source of that address is kept too, and the dashboards choose it; without, they
-    choose Grafana's default one. Raises `ConfigError` without the extra, or for a URL that is none.
+    choose Grafana's default one. Raises `ConfigError` without the extra, `UsageError` for a URL that is none.
     """
 
     def __init__(
@@ -199,7 +202,7 @@ def _with_slash(url: str) -> str:
     """grafana-client glues "api" to the path as it is."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is not the URL of a Grafana: it should begin with http:// or https://")
+        raise UsageError(f"{url!r} is not the URL of a Grafana: it should begin with http:// or https://")
     path = parts.path if not parts.path or parts.path.endswith("/") else f"{parts.path}/"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 

@@ -153,7 +153,7 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             with error:
                 raise InvalidRequest(
-                    f"{parameters.get('query')}: {error.read(1000).decode(errors='replace')}"
+                    f"{self._url} refuses {parameters.get('query')}: {error.read(1000).decode(errors='replace')}"
                 ) from error
         except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
             raise Unavailable(f"no answer from a Prometheus at {self._url}: {error}") from error

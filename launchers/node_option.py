@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from runtime.errors import InvalidRequest
+from runtime.errors import UsageError
 
 _HELP = "The node's name, or its run directory."
 _DEFAULT = "the only one that runs"
@@ -17,7 +17,7 @@ NodeOption = Annotated[str, typer.Option("--node", help=_HELP, show_default=_DEF
 
 
 def meant(argument: str, option: str) -> str:
-    """The node of a command that takes it either way. Raises InvalidRequest for two that differ."""
+    """The node of a command that takes it either way. Raises UsageError for two that differ."""
     if argument and option and argument != option:
-        raise InvalidRequest(f"two nodes are named: {argument!r} and --node {option!r}")
+        raise UsageError(f"two nodes are named: {argument!r} and --node {option!r}")
     return argument or option

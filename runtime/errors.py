@@ -44,6 +44,12 @@ class InvalidRequest(TrinityError):
     status = 400
 
 
+class UsageError(InvalidRequest):
+    """The command line is wrong: what an option says, or what does not go together."""
+
+    exit_code = EXIT_USAGE
+
+
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and answer together do not fit into the model's context."""
 

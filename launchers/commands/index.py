@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
+from gpu.params import MAX_SEARCH_WIDTH, MAX_TOP_M
 from launchers.commands.follow import follow
 from launchers.commands.live import compact, show_info, show_verified
 from launchers.progress import BuildProgress
-from runtime.errors import BuildRefused, CollectionError
+from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import find_node, paths_of, running_nodes
 from runtime.node.supervisor.admin import reload_collections
@@ -268,9 +269,12 @@ def search(
     threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1,
 ) -> None:
     """Search a collection for many vectors at once; print queries per second, and recall if the truth is known."""
+    kept = max(64, k) if top_m is None else top_m
+    _check("--k" if top_m is None else "--top-m", kept, MAX_TOP_M)
+    _check("--k", k, kept)
+    _check("--search-width", search_width, MAX_SEARCH_WIDTH)
     wanted = read_vectors(queries)
     known = None if truth is None else read_truth(truth, len(wanted), k)
-    kept = max(64, k) if top_m is None else top_m
     with Collection.open(directory) as collection:
         # The first search compiles, or loads, the machine code: that is no part of the speed.
         collection.search(wanted[:1], k, kept, search_width, patience, threads)
@@ -281,6 +285,11 @@ def search(
         _write(out, ids)
     found = "" if known is None else f", recall@{k} {recall(ids, known):.4f}"
     print(f"{len(wanted):,} queries in {seconds:.3f} s: {len(wanted) / seconds:,.0f} queries/s{found}")
+
+
+def _check(option: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise UsageError(f"{option} is {value}, outside 1..{most}")
 
 
 def _write(out: Path, ids: np.ndarray) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from launchers.progress import BuildProgress
-from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded
+from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
 from runtime.node.logs.log import plain
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.collections.sources import complaint
@@ -95,7 +95,7 @@ def delete(
 ) -> None:
     """Delete documents by id, or all that pass a filter."""
     if bool(ids) == bool(wanted):
-        raise InvalidDocument("give ids, or --filter")
+        raise UsageError("give ids, or --filter")
     with LiveWriter(directory, background=False) as writer:
         gone = writer.delete(ids) if ids else writer.delete_where(_filter(wanted))
         print(f"{gone:,} documents deleted; {writer.state.count:,} are there")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from launchers.node_option import NodeOption
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, UsageError
 from runtime.integrations.client import CollectionClient
 from runtime.node.run_dir import find_node
 
@@ -22,5 +22,7 @@ def serve_mcp(
         raise ConfigError("missing: mcp. Install with: python -m pip install 'mcp>=2.3,<3'")
     from runtime.integrations.mcp_server import mcp_server
 
+    if url and not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url is {url!r}: it must look like http://HOST:PORT")
     client = CollectionClient(url or find_node(node).url, collection, key)
     mcp_server(client, collection).run()

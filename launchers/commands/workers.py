@@ -7,7 +7,7 @@ from rich.console import Console
 
 from launchers.node_option import NodeOption
 from launchers.status import show_status
-from runtime.errors import InvalidRequest
+from runtime.errors import UsageError
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import change_worker
 from runtime.node.supervisor.changes import GPU_NAMES, Verb
@@ -51,11 +51,11 @@ def flip(role: Role, name: Name = "", node: NodeOption = "", timeout: Timeout = 
 
 def _meant(role: str, name: str, gpu: str) -> str:
     if bool(gpu) == bool(role or name):
-        raise InvalidRequest("say either a role (or a worker's --name) or a --gpu")
+        raise UsageError("say either a role (or a worker's --name) or a --gpu")
     if gpu and not gpu.startswith(GPU_NAMES):
-        raise InvalidRequest(f'--gpu is {gpu!r}, which names no GPU: "cuda:3" or a UUID does')
+        raise UsageError(f'--gpu is {gpu!r}, which names no GPU: "cuda:3" or a UUID does')
     if role and name and not name.startswith(f"{role}-"):
-        raise InvalidRequest(f"--name is {name!r}, which is no {role} worker")
+        raise UsageError(f"--name is {name!r}, which is no {role} worker")
     return gpu or name or role
 
 

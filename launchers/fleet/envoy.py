@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from launchers.fleet.haproxy import Sticky
 from launchers.fleet.nodes import CONVERSATION, Address, error_text
-from runtime.errors import InvalidRequest
+from runtime.errors import UsageError
 
 _TEMPLATE = """\
 # Trinity nodes behind Envoy, made by `trinity fleet envoy`. Check it with: envoy --mode validate -c FILE.yaml
@@ -103,11 +103,11 @@ _BOUND = "consistent_hashing_lb_config: {hash_balance_factor: 150}"
 
 
 def envoy(nodes: Sequence[Address], listen: Address, sticky: Sticky) -> str:
-    """The file's text. Raises InvalidRequest for what Envoy cannot do by itself."""
+    """The file's text. Raises UsageError for what Envoy cannot do by itself."""
     if sticky == "prefix":
-        raise InvalidRequest("Envoy routes by headers, not by what a body says: take --sticky conversation, or HAProxy")
+        raise UsageError("Envoy routes by headers, not by what a body says: take --sticky conversation, or HAProxy")
     if listen.is_name:
-        raise InvalidRequest(f"--listen is {listen}: Envoy wants an address there, such as 127.0.0.1:{listen.port}")
+        raise UsageError(f"--listen is {listen}: Envoy wants an address there, such as 127.0.0.1:{listen.port}")
     by_header = sticky == "conversation"
     hash_policy = f"                  hash_policy: [{{header: {{header_name: {CONVERSATION}}}}}]\n"
     return _TEMPLATE.format(

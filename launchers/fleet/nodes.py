@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from runtime.errors import InvalidRequest, Unavailable
+from runtime.errors import Unavailable, UsageError
 from runtime.serving.http.answers import error_json
 
 CONVERSATION = "x-conversation-id"
@@ -41,21 +41,21 @@ class Address:
 
 
 def node_addresses(urls: Sequence[str]) -> list[Address]:
-    """Of the nodes' URLs. Raises InvalidRequest for none, one twice, or one that is no `http://HOST:PORT`."""
+    """Of the nodes' URLs. Raises UsageError for none, one twice, or one that is no `http://HOST:PORT`."""
     found = [_address(url, "--node", "http://") for url in urls]
     if not found:
-        raise InvalidRequest("no node: say --node http://HOST:PORT for each of them")
+        raise UsageError("no node: say --node http://HOST:PORT for each of them")
     if twice := [str(address) for address in found if found.count(address) > 1]:
-        raise InvalidRequest(f"--node {twice[0]} stands there twice")
+        raise UsageError(f"--node {twice[0]} stands there twice")
     return found
 
 
 def listen_address(text: str, nodes: Sequence[Address] = ()) -> Address:
-    """Of `HOST:PORT`. Raises InvalidRequest for what is none, or where one of the nodes listens."""
+    """Of `HOST:PORT`. Raises UsageError for what is none, or where one of the nodes listens."""
     found = _address(text, "--listen", "")
     for node in nodes:
         if node.port == found.port and (node.host == found.host or {node.host, found.host} <= _HERE):
-            raise InvalidRequest(f"--listen is {text!r}: there the node {node.url} listens")
+            raise UsageError(f"--listen is {text!r}: there the node {node.url} listens")
     return found
 
 
@@ -69,7 +69,7 @@ def _address(text: str, option: str, scheme: str) -> Address:
         if not _NAME.match(parts.hostname) and ("%" in parts.hostname or not ip_address(parts.hostname)):
             raise ValueError
     except ValueError:
-        raise InvalidRequest(f"{option} is {text[:128]!r}: it must look like {scheme}HOST:PORT") from None
+        raise UsageError(f"{option} is {text[:128]!r}: it must look like {scheme}HOST:PORT") from None
     return Address(parts.hostname, parts.port)
 
 

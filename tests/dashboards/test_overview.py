@@ -11,6 +11,7 @@ import pytest
 
 from dashboards.files import GENERATED, all_dashboards, export, stale
 from dashboards.rules import alerts
+from runtime.errors import ConfigError
 from tests.dashboards.exported import exported_names
 
 BOARDS = all_dashboards()
@@ -127,6 +128,12 @@ def test_export_writes_what_is_committed_and_a_changed_or_missing_file_is_notice
     written[0].write_text("{}")
     written[-1].unlink()
     assert stale(tmp_path) == [written[0].name, written[-1].name]
+
+
+def test_where_nothing_can_be_written_export_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/out cannot be written: Not a directory"):
+        export(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)

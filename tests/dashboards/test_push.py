@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import dashboards.files as module
 from dashboards.files import FOLDER_UID, SOURCE_UID, Pusher, all_dashboards
 from launchers.main import command_line
-from runtime.errors import ConfigError, Unavailable
+from runtime.errors import ConfigError, Unavailable, UsageError
 from tests.dashboards.grafana_server import TOKEN, GrafanaServer
 
 pytest.importorskip("grafana_client", reason="needs the extra [grafana]")
@@ -105,7 +105,7 @@ def test_a_grafana_that_fails_or_is_not_there_is_one_clear_error(grafana: Grafan
 
 @pytest.mark.parametrize("url", ["localhost:3000", "ftp://x", ""])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the URL of a Grafana"):
+    with pytest.raises(UsageError, match="is not the URL of a Grafana"):
         Pusher(url, TOKEN)
 
 

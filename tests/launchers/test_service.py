@@ -95,6 +95,28 @@ def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, warm:
     assert run.stderr.startswith("trinity: error: ")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fleet", "haproxy", "--node", "n"),
+        ("fleet", "envoy", "--node", "http://n:1", "--sticky", "prefix"),
+        ("live", "delete", "none"),
+        ("workers", "drain", "--gpu", "three"),
+        ("status", "a", "--node", "b"),
+        ("mcp", "notes", "--url", "n"),
+        ("search", "none", "--queries", "none.npy", "--k", "0"),
+        ("search", "none", "--queries", "none.npy", "--k", "5000"),
+        ("search", "none", "--queries", "none.npy", "--k", "9", "--top-m", "8"),
+    ],
+)
+def test_what_a_command_line_says_wrongly_is_2_in_one_line(warm: Warm, words: tuple[str, ...]) -> None:
+    if words[0] == "mcp":
+        pytest.importorskip("mcp", reason="mcp is not installed: [mcp]")
+    run = warm.run("-c", "from launchers.main import main; main()", *words)
+    assert (run.returncode, run.stderr.count("\n")) == (EXIT_USAGE, 1), run.stderr
+    assert run.stderr.startswith("trinity: error: ")
+
+
 def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
     service: configparser.SectionProxy,
 ) -> None:

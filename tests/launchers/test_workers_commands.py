@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.commands.workers import workers_app
-from runtime.errors import InvalidRequest
+from runtime.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from runtime.errors import InvalidRequest
 )
 def test_what_contradicts_itself_is_refused_before_a_node_is_asked(words: list[str], trouble: str) -> None:
     refused = CliRunner().invoke(workers_app, words).exception
-    assert isinstance(refused, InvalidRequest)
+    assert isinstance(refused, UsageError)
     assert trouble in refused.message
 
 

@@ -176,7 +176,6 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("search", docs, "--queries", tmp_path / "none.npy"), "none.npy: No such file"),
         (("search", docs, "--queries", tmp_path / "narrow.npy"), "8"),
         (("search", docs, "--queries", tmp_path / "inf.npy"), "query 5 holds inf"),
-        (("search", docs, "--queries", tmp_path / "v.npy", "--k", 65, "--top-m", 64), "k is 65"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--truth", tmp_path / "v.npy"), "truth for 9 queries"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--out", tmp_path / "no" / "i.npy"), "cannot be written"),
         (("search", docs, "--queries", tmp_path / "v.npy", "--out", source / "i.npy"), "cannot be written"),
