@@ -85,9 +85,7 @@ class RunDir:
             try:
                 _check_private(path, os.fstat(fd))
                 if _lock(fd, fcntl.LOCK_EX):
-                    with contextlib.suppress(
-                        FileNotFoundError
-                    ):  # of one that was killed: who finds the lock taken reads it
+                    with contextlib.suppress(FileNotFoundError):  # of one that was killed; at once: others read it
                         os.unlink("node.json", dir_fd=fd)
                     if _is_at(path, fd):
                         _remove_left(path)
