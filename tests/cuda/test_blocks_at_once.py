@@ -127,10 +127,10 @@ def with_faults() -> Path:
 
 
 def reported(program: Path, fault: str, act: Callable[[EmulatedDriver, int], None]) -> str:
-    """What the sanitizer reports first of a fault, in one of several orders."""
+    """What the sanitizer reports first of a fault, in one of many orders: where cores are busy, blocks rarely meet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANTED_FAULT", str(ALL.index(fault)))
-        return next(filter(None, (report_of(program, seed, act) for seed in range(8))), "")
+        return next(filter(None, (report_of(program, seed, act) for seed in range(60))), "")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
