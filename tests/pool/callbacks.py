@@ -61,7 +61,7 @@ class Callbacks:
     def _extend(self, report: int) -> int:
         engine = self._engine
         finished = engine.extend().tolist()
-        told = _array(report, 2 + 2 * len(finished), ctypes.c_int64)
+        told = (ctypes.c_int64 * (2 + 2 * len(finished))).from_address(report)
         told[0], told[1] = engine.extends_made, engine.padded_slots
         told[2::2] = finished
         told[3::2] = [engine.extends(slot) for slot in finished]

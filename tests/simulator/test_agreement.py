@@ -26,7 +26,7 @@ def real_loop(queries: list[Query], config: NodeConfig) -> list[Fate]:
         return pool.run()
 
 
-def arrivals(load: float, count: int = 5000) -> list[Query]:
+def arrivals(load: float, count: int = 2500) -> list[Query]:
     """30% prefill; at load 1 the pool has next to no time left."""
     random, at, found = Random(3), 0.0, []
     query_ns = 34 * (EACH_NS + FIXED_NS / 4) + QUERY_NS
