@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 
-from gpu import GraphIndex
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
 from gpu.cpu.tables import SKETCH_LANES
-from gpu.index.rows import Metric, aligned_empty
+from gpu.index.rows import Metric, aligned_empty, checked_vectors, encode
 from tests.gpu.cases import METRICS
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(metric: Metric) -> None:
     random = np.random.default_rng(3)
-    vectors = random.normal(size=(4100, 384)).astype(np.float32)
-    rows = GraphIndex.build(vectors, metric=metric).data.rows
+    vectors = checked_vectors(random.normal(size=(4100, 384)).astype(np.float32), metric)
+    rows = encode(vectors, metric, "float32", pairs=random.integers(4100, size=(4096, 2)))
     assert rows.sketch is not None
     queries = random.normal(size=(64, 384)).astype(np.float32)
     shifted = queries.astype(np.float64)
