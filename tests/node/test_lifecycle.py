@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.node.config import NodeConfig, SloSection
-from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.child import Child, Desired, Phase
@@ -184,3 +185,36 @@ def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: p
     assert not caplog.messages
     node.pass_time(100.0)
     assert [message.partition(":")[0] for message in caplog.messages] == ["pool-0 still starts", "pool-1 still starts"]
+
+
+class Told:
+    """A process that goes on whatever it is told."""
+
+    pid, returncode = 0, None
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def poll(self) -> None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_in_a_node_that_stops_none_waits_for_a_frontend_that_has_ended(node: Node, restarts: bool) -> None:
+    """Neither who restarts just then, nor who said that it is ready and has not been seen to be."""
+    first, told = node.children[0], Told()
+    first.table.begin(1, 0)
+    first.table.state, first.epoch = State.READY, 1
+    first.table.beat()
+    first.process, first.phase = cast("subprocess.Popen[bytes]", told), Phase.STARTING
+    first.started = first.due = node.now_s
+    if restarts:
+        first.desired = Desired.RESTART
+        first.phase = Phase.READY
+        node.lifecycle.reconcile([first])
+    node.lifecycle.stop([first], by=node.now_s + 30.0)
+    assert told.signals == [signal.SIGHUP] * restarts + [signal.SIGTERM]
+    assert (first.phase, first.desired, first.due) == (Phase.DRAINING, Desired.GONE, node.now_s + 30.0)

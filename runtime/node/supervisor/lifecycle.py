@@ -36,6 +36,7 @@ class Lifecycle:
 
     def __init__(self, config: NodeConfig, spawn: Callable[[Child, bool], None], clock: Callable[[], float]) -> None:
         self._config, self._spawn, self._clock = config, spawn, clock
+        self._stops_by: float | None = None  # when the node stops
 
     def reap(self, children: Iterable[Child]) -> None:
         """Take note of whose process has ended."""
@@ -65,6 +66,15 @@ class Lifecycle:
             elif child.phase is Phase.BACKOFF and self._clock() >= child.due:
                 self._start(child)
 
+    def stop(self, children: Sequence[Child], by: float) -> None:
+        """The node stops: have these end when they have finished what they have, by then. Who asks them has ended."""
+        self._stops_by = by
+        for child in children:
+            child.desired = Desired.GONE
+            if child.phase is Phase.DRAINING:
+                child.drain(signal.SIGTERM, until=by)  # the frontend, which it waits for, releases it no more
+        self.reconcile(children)
+
     def _guide(self, child: Child) -> None:
         """Note what its process says; have it drain if it shall end; kill it if it hangs."""
         now, node = self._clock(), self._config.node
@@ -82,7 +92,10 @@ class Lifecycle:
             case Phase.READY | Phase.STANDBY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
                 self._abort(child, f"has no heartbeat for {node.heartbeat_s:g} s")
             case Phase.READY if child.desired is not Desired.RUN:
-                child.drain(signal.SIGHUP, until=now + self._drain_s(child))
+                if self._stops_by is None:
+                    child.drain(signal.SIGHUP, until=now + self._drain_s(child))
+                else:
+                    child.drain(signal.SIGTERM, until=self._stops_by)
             case Phase.DRAINING if now > child.due:
                 log.warning("%s has not drained within %g s: killed", child.name, self._drain_s(child))
                 child.kill_group()

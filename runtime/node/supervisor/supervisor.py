@@ -273,11 +273,7 @@ class Supervisor:
         self._lifecycle.reconcile(self._standbys.children)
         for role in _STOP_ORDER:
             group = [child for child in self.children if child.place.role == role]
-            for child in group:
-                child.desired = Desired.GONE
-                if child.phase in (Phase.READY, Phase.DRAINING):
-                    child.drain(signal.SIGTERM, until=bound)
-            self._lifecycle.reconcile(group)
+            self._lifecycle.stop(group, by=bound)
             while any(child.process for child in group):
                 self._wait(control)
                 self._answer(control)
