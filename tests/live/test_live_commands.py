@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, OutputRefused
+from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, OutputRefused, UsageError
 from runtime.retrieval.live.storage.disk import LOCK
 from runtime.retrieval.live.storage.log import log_path
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         (CollectionError, ("live", "search", tmp_path / "there", "x")),
         (CollectionError, ("live", "flush", tmp_path)),
         (InvalidDocument, ("live", "upsert", tmp_path / "there", _lines(file, {"id": "1", "colour": {}}))),
-        (InvalidDocument, ("live", "delete", tmp_path / "there")),
+        (UsageError, ("live", "delete", tmp_path / "there")),
         (InvalidFilter, ("live", "delete", tmp_path / "there", "--filter", "{")),
         (InvalidFilter, ("live", "delete", tmp_path / "there", "--filter", "[" * 100_000)),
     ]
