@@ -38,12 +38,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """Side by side each process has a core: threads of its matrix products (OpenBLAS', torch's) would spin for more."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m unit` and the like no file of another layer is imported: that takes longer than many tests."""
     only = _only_layer(config)
