@@ -35,9 +35,9 @@ from benchmarks.common.report import table
 from launchers.http_client import post
 from launchers.progress import BuildProgress
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.embedding.embedder import name_of
+from runtime.retrieval.embedding.embedder import embedder_name
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, load_embedder
-from runtime.retrieval.nearest import recall
+from runtime.retrieval.neighbors import recall
 from runtime.testing.node import running
 
 PASSAGES, QUESTIONS = "squad11_passages.jsonl.gz", "squad11_questions_dev.jsonl.gz"
@@ -73,7 +73,7 @@ def main() -> None:
         "passages": collection.index.size,
         "questions": len(questions),
         "seed": options.seed,
-        "embedder": name_of(collection.embedder),
+        "embedder": embedder_name(collection.embedder),
         "degree": collection.index.degree,
         **search,
         "exact": _hits(_named(exact, names), questions) | {"queries_per_s": round(len(questions) / exact_s)},

@@ -33,7 +33,7 @@ PROCESS = {
         "test_standby", "test_supervisor", "test_worker_start",
     ),
     "pool": ("test_cuda_pool", "test_kills"),
-    "retrieval": ("test_apart", "test_directory", "test_embedder", "test_index_commands", "test_ingestion"),
+    "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
     "serving": ("test_model", "test_paged_rows", "test_smollm"),
     "tests": ("test_imports",),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from runtime.node.config import parse_config
 from runtime.node.metrics.columns import OfferOutcome
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Found
+from runtime.retrieval.retriever import RetrievalResult
 from runtime.serving import stages
 from runtime.serving.decode import bridge
 from runtime.serving.decode import process as decode_process
@@ -183,10 +183,10 @@ class Retriever:
         self.embedding.put((ticket, self._free_ns), self._free_ns)
         return ticket
 
-    def poll(self) -> list[Found]:
+    def poll(self) -> list[RetrievalResult]:
         for ticket, embedded_ns in self.embedding.take():
             passages = (Passage(f"p{ticket}", "", 0.0, "words " * 20),) if self._passages else ()
-            found = Found(ticket, passages, embedded_ns=embedded_ns)
+            found = RetrievalResult(ticket, passages, embedded_ns=embedded_ns)
             self.searching.put(found, self._clock.now_ns + self._search_ns)
         return self.searching.take()
 

@@ -24,13 +24,13 @@ from runtime.node.run_dir import find_node, paths_of, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
-from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, name_of
-from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderPlace, choose_embedder
-from runtime.retrieval.ingestion.ingest import Ingested, ingest
+from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec, embedder_name
+from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, EmbedderLocation, choose_embedder
+from runtime.retrieval.ingestion.ingest import IngestReport, ingest
 from runtime.retrieval.ingestion.ingest import add as update
 from runtime.retrieval.ingestion.readers import SUFFIXES
 from runtime.retrieval.live.storage.manifest import is_live
-from runtime.retrieval.nearest import recall
+from runtime.retrieval.neighbors import recall
 
 index_app = typer.Typer(help="Build and check collections: an index and its documents.", no_args_is_help=True)
 index_app.command()(follow)
@@ -126,7 +126,7 @@ def build(
             passage_prefix=passage_prefix,
             threads=max(threads, 1),
         )
-    ingested = Ingested()
+    ingested = IngestReport()
     with BuildProgress(sys.stderr) as progress:
         if given or chosen is None:
             spec, model = chosen or (None, None)
@@ -154,7 +154,7 @@ def add(
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
     with BuildProgress(sys.stderr) as progress:
-        place = EmbedderPlace(embedder_at, embedder_key_file)
+        place = EmbedderLocation(embedder_at, embedder_key_file)
         threads = threads or len(os.sched_getaffinity(0))
         ingested = update(sources, out, place=place, threads=threads, progress=progress)
     print(
@@ -168,7 +168,7 @@ def add(
         print(f"{out}: nothing changed")
 
 
-def _tell(out: Path, ingested: Ingested, begin: float) -> None:
+def _tell(out: Path, ingested: IngestReport, begin: float) -> None:
     _tell_skipped(ingested)
     built = Collection.info(out)
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
@@ -176,7 +176,7 @@ def _tell(out: Path, ingested: Ingested, begin: float) -> None:
         print(line)
 
 
-def _tell_skipped(ingested: Ingested) -> None:
+def _tell_skipped(ingested: IngestReport) -> None:
     """Name every file that could not be read, and how many these are."""
     for path, reason in ingested.skipped.items():
         shown = path if path.isprintable() else ascii(path)  # a name may hold line feeds and a terminal's commands
@@ -191,7 +191,7 @@ def _told(embedder: EmbedderSpec | None) -> str:
         return embedder or "none: queries come as vectors"
     place = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
     prefixes = f"prefixes {embedder.query_prefix!r} of queries, {embedder.passage_prefix!r} of passages"
-    return f"{name_of(embedder)}, of {place}; {prefixes}"
+    return f"{embedder_name(embedder)}, of {place}; {prefixes}"
 
 
 def _served(out: Path) -> list[str]:

@@ -26,7 +26,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.listen import listen
 from runtime.retrieval.embedding.embedder import ServerSpec
-from runtime.retrieval.embedding.loading import load_embedder, place_of
+from runtime.retrieval.embedding.loading import embedder_location, load_embedder
 from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 
@@ -232,7 +232,7 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             continue  # told by those who look at collections
         if not isinstance(embedder, ServerSpec):
             continue
-        what, place = f"embedder of {collection.name}", place_of(collection)
+        what, place = f"embedder of {collection.name}", embedder_location(collection)
         try:
             load_embedder(embedder, place=place).embed(["a first text"])
         except EmbedderUnreachable as error:

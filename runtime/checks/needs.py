@@ -16,7 +16,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.retrieval.collections.collection import CollectionInfo
 from runtime.retrieval.embedding.embedder import DirectorySpec, EmbedderSpec
-from runtime.retrieval.embedding.loading import model_bytes, place_of
+from runtime.retrieval.embedding.loading import embedder_location, model_bytes
 from runtime.retrieval.embedding.onnx_model import MINILM
 from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.model_info import ModelInfo, WeightsType, kernels_on, kv_type, weights_type
@@ -106,7 +106,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
         info = _info(collection)
         embedder = None if info is None else info.embedder
         if isinstance(embedder, DirectorySpec):
-            found[embedder] = _ONNXRUNTIME + model_bytes(embedder, place_of(collection))
+            found[embedder] = _ONNXRUNTIME + model_bytes(embedder, embedder_location(collection))
         elif embedder is not None:
             found[embedder] = _EMBEDDERS.get(str(embedder), 0)
     return found

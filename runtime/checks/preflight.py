@@ -22,7 +22,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import EmbedderSpec
-from runtime.retrieval.embedding.loading import check_embedder, place_of
+from runtime.retrieval.embedding.loading import check_embedder, embedder_location
 from runtime.retrieval.live.collection import collection_info
 from runtime.retrieval.live.storage.manifest import is_live
 from runtime.serving.model import smollm
@@ -110,7 +110,7 @@ def _check_tracing() -> None:
 
 def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> None:
     try:
-        check_embedder(embedder, place_of(collection))
+        check_embedder(embedder, embedder_location(collection))
     except (ModelError, ConfigError) as error:
         raise type(error)(f"collection {collection.name}: {error.message}") from error
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from runtime.checks.finding import Finding
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
-from runtime.retrieval.about import About
-from runtime.retrieval.remote import RemoteCollections
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.remote_collections import RemoteCollections
 
 _START = "start it; a node that runs already takes it when it answers"
 
@@ -30,7 +30,7 @@ def findings(config: NodeConfig) -> Iterator[Finding]:
                 yield Finding("ok", what, f"{one.embedder or 'no embedder'}, {one.dim} dimensions, {one.metric}")
 
 
-async def _looked(config: NodeConfig) -> tuple[dict[str, dict[str, str]], dict[str, About]]:
+async def _looked(config: NodeConfig) -> tuple[dict[str, dict[str, str]], dict[str, CollectionSummary]]:
     """By collection, its nodes' troubles, and what it is. Raises `ConfigError` for a key that cannot be read."""
     collections = RemoteCollections(config.remote)
     try:

@@ -20,7 +20,7 @@ from runtime.pool.collections.shard import OpenShard, Shard, desk_number, key_of
 from runtime.pool.loop_memory import CALLED, PoolLoop
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import Measured, fewest_slots, measure
-from runtime.retrieval import answers
+from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
 
 _SPIN_NS = 200_000  # how long a pool with cores of its own looks at its rings before it sleeps
@@ -217,7 +217,7 @@ def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
 def _make_answers(worker: Worker) -> None:
     """Have the collection of stored answers, whoever starts first. Without it the pool serves the others."""
     try:
-        answers.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
+        answer_store.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
     except CollectionError as error:
         worker.log.warning("no answers are stored: %s", error.message)
 

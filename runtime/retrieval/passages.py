@@ -20,5 +20,5 @@ class Passage(msgspec.Struct, frozen=True):
     attributes: Attributes = {}
 
 
-class Partial(list[Passage]):
+class PartialPassages(list[Passage]):
     """Passages that were found without some of the nodes that a collection is on."""

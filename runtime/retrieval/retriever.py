@@ -26,12 +26,12 @@ from runtime.errors import (
     TrinityError,
     Unavailable,
 )
+from runtime.retrieval.collection_registry import CollectionRegistry, KeywordSearch
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
-from runtime.retrieval.library import ByWords, Library
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import ATTRIBUTES_WAIT_NS, BUILD_ATTEMPTS, Question, with_words
+from runtime.retrieval.search.query import MAX_BUILD_ATTEMPTS, NEW_ATTRIBUTE_WAIT_NS, Query, fuse_keywords
 
 if TYPE_CHECKING:
     import zmq
@@ -46,7 +46,7 @@ MAX_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Embedded:
+class EmbeddingResult:
     """A text's vector float32 [dim], or the error that ended it, and when (monotonic ns); what its words have found,
     if they were asked for."""
 
@@ -54,29 +54,29 @@ class Embedded:
     at_ns: int
     vector: Vectors | None = None
     error: TrinityError | None = None
-    words: Nearest | None = None
+    words: Neighbors | None = None
 
 
 @dataclass(slots=True)
-class _Text:
+class _EmbeddingJob:
     ticket: int
     embedder: Embedder
     text: str
-    by_words: ByWords | None
+    by_words: KeywordSearch | None
     cancelled: bool = False
 
 
-class _Lane:
+class _WorkerGroup:
     """Texts that wait for some threads, and these."""
 
-    def __init__(self, limit: int, threads: int, run: Callable[["_Lane"], None]) -> None:
-        self.waiting: queue.Queue[_Text | None] = queue.Queue(limit)
+    def __init__(self, limit: int, threads: int, run: Callable[["_WorkerGroup"], None]) -> None:
+        self.waiting: queue.Queue[_EmbeddingJob | None] = queue.Queue(limit)
         self.threads = [threading.Thread(target=run, args=(self,), name="embed", daemon=True) for _ in range(threads)]
         for thread in self.threads:
             thread.start()
 
 
-class EmbedThreads:
+class EmbeddingThreads:
     """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds up those behind it,
     where the embedder computes here.
 
@@ -90,18 +90,18 @@ class EmbedThreads:
         self._end_s = end_s
         self._clock = clock
         self._limit = limit
-        self._lanes: dict[str, _Lane] = {}
-        self._open: dict[int, _Text] = {}  # the asking thread's
-        self._done: deque[Embedded] = deque()
+        self._lanes: dict[str, _WorkerGroup] = {}
+        self._open: dict[int, _EmbeddingJob] = {}  # the asking thread's
+        self._done: deque[EmbeddingResult] = deque()
         self._ended = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         return self._bell
 
-    def put(self, ticket: int, embedder: Embedder, text: str, by_words: ByWords | None = None) -> None:
+    def put(self, ticket: int, embedder: Embedder, text: str, by_words: KeywordSearch | None = None) -> None:
         """Have a text embedded, then its words searched for. Raises `Overloaded` when as many wait as may."""
-        asked = _Text(ticket, embedder, text, by_words)
+        asked = _EmbeddingJob(ticket, embedder, text, by_words)
         try:
             self._lane(embedder).waiting.put_nowait(asked)
         except queue.Full:
@@ -114,7 +114,7 @@ class EmbedThreads:
         if asked is not None:
             asked.cancelled = True
 
-    def poll(self) -> list[Embedded]:
+    def poll(self) -> list[EmbeddingResult]:
         """What has come since the last call, each ticket once. Never waits."""
         try:
             os.eventfd_read(self._bell)
@@ -143,13 +143,13 @@ class EmbedThreads:
         if not any(thread.is_alive() for thread in threads):
             os.close(self._bell)
 
-    def _lane(self, embedder: Embedder) -> _Lane:
+    def _lane(self, embedder: Embedder) -> _WorkerGroup:
         name = embedder.name if embedder.at_once > 1 else ""
         if name not in self._lanes:
-            self._lanes[name] = _Lane(self._limit, embedder.at_once, self._run)
+            self._lanes[name] = _WorkerGroup(self._limit, embedder.at_once, self._run)
         return self._lanes[name]
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _WorkerGroup) -> None:
         while (asked := lane.waiting.get()) is not None and not self._ended:
             if asked.cancelled:
                 continue
@@ -157,17 +157,17 @@ class EmbedThreads:
                 vector = asked.embedder.embed([asked.text])[0]
                 at_ns = self._clock()
                 words = None if asked.by_words is None else asked.by_words.search(vector)
-                self._done.append(Embedded(asked.ticket, at_ns, vector, words=words))
+                self._done.append(EmbeddingResult(asked.ticket, at_ns, vector, words=words))
             except TrinityError as error:
-                self._done.append(Embedded(asked.ticket, self._clock(), error=error))
+                self._done.append(EmbeddingResult(asked.ticket, self._clock(), error=error))
             except Exception as error:  # of a library we do not know: the next text may be fine
                 failed = ModelError(f"the embedder {asked.embedder.name} failed: {error}")
-                self._done.append(Embedded(asked.ticket, self._clock(), error=failed))
+                self._done.append(EmbeddingResult(asked.ticket, self._clock(), error=failed))
             os.eventfd_write(self._bell, 1)
 
 
 @dataclass(frozen=True)
-class Found:
+class RetrievalResult:
     """The answer to a query: its passages, nearest first, or the error that ended it.
 
     `embedded_ns`: when its vector was there. `build`: the identity of the collection's build that it is from; "" of one
@@ -187,7 +187,7 @@ _LOOK_MS = 10  # how often it is looked whether a pool tells of an attribute by 
 
 
 @dataclass(frozen=True, slots=True)
-class _Query:
+class _Pending:
     ticket: int
     collection: str
     k: int
@@ -198,8 +198,8 @@ class _Query:
     embedder: str = ""
     wanted: bytes = b""
     hybrid: float = 0.0
-    by_words: ByWords | None = None
-    words: Nearest | None = None
+    by_words: KeywordSearch | None = None
+    words: Neighbors | None = None
     attempts: int = 0
     embedded_ns: int = 0
 
@@ -210,15 +210,17 @@ class Retriever:
     Texts are embedded on threads of its own; one that is not embedded by its deadline ends then.
     """
 
-    def __init__(self, library: Library, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, library: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.library = library
         self.client = client
         self._clock = clock
-        self._embedding = EmbedThreads(clock=clock)
+        self._embedding = EmbeddingThreads(clock=clock)
         self._tickets = count(1)
-        self._texts: dict[int, _Query] = {}  # being embedded, by ticket
-        self._early: list[tuple[_Query, Vectors]] = []  # with attributes that no pool has told of yet
-        self._searches: dict[int, _Query] = {}  # in the pool, by the client's ticket
+        self._texts: dict[int, _Pending] = {}  # being embedded, by ticket
+        self._early: list[tuple[_Pending, Vectors]] = []  # with attributes that no pool has told of yet
+        self._searches: dict[int, _Pending] = {}  # in the pool, by the client's ticket
 
     def warm_up(self) -> None:
         """Embed with every embedder and search every collection once, so that first uses (compiled code, files, the
@@ -230,7 +232,7 @@ class Retriever:
         end = self._clock() + _WARM_UP_NS
         waiting = set()
         for name, dim in self.library.dims.items():
-            query = _Query(next(self._tickets), name, 1, "decode", end)
+            query = _Pending(next(self._tickets), name, 1, "decode", end)
             with suppress(TrinityError):  # what cannot be searched now may be later
                 self._search(query, np.ones(max(dim, 1), np.float32))
                 waiting.add(query.ticket)
@@ -258,7 +260,7 @@ class Retriever:
 
         Raises `Overloaded` when too many wait to be embedded,
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
-        query = _Query(
+        query = _Pending(
             next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted, hybrid=hybrid
         )
         if collection not in self.client.remote:
@@ -272,7 +274,7 @@ class Retriever:
             self._searches[asked] = replace(query, embedded_ns=self._clock())
         return query.ticket
 
-    def _embed(self, query: _Query) -> None:
+    def _embed(self, query: _Pending) -> None:
         """With the embedder of the build that the pools serve now. Raises as `ask` does."""
         self.library.follow(query.collection, self.client.identities(query.collection))
         embedder = self.library.embedder(query.collection)
@@ -286,7 +288,7 @@ class Retriever:
             query, embedder=embedder.name, by_words=by_words, attempts=query.attempts + 1
         )
 
-    def poll(self) -> list[Found]:
+    def poll(self) -> list[RetrievalResult]:
         """What has come back since the last call; every ticket comes exactly once, unless it was cancelled."""
         found = self.take_vectors()
         for result in self.client.poll():
@@ -298,27 +300,34 @@ class Retriever:
                 continue
             try:
                 if query.words is not None:
-                    result = with_words(result, query.words, query.k, query.hybrid)
+                    result = fuse_keywords(result, query.words, query.k, query.hybrid)
                 remote = query.collection in self.client.remote
                 passages = result.passages if remote else self.library.passages(query.collection, result)
                 found.append(
-                    Found(query.ticket, passages, None, query.embedded_ns, result.identity, partial=result.partial)
+                    RetrievalResult(
+                        query.ticket, passages, None, query.embedded_ns, result.identity, partial=result.partial
+                    )
                 )
             except TrinityError as error:
                 found += self._again(query, error)
         return found
 
-    def _again(self, query: _Query, error: TrinityError) -> list[Found]:
+    def _again(self, query: _Pending, error: TrinityError) -> list[RetrievalResult]:
         """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
-        if isinstance(error, CollectionReplaced) and query.text and not query.build and query.attempts < BUILD_ATTEMPTS:
+        if (
+            isinstance(error, CollectionReplaced)
+            and query.text
+            and not query.build
+            and query.attempts < MAX_BUILD_ATTEMPTS
+        ):
             try:
                 self._embed(query)
                 return []
             except TrinityError as refusal:
                 error = refusal
-        return [Found(query.ticket, error=error)]
+        return [RetrievalResult(query.ticket, error=error)]
 
-    def take_vectors(self) -> list[Found]:
+    def take_vectors(self) -> list[RetrievalResult]:
         """Pass on to the pool what is embedded; what ended before that."""
         ended, (early, self._early), now = [], (self._early, []), self._clock()
         for query, vector in early:
@@ -331,26 +340,26 @@ class Retriever:
                 ended += self._pass_on(query, embedded.vector, now)
         for query in [query for query in self._texts.values() if query.deadline_ns <= now]:
             self.cancel(query.ticket)
-            ended.append(Found(query.ticket, error=DeadlineExceeded("its text was not embedded in time")))
+            ended.append(RetrievalResult(query.ticket, error=DeadlineExceeded("its text was not embedded in time")))
         return ended
 
-    def _pass_on(self, query: _Query, vector: Vectors, now: int) -> list[Found]:
+    def _pass_on(self, query: _Pending, vector: Vectors, now: int) -> list[RetrievalResult]:
         """Search, now or once pools tell of the attributes that a document has which was stored a moment ago. What ends
         the query."""
         try:
             self._search(query, vector)
         except InvalidFilter as error:
-            until = min(query.deadline_ns, query.embedded_ns + ATTRIBUTES_WAIT_NS)
+            until = min(query.deadline_ns, query.embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
             if now >= until or not self.library.fits(query.collection, query.wanted):
-                return [Found(query.ticket, error=error)]
+                return [RetrievalResult(query.ticket, error=error)]
             self._early.append((query, vector))
         except TrinityError as error:
             return self._again(query, error)
         except IpcError as error:
-            return [Found(query.ticket, error=Unavailable(str(error)))]
+            return [RetrievalResult(query.ticket, error=Unavailable(str(error)))]
         return []
 
-    def _search(self, query: _Query, vector: Vectors) -> None:
+    def _search(self, query: _Pending, vector: Vectors) -> None:
         """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
         k, build = query.k, query.build
         if query.by_words is not None:
@@ -360,7 +369,7 @@ class Retriever:
             query.collection, k, query.stage, None, pools.settings.search_width, None, query.deadline_ns, query.wanted
         )
         accept = self.library.accept(query.collection, query.embedder, build)
-        question = Question(next(pools.tickets), vector, spec, accept=accept)
+        question = Query(next(pools.tickets), vector, spec, accept=accept)
         pools.ask(question)
         self._searches[question.ticket] = query
 
@@ -385,6 +394,6 @@ class Retriever:
         self.client.close()
 
 
-def cited(passages: Iterable[Passage]) -> tuple[Passage, ...]:
+def without_text(passages: Iterable[Passage]) -> tuple[Passage, ...]:
     """Without their texts: what a client is told of the passages that its answer uses."""
     return tuple(structs.replace(passage, text="") for passage in passages)

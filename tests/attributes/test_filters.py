@@ -12,22 +12,22 @@ from runtime.retrieval.attributes.filters import (
     MAX_COMPARISONS,
     MAX_DEPTH,
     MAX_VALUES,
-    as_json,
     binds,
-    both,
+    both_filters,
     canonical,
     check_filter,
+    filter_json,
     parse_filter,
 )
-from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind, Schema, learn
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType, Schema, extend_schema
 from runtime.retrieval.passages import Attribute
 
 SCHEMA = {
-    "name": Kind.STRING,
-    "year": Kind.INTEGER,
-    "price": Kind.FLOAT,
-    "sold": Kind.BOOLEAN,
-    "tags": Kind.STRINGS,
+    "name": AttributeType.STRING,
+    "year": AttributeType.INTEGER,
+    "price": AttributeType.FLOAT,
+    "sold": AttributeType.BOOLEAN,
+    "tags": AttributeType.STRINGS,
 }
 _WORDS = some.sampled_from(["", "a", "b", "ab", "é", "z" * 40])
 _INTEGERS = some.one_of(some.integers(-3, 3), some.integers(-(1 << 63), (1 << 63) - 1))
@@ -100,7 +100,7 @@ def test_a_filter_passes_what_plain_python_says_that_it_passes(
     expected = [_passes(document, wanted) for document in seen]
 
     assert columns.passing(parsed).tolist() == expected
-    assert parse_filter(as_json(parsed)) == parsed
+    assert parse_filter(filter_json(parsed)) == parsed
     assert Columns.decode(columns.encode(), SCHEMA).passing(parsed).tolist() == expected
 
 
@@ -184,17 +184,17 @@ def test_a_demanded_attribute_is_bound_by_every_way_through_the_filter() -> None
     assert not binds(parse_filter({"type": "or", "filters": [_ONE, other]}), "name")
     assert not binds(parse_filter({"type": "not", "filter": _ONE}), "name")
     assert not binds(parse_filter({"type": "gte", "key": "name", "value": ""}), "name")
-    assert binds(both(parse_filter(other), parse_filter(_ONE)), "name")
+    assert binds(both_filters(parse_filter(other), parse_filter(_ONE)), "name")
 
 
 def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
-    schema: Schema = learn({}, {"year": 2020, "price": 1.5, "tags": ["a"], "sold": False, "name": "x"})
+    schema: Schema = extend_schema({}, {"year": 2020, "price": 1.5, "tags": ["a"], "sold": False, "name": "x"})
     assert schema == SCHEMA
-    assert learn(schema, {"price": 2}) == schema
+    assert extend_schema(schema, {"price": 2}) == schema
     others: dict[str, Attribute] = {"year": 1.5, "sold": 1, "name": ["a"], "tags": "a", "price": True}
     for name, value in others.items():
         with pytest.raises(InvalidDocument, match=f"{name!r} is an? .*; it was {SCHEMA[name].one} before"):
-            learn(schema, {name: value})
+            extend_schema(schema, {name: value})
 
 
 @pytest.mark.parametrize(
@@ -218,5 +218,5 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
 )
 def test_what_cannot_be_an_attribute_is_refused(attributes: dict[str, Any]) -> None:
     with pytest.raises(InvalidDocument, match="attribute") as caught:
-        learn({}, attributes)
+        extend_schema({}, attributes)
     assert len(caught.value.message) < 500

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from runtime.node.supervisor.admin import reload_collections
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.ingestion.ingest import add, ingest
 from runtime.testing.node import Node
 from tests.retrieval.files import pdf
@@ -32,7 +32,7 @@ def test_a_passage_names_its_file_and_page_and_changes_with_the_file(tmp_path: P
     folder.mkdir()
     (folder / "leave.pdf").write_bytes(pdf("Holidays are thirty days.", "Parental leave is twelve weeks."))
     (folder / "pay.md").write_text("# Pay\n\nWages are paid monthly.")
-    ingest([folder], index, "hashing-256", Hashing(256), degree=2)
+    ingest([folder], index, "hashing-256", HashingEmbedder(256), degree=2)
     (tmp_path / "node.toml").write_text(CONFIG)
     node = Node(tmp_path / "node.toml")
     try:

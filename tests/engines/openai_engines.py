@@ -21,7 +21,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import OpenAiSection, Stage
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Ended, Request
@@ -53,7 +53,7 @@ class Library:
         number = 1 if self.same else next(self._count)
         names = [f"{number}.{k}" for k in range(asked.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
-        return Partial(found) if self.partial else found
+        return PartialPassages(found) if self.partial else found
 
     def missing(self) -> list[str]:
         return []

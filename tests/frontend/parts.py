@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, parse_filter
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader, attributes_of
@@ -17,7 +17,7 @@ from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 
-HASHING = Hashing(64)
+HASHING = HashingEmbedder(64)
 KEY = "a-key"
 WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
 _COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
@@ -36,7 +36,9 @@ class Part:
         create(directory, 64, degree=8)
         with LiveWriter(directory, background=False, embedder=HASHING) as writer:
             writer.upsert(documents)
-        self.told = About(True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64")
+        self.told = CollectionSummary(
+            True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64"
+        )
         self._directory = directory
 
     async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
@@ -55,7 +57,7 @@ class Part:
             if one is not None
         ]
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         return self.told
 
     def missing(self) -> list[str]:

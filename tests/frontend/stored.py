@@ -10,7 +10,7 @@ import numpy as np
 from runtime.node.config import AnswerCacheSection
 from runtime.node.metrics.columns import CacheEvent
 from runtime.node.placement.plan import ANSWERS
-from runtime.retrieval.answers import StoredAnswers
+from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.live.reader import LiveReader
@@ -73,7 +73,7 @@ class Stand:
         self.directory = directory
         self.limits = AnswerCacheSection(enabled=True, **({"threshold": 0.97, "ttl_s": 10.0, "entries": 3} | limits))
         self.client = Direct(directory)
-        self.stored = StoredAnswers(directory, 26, self.limits, self._count, self.now)
+        self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now)
         self.stored.tend()
         self.answers = PromptAnswers(self.stored, Letters(), self.client)
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.errors import CollectionBusy, Unavailable
-from runtime.retrieval.answers import Answer
+from runtime.retrieval.answer_store import NewAnswer
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk, locked
 from runtime.retrieval.passages import Passage
@@ -219,7 +219,7 @@ def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand = Stand(tmp_path / "answers")
-    answer = Answer("a", asked().key, Letters().embed(["why?"])[0], "[]")
+    answer = NewAnswer("a", asked().key, Letters().embed(["why?"])[0], "[]")
     with monkeypatch.context() as full:
         full.setattr(Disk, "write", _no_room)
         for _ in range(3):
@@ -261,7 +261,7 @@ def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
     text = "x" * 20_000
     vector = Letters().embed(["why?"])[0]
     for batch in range(10):
-        stand.stored.keep([Answer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
+        stand.stored.keep([NewAnswer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
     # Of 640: fewer than 256 rows are in the log, and a segment was sealed with a batch that had yet to make room.
     until(lambda: _size(stand.directory) < 450 * len(text), what="segments without what was deleted")
     stand.answers.close()

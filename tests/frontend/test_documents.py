@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded
-from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
@@ -19,7 +19,7 @@ from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
 DIM = 16
-HASHING = Hashing(DIM)
+HASHING = HashingEmbedder(DIM)
 
 
 class Embeds:

@@ -18,9 +18,9 @@ from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, Invalid
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.remote import RemoteCollection
-from runtime.retrieval.retriever import Found, Retriever
-from runtime.retrieval.search.query import Limits, PassageQuery
+from runtime.retrieval.remote_collections import RemoteCollection
+from runtime.retrieval.retriever import RetrievalResult, Retriever
+from runtime.retrieval.search.query import PassageQuery, QueueLimits
 from tests.frontend.fakes import WAIT, run
 from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
 
@@ -30,7 +30,7 @@ SILENT = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(STORE) + STORE  
 
 
 @contextlib.contextmanager
-def client(tmp_path: Path, *nodes: str, limits: Limits | None = None, **options: Any) -> Iterator[SearchClient]:
+def client(tmp_path: Path, *nodes: str, limits: QueueLimits | None = None, **options: Any) -> Iterator[SearchClient]:
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
     with SearchClient((), "test", remote=(section,), limits=limits) as made:
@@ -166,7 +166,7 @@ def test_without_a_node_a_client_is_told_by_the_stated_rule(part: Any, tmp_path:
 
 def test_what_a_client_may_not_ask_is_a_typed_error(part: Any, tmp_path: Path) -> None:
     _, url = part(DOCUMENTS)
-    with client(tmp_path, url, limits=Limits(parked=2)) as asked:
+    with client(tmp_path, url, limits=QueueLimits(parked=2)) as asked:
         with pytest.raises(InvalidFilter, match="no attribute 'm'"):
             asked.search("cats", 10, filter={"type": "eq", "key": "m", "value": 1})
         with pytest.raises(InvalidRequest, match="vector is a text, and collection 'docs' is not on other nodes"):
@@ -200,7 +200,7 @@ def retriever(tmp_path: Path, *nodes: str, **options: Any) -> Iterator[Retriever
             made.close()
 
 
-def ended(asker: Retriever) -> Found:
+def ended(asker: Retriever) -> RetrievalResult:
     while True:
         for found in asker.poll():
             return found

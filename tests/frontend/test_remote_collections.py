@@ -13,8 +13,8 @@ from runtime.checks.remote import findings
 from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, TrinityError, Unavailable
 from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.about import About
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.remote_collections import WithRemote
 from runtime.serving.http.service import NoCollections, Settings
@@ -95,7 +95,7 @@ def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
     async def test() -> None:
         async with remote(tmp_path, NOBODY, even, missing="partial") as found:
             answered = await ask(found)
-            assert isinstance(answered, Partial)
+            assert isinstance(answered, PartialPassages)
             assert answered == await ask(half, wanted=None)
             assert found.unavailable() == {}
         async with remote(tmp_path, NOBODY, missing="partial") as found:
@@ -120,7 +120,7 @@ def test_doctor_tells_which_nodes_of_a_collection_are_there(part: Any, tmp_path:
 
 def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
     half, even = part(DOCUMENTS[::2])
-    ready, half.told = half.told, About(dim=64, metric="cosine", embedder="hashing-64")
+    ready, half.told = half.told, CollectionSummary(dim=64, metric="cosine", embedder="hashing-64")
 
     async def test() -> None:
         async with remote(tmp_path, even) as found:
@@ -135,7 +135,7 @@ def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
 
 def test_parts_that_were_embedded_by_different_models_are_not_merged(part: Any, tmp_path: Path) -> None:
     (_, even), (other, odd) = part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
-    other.told = About(True, dim=64, metric="cosine", embedder="another")
+    other.told = CollectionSummary(True, dim=64, metric="cosine", embedder="another")
 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
@@ -220,10 +220,10 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 def test_over_http_an_answer_without_some_nodes_says_partial() -> None:
     class Some:
         async def search(self, asked: PassageQuery, **options: object) -> list[Passage]:
-            return Partial([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []
+            return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []
 
-        def about(self, collection: str) -> About:
-            return About(True, metric="cosine")
+        def about(self, collection: str) -> CollectionSummary:
+            return CollectionSummary(True, metric="cosine")
 
         def missing(self) -> list[str]:
             return []

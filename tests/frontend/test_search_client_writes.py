@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from runtime.errors import InvalidDocument, InvalidFilter, InvalidRequest, TrinityError, Unauthorized, Unavailable
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.writes import Writes
+from runtime.retrieval.write_client import WriteClient
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.test_documents import DIM, Embeds
@@ -27,7 +27,7 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(notes: Path) -> Iterator[str]:
-    writes = LiveWrites({"notes": notes}, Embeds().embedded, lambda _: Hashing(DIM))
+    writes = LiveWrites({"notes": notes}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
     settings = Settings(collections={"notes": DIM}, api_keys=("key",))
     with Cluster(settings=settings, writes=writes) as cluster:
         yield cluster.url
@@ -35,7 +35,7 @@ def url(notes: Path) -> Iterator[str]:
 
 
 def test_documents_are_stored_with_numpys_vectors_and_deleted_by_id_or_filter(url: str, notes: Path) -> None:
-    writes = Writes(lambda: url, "key")
+    writes = WriteClient(lambda: url, "key")
     vector = np.ones(DIM, np.float32)
     documents: list[dict[str, Any]] = [
         {"id": "a", "text": "one", "vector": vector, "attributes": {"year": np.int64(2024)}},
@@ -63,15 +63,15 @@ def test_documents_are_stored_with_numpys_vectors_and_deleted_by_id_or_filter(ur
     ],
 )
 def test_errors_are_those_that_the_node_answers_with(
-    url: str, key: str, write: Callable[[Writes], int], error: type[TrinityError]
+    url: str, key: str, write: Callable[[WriteClient], int], error: type[TrinityError]
 ) -> None:
     with pytest.raises(error):
-        write(Writes(lambda: url, key))
+        write(WriteClient(lambda: url, key))
 
 
 def test_a_node_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="no answer from the node"):
-        Writes(lambda: "http://127.0.0.1:9").upsert("notes", [{"id": "a"}])
+        WriteClient(lambda: "http://127.0.0.1:9").upsert("notes", [{"id": "a"}])
 
 
 def test_a_client_that_does_not_know_its_node_says_so() -> None:

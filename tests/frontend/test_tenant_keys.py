@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import Bound, decode_filter, filter_bytes, parse_filter
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter, filter_bytes, parse_filter
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.serving.http.guard import Access
@@ -33,8 +33,8 @@ NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 class Stores(NoCollections):
     """What vector stores tell of each collection."""
 
-    def about(self, collection: str) -> About:
-        return About(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
+    def about(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cluster(directory: Path) -> Iterator[Cluster]:
-    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds().embedded, lambda _: Hashing(DIM))
+    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
     access = {
-        ACME: Access({"notes": Bound("tenant", "acme"), "manuals": None}),
-        BLUE: Access({"notes": Bound("tenant", "blue")}),
+        ACME: Access({"notes": AttributeBinding("tenant", "acme"), "manuals": None}),
+        BLUE: Access({"notes": AttributeBinding("tenant", "blue")}),
     }
     settings = Settings("tiny", dict.fromkeys(NAMES, DIM), api_keys=(ALL, ACME, BLUE), access=access)
     with Cluster(settings=settings, writes=writes, catalogue=Stores()) as cluster:

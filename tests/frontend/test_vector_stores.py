@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from runtime.errors import EmbedderFailed, UnknownCollection
-from runtime.retrieval.about import About
-from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.routes.vector_stores import score_of
@@ -29,7 +29,7 @@ FOUND = {
     ],
 }
 FOUND["mixed"] = [Passage("words", "", 0.75, "By words."), Passage("vector", "", 0.25, "By its vector.")]
-HASHING = Hashing(64)
+HASHING = HashingEmbedder(64)
 
 
 class Stand:
@@ -40,12 +40,12 @@ class Stand:
         self.asked: list[PassageQuery] = []
         self.error: Exception | None = None
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         if collection == "bare":
-            return About(metric="l2")
+            return CollectionSummary(metric="l2")
         if collection != "docs":
             raise UnknownCollection(collection)
-        return About(True, 900, 30, 12_345, 1_700_000_000, 64, "cosine", "hashing-64")
+        return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, 64, "cosine", "hashing-64")
 
     def embedders(self) -> dict[str, Embedder]:
         return {"hashing-64": HASHING}

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
-from runtime.retrieval.embedding.embedder import Embedder, Hashing, TextKind, Vectors
+from runtime.retrieval.collection_summary import CollectionSummary
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader, attributes_of
 from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.live.writing import LiveWrites
-from runtime.retrieval.nearest import fused
+from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
-HASHING = Hashing(64)
+HASHING = HashingEmbedder(64)
 KEY = "a-key"
 RARE = {"id": "rare", "text": "E1042", "vector": (-HASHING.embed(["E1042"], "query")[0]).tolist()}
 """A document that its text's vector is farthest from: only words find it."""
@@ -43,7 +43,7 @@ class Notes:
                 words = LiveWords(reader.state)
                 by_words = words.nearest(text, query[0], asked.k, wanted, 1 << 62)
                 words.close()
-                rows, distances = fused((rows, distances), by_words, asked.k, asked.hybrid)
+                rows, distances = fuse_ranks((rows, distances), by_words, asked.k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [
             Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
@@ -51,8 +51,8 @@ class Notes:
             if one is not None
         ]
 
-    def about(self, collection: str) -> About:
-        return About(True, metric="cosine")
+    def about(self, collection: str) -> CollectionSummary:
+        return CollectionSummary(True, metric="cosine")
 
     def embedders(self) -> dict[str, Embedder]:
         return {}

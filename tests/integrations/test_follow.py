@@ -12,7 +12,7 @@ from runtime.integrations.follow.documents import Fields
 from runtime.integrations.follow.follower import Caught, Follower
 from runtime.integrations.follow.source import retried
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.writer import LiveWriter
@@ -140,7 +140,7 @@ def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_
 
 
 def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Database, tmp_path: Path) -> None:
-    hashing = Hashing(64)
+    hashing = HashingEmbedder(64)
     create(tmp_path / "made", 64, degree=8, embedder="hashing-64")
     with LiveWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
         database.put(1, UP, text="cats purr", n=1)

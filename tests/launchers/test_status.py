@@ -13,7 +13,7 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
-from runtime.retrieval.embedding.embedder import Hashing
+from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.build import Parts
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
@@ -91,7 +91,7 @@ def test_standby_workers_are_shown_below_the_workers() -> None:
 
 def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
-    writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: Hashing(8))
+    writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     tell_writes(table, writes.states())
     assert Written.of(table) is None

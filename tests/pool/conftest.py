@@ -16,7 +16,7 @@ from runtime.pool.process import MakeArena, Timing
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
-from runtime.retrieval.search.query import Limits
+from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.live_stand import Served, Stand
 from tests.pool.pools import Vectors, attached
@@ -53,7 +53,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 MakePool = Callable[..., InProcessPool]
 BUSY = Timing(control_ns=0)
-PATIENT = Limits(retry_ns=10_000_000, wait_ns=60 * 10**9)
+PATIENT = QueueLimits(retry_ns=10_000_000, wait_ns=60 * 10**9)
 NEVER_STUCK = ReplicaPolicy(stuck_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]
 

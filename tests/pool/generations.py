@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
-from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
@@ -44,14 +44,14 @@ def generation_of(passages: tuple[Passage, ...]) -> int:
 @contextmanager
 def retriever(plan: NodePlan, clock: Callable[[], int] = time.monotonic_ns) -> Iterator[Retriever]:
     """A worker's, with a library of its own."""
-    made = Retriever(Library(plan, clock=clock), SearchClient.of_plan(plan, "test"))
+    made = Retriever(CollectionRegistry(plan, clock=clock), SearchClient.of_plan(plan, "test"))
     yield made
     made.close()
 
 
-def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> Found:
+def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> RetrievalResult:
     """One query, until it has ended."""
-    found: list[Found] = []
+    found: list[RetrievalResult] = []
     ticket = retriever.ask(text, "docs", k, "decode", LATER_NS, build)
 
     def poll() -> None:

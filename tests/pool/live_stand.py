@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.library import Library
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.writer import LiveWriter
@@ -62,7 +62,7 @@ class Served:
 
     def __init__(self, plan: NodePlan, pools: list[InProcessPool], client: SearchClient) -> None:
         self.pools, self.pool, self.client = pools, pools[0], client
-        self._library = Library(plan)
+        self._library = CollectionRegistry(plan)
         self._library.follow("docs", client.identities("docs"))
 
     def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:

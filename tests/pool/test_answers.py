@@ -15,7 +15,7 @@ from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import ANSWERS, NodePlan
 from runtime.pool.process import Timing
-from runtime.retrieval.answers import Answer, Found, StoredAnswers
+from runtime.retrieval.answer_store import AnswerStore, CachedAnswer, NewAnswer
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -42,11 +42,11 @@ def plan(run_dir: Path, collection: Path | None = None, **pool: Any) -> NodePlan
 
 
 @pytest.fixture
-def make_stored(tmp_path: Path) -> Iterator[Callable[[], StoredAnswers]]:
-    made: list[StoredAnswers] = []
+def make_stored(tmp_path: Path) -> Iterator[Callable[[], AnswerStore]]:
+    made: list[AnswerStore] = []
 
-    def make() -> StoredAnswers:
-        made.append(StoredAnswers(plan(tmp_path).answers, DIM, LIMITS, lambda event, times: None))
+    def make() -> AnswerStore:
+        made.append(AnswerStore(plan(tmp_path).answers, DIM, LIMITS, lambda event, times: None))
         made[-1].tend()
         return made[-1]
 
@@ -55,10 +55,10 @@ def make_stored(tmp_path: Path) -> Iterator[Callable[[], StoredAnswers]]:
         stored.close()
 
 
-MakeStored = Callable[[], StoredAnswers]
+MakeStored = Callable[[], AnswerStore]
 
 
-def find(client: SearchClient, stored: StoredAnswers, key: str, vector: Any) -> Found | None:
+def find(client: SearchClient, stored: AnswerStore, key: str, vector: Any) -> CachedAnswer | None:
     return stored.found(client.search(vector, 1, collection=ANSWERS, filter=stored.wanted(key)))
 
 
@@ -68,7 +68,7 @@ def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
     planned = plan(tmp_path, collection)
     make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([Answer("1", "mine", EAST, "one"), Answer("2", "theirs", NORTH, "two")])
+    stored.keep([NewAnswer("1", "mine", EAST, "one"), NewAnswer("2", "theirs", NORTH, "two")])
     until(lambda: find(client, stored, "mine", EAST) is not None)
     assert find(client, stored, "mine", NORTH) is None
     assert find(client, stored, "theirs", EAST) is None
@@ -82,7 +82,7 @@ def test_a_node_without_collections_has_a_pool_for_its_stored_answers_alone(
     planned = plan(tmp_path)
     make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([Answer("1", "k", EAST, "one")])
+    stored.keep([NewAnswer("1", "k", EAST, "one")])
     until(lambda: find(client, stored, "k", EAST) is not None)
 
 
@@ -92,7 +92,7 @@ def test_answers_outlive_their_frontend_and_the_pool(
     planned = plan(tmp_path)
     pool = make_pool(planned).start()
     first = make_stored()
-    first.keep([Answer("1", "k", EAST, "one")])
+    first.keep([NewAnswer("1", "k", EAST, "one")])
     first.close()
     second, client = make_stored(), attached(make_client(planned))
     until(lambda: find(client, second, "k", EAST) is not None)
@@ -111,7 +111,7 @@ def test_a_reload_of_every_collection_leaves_stored_answers_as_they_are(
     planned = plan(tmp_path, collection)
     pool = make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([Answer("1", "k", EAST, "one")])
+    stored.keep([NewAnswer("1", "k", EAST, "one")])
     until(lambda: find(client, stored, "k", EAST) is not None)
     pool.table.set_knob("reload", 1.0)
     until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0)
@@ -125,7 +125,7 @@ def test_a_collection_that_was_removed_or_begun_anew_is_served_again(
     make_pool(planned, timing=IMPATIENT).start()
     client, stored = attached(make_client(planned)), make_stored()
     for number in range(2):
-        stored.keep([Answer("1", "k", EAST, f"{number}")])
+        stored.keep([NewAnswer("1", "k", EAST, f"{number}")])
 
         def served(text: str = str(number)) -> bool:
             found = find(client, stored, "k", EAST)

@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval.search.query import Limits
+from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.pool.conftest import MakePool
 from tests.pool.pools import Vectors
@@ -175,7 +175,7 @@ def test_what_is_asked_after_the_client_was_closed_is_unavailable_at_once(run: R
 
 def test_more_searches_at_once_than_the_rings_hold_wait_for_room(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
-    limit = Limits().parked
+    limit = QueueLimits().parked
     many = [*queries] * (limit // len(queries) + 2)
 
     async def body(client: AsyncSearchClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import CollectionError, Unavailable
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.library import Library
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.client import SearchClient
@@ -109,7 +109,7 @@ def test_where_nothing_is_to_be_verified_nothing_is(
 def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: Any) -> None:
     clock = Clock()
     identity = writer.state.description.identity
-    library = Library(make_plan(), clock=clock)
+    library = CollectionRegistry(make_plan(), clock=clock)
 
     def usable() -> bool:
         clock.forward(1.0)
@@ -151,7 +151,7 @@ def test_a_restored_earlier_state_is_served_in_the_place_of_what_was_served(
 ) -> None:
     plan = make_plan()
     make_pool(plan).start()
-    client, library = attached(make_client(plan)), Library(plan)
+    client, library = attached(make_client(plan)), CollectionRegistry(plan)
     shutil.copytree(writer.directory, writer.directory.with_name("backup"))
     writer.upsert(documents(range(40, 50)))
 

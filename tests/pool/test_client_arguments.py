@@ -8,7 +8,7 @@ import pytest
 
 from runtime import SearchClient
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.retrieval.search.query import Limits
+from runtime.retrieval.search.query import QueueLimits
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_integers_of_numpy_are_integers() -> None:
     numbers: dict[str, Any] = {
         "k": np.int64(3), "top_m": np.uint16(8), "search_width": np.int32(2), "patience": np.int8(1)
     }  # fmt: skip
-    at_once = Limits(wait_ns=0)
+    at_once = QueueLimits(wait_ns=0)
     with SearchClient([], "test", limits=at_once) as client, pytest.raises(Unavailable):  # asked, but there is no pool
         client.search(np.array([1, 0], np.uint8), deadline_ms=None, **numbers)
 

@@ -15,7 +15,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.scopes import PART_WORDS, PARTS, Filtered, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
-from runtime.retrieval.attributes.schema import Kind
+from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
@@ -196,7 +196,7 @@ def test_a_collection_cannot_demand_an_attribute_that_no_document_has(docs: Path
 
 
 def scopes(**limits: int) -> Scopes:
-    schema = {"n": Kind.INTEGER}
+    schema = {"n": AttributeType.INTEGER}
     columns = Columns.of(({"n": number} for number in range(640)), schema)
     made = Scopes(**limits)
     made.serve(0, Filtered(lambda: schema, lambda wanted: [part_of(0, columns.passing(wanted))]))

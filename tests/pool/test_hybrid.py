@@ -15,14 +15,14 @@ from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Un
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.retrieval.async_search import AsyncSearch
+from runtime.retrieval.async_retriever import AsyncRetriever
 from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import WORDS, read_manifest
-from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import PassageQuery
@@ -67,8 +67,8 @@ def asker(plan: NodePlan, make_pool: MakePool) -> Iterator[Retriever]:
         yield made
 
 
-def ended(retriever: Retriever, ticket: int) -> Found:
-    found: list[Found] = []
+def ended(retriever: Retriever, ticket: int) -> RetrievalResult:
+    found: list[RetrievalResult] = []
 
     def poll() -> None:
         found.extend(retriever.poll())
@@ -153,7 +153,7 @@ def test_altered_words_are_damage(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CollectionError, match=r"words\.sqlite is damaged"):
         Collection.verify(tmp_path / "docs")
-    library, identity = Library(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
+    library, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
     until(lambda: bool(library.troubles), lambda: library.follow("docs", (identity,)))
     assert "words.sqlite is damaged" in library.troubles["docs"]
 
@@ -161,7 +161,7 @@ def test_altered_words_are_damage(tmp_path: Path) -> None:
 def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePool) -> None:
     serve(plan, make_pool)
     client = SearchClient.of_plan(plan, "test")
-    search = AsyncSearch(Library(plan), client)
+    search = AsyncRetriever(CollectionRegistry(plan), client)
 
     async def found(**options: Any) -> list[str]:
         asked = PassageQuery("docs", 10, **({"query": "all of s7"} | options))

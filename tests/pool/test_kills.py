@@ -25,7 +25,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
-from runtime.retrieval.search.query import deadline_of
+from runtime.retrieval.search.query import deadline_after_ms
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from runtime.testing.worker import worker_of
@@ -223,7 +223,7 @@ def test_with_a_replica_left_what_a_frozen_pool_was_asked_is_answered_within_two
         client = attached(make_client(plan, ReplicaPolicy()))
         frozen = psutil.Process(pools.pids[0])
         frozen.suspend()
-        until_ns = deadline_of(2000)
+        until_ns = deadline_after_ms(2000)
         tickets = [client.submit(query, 3, collection="docs", deadline_ns=until_ns) for query in queries[:10]]
         found = drained(client, tickets)
         frozen.resume()

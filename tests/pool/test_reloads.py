@@ -10,7 +10,7 @@ import pytest
 
 from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.retriever import Found, Retriever
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
@@ -37,7 +37,7 @@ class Readers:
         self._read(self._retriever.poll())
         self._retriever.sleep((), 1)
 
-    def _read(self, found: list[Found]) -> None:
+    def _read(self, found: list[RetrievalResult]) -> None:
         for one in found:
             before = self._asked.pop(one.ticket)
             if one.error is not None:

@@ -10,8 +10,8 @@ import pytest
 from gpu import GraphIndex
 from ipc import SearchSpec
 from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.retrieval.search.batch import BatchRun
-from runtime.retrieval.search.query import Question
+from runtime.retrieval.search.batch_search import BatchSearch
+from runtime.retrieval.search.query import Query
 from runtime.testing.pool import plan_of
 from tests.pool.conftest import PATIENT, MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect
@@ -167,8 +167,8 @@ def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
     make_pool(plan).start()
     client = attached(make_client(plan))
     many = np.tile(queries, (4, 1))
-    questions = Parts(Question(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
-    batch = BatchRun(client.dispatcher, questions, many, 3)
+    questions = Parts(Query(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
+    batch = BatchSearch(client.dispatcher, questions, many, 3)
     batch.send()
     assert len(many) <= questions.copied <= 2 * len(many)
     for result in collect(client, len(many)).values():

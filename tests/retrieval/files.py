@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.retrieval.collections.manifest import WORDS, Manifest, read_manifest, write_manifest
-from runtime.retrieval.embedding.embedder import Hashing, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 
-class Counting(Hashing):
+class Counting(HashingEmbedder):
     """Notes the passages that it embeds."""
 
     def __init__(self, dim: int = 64) -> None:

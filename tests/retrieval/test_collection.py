@@ -18,7 +18,7 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import FileFacts, read_manifest, write_manifest
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
-from runtime.retrieval.nearest import recall
+from runtime.retrieval.neighbors import recall
 
 DOCUMENTS = [
     Document("cats", "", "Cats are small carnivorous mammals that are kept as pets."),

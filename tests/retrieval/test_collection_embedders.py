@@ -14,10 +14,10 @@ from runtime.errors import ConfigError, ModelError
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.loading import choose_embedder
-from runtime.retrieval.library import Library
 from tests.retrieval.embedding_server import embedding_server
 from tests.retrieval.tiny_model import write_tiny_model
 
@@ -44,7 +44,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
         assert collection.embedder == spec
         _, distances = collection.search(bare.embed([f"passage: {found.text}" for found in DOCUMENTS]), k=1)
     np.testing.assert_allclose(distances, 0, atol=1e-5)
-    served = Library(plan_of(tmp_path)).embedder("docs")
+    served = CollectionRegistry(plan_of(tmp_path)).embedder("docs")
     np.testing.assert_allclose(served.embed(["cat"]), bare.embed(["query: cat"]), atol=1e-6)
 
 
@@ -59,7 +59,7 @@ def test_a_node_says_at_its_start_which_embedder_is_missing_and_is_told_where_it
         check_without_start(plan_of(tmp_path))
     moved = plan_of(tmp_path, 'embedder = "moved"')  # relative to the configuration's folder
     check_without_start(moved)
-    assert Library(moved).embedder("docs").embed(["cat"]).shape == (1, 6)
+    assert CollectionRegistry(moved).embedder("docs").embed(["cat"]).shape == (1, 6)
 
 
 def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_does(
@@ -69,7 +69,7 @@ def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_doe
         spec, model = choose_embedder(server.url, model="words", query_prefix="query: ", passage_prefix="passage: ")
         Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
         assert server.texts[1:] == [f"passage: {document.text}" for document in DOCUMENTS]
-        Library.warm(plan_of(tmp_path))
+        CollectionRegistry.warm(plan_of(tmp_path))
         assert server.texts[-1] == "query: a first text"
         assert diagnosed(tmp_path) == ("ok", f"words at {server.url}")
         server.dim = 5
@@ -79,7 +79,7 @@ def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_doe
     gone = plan_of(tmp_path, 'embedder = "http://127.0.0.1:9/v1"')
     check_without_start(gone)
     assert diagnosed(tmp_path)[0] == "warning"
-    library = Library.warm(gone)
+    library = CollectionRegistry.warm(gone)
     assert "http://127.0.0.1:9/v1 does not answer" in caplog.text
     assert library.embedder("docs").dim == 4
 

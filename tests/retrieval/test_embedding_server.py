@@ -10,13 +10,13 @@ import pytest
 
 from runtime.errors import ConfigError, EmbedderFailed, EmbedderUnreachable
 from runtime.retrieval.embedding.embedder import ServerSpec
-from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
+from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.server import (
     BATCH_CHARACTERS,
     BATCH_TEXTS,
-    FOR_A_BUILD,
-    FOR_A_REQUEST,
-    Patience,
+    BUILD_RETRIES,
+    REQUEST_RETRIES,
+    RetryPolicy,
     ServerEmbedder,
 )
 from tests.retrieval.embedding_server import EmbeddingServer, embedding_server
@@ -31,7 +31,7 @@ def server() -> Iterator[EmbeddingServer]:
 class Slept:
     """An embedder whose waits are noted."""
 
-    def __init__(self, server: EmbeddingServer, patience: Patience = FOR_A_BUILD, **spec: Any) -> None:
+    def __init__(self, server: EmbeddingServer, patience: RetryPolicy = BUILD_RETRIES, **spec: Any) -> None:
         self.waits: list[float] = []
         described = ServerSpec(name="words", dim=spec.pop("dim", 4), url=server.url, **spec)
         self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1), patience=patience)
@@ -73,8 +73,8 @@ def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingSer
     assert len(server.asked) == 4
 
 
-@pytest.mark.parametrize(("patience", "attempts"), [(FOR_A_REQUEST, 2), (FOR_A_BUILD, 6)])
-def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, patience: Patience, attempts: int) -> None:
+@pytest.mark.parametrize(("patience", "attempts"), [(REQUEST_RETRIES, 2), (BUILD_RETRIES, 6)])
+def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, patience: RetryPolicy, attempts: int) -> None:
     server.script = [(503, {}, {"error": {"message": "too many texts"}})] * 9
     with pytest.raises(EmbedderUnreachable, match="answers with 503: too many texts"):
         Slept(server, patience).embedder.embed(["cat"])
@@ -122,7 +122,7 @@ def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a
     spec, embedder = choose_embedder(server.url + "/", model="words", key_file=str(tmp_path / "key"))
     assert spec == ServerSpec(name="words", dim=4, url=server.url)
     embedder.embed(["cat"])
-    again = load_embedder(spec, place=EmbedderPlace(key_file=str(tmp_path / "key")))
+    again = load_embedder(spec, place=EmbedderLocation(key_file=str(tmp_path / "key")))
     again.embed(["cat"])
     assert server.keys == ["Bearer sk-secret"] * 3
     assert again.name == embedder.name
@@ -130,7 +130,7 @@ def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a
 
 def test_a_collection_asks_where_this_machine_says(server: EmbeddingServer) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
-    load_embedder(spec, place=EmbedderPlace(server.url)).embed(["cat"])
+    load_embedder(spec, place=EmbedderLocation(server.url)).embed(["cat"])
     assert server.texts == ["cat"]
 
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-secrét\n")
     for file, message in (("none", "cannot be read"), ("key", "no key of printable ASCII")):
         with pytest.raises(ConfigError, match=message) as raised:
-            check_embedder(spec, EmbedderPlace(key_file=str(tmp_path / file)))
+            check_embedder(spec, EmbedderLocation(key_file=str(tmp_path / file)))
         assert "secr" not in raised.value.message
 
 

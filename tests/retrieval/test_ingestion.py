@@ -13,8 +13,8 @@ from runtime.errors import BuildRefused, CollectionError, ResourceBusy
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
-from runtime.retrieval.ingestion import files as found_files
-from runtime.retrieval.ingestion.ingest import Ingested, add, ingest
+from runtime.retrieval.ingestion import source_files
+from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
 from tests.retrieval import files
 from tests.retrieval.files import Counting, without_words
 
@@ -35,11 +35,11 @@ class Handbook:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def ingest(self, *paths: Path, **options: object) -> Ingested:
+    def ingest(self, *paths: Path, **options: object) -> IngestReport:
         given = {"degree": 4, "force": True, **options}
         return ingest(paths or [self.folder], self.out, SPEC, Counting(), **given)  # type: ignore[arg-type]
 
-    def add(self, *paths: Path) -> tuple[Ingested, list[str]]:
+    def add(self, *paths: Path) -> tuple[IngestReport, list[str]]:
         """What became of the files, and which passages were embedded."""
         embedder = Counting()
         done = add(list(paths) or [self.folder], self.out, load=lambda spec, **rest: embedder)
@@ -204,7 +204,7 @@ def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: H
 
 
 def test_a_large_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found_files, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(source_files, "MAX_FILE_BYTES", 10)
     handbook.write("long.txt", "x" * 11)
     handbook.write("short.txt", "x")
     assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from runtime.errors import ConfigError, ModelError
-from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, name_of
-from runtime.retrieval.embedding.loading import EmbedderPlace, check_embedder, choose_embedder, load_embedder
+from runtime.retrieval.embedding.embedder import DirectorySpec, Embedder, embedder_name
+from runtime.retrieval.embedding.loading import EmbedderLocation, check_embedder, choose_embedder, load_embedder
 from runtime.retrieval.embedding.model_directory import read_model_directory
 from runtime.retrieval.embedding.onnx_model import minilm_files
 from tests.retrieval.tiny_model import ids, table, write_tiny_model
@@ -96,7 +96,7 @@ def test_prefixes_can_be_given_and_are_kept(tmp_path: Path) -> None:
     for one in (embedder, again):
         np.testing.assert_allclose(one.embed(["cat"]), bare.embed(["dog cat"]), atol=1e-6)
         np.testing.assert_allclose(one.embed(["cat"], "passage"), bare.embed(["cat"]), atol=1e-6)
-    assert again.name == embedder.name == name_of(spec)
+    assert again.name == embedder.name == embedder_name(spec)
     assert again.name != chosen(directory)[1].name  # which is another embedder
 
 
@@ -106,7 +106,7 @@ def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path)
     for check in (check_embedder, load_embedder):
         with pytest.raises(ModelError, match=r"is not at .*here: `embedder` of the collection"):
             check(spec)
-    place = EmbedderPlace(str(tmp_path / "there"))
+    place = EmbedderLocation(str(tmp_path / "there"))
     np.testing.assert_array_equal(load_embedder(spec, place=place).embed(["cat"]), embedder.embed(["cat"]))
     write_tiny_model(tmp_path / "there", max_tokens=7)
     with pytest.raises(ModelError, match="another model than the here"):
@@ -176,7 +176,7 @@ def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="1025 characters, the limit is 1024"):
         choose_embedder(str(tmp_path), query_prefix="x" * 1025)
     with pytest.raises(ConfigError, match="is built in"):
-        check_embedder("hashing-64", EmbedderPlace(str(tmp_path)))
+        check_embedder("hashing-64", EmbedderLocation(str(tmp_path)))
 
 
 @needs_minilm

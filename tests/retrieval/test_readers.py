@@ -9,7 +9,7 @@ import pytest
 from runtime.errors import BuildRefused
 from runtime.retrieval.ingestion import office
 from runtime.retrieval.ingestion.readers import check_packages, read_file
-from runtime.retrieval.ingestion.sections import Section, Unreadable
+from runtime.retrieval.ingestion.sections import Section, UnreadableFile
 from tests.retrieval import files
 
 needs = {
@@ -121,7 +121,7 @@ def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_says_why_in_one_line(name: str, content: bytes, message: str) -> None:
-    with pytest.raises(Unreadable, match=message) as raised:
+    with pytest.raises(UnreadableFile, match=message) as raised:
         read_file(name, content)
     assert str(raised.value)
     assert "\n" not in str(raised.value)
@@ -132,7 +132,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", bytes(10_000))
     monkeypatch.setattr(office, "MAX_UNPACKED_BYTES", 9_999)
-    with pytest.raises(Unreadable, match="unpacks to 10,000 bytes in 1 parts, the limits are 9,999"):
+    with pytest.raises(UnreadableFile, match="unpacks to 10,000 bytes in 1 parts, the limits are 9,999"):
         read_file("a.docx", written.getvalue())
 
 

@@ -15,8 +15,8 @@ from runtime.errors import DeadlineExceeded, InvalidFilter, InvalidRequest, Mode
 from runtime.node.config import PoolSection
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Embedded, EmbedThreads, Found, Retriever
-from runtime.retrieval.search.query import Question, SearchResult
+from runtime.retrieval.retriever import EmbeddingResult, EmbeddingThreads, RetrievalResult, Retriever
+from runtime.retrieval.search.query import Query, SearchResult
 
 SOON_S = 60.0
 
@@ -82,7 +82,7 @@ class Client:
     def dispatcher(self) -> "Client":
         return self
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: Query) -> None:
         if self.full:
             raise Overloaded("the ring is full")
         if question.spec.filter != self.known:
@@ -121,14 +121,14 @@ class Stand:
     def ask(self, text: str, deadline_ns: int = 1000, wanted: bytes = b"") -> int:
         return self.retriever.ask(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, wanted=wanted)
 
-    def until_embedded(self) -> list[Found]:
+    def until_embedded(self) -> list[RetrievalResult]:
         """The next vector, passed on; what has ended by it."""
         self.library.lengths.gate.set()
         self.retriever.sleep((), int(SOON_S * 1e3))
         return self.retriever.poll()
 
-    def until_found(self, count: int = 1) -> list[Found]:
-        found: list[Found] = []
+    def until_found(self, count: int = 1) -> list[RetrievalResult]:
+        found: list[RetrievalResult] = []
         while len(found) < count:
             found += self.retriever.poll()
             if len(found) < count and not self.client.results:
@@ -254,7 +254,7 @@ def test_an_attribute_that_no_document_has_is_refused_at_once_and_a_cancelled_on
 
 
 def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
-    embedder, thread = Embedder(), EmbedThreads(limit=2)
+    embedder, thread = Embedder(), EmbeddingThreads(limit=2)
     thread.put(0, embedder, "taken up")
     assert embedder.began.wait(SOON_S)
     thread.put(1, embedder, "waits")
@@ -262,7 +262,7 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
     with pytest.raises(Overloaded, match="2 texts wait"):
         thread.put(3, embedder, "too many")
     embedder.gate.set()
-    found: list[Embedded] = []
+    found: list[EmbeddingResult] = []
     while len(found) < 3:
         assert select.select([thread], [], [], SOON_S)[0]
         found += thread.poll()
@@ -271,14 +271,14 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
 
 
 def test_an_embedder_that_hangs_does_not_hold_up_the_end() -> None:
-    embedder, thread = Embedder(), EmbedThreads(end_s=0.01)
+    embedder, thread = Embedder(), EmbeddingThreads(end_s=0.01)
     thread.put(0, embedder, "hangs")
     thread.close()
     embedder.gate.set()
 
 
 def test_an_embedder_that_waits_for_its_server_holds_up_nobody_else() -> None:
-    slow, quick, threads = Embedder("slow", at_once=2), Embedder("quick"), EmbedThreads()
+    slow, quick, threads = Embedder("slow", at_once=2), Embedder("quick"), EmbeddingThreads()
     quick.gate.set()
     for ticket in range(3):
         threads.put(ticket, slow, "waits")

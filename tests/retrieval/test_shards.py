@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.errors import CollectionError
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.nearest import merge_nearest
+from runtime.retrieval.neighbors import merge_neighbors
 
 VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
 
@@ -80,5 +80,5 @@ def test_merging_gives_the_nearest_of_all_and_among_equals_the_smaller_id(distan
         row += len(values)
         parts.append((ids, np.array(values, np.float32)))
         every += list(zip(values, ids.tolist(), strict=True))
-    ids, near = merge_nearest(parts, k)
+    ids, near = merge_neighbors(parts, k)
     assert list(zip(near.tolist(), ids.tolist(), strict=True)) == sorted(every)[:k]

@@ -14,7 +14,7 @@ from zlib import crc32
 from benchmarks.common.stepped_workers import EPOCH, SteppedWorkers
 from runtime.errors import TrinityError, error_of
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.retriever import Found
+from runtime.retrieval.retriever import RetrievalResult
 from runtime.serving.frontend.requests import ClientGone, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
@@ -42,7 +42,7 @@ class FakePool:
         self._open[self.asked] = [self.polls, k, place % len(self.passages)]
         return self.asked
 
-    def poll(self) -> list[Found]:
+    def poll(self) -> list[RetrievalResult]:
         for waiting in self._open.values():
             waiting[0] -= 1
         done = [ticket for ticket, (left, *_) in self._open.items() if left <= 0]
@@ -50,7 +50,7 @@ class FakePool:
         for ticket in done:
             _, k, first = self._open.pop(ticket)
             passages = tuple((self.passages * 2)[first : first + k])
-            found.append(Found(ticket, passages, embedded_ns=time.monotonic_ns(), partial=self._partial))
+            found.append(RetrievalResult(ticket, passages, embedded_ns=time.monotonic_ns(), partial=self._partial))
         return found
 
     def cancel(self, ticket: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.node.retrieval_config import PassagePlace
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.serving.model.text import passage_text, passages_block, question_place
 
 Json = dict[str, Any]
@@ -59,7 +59,7 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
         texts.append(text)
         used.append(passage)
         room -= len(data)
-    return Fitted(tuple(texts), tuple(used), isinstance(passages, Partial))
+    return Fitted(tuple(texts), tuple(used), isinstance(passages, PartialPassages))
 
 
 def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int, context_tokens: int) -> int:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
@@ -68,7 +68,7 @@ class Probing:
         except TrinityError:
             outcome = "failed"
         self._asking = None
-        if isinstance(found, Partial):
+        if isinstance(found, PartialPassages):
             self._tell(Retrieved(self._request_id, (), self._asked_at, partial=True))
         if outcome == "answered" and self._trigger is not None and not self._trigger.takes(found, self.seen):
             outcome, found = "near", []

@@ -6,7 +6,7 @@ from typing import Any
 
 from runtime.errors import InvalidDocument
 from runtime.integrations.follow.source import Point
-from runtime.retrieval.attributes.schema import Schema, learn
+from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.passages import Attribute
 
@@ -40,7 +40,7 @@ class Documents:
         for name, value in flat.items():
             if not self._fields.attributes or name in self._fields.attributes:
                 try:
-                    schema = learn(schema, {name: value})
+                    schema = extend_schema(schema, {name: value})
                     attributes[name] = value
                 except InvalidDocument as error:
                     self._say(name, f"point {point.key!r}: {error.message}; such are left out")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runtime.errors import EmbedderFailed, EmbedderUnreachable, InvalidDocument, NoRoom, Overloaded, Unavailable
 from runtime.integrations.follow.documents import Documents, Fields, flattened
 from runtime.integrations.follow.source import Point, Source
-from runtime.retrieval.attributes.schema import learn
+from runtime.retrieval.attributes.schema import extend_schema
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.incoming import Upserted, vectors_of
 from runtime.retrieval.live.storage.documents import StoredDocument
@@ -124,7 +124,7 @@ class Follower:
             except InvalidDocument as error:
                 self._refuse(error, caught)
                 continue
-            schema = learn(schema, document.attributes)  # also of one page no two may disagree
+            schema = extend_schema(schema, document.attributes)  # also of one page no two may disagree
             before = stored.get(document.id)
             unchanged = before is not None and (before.title, before.text, before.attributes) == (
                 document.title,

@@ -22,8 +22,8 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
-from runtime.retrieval.builds import check_documents, identity_of
 from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.open_build import check_documents, directory_identity
 
 _JOIN_S = 5.0
 
@@ -250,7 +250,7 @@ class PoolCatalogue:
         ended, entry.opening = entry.opening, None
         if ended.trouble:
             old = entry.shard
-            if old is not None and identity_of(Path(entry.section.path)) == old.served.identity:
+            if old is not None and directory_identity(Path(entry.section.path)) == old.served.identity:
                 # The very files that are served: they have been altered since they were opened.
                 entry.wanted, entry.refused = False, ended.trouble
                 self._take_out(entry, ended.trouble, entry.tried[0] if entry.tried else None)

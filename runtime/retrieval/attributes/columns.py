@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import AllOf, AnyOf, Comparison, Filter, Not
-from runtime.retrieval.attributes.schema import Kind, Schema
+from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.passages import Attributes
 
 Bits = NDArray[np.bool_]
-_DTYPES: dict[Kind, Any] = {
-    Kind.INTEGER: np.int64,
-    Kind.FLOAT: np.float64,
-    Kind.BOOLEAN: np.int8,
-    Kind.STRING: np.int32,
-    Kind.STRINGS: np.int32,
+_DTYPES: dict[AttributeType, Any] = {
+    AttributeType.INTEGER: np.int64,
+    AttributeType.FLOAT: np.float64,
+    AttributeType.BOOLEAN: np.int8,
+    AttributeType.STRING: np.int32,
+    AttributeType.STRINGS: np.int32,
 }
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -36,7 +36,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class _Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    kind: Kind
+    kind: AttributeType
     rows: bytes  # int64: the row of each value, ascending; several values a row for lists
     values: bytes
     words: list[str]
@@ -45,7 +45,7 @@ class _Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class Column:
     """The values of one attribute: `rows` int64 [n], ascending, and `values` [n]; a list has an entry a string."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: AttributeType) -> None:
         self.kind = kind
         self.words: list[str] = []
         self._numbers: dict[str, int] = {}
@@ -55,17 +55,17 @@ class Column:
 
     def append(self, row: int, value: Any) -> None:
         """The value of a row after the last one."""
-        if self.kind is Kind.STRINGS:
+        if self.kind is AttributeType.STRINGS:
             for word in dict.fromkeys(value):
                 self._put(row, self._number(word))
         else:
-            self._put(row, self._number(value) if self.kind is Kind.STRING else value)
+            self._put(row, self._number(value) if self.kind is AttributeType.STRING else value)
 
     def passing(self, comparison: Comparison, size: int) -> Bits:
         """Whether each of `size` rows has a value that stands so to one of the comparison's."""
         rows, values = self._rows[: self._count], self._values[: self._count]
         hit = np.zeros(len(rows), bool)
-        if self.kind in (Kind.STRING, Kind.STRINGS):
+        if self.kind in (AttributeType.STRING, AttributeType.STRINGS):
             compare = _COMPARE["eq" if comparison.operator == "in" else comparison.operator]
             if comparison.operator in ("eq", "in"):
                 known = (self._numbers.get(str(value), -1) for value in comparison.values)
@@ -91,12 +91,12 @@ class Column:
     def restored(cls, stored: _Stored, size: int) -> "Column":
         column = cls(stored.kind)
         rows, values = np.frombuffer(stored.rows, np.int64), np.frombuffer(stored.values, _DTYPES[stored.kind])
-        lists = stored.kind is Kind.STRINGS
+        lists = stored.kind is AttributeType.STRINGS
         if len(rows) != len(values) or (len(rows) and not (rows[0] >= 0 and rows[-1] < size)):
             raise ValueError("its rows are not those of the segment")
         if (np.diff(rows) < (0 if lists else 1)).any():
             raise ValueError("its rows are in no order")
-        strings = stored.kind in (Kind.STRING, Kind.STRINGS) and len(values) > 0
+        strings = stored.kind in (AttributeType.STRING, AttributeType.STRINGS) and len(values) > 0
         if strings and not 0 <= int(values.min()) <= int(values.max()) < len(stored.words):
             raise ValueError("it has a string that is not there")
         column._rows, column._values, column._count = rows, values, len(rows)
@@ -132,7 +132,7 @@ class Columns:
         return columns
 
     @property
-    def schema(self) -> dict[str, Kind]:
+    def schema(self) -> dict[str, AttributeType]:
         """The attributes that rows have."""
         return {name: column.kind for name, column in self._columns.items()}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgspec
 
 from runtime.errors import InvalidFilter
-from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, NAME, Kind, Schema, shown
+from runtime.retrieval.attributes.schema import MAX_STRING_BYTES, NAME, AttributeType, Schema, preview
 
 Scalar = str | int | float | bool
 Operator = Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
@@ -53,7 +53,7 @@ class Not(msgspec.Struct, frozen=True, array_like=True, tag="n"):
 
 
 Filter = Comparison | AllOf | AnyOf | Not
-Wanted = Filter | Mapping[str, Any] | bytes | None
+FilterLike = Filter | Mapping[str, Any] | bytes | None
 """A filter as callers give it: parsed, as its JSON object, or as `filter_bytes` has it."""
 _decode = msgspec.json.Decoder(Filter).decode
 
@@ -71,16 +71,19 @@ def canonical(wanted: Filter) -> bytes:
     return msgspec.json.encode(wanted)
 
 
-def as_json(wanted: Filter) -> dict[str, Any]:
+def filter_json(wanted: Filter) -> dict[str, Any]:
     """What `parse_filter` would make this filter of."""
     match wanted:
         case Comparison(key, operator, values):
             return {"type": operator, "key": key, "value": list(values) if operator == "in" else values[0]}
         case Not(Comparison(_, "eq" | "in" as operator, _) as positive):
-            return as_json(positive) | {"type": "ne" if operator == "eq" else "nin"}
+            return filter_json(positive) | {"type": "ne" if operator == "eq" else "nin"}
         case Not(inner):
-            return {"type": "not", "filter": as_json(inner)}
-    return {"type": "and" if isinstance(wanted, AllOf) else "or", "filters": [as_json(one) for one in wanted.filters]}
+            return {"type": "not", "filter": filter_json(inner)}
+    return {
+        "type": "and" if isinstance(wanted, AllOf) else "or",
+        "filters": [filter_json(one) for one in wanted.filters],
+    }
 
 
 def decode_filter(content: bytes) -> Filter:
@@ -109,7 +112,7 @@ def _check_size(wanted: Filter, depth: int) -> int:
     return count
 
 
-def filter_bytes(wanted: Wanted) -> bytes:
+def filter_bytes(wanted: FilterLike) -> bytes:
     """A filter, or the JSON object of one, as it travels to a pool; none: b"". Raises `InvalidFilter`."""
     if wanted is None or isinstance(wanted, bytes):
         return wanted or b""
@@ -129,8 +132,8 @@ def check_filter(wanted: Filter, schema: Schema) -> None:
             raise InvalidFilter(f"there is no attribute {comparison.key!r}; the known ones: {known}", "filter")
         for value in comparison.values:
             if not _comparable(kind, value):
-                raise InvalidFilter(f"{comparison.key!r} is {kind.one}; it cannot be compared with {shown(value)}")
-        if comparison.operator in _ORDERED and kind in (Kind.BOOLEAN, Kind.STRINGS):
+                raise InvalidFilter(f"{comparison.key!r} is {kind.one}; it cannot be compared with {preview(value)}")
+        if comparison.operator in _ORDERED and kind in (AttributeType.BOOLEAN, AttributeType.STRINGS):
             raise InvalidFilter(
                 f"{comparison.key!r} is {kind.one}, which has no order: {comparison.operator} cannot be"
             )
@@ -148,7 +151,7 @@ def binds(wanted: Filter | None, key: str) -> bool:
     return False
 
 
-class Bound(NamedTuple):
+class AttributeBinding(NamedTuple):
     """An attribute (a string, or a list of strings) that has one value in all documents that are meant."""
 
     key: str
@@ -163,7 +166,7 @@ class Bound(NamedTuple):
         return attributes.get(self.key) in (self.value, [self.value], (self.value,))
 
 
-def excludes(wanted: Filter, bound: Bound) -> bool:
+def excludes(wanted: Filter, bound: AttributeBinding) -> bool:
     """Whether a filter asks for other values of the attribute by name, so that nothing could pass."""
     match wanted:
         case Comparison():
@@ -175,7 +178,7 @@ def excludes(wanted: Filter, bound: Bound) -> bool:
     return False
 
 
-def both(one: Filter | None, other: Filter | None) -> Filter | None:
+def both_filters(one: Filter | None, other: Filter | None) -> Filter | None:
     """A filter that lets pass what passes two; None lets all pass."""
     if one is None or other is None:
         return one or other
@@ -211,12 +214,12 @@ class _Parser:
         if depth > MAX_DEPTH:
             raise InvalidFilter(f"the filter is {depth - 1 + _levels(source)} deep; the limit is {MAX_DEPTH}", "filter")
         if not isinstance(source, Mapping):
-            raise InvalidFilter(f"a filter is an object with a type, not {shown(source)}", "filter")
+            raise InvalidFilter(f"a filter is an object with a type, not {preview(source)}", "filter")
         match source.get("type"):
             case "and" | "or" as joint:
                 parts = self._field(source, "filters")
                 if not isinstance(parts, list | tuple) or not parts:
-                    raise InvalidFilter(f"{joint!r} needs a list of filters, not {shown(parts)}", "filter")
+                    raise InvalidFilter(f"{joint!r} needs a list of filters, not {preview(parts)}", "filter")
                 if len(parts) > MAX_COMPARISONS:
                     raise InvalidFilter(f"{joint!r} joins {len(parts)} filters; the limit is {MAX_COMPARISONS}")
                 parsed = tuple(self.parse(part, depth + 1) for part in parts)
@@ -226,7 +229,9 @@ class _Parser:
             case str() as operator if operator in OPERATORS:
                 return self._comparison(operator, source)  # type: ignore[arg-type]
             case other:
-                raise InvalidFilter(f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {shown(other)}")
+                raise InvalidFilter(
+                    f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {preview(other)}"
+                )
 
     def _comparison(self, operator: Operator, source: Mapping[Any, Any]) -> Filter:
         self._comparisons += 1
@@ -234,11 +239,11 @@ class _Parser:
             raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
         key, value = self._field(source, "key", "value"), source["value"]
         if not isinstance(key, str) or not NAME.fullmatch(key):
-            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {shown(key)}", "filter")
+            raise InvalidFilter(f"the key of a filter is the name of an attribute, not {preview(key)}", "filter")
         if operator not in ("in", "nin"):
             values: tuple[Scalar, ...] = (_scalar(key, value),)
         elif not isinstance(value, list | tuple):
-            raise InvalidFilter(f"{operator!r} of {key!r} needs a list of values, not {shown(value)}", "filter")
+            raise InvalidFilter(f"{operator!r} of {key!r} needs a list of values, not {preview(value)}", "filter")
         elif len(value) > MAX_VALUES:
             raise InvalidFilter(f"{operator!r} of {key!r} has {len(value)} values; the limit is {MAX_VALUES}", "filter")
         else:
@@ -252,7 +257,7 @@ class _Parser:
         wanted = {"type", name, *others}
         if set(source) != wanted:
             raise InvalidFilter(
-                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {shown(list(source))}"
+                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {preview(list(source))}"
             )
         return source[name]
 
@@ -272,7 +277,7 @@ def _negated(inner: Filter) -> Filter:
 
 def _scalar(key: str, value: object) -> Scalar:
     if not isinstance(value, str | int | float | bool):
-        raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {shown(value)}", "filter")
+        raise InvalidFilter(f"{key!r} is compared with a string, a number or a boolean, not {preview(value)}", "filter")
     if isinstance(value, str):
         size = len(value.encode(errors="replace"))
         if size > MAX_STRING_BYTES:
@@ -284,7 +289,7 @@ def _scalar(key: str, value: object) -> Scalar:
     elif isinstance(value, float) and not abs(value) < float("inf"):
         raise InvalidFilter(f"{key!r} is compared with {value}; it must be finite", "filter")
     elif not isinstance(value, float) and not -(1 << 63) <= value < 1 << 63:
-        raise InvalidFilter(f"{key!r} is compared with {shown(value)}, which does not fit into 64 bits", "filter")
+        raise InvalidFilter(f"{key!r} is compared with {preview(value)}, which does not fit into 64 bits", "filter")
     return value
 
 
@@ -292,9 +297,9 @@ def _order(value: Scalar) -> tuple[str, Scalar]:
     return type(value).__name__, value
 
 
-def _comparable(kind: Kind, value: Scalar) -> bool:
-    if kind in (Kind.STRING, Kind.STRINGS):
+def _comparable(kind: AttributeType, value: Scalar) -> bool:
+    if kind in (AttributeType.STRING, AttributeType.STRINGS):
         return isinstance(value, str)
-    if kind is Kind.BOOLEAN:
+    if kind is AttributeType.BOOLEAN:
         return isinstance(value, bool)
     return isinstance(value, int | float) and not isinstance(value, bool)

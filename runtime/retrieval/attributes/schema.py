@@ -18,7 +18,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INT64 = 1 << 63
 
 
-class Kind(StrEnum):
+class AttributeType(StrEnum):
     """The type of an attribute."""
 
     STRING = "string"
@@ -30,28 +30,28 @@ class Kind(StrEnum):
     @property
     def one(self) -> str:
         """In a sentence: "an integer"."""
-        return f"an {self}" if self is Kind.INTEGER else f"a {self}"
+        return f"an {self}" if self is AttributeType.INTEGER else f"a {self}"
 
 
-Schema = Mapping[str, Kind]
+Schema = Mapping[str, AttributeType]
 
 
-def kind_of(name: str, value: object) -> Kind:
+def attribute_type(name: str, value: object) -> AttributeType:
     """The type of a value. Raises `InvalidDocument` for one that is none, or over its limit."""
     match value:
         case bool():
-            return Kind.BOOLEAN
+            return AttributeType.BOOLEAN
         case int():
             if not -_INT64 <= value < _INT64:
                 raise InvalidDocument(f"attribute {name!r} is an integer that does not fit into 64 bits", "attributes")
-            return Kind.INTEGER
+            return AttributeType.INTEGER
         case float():
             if not math.isfinite(value):
                 raise InvalidDocument(f"attribute {name!r} is {value}; it must be finite", "attributes")
-            return Kind.FLOAT
+            return AttributeType.FLOAT
         case str():
             _check_string(name, value)
-            return Kind.STRING
+            return AttributeType.STRING
         case list() | tuple():
             if len(value) > MAX_LIST:
                 raise InvalidDocument(
@@ -60,17 +60,17 @@ def kind_of(name: str, value: object) -> Kind:
             for item in value:
                 if not isinstance(item, str):
                     raise InvalidDocument(
-                        f"attribute {name!r} holds {shown(item)} in its list; only strings may be there", "attributes"
+                        f"attribute {name!r} holds {preview(item)} in its list; only strings may be there", "attributes"
                     )
                 _check_string(name, item)
-            return Kind.STRINGS
+            return AttributeType.STRINGS
     raise InvalidDocument(
-        f"attribute {name!r} is {shown(value)}; it must be a string, a number, a boolean or a list of strings",
+        f"attribute {name!r} is {preview(value)}; it must be a string, a number, a boolean or a list of strings",
         "attributes",
     )
 
 
-def learn(schema: Schema, attributes: Attributes) -> dict[str, Kind]:
+def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, AttributeType]:
     """The schema with what a document's attributes add to it. An integer may stand where floats are.
 
     Raises `InvalidDocument` for a value of another type than before, a name that is none, or one name too many.
@@ -79,23 +79,23 @@ def learn(schema: Schema, attributes: Attributes) -> dict[str, Kind]:
     for name, value in attributes.items():
         if name not in known and not (isinstance(name, str) and NAME.fullmatch(name)):
             raise InvalidDocument(
-                f"attribute {shown(name)} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
+                f"attribute {preview(name)} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
             )
-        kind, before = kind_of(name, value), known.get(name)
+        kind, before = attribute_type(name, value), known.get(name)
         if before is None:
             if len(known) == MAX_ATTRIBUTES:
                 raise InvalidDocument(
                     f"attribute {name!r} is one too many: the limit is {MAX_ATTRIBUTES}", "attributes"
                 )
             known[name] = kind
-        elif kind != before and not (kind is Kind.INTEGER and before is Kind.FLOAT):
+        elif kind != before and not (kind is AttributeType.INTEGER and before is AttributeType.FLOAT):
             raise InvalidDocument(
-                f"attribute {name!r} is {kind.one}, {shown(value)}; it was {before.one} before", "attributes"
+                f"attribute {name!r} is {kind.one}, {preview(value)}; it was {before.one} before", "attributes"
             )
     return known
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """What an error says of a value: 80 characters at most, also of a number that Python does not print."""
     try:
         return f"{value!r:.80}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, InvalidDocument
 from runtime.retrieval.attributes.columns import Columns
-from runtime.retrieval.attributes.schema import Kind, learn
+from runtime.retrieval.attributes.schema import AttributeType, extend_schema
 from runtime.retrieval.collections.documents import Document
 
 
@@ -13,14 +13,14 @@ class AttributesSeen:
     """The attributes of documents that go by, by column."""
 
     def __init__(self) -> None:
-        self._columns, self._schema = Columns(), dict[str, Kind]()
+        self._columns, self._schema = Columns(), dict[str, AttributeType]()
 
     def told(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents. Raises `CollectionError` for an attribute that is of another type than before."""
         for number, document in enumerate(documents, 1):
             if document.attributes:
                 try:
-                    self._schema = learn(self._schema, document.attributes)
+                    self._schema = extend_schema(self._schema, document.attributes)
                 except InvalidDocument as error:
                     raise CollectionError(f"document {number}, {document.id!r}: {error.message}") from error
             self._columns.append(document.attributes, self._schema)

@@ -14,7 +14,7 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.collection import vectors_of
 from runtime.retrieval.collections.manifest import ATTRIBUTES, WORDS, Manifest
 from runtime.retrieval.collections.words import WordIndex, distances
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.neighbors import Neighbors
 
 _FILTERS_KEPT = 16
 
@@ -41,7 +41,7 @@ class BuiltWords:
 
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
-    ) -> Nearest:
+    ) -> Neighbors:
         """The rows that have words of a text and pass a filter, the best by BM25 first, int64 [≤ depth], and how far
         their vectors are from the text's `vector`, float32 [≤ depth]. Raises as `WordIndex.search` does."""
         bits = None if wanted is None else self._passing(wanted)

@@ -45,9 +45,9 @@ from runtime.retrieval.collections.sources import (
     read_vectors,
 )
 from runtime.retrieval.collections.words import WordIndex
-from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text, name_of
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
-from runtime.retrieval.nearest import merge_nearest
+from runtime.retrieval.neighbors import merge_neighbors
 
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
@@ -136,7 +136,7 @@ class Collection:
         """As `GraphIndex.search`, over all shards."""
         with index_errors():
             found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
-        return found[0] if len(found) == 1 else merge_nearest(found, k)
+        return found[0] if len(found) == 1 else merge_neighbors(found, k)
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """The vectors of these rows, float32 [n, d], as exactly as the index keeps them."""
@@ -363,7 +363,7 @@ def _embedded(
 def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> None:
     if embedder is not None and vectors.shape[1:] != (embedder_dim(embedder),):
         raise CollectionError(
-            f"vectors of shape {list(vectors.shape)} are not from {name_of(embedder)}: "
+            f"vectors of shape {list(vectors.shape)} are not from {embedder_name(embedder)}: "
             f"its are {embedder_dim(embedder)} long"
         )
 

@@ -59,7 +59,7 @@ class ServerSpec(_Described, frozen=True, tag="server"):
 EmbedderSpec = str | DirectorySpec | ServerSpec
 
 
-def name_of(spec: EmbedderSpec) -> str:
+def embedder_name(spec: EmbedderSpec) -> str:
     """Two embedders with one name give the same vectors."""
     if isinstance(spec, str):
         return spec
@@ -109,7 +109,7 @@ def embedding_text(title: str, text: str) -> str:
     return f"{title}\n{text}" if title else text
 
 
-def readable(text: str) -> str:
+def truncate_text(text: str) -> str:
     """As much of a text as is read. Raises `InvalidRequest` for one that is not valid Unicode."""
     text = text[:MAX_CHARACTERS]
     try:
@@ -119,7 +119,7 @@ def readable(text: str) -> str:
     return text
 
 
-def unit(vectors: Vectors) -> Vectors:
+def normalize(vectors: Vectors) -> Vectors:
     """Scaled to length 1; a zero vector becomes one along the first axis, so that every text has a direction."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: Vectors = (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
@@ -133,7 +133,7 @@ def unit(vectors: Vectors) -> Vectors:
 MIN_HASHING_DIM, MAX_HASHING_DIM = 16, 4096
 
 
-class Hashing:
+class HashingEmbedder:
     """Each feature adds ±1 times its weight to one of `dim` places (Weinberger et al. 2009, "Feature Hashing for Large
     Scale Multitask Learning"). Long words weigh more than short ones, a cheap stand-in for their rarity.
     """
@@ -153,10 +153,10 @@ class Hashing:
         """See `Embedder.embed`."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
-            for feature, weight in self._features(readable(text)):
+            for feature, weight in self._features(truncate_text(text)):
                 code = zlib.crc32(feature.encode())
                 vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
-        return unit(vectors)  # an empty text, or features that cancel out, have the first axis
+        return normalize(vectors)  # an empty text, or features that cancel out, have the first axis
 
     def _features(self, text: str) -> list[tuple[str, float]]:
         words = Counter(re.findall(r"\w+", text.lower()))

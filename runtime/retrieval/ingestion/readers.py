@@ -6,10 +6,10 @@ from pathlib import PurePath
 
 from runtime.errors import BuildRefused
 from runtime.retrieval.ingestion.office import read_docx, read_pdf, read_pptx
-from runtime.retrieval.ingestion.sections import Read, Section, Unreadable
+from runtime.retrieval.ingestion.sections import ParsedFile, Section, UnreadableFile
 from runtime.retrieval.ingestion.text import read_html, read_markdown, read_text
 
-_READERS: dict[str, Callable[[bytes], Read]] = {
+_READERS: dict[str, Callable[[bytes], ParsedFile]] = {
     ".md": read_markdown,
     ".markdown": read_markdown,
     ".txt": read_text,
@@ -35,16 +35,16 @@ def check_packages(names: Iterable[str]) -> None:
             )
 
 
-def read_file(name: str, content: bytes) -> Read:
-    """A file's sections. Raises `Unreadable`, whatever a library makes of a file that is none."""
+def read_file(name: str, content: bytes) -> ParsedFile:
+    """A file's sections. Raises `UnreadableFile`, whatever a library makes of a file that is none."""
     try:
         read = _READERS[PurePath(name).suffix.lower()](content)
-    except (Unreadable, MemoryError):
+    except (UnreadableFile, MemoryError):
         raise
     except Exception as error:  # of any class, for any file
-        raise Unreadable(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
+        raise UnreadableFile(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
     sections = [Section(_storable(one.text), _storable(one.heading), one.page) for one in read.sections]
-    return Read(_storable(read.title), sections)
+    return ParsedFile(_storable(read.title), sections)
 
 
 def _storable(text: str) -> str:

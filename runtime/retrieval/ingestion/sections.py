@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
-class Unreadable(Exception):
+class UnreadableFile(Exception):
     """The file cannot be read; the message says why, in a few words."""
 
 
@@ -19,7 +19,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParsedFile:
     """A file's content. `title` "": its name will do."""
 
     title: str
@@ -51,10 +51,10 @@ class Outline:
         if text.strip():
             self._text.append(text.strip("\n"))
 
-    def read(self) -> Read:
+    def read(self) -> ParsedFile:
         """All of it."""
         self._end()
-        return Read(self.title, self.sections)
+        return ParsedFile(self.title, self.sections)
 
     def _end(self) -> None:
         if self._text:

@@ -4,7 +4,7 @@ import contextlib
 import re
 from html.parser import HTMLParser
 
-from runtime.retrieval.ingestion.sections import Outline, Read, Section, Unreadable
+from runtime.retrieval.ingestion.sections import Outline, ParsedFile, Section, UnreadableFile
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
@@ -14,23 +14,23 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)",
 _TITLE = re.compile(r"^title:[ \t]*(.+?)[ \t]*$", re.MULTILINE)
 
 
-def decoded(content: bytes) -> str:
-    """UTF-8, or UTF-16 with its mark; lines end in a line feed. Raises `Unreadable`."""
+def decode_text(content: bytes) -> str:
+    """UTF-8, or UTF-16 with its mark; lines end in a line feed. Raises `UnreadableFile`."""
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"not UTF-8 text at byte {error.start}") from error
+        raise UnreadableFile(f"not UTF-8 text at byte {error.start}") from error
 
 
-def read_text(content: bytes) -> Read:
+def read_text(content: bytes) -> ParsedFile:
     """A text as one section."""
-    return Read("", [Section(decoded(content))])
+    return ParsedFile("", [Section(decode_text(content))])
 
 
-def read_markdown(content: bytes) -> Read:
+def read_markdown(content: bytes) -> ParsedFile:
     """Sections by headings, as they are written; front matter gives the title and is left out."""
-    text, outline = decoded(content), Outline()
+    text, outline = decode_text(content), Outline()
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
         if title := _TITLE.search(front[1]):
@@ -75,13 +75,13 @@ _BLOCKS = frozenset((
 _CHARSET = re.compile(rb"<meta[^>]{0,256}charset=[\"']?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 
 
-def read_html(content: bytes) -> Read:
-    """Sections by headings. Raises `Unreadable` for text that is not of its encoding."""
+def read_html(content: bytes) -> ParsedFile:
+    """Sections by headings. Raises `UnreadableFile` for text that is not of its encoding."""
     if (declared := _CHARSET.search(content[:4096])) and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
         with contextlib.suppress(LookupError, UnicodeError):  # else it may be UTF-8 all the same
             content = content.decode(declared[1].decode()).encode()
     reader = _Reader()
-    reader.feed(decoded(content))
+    reader.feed(decode_text(content))
     reader.close()
     return reader.whole()
 
@@ -95,7 +95,7 @@ class _Reader(HTMLParser):
         self._title: list[str] | None = None
         self._pre = 0
 
-    def whole(self) -> Read:
+    def whole(self) -> ParsedFile:
         self._end_block()
         return self._outline.read()
 

@@ -10,7 +10,7 @@ import msgspec
 from gpu.build.params import BuildParams, check_within
 from gpu.index.rows import MAX_DIM
 from runtime.errors import CollectionError, OutputRefused
-from runtime.retrieval.attributes.schema import Kind, Schema
+from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.collections.collection import Collection, CollectionInfo, check_arguments
 from runtime.retrieval.collections.manifest import MAX_SHARDS
 from runtime.retrieval.embedding.embedder import EmbedderSpec
@@ -70,7 +70,7 @@ def create(
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     known = dict(schema or {})
     if demanded is not None:
-        known.setdefault(demanded, Kind.STRING)
+        known.setdefault(demanded, AttributeType.STRING)
     identity = new_identity()
     try:
         directory.mkdir(parents=True)

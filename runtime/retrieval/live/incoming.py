@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpu import GpuError
 from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
-from runtime.retrieval.attributes.filters import Bound
+from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.live.storage.manifest import Description
 from runtime.retrieval.passages import Attributes
@@ -55,7 +55,7 @@ def check(documents: Sequence[Upserted]) -> None:
         seen.add(document.id)
 
 
-def check_owner(documents: Sequence[Upserted], owner: Bound) -> None:
+def check_owner(documents: Sequence[Upserted], owner: AttributeBinding) -> None:
     """Raises `Forbidden` for a document that is not the owner's."""
     for document in documents:
         if not owner.holds(document.attributes):

@@ -30,7 +30,7 @@ from runtime.retrieval.live.storage.manifest import (
 from runtime.retrieval.live.storage.operations import decode
 from runtime.retrieval.live.storage.segment import DOCUMENTS, Segment
 from runtime.retrieval.live.words import LiveWords
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Attributes
 
 _ATTEMPTS = 5
@@ -199,7 +199,7 @@ class LiveReader:
         top_m: int = 64,
         search_width: int = 1,
         wanted: Filter | None = None,
-    ) -> Nearest:
+    ) -> Neighbors:
         """See `search.search`."""
         return search(self.state, queries, k, top_m, search_width, wanted)
 
@@ -285,7 +285,7 @@ class LiveDocuments:
 
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
-    ) -> Nearest:
+    ) -> Neighbors:
         """What a text's words find: see `LiveWords.nearest`."""
         with self._lock:
             self._reader.poll()

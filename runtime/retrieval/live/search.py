@@ -16,7 +16,7 @@ from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.live.state import State
-from runtime.retrieval.nearest import Nearest, merge_nearest
+from runtime.retrieval.neighbors import Neighbors, merge_neighbors
 
 
 def search(
@@ -27,7 +27,7 @@ def search(
     search_width: int = 1,
     wanted: Filter | None = None,
     threads: int = 1,
-) -> Nearest:
+) -> Neighbors:
     """The k nearest rows of each query [q, d] → row numbers int64 [q, k] and distances float32 [q, k].
 
     -1 and +inf where fewer pass. A row that was deleted before this began is never among them.
@@ -56,7 +56,7 @@ def search(
             parts.append((np.where(nodes >= 0, nodes + first, -1), distances))
     except GpuError as error:
         raise InvalidRequest(str(error)) from error
-    return parts[0] if len(parts) == 1 else merge_nearest(parts, k)
+    return parts[0] if len(parts) == 1 else merge_neighbors(parts, k)
 
 
 def search_segment(
@@ -67,7 +67,7 @@ def search_segment(
     search_width: int,
     allowed: Bits | None,
     threads: int = 1,
-) -> Nearest:
+) -> Neighbors:
     """The k nearest of the rows that are allowed. Raises `GpuError`."""
     top_m = max(k, top_m)
     if allowed is None:

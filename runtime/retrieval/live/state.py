@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.filters import Bound, Filter, check_filter
-from runtime.retrieval.attributes.schema import Schema, learn
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
+from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.collections.manifest import FileFacts, facts_of
 from runtime.retrieval.live.growing import Growing
 from runtime.retrieval.live.storage.documents import StoredDocument
@@ -56,7 +56,7 @@ class State:
             for operation in operations:
                 if isinstance(operation, Upsert):
                     for attributes in operation.attributes:
-                        self.schema = learn(self.schema, attributes)
+                        self.schema = extend_schema(self.schema, attributes)
                     self.growing.append(operation, self.schema)
                     self._hide_others(operation)
                 self.delete(np.array(operation.replaced if isinstance(operation, Upsert) else operation.rows, np.int64))
@@ -185,7 +185,7 @@ class State:
             growing = np.flatnonzero(self.growing.passing(wanted) & self.growing.alive) + self.growing.first
             return [int(row) for row in np.concatenate([*parts, growing])]
 
-    def owned(self, rows: Mapping[str, int], owner: Bound) -> dict[str, int]:
+    def owned(self, rows: Mapping[str, int], owner: AttributeBinding) -> dict[str, int]:
         """Of some rows, by id, those whose documents are an owner's."""
         found = zip(rows.items(), self.documents(list(rows.values())), strict=True)
         return {name: row for (name, row), one in found if one is not None and owner.holds(one.attributes)}

@@ -19,7 +19,7 @@ from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.words import Rows, WordIndex, distances
 from runtime.retrieval.live.state import State
 from runtime.retrieval.live.storage.segment import places
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.neighbors import Neighbors
 
 _AT_ONCE = 256  # rows that are taken in while a query waits, some 20 ms; of more at a time between two queries
 _SPARE = 8192  # deleted rows that are always borne with
@@ -45,7 +45,7 @@ class LiveWords:
 
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
-    ) -> Nearest:
+    ) -> Neighbors:
         """As `BuiltWords.nearest`. Raises `Unavailable` until the index is made."""
         index = self._followed()
         state = self._state

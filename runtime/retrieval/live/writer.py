@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
-from runtime.retrieval.attributes.filters import Bound, Filter
-from runtime.retrieval.attributes.schema import learn
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.attributes.schema import extend_schema
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
@@ -29,7 +29,7 @@ from runtime.retrieval.live.storage.log import LogWriter, log_path
 from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, read_description, write_sealed
 from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
 from runtime.retrieval.live.storage.unfinished import leftovers, unfinished_merge
-from runtime.retrieval.nearest import Nearest
+from runtime.retrieval.neighbors import Neighbors
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
 MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
@@ -94,7 +94,7 @@ class LiveWriter:
         self.maintenance = Maintenance(self.seal_if_due, self.merge_if_due, start=background)
         self.maintenance.wake()
 
-    def upsert(self, documents: Sequence[Upserted], owner: Bound | None = None) -> int:
+    def upsert(self, documents: Sequence[Upserted], owner: AttributeBinding | None = None) -> int:
         """Store documents, in the place of those with their ids. All of them or, with an error, none. How many.
 
         owner: what has to hold of them and of those in whose place they come, else `Forbidden`. Raises
@@ -113,7 +113,7 @@ class LiveWriter:
         alone = owner is not None  # whose the documents are that are replaced is looked up in what is stored
         return self._write(Pending(lambda group: self._decide_upsert(group, documents, vectors, owner), alone))
 
-    def delete(self, ids: Sequence[str], owner: Bound | None = None) -> int:
+    def delete(self, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
         """Delete documents by id; those that are not there, or not the owner's, are passed over. How many were there.
 
         Returns when no search finds them any more that begins from then on, in whichever process. Raises as `upsert`,
@@ -142,7 +142,7 @@ class LiveWriter:
         top_m: int = 64,
         search_width: int = 1,
         wanted: Filter | None = None,
-    ) -> Nearest:
+    ) -> Neighbors:
         """See `search.search`."""
         return search(self.state, queries, k, top_m, search_width, wanted)
 
@@ -296,11 +296,11 @@ class LiveWriter:
             raise CollectionError(self._broken)
 
     def _decide_upsert(
-        self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32], owner: Bound | None
+        self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32], owner: AttributeBinding | None
     ) -> int:
         schema = group.schema
         for document in documents:
-            schema = learn(schema, document.attributes)
+            schema = extend_schema(schema, document.attributes)
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         if owner is not None and len(self.state.owned(replaced, owner)) < len(replaced):
@@ -323,7 +323,7 @@ class LiveWriter:
         group.next_row, group.schema = group.next_row + len(ids), schema
         return len(ids)
 
-    def _decide_delete(self, group: Group, ids: Sequence[str], owner: Bound | None) -> int:
+    def _decide_delete(self, group: Group, ids: Sequence[str], owner: AttributeBinding | None) -> int:
         rows = self._rows_of(group, list(dict.fromkeys(ids)))
         rows = rows if owner is None else self.state.owned(rows, owner)
         group.operations += [Delete(sorted(rows.values()))] if rows else []

@@ -23,7 +23,7 @@ from runtime.errors import (
     Overloaded,
     Unavailable,
 )
-from runtime.retrieval.attributes.filters import Bound, Filter
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.incoming import Upserted, check
 from runtime.retrieval.live.state import WriterState
@@ -61,7 +61,7 @@ class LiveWrites:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
         self._running = 0
 
-    async def upsert(self, name: str, documents: Sequence[Upserted], owner: Bound | None = None) -> int:
+    async def upsert(self, name: str, documents: Sequence[Upserted], owner: AttributeBinding | None = None) -> int:
         """Store documents, in the place of those with their ids; all of them or none. How many.
 
         Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is none of these, `Overloaded`.
@@ -69,7 +69,7 @@ class LiveWrites:
         check(documents)
         return await self._write(name, lambda writer, given: writer.upsert(given, owner), documents)
 
-    async def delete(self, name: str, ids: Sequence[str], owner: Bound | None = None) -> int:
+    async def delete(self, name: str, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
         """Delete documents by id; how many were there. Raises as `upsert`."""
         return await self._write(name, lambda writer, _: writer.delete(ids, owner))
 

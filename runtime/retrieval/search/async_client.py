@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from runtime.errors import TrinityError, Unavailable
-from runtime.retrieval.search.batch import BatchRun
+from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import (
-    Accept,
+    AcceptBuild,
     SearchBatch,
     SearchOptions,
     SearchResult,
     SearchStatistics,
-    deadline_of,
+    deadline_after_ms,
 )
 
 _TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
@@ -35,7 +35,7 @@ class AsyncSearchClient:
     def __init__(self, client: SearchClient) -> None:
         self._client = client
         self._waiting: dict[int, asyncio.Future[SearchResult]] = {}
-        self._batches: dict[BatchRun, asyncio.Future[SearchBatch]] = {}
+        self._batches: dict[BatchSearch, asyncio.Future[SearchBatch]] = {}
         self._woken = asyncio.Event()
         self._readers: set[int] = set()
         self._running: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class AsyncSearchClient:
         k: int = 10,
         *,
         deadline_ms: float | None = None,
-        accept: Accept | None = None,
+        accept: AcceptBuild | None = None,
         text: str = "",
         hybrid: bool | float = False,
         **options: Unpack[SearchOptions],
@@ -67,7 +67,7 @@ class AsyncSearchClient:
         """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
         `Overloaded`."""
         self._check_open()
-        deadline_ns, asked = deadline_of(deadline_ms), self._client.words.asked(text, hybrid, k, options)
+        deadline_ns, asked = deadline_after_ms(deadline_ms), self._client.words.asked(text, hybrid, k, options)
         ticket = self._client.submit(
             vector, asked.depth if asked else k, deadline_ns=deadline_ns, wait_for_room=True, accept=accept, **options
         )

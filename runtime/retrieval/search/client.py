@@ -20,29 +20,29 @@ from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.remote_config import RemoteSection
 from runtime.node.run_dir import find_node, paths_of
-from runtime.retrieval.attributes.filters import Wanted, filter_bytes
-from runtime.retrieval.search.batch import BatchRun
-from runtime.retrieval.search.dispatch import Dispatcher
-from runtime.retrieval.search.hybrid import Words
+from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
+from runtime.retrieval.search.batch_search import BatchSearch
+from runtime.retrieval.search.dispatcher import Dispatcher
+from runtime.retrieval.search.hybrid import HybridSearch
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import (
-    Accept,
-    Limits,
-    Question,
+    AcceptBuild,
+    Query,
+    QueueLimits,
     SearchBatch,
     SearchOptions,
     SearchResult,
     SearchStatistics,
-    deadline_at,
-    deadline_of,
-    spec_of,
+    check_deadline,
+    deadline_after_ms,
+    make_spec,
 )
 from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import as_vectors, check_finite
-from runtime.retrieval.writes import Writes
+from runtime.retrieval.write_client import WriteClient
 
 if TYPE_CHECKING:
-    from runtime.retrieval.search.remote_dispatch import RemoteDispatcher
+    from runtime.retrieval.search.remote_dispatcher import RemoteDispatcher
 
 _LOOK_MS = 5  # how often pools are looked for while queries wait for one
 
@@ -62,7 +62,7 @@ class SearchClient:
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
         collections: Sequence[str] = (),
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         remote: Sequence[RemoteSection] = (),
         near: Collection[int] = (),
@@ -77,12 +77,12 @@ class SearchClient:
         """The collections that are on other nodes."""
         self._remote: RemoteDispatcher | None = None
         if remote:
-            from runtime.retrieval.search import remote_dispatch  # few have need of HTTP
+            from runtime.retrieval.search import remote_dispatcher  # few have need of HTTP
 
-            self._remote = remote_dispatch.RemoteDispatcher(remote, (limits or Limits()).parked)
-        self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: spec_of(*asked[: len(asked) // 2]))
-        self._writes: Writes | None = None  # without a node's name there is none
-        self.words = Words(self.dispatcher, self.remote)
+            self._remote = remote_dispatcher.RemoteDispatcher(remote, (limits or QueueLimits()).parked)
+        self._specs: Memo[tuple[Any, ...], SearchSpec] = Memo(lambda asked: make_spec(*asked[: len(asked) // 2]))
+        self._writes: WriteClient | None = None  # without a node's name there is none
+        self.words = HybridSearch(self.dispatcher, self.remote)
         self._kept: dict[int, SearchResult] = {}  # ended while `search` waited for another
 
     @classmethod
@@ -91,7 +91,7 @@ class SearchClient:
         plan: NodePlan,
         name: str,
         policy: ReplicaPolicy | None = None,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Self:
         """The client of one of the node's own workers; pools are attached as they come up."""
@@ -120,7 +120,7 @@ class SearchClient:
 
         settings = PoolSection(doorbell=info.doorbell)
         client = cls(info.pools, name, settings, find=find, collections=info.collections, remote=info.remote)
-        client._writes = Writes(lambda: find_node(node).url, api_key)
+        client._writes = WriteClient(lambda: find_node(node).url, api_key)
         client.words.paths = lambda: paths_of(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
@@ -145,9 +145,9 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
-        filter: Wanted = None,
+        filter: FilterLike = None,
         wait_for_room: bool = False,
-        accept: Accept | None = None,
+        accept: AcceptBuild | None = None,
     ) -> int:
         """Ask for the `k` nearest of `vector` [d]; returns a ticket whose result `poll` brings exactly once.
 
@@ -169,11 +169,11 @@ class SearchClient:
         try:
             spec = self._specs[*asked, *map(type, asked)]  # True is not 1 here
         except TypeError:  # something that cannot be looked up: it is refused by its name
-            spec = spec_of(*asked)
+            spec = make_spec(*asked)
         if filter is not None and (content := filter_bytes(filter)):
             spec = replace(spec, filter=content)
         if type(deadline_ns) is not int or deadline_ns:
-            spec = replace(spec, deadline_ns=deadline_at(deadline_ns))
+            spec = replace(spec, deadline_ns=check_deadline(deadline_ns))
         text = vector if self.remote and isinstance(vector, str) else ""
         row = as_vectors(() if text else vector)
         if row.ndim != 1:
@@ -182,7 +182,7 @@ class SearchClient:
             check_finite(row)
         if not spec.collection:
             spec = replace(spec, collection=self._only())
-        question = Question(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
+        question = Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
         asks = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
         asks.ask(question, wait_for_room)
         return question.ticket
@@ -220,7 +220,7 @@ class SearchClient:
         `hybrid`, True or a share: what the words of `text` find is fused with it, by rank (docs/hybrid.md). They are
         looked for here, in the collection's files: only a client of `connect` can.
         """
-        deadline_ns = 0 if deadline_ms is None else deadline_of(deadline_ms)
+        deadline_ns = 0 if deadline_ms is None else deadline_after_ms(deadline_ms)
         asked = None if hybrid is False and text == "" else self.words.asked(text, hybrid, k, options)
         ticket = self.submit(vector, asked.depth if asked else k, deadline_ns=deadline_ns, **options)
         try:
@@ -267,19 +267,19 @@ class SearchClient:
         top_m: int | None = None,
         search_width: int | None = None,
         patience: int | None = None,
-        filter: Wanted = None,
-    ) -> BatchRun:
+        filter: FilterLike = None,
+    ) -> BatchSearch:
         """A batch, of which nothing is sent yet. Raises `InvalidRequest`, `Unavailable`."""
         self.dispatcher.check_open()
         width = self.dispatcher.settings.search_width if search_width is None else search_width
-        spec = spec_of(k, collection, stage, top_m, width, patience, deadline_of(deadline_ms), filter)
+        spec = make_spec(k, collection, stage, top_m, width, patience, deadline_after_ms(deadline_ms), filter)
         rows = as_vectors(vectors, "vectors")
         if rows.ndim != 2 and rows.shape != (0,):
             raise InvalidRequest(f"vectors must have the shape (n, d), got {rows.shape}", "vectors")
         if len(rows) and not spec.collection:
             spec = replace(spec, collection=self._only())
         transport, tickets = self._transport_to(spec.collection), self.dispatcher.tickets
-        return BatchRun(transport, [Question(next(tickets), row, spec) for row in rows], rows, spec.k)
+        return BatchSearch(transport, [Query(next(tickets), row, spec) for row in rows], rows, spec.k)
 
     def cancel(self, ticket: int) -> None:
         """The result is not wanted any more; it comes as an error, or not at all."""
@@ -318,7 +318,7 @@ class SearchClient:
         """
         return self._writer().delete(collection or self._only(), ids, filter)
 
-    def _writer(self) -> Writes:
+    def _writer(self) -> WriteClient:
         if self._writes is None:
             raise Unavailable("only a client that SearchClient.connect has made knows where its node is written to")
         return self._writes

@@ -15,29 +15,29 @@ import numpy as np
 
 from runtime.errors import CollectionError, InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
-from runtime.retrieval.attributes.filters import Wanted, decode_filter, filter_bytes
-from runtime.retrieval.builds import Build, open_build
-from runtime.retrieval.nearest import DEPTH
-from runtime.retrieval.search.dispatch import Dispatcher
-from runtime.retrieval.search.query import SearchOptions, SearchResult, spec_of, with_words
+from runtime.retrieval.attributes.filters import FilterLike, decode_filter, filter_bytes
+from runtime.retrieval.neighbors import FUSION_DEPTH
+from runtime.retrieval.open_build import OpenBuild, open_build
+from runtime.retrieval.search.dispatcher import Dispatcher
+from runtime.retrieval.search.query import SearchOptions, SearchResult, fuse_keywords, make_spec
 from runtime.retrieval.search.vectors import as_vectors, on_host
 
 _NO_DEADLINE = 1 << 62
 
 
 @dataclass(frozen=True)
-class Asked:
+class HybridQuery:
     """A text whose words are looked for, their `share`, and how many rows are wanted; `depth`: of each side."""
 
     collection: str
-    wanted: Wanted
+    wanted: FilterLike
     text: str
     share: float
     k: int
     depth: int
 
 
-class Words:
+class HybridSearch:
     """The words of a node's collections, opened when they are first asked for. Any number of threads may ask.
 
     `paths`: where the node's own collections lie now. `remote`: those that are on other nodes.
@@ -46,10 +46,10 @@ class Words:
     def __init__(self, pools: Dispatcher, remote: Collection[str] = ()) -> None:
         self.paths: Callable[[], Mapping[str, str]] = dict
         self._pools, self._remote = pools, remote
-        self._builds: dict[str, Build] = {}
+        self._builds: dict[str, OpenBuild] = {}
         self._lock = threading.Lock()
 
-    def asked(self, text: Any, hybrid: Any, k: Any, options: SearchOptions) -> Asked | None:
+    def asked(self, text: Any, hybrid: Any, k: Any, options: SearchOptions) -> HybridQuery | None:
         """What a search asks for beside the nearest; None if it is not hybrid. Raises `InvalidRequest`."""
         if not isinstance(hybrid, numbers.Real) or not 0 <= float(hybrid) <= 1:
             raise InvalidRequest(
@@ -62,12 +62,14 @@ class Words:
         collection, top_m = options.get("collection", ""), options.get("top_m")
         if collection in self._remote:  # ranks of different nodes say nothing of each other
             raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
-        wanted = spec_of(k, "", "prefill", top_m, 1, None)
+        wanted = make_spec(k, "", "prefill", top_m, 1, None)
         most = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
-        depth = max(wanted.k, min(DEPTH * wanted.k, most, wanted.top_m or most))
-        return Asked(collection, options.get("filter"), text, 0.5 if hybrid is True else float(hybrid), wanted.k, depth)
+        depth = max(wanted.k, min(FUSION_DEPTH * wanted.k, most, wanted.top_m or most))
+        return HybridQuery(
+            collection, options.get("filter"), text, 0.5 if hybrid is True else float(hybrid), wanted.k, depth
+        )
 
-    def fused(self, result: SearchResult, asked: Asked, vector: Any, deadline_ns: int) -> SearchResult:
+    def fused(self, result: SearchResult, asked: HybridQuery, vector: Any, deadline_ns: int) -> SearchResult:
         """A pool's result and what the words find in the build that it is from. Raises `InvalidRequest` for a build
         without words, `DeadlineExceeded`, and `Unavailable` where its words are not here (yet)."""
         content, row = filter_bytes(asked.wanted), np.asarray(on_host(as_vectors(vector)), np.float32)
@@ -81,9 +83,9 @@ class Words:
         except CollectionError as error:
             told = f"collection {asked.collection!r}: its words cannot be searched: {error.message}"
             raise Unavailable(told) from error
-        return with_words(result, found, asked.k, asked.share)
+        return fuse_keywords(result, found, asked.k, asked.share)
 
-    def _opened(self, collection: str, identity: str) -> Build:
+    def _opened(self, collection: str, identity: str) -> OpenBuild:
         """The build, if it is what lies in its directory now. Raises `CollectionError`, `Unavailable`."""
         build = self._builds.get(collection)
         if build is None or build.identity != identity:

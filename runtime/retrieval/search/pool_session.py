@@ -27,7 +27,7 @@ from ipc import (
 )
 from runtime.errors import TrinityError
 from runtime.node.config import PoolSection
-from runtime.retrieval.search.query import PoolState, PoolStatistics, Question
+from runtime.retrieval.search.query import PoolState, PoolStatistics, Query
 from runtime.retrieval.search.vectors import DeviceVectors, Vectors, on_host
 
 _RETRY_MS = (400.0, 1600.0)  # an attempt's, at first and at most; a pool whose loop runs answers in about one
@@ -40,7 +40,7 @@ class _Session:
     def __init__(self, client: RingClient) -> None:
         self.client = client
         self.identities = {served.name: served.identity for served in client.catalogue.served}
-        self.asked: dict[int, Question] = {}  # request id → question
+        self.asked: dict[int, Query] = {}  # request id → question
 
 
 class PoolSession:
@@ -131,7 +131,7 @@ class PoolSession:
             self._ending.remove(session)
             session.client.close()
 
-    def submit(self, question: Question) -> None:
+    def submit(self, question: Query) -> None:
         """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
         session, vector = self._session, question.vector
         if session is None:
@@ -153,7 +153,7 @@ class PoolSession:
                 return client.submit(vector.span, spec)
         return client.submit(vector.on_host(), spec)
 
-    def submit_many(self, rows: Vectors, questions: list[Question]) -> int:
+    def submit_many(self, rows: Vectors, questions: list[Query]) -> int:
         """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
         session = self._session
         if session is None:
@@ -168,7 +168,7 @@ class PoolSession:
         self.sent += len(ids)
         return len(ids)
 
-    def _submit_each(self, questions: list[Question]) -> int:
+    def _submit_each(self, questions: list[Query]) -> int:
         for number, question in enumerate(questions):
             try:
                 self.submit(question)
@@ -178,14 +178,14 @@ class PoolSession:
                 return number
         return len(questions)
 
-    def poll(self, now_ns: int) -> list[tuple[Question, Result]]:
+    def poll(self, now_ns: int) -> list[tuple[Query, Result]]:
         """What has ended since the last call; a pool that breaks the protocol has lost the session."""
         ended = [pair for session in tuple(self._sessions()) for pair in self._poll(session, now_ns)]
         if self._ending:
             self._close_ended()
         return ended
 
-    def _poll(self, session: _Session, now_ns: int) -> list[tuple[Question, Result]]:
+    def _poll(self, session: _Session, now_ns: int) -> list[tuple[Query, Result]]:
         try:
             results = session.client.poll()
         except (StaleEpoch, ProtocolViolation):  # the rest comes as 'lost' next time
@@ -202,11 +202,11 @@ class PoolSession:
                 self.errors[result.status] += 1
         return ended
 
-    def questions(self) -> list[Question]:
+    def questions(self) -> list[Query]:
         """Those without an answer yet."""
         return [question for session in self._sessions() for question in session.asked.values()]
 
-    def withdraw(self, question: Question) -> None:
+    def withdraw(self, question: Query) -> None:
         """Another pool has answered a question: this one need not."""
         for session in self._sessions():
             for request_id, asked in session.asked.items():

@@ -1,6 +1,6 @@
 """A query and its result.
 
-arguments ── `spec_of` ──▶ `Question`, one for each shard, kept until it has ended ──▶ `SearchResult`
+arguments ── `make_spec` ──▶ `Query`, one for each shard, kept until it has ended ──▶ `SearchResult`
 """
 
 import numbers
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ipc import STAGES, SearchSpec, Stage
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
-from runtime.retrieval.attributes.filters import Wanted, filter_bytes
-from runtime.retrieval.nearest import Nearest, fused, merge_nearest
+from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
+from runtime.retrieval.neighbors import Neighbors, fuse_ranks, merge_neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.vectors import Vectors, check_finite, on_host
 
@@ -26,13 +26,13 @@ from runtime.retrieval.search.vectors import Vectors, check_finite, on_host
 _MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
 _LATEST_NS = (1 << 63) - 1
 _LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
-BUILD_ATTEMPTS = 4
+MAX_BUILD_ATTEMPTS = 4
 """So often a search is made, as long as its collection is replaced by another build meanwhile."""
-ATTRIBUTES_WAIT_NS = 2_000_000_000
+NEW_ATTRIBUTE_WAIT_NS = 2_000_000_000
 """So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
 
 
-def spec_of(
+def make_spec(
     k: Any,
     collection: Any,
     stage: Any,
@@ -40,7 +40,7 @@ def spec_of(
     search_width: Any,
     patience: Any,
     deadline_ns: Any = 0,
-    wanted: Wanted = None,
+    wanted: FilterLike = None,
 ) -> SearchSpec:
     """Checked, integers of any kind as Python's own. Raises `InvalidRequest` that names the value and its limit."""
     k = _integer("k", k, 1, _MOST)
@@ -59,7 +59,7 @@ def spec_of(
         top_m,
         _integer("search_width", search_width, 1, _MOST),
         None if patience is None else _integer("patience", patience, 1, _MOST),
-        deadline_at(deadline_ns),
+        check_deadline(deadline_ns),
         filter_bytes(wanted),
     )
 
@@ -77,12 +77,12 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
     return int(value)  # not of a subclass
 
 
-def deadline_at(deadline_ns: Any) -> int:
+def check_deadline(deadline_ns: Any) -> int:
     """A deadline on the monotonic clock, checked. Raises `InvalidRequest`."""
     return _integer("deadline_ns", deadline_ns, 0, _LATEST_NS)
 
 
-def deadline_of(deadline_ms: Any) -> int:
+def deadline_after_ms(deadline_ms: Any) -> int:
     """`deadline_ms` from now on, on the monotonic clock in ns; 0 for none. Raises `InvalidRequest`."""
     if deadline_ms is None:
         return 0
@@ -107,7 +107,7 @@ class PassageQuery:
     query: str | None = None
     vector: Sequence[float] | None = None
     stage: Stage = "prefill"
-    wanted: Wanted = None
+    wanted: FilterLike = None
     hybrid: float = 0.0
 
 
@@ -145,14 +145,14 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
         return self
 
 
-def failed(ticket: int, error: TrinityError) -> SearchResult:
+def failed_result(ticket: int, error: TrinityError) -> SearchResult:
     """The end of a query that was not answered."""
     return SearchResult(ticket, NO_IDS, NO_DISTANCES, error=error)
 
 
-def with_words(result: SearchResult, words: Nearest, k: int, share: float) -> SearchResult:
-    """A search's result, `fused` with what words have found."""
-    ids, distances = fused((result.ids, result.distances), words, k, share)
+def fuse_keywords(result: SearchResult, words: Neighbors, k: int, share: float) -> SearchResult:
+    """A search's result, `fuse_ranks` with what words have found."""
+    ids, distances = fuse_ranks((result.ids, result.distances), words, k, share)
     return msgspec.structs.replace(result, ids=ids, distances=distances)
 
 
@@ -224,13 +224,13 @@ class SearchStatistics:
 # ---- one answer from several shards: the nearest of all, ties by id
 
 
-class Gather:
+class ShardGather:
     """The parts of one query that were sent to all shards of a collection. It ends once: whole, or with an error.
 
     `whole` is the query that was split, `identity` that of the build whose shards are asked.
     """
 
-    def __init__(self, whole: "Question", identity: str, k: int, shards: int) -> None:
+    def __init__(self, whole: "Query", identity: str, k: int, shards: int) -> None:
         self.whole, self.identity = whole, identity
         self.ended = False
         self._k = k
@@ -246,7 +246,7 @@ class Gather:
         if self._missing:
             return None
         self.ended = True
-        ids, distances = merge_nearest([(part.ids, part.distances) for part in self._parts], self._k)
+        ids, distances = merge_neighbors([(part.ids, part.distances) for part in self._parts], self._k)
         return SearchResult(
             self._parts[0].ticket,
             ids,
@@ -269,14 +269,14 @@ class SearchOptions(TypedDict, total=False):
     top_m: int | None
     search_width: int | None
     patience: int | None
-    filter: Wanted
+    filter: FilterLike
 
 
-Accept = Callable[[str], bool]
+AcceptBuild = Callable[[str], bool]
 """Whether an answer from a collection's build of this identity is of use."""
 
 
-class Question(msgspec.Struct, eq=False):
+class Query(msgspec.Struct, eq=False):
     """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
 
     `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
@@ -292,13 +292,13 @@ class Question(msgspec.Struct, eq=False):
     attempts: int = 0
     at: int = 0
     ended: bool = False  # what comes after that is of no use
-    gather: Gather | None = None
-    accept: Accept | None = None
+    gather: ShardGather | None = None
+    accept: AcceptBuild | None = None
     identity: str = ""
     text: str = ""
 
 
-def error_of(status: str, question: Question) -> TrinityError:
+def status_error(status: str, question: Query) -> TrinityError:
     """What ends a question that its pool ended with this status."""
     match status:
         case "overloaded":
@@ -320,7 +320,7 @@ def error_of(status: str, question: Question) -> TrinityError:
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """How long, and how many, a client of the pools has wait. `retry_ns`: a lost pool is tried again this often.
     `wait_ns`: a query without a deadline waits so long for one, while none of its collection is answered. `parked`: so
     many queries wait for a pool at once."""

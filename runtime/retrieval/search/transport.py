@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from runtime.errors import TrinityError
-from runtime.retrieval.search.query import Question, SearchResult
+from runtime.retrieval.search.query import Query, SearchResult
 from runtime.retrieval.search.vectors import Vectors
 
 
@@ -14,15 +14,15 @@ class QueryTransport(Protocol):
     def clock(self) -> int:
         """Monotonic ns: what deadlines are measured by."""
 
-    def ask(self, question: Question, patient: bool = False) -> None:
+    def ask(self, question: Query, patient: bool = False) -> None:
         """Take a question, also while there is no room to send it if it is `patient`. Raises `InvalidRequest`,
         `Overloaded`, `Unavailable`: not taken."""
 
-    def ask_many(self, questions: list[Question], rows: Vectors) -> int:
+    def ask_many(self, questions: list[Query], rows: Vectors) -> int:
         """As many of the questions as there is room for now, from the first on; how many. They are alike but for their
         vectors, `rows` [n, dim]. Raises as `ask`."""
 
-    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that was not taken since `since_ns`; None if it may wait on."""
 
     def cancel(self, ticket: int) -> None:

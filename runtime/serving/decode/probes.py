@@ -9,7 +9,7 @@ from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.retrieval.retriever import Found, Retriever, cited
+from runtime.retrieval.retriever import RetrievalResult, Retriever, without_text
 from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk
@@ -61,7 +61,7 @@ class Probes:
         for ticket, row in asking.items():
             if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
                 self.retriever.cancel(ticket)
-                ended.append((row, Found(ticket, error=DeadlineExceeded("it took longer than its limit"))))
+                ended.append((row, RetrievalResult(ticket, error=DeadlineExceeded("it took longer than its limit"))))
         return [added for row, found in ended if (added := self._end(row, found)) is not None]
 
     def cancel(self, row: Row, ticket: int) -> None:
@@ -69,7 +69,7 @@ class Probes:
         self.retriever.cancel(ticket)
         self._over(row, "dropped")
 
-    def _end(self, row: Row, found: Found) -> Retrieved | None:
+    def _end(self, row: Row, found: RetrievalResult) -> Retrieved | None:
         """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
         if found.error is not None:
             self._log.warning("a probe failed: %s", found.error, extra={"request": row.id})
@@ -90,7 +90,7 @@ class Probes:
             row.seen.update(passage.id for passage in chunk.used)
         elif not found.partial:
             return None
-        return Retrieved(row.id, cited(chunk.used), row.generated, tuple(chunk.tokens), partial=found.partial)
+        return Retrieved(row.id, without_text(chunk.used), row.generated, tuple(chunk.tokens), partial=found.partial)
 
     def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Note what the row's probe took."""

@@ -15,8 +15,8 @@ from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.library import Library
-from runtime.retrieval.library_follower import LibraryFollower
+from runtime.retrieval.build_follower import BuildFollower
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
@@ -48,7 +48,7 @@ class DecodeWorker:
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
-        loading = beside(lambda: Library.warm(worker.plan, threads=config.decode.threads))
+        loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
         self._model = LanguageModel.load(
             model.name,
             blocks=blocks,
@@ -70,7 +70,7 @@ class DecodeWorker:
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.start.part("first search")
-        self._follower = LibraryFollower(self._retriever.library, self._retriever.client.identities, worker.table)
+        self._follower = BuildFollower(self._retriever.library, self._retriever.client.identities, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

@@ -2,7 +2,7 @@
 
 A prompt is looked up by the embedding of its question: the last user turn, or a completion's text. Everything else
 must be equal (`Asked.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. The
-answers are a live collection of the pools (`runtime.retrieval.answers`), which outlives the frontend's process.
+answers are a live collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
 
 A lookup that cannot be made is a miss, and what cannot be stored is not: no request fails by it, or waits for a write.
 """
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from runtime.errors import TrinityError
 from runtime.node.placement.plan import ANSWERS
-from runtime.retrieval.answers import Answer, StoredAnswers
+from runtime.retrieval.answer_store import AnswerStore, NewAnswer
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.requests import Piece, Relayed
@@ -101,7 +101,7 @@ class Lookup(Protocol):
 class PromptAnswers:
     """Looks prompts up and keeps answers. Embedding and writing run in threads of their own: the event loop goes on."""
 
-    def __init__(self, stored: StoredAnswers, embedder: Embedder, client: Lookup) -> None:
+    def __init__(self, stored: AnswerStore, embedder: Embedder, client: Lookup) -> None:
         self._stored, self._embedder, self._client = stored, embedder, client
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
@@ -149,7 +149,7 @@ class PromptAnswers:
             except ValueError:  # a lone surrogate
                 continue
             if len(text) <= _ANSWER_BYTES:
-                answers.append(Answer(_digest((asked.key, asked.question)), asked.key, vector, text))
+                answers.append(NewAnswer(_digest((asked.key, asked.question)), asked.key, vector, text))
         if answers:
             self._stored.keep(answers)
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
-from runtime.retrieval.passages import Partial
+from runtime.retrieval.passages import PartialPassages
 from runtime.serving.frontend.answer_cache import Asked, Hit
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.requests import ClientGone
@@ -261,7 +261,7 @@ class _Routes:
         passages = await self._searches.run(body, collection, access_of(http), request_id(http), sent_id(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         told: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return json_response(told | {"partial": True} if isinstance(passages, Partial) else told)
+        return json_response(told | {"partial": True} if isinstance(passages, PartialPassages) else told)
 
     def add_catalogue(self, app: Starlette) -> None:
         """Add the routes of collections and their embedders."""

@@ -23,7 +23,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import Forbidden, InternalError, InvalidRequest, TrinityError, Unauthorized, UnknownCollection
 from runtime.node.api_keys import ApiKey
-from runtime.retrieval.attributes.filters import Bound, Filter, both, decode_filter, excludes, filter_bytes
+from runtime.retrieval.attributes.filters import (
+    AttributeBinding,
+    Filter,
+    both_filters,
+    decode_filter,
+    excludes,
+    filter_bytes,
+)
 from runtime.serving.frontend.observability import SENT_ID, trace_context, trace_context_of
 from runtime.serving.http.answers import error_json, to_json
 
@@ -34,7 +41,7 @@ from runtime.serving.http.answers import error_json, to_json
 class Access:
     """grants: by collection, what its searches and writes are bound to, None for all of it; None: everything."""
 
-    grants: Mapping[str, Bound | None] | None = None
+    grants: Mapping[str, AttributeBinding | None] | None = None
 
     @property
     def salt(self) -> bytes:
@@ -47,7 +54,7 @@ class Access:
         """Those of some collections that may be reached."""
         return [name for name in collections if self.grants is None or name in self.grants]
 
-    def bound(self, collection: str) -> Bound | None:
+    def bound(self, collection: str) -> AttributeBinding | None:
         """What has to hold of each document that is found or written. Raises `Forbidden`."""
         if self.grants is None:
             return None
@@ -80,7 +87,7 @@ class Access:
             return asked
         if asked is not None and excludes(asked, own):
             raise Forbidden(f"this API key may ask for no other {own.key!r} than its own", "filter")
-        return both(own.filter(), asked)
+        return both_filters(own.filter(), asked)
 
     def wanted_bytes(self, collection: str, asked: bytes) -> bytes:
         """`wanted` of a filter as it travels to a pool; b"": none."""
@@ -95,7 +102,7 @@ EVERYTHING = Access()
 def accesses(keys: Iterable[ApiKey]) -> dict[str, Access]:
     """What keys may reach, of those that may not reach everything."""
     return {
-        one.key: Access({name: bound and Bound(*bound) for name, bound in one.grants.items()})
+        one.key: Access({name: bound and AttributeBinding(*bound) for name, bound in one.grants.items()})
         for one in keys
         if one.grants is not None
     }

@@ -23,11 +23,11 @@ from runtime.node.metrics.columns import CacheEvent, FrontendMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
-from runtime.retrieval.answers import StoredAnswers
-from runtime.retrieval.async_search import AsyncSearch
+from runtime.retrieval.answer_store import AnswerStore
+from runtime.retrieval.async_retriever import AsyncRetriever
+from runtime.retrieval.build_follower import BuildFollower
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.embedding.loading import load_embedder
-from runtime.retrieval.library import Library
-from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -95,9 +95,9 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     plan = worker.plan
     config = plan.config
     measures = Measures(worker.table, config.slo)
-    library = Library(plan)
+    library = CollectionRegistry(plan)
     worker.start.part("embedder")
-    search = AsyncSearch(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
+    search = AsyncRetriever(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     here = search or NoCollections()
     everywhere: WithRemote | None = None
     if config.remote:
@@ -244,7 +244,7 @@ def _answers(worker: Worker, client: AsyncSearchClient) -> PromptAnswers:
     def count(event: CacheEvent, times: int) -> None:
         worker.table.add(FrontendMetrics.ANSWER_CACHE[event], times)
 
-    return PromptAnswers(StoredAnswers(worker.plan.answers, embedder.dim, limits, count), embedder, client)
+    return PromptAnswers(AnswerStore(worker.plan.answers, embedder.dim, limits, count), embedder, client)
 
 
 def tell_writes(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
@@ -268,7 +268,7 @@ async def _beat(
     link: Engine,
     server: _Server,
     readiness: Readiness,
-    search: AsyncSearch | None,
+    search: AsyncRetriever | None,
     writes: LiveWrites | None,
     answers: PromptAnswers | None,
 ) -> None:
@@ -277,7 +277,7 @@ async def _beat(
     drain_s -= min(_LAST_WORDS_S, drain_s / 2)
     stopping_at: float | None = None
     told_at = 0.0
-    follower = None if search is None else LibraryFollower(search.library, search.client.identities, worker.table)
+    follower = None if search is None else BuildFollower(search.library, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.about import About
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.remote import RemoteCollections
+from runtime.retrieval.remote_collections import RemoteCollections
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Catalogue, SearchSource
 
@@ -34,7 +34,7 @@ class WithRemote:
         remote = {name: found.unavailable for name, found in self.remote.by_name.items()}
         return self._own.unavailable() | {name: why for name, why in remote.items() if why}
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         remote = self.remote.by_name.get(collection)
         return self._catalogue.about(collection) if remote is None else remote.about
 

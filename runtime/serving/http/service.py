@@ -20,7 +20,7 @@ from runtime.errors import (
     UnknownModel,
 )
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
-from runtime.retrieval.about import About
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.live.writing import LiveWrites
 from runtime.retrieval.passages import Passage
@@ -66,7 +66,7 @@ class NoCollections:
     async def search(self, asked: object, **options: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         raise UnknownCollection("this node has no collections", "vector_store_id")
 
     def embedders(self) -> Mapping[str, Embedder]:
@@ -131,7 +131,7 @@ class Searches:
 class Catalogue(Protocol):
     """The node's collections and their embedders."""
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         """Raises UnknownCollection."""
 
     def embedders(self) -> Mapping[str, Embedder]:

@@ -15,9 +15,9 @@ from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavaila
 from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
 from runtime.node.start_times import beside
 from runtime.node.worker import Worker
-from runtime.retrieval.library import Library
-from runtime.retrieval.library_follower import LibraryFollower
-from runtime.retrieval.retriever import Found, Retriever, cited
+from runtime.retrieval.build_follower import BuildFollower
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.retriever import RetrievalResult, Retriever, without_text
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
@@ -51,7 +51,7 @@ class PrefillWorker:
         self._context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
         transport = transport or transport_of(worker.place.device)
-        loading = beside(lambda: Library.warm(worker.plan, threads=config.prefill.threads))
+        loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
         weights = weights_type(config.own_model.weights, transport.device)
         kind = kv_type(weights, transport.kernels)
         self._source = transport.source(
@@ -89,7 +89,7 @@ class PrefillWorker:
         self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self.retriever.warm_up()
         worker.start.part("first search")
-        self._follower = LibraryFollower(self.retriever.library, self.retriever.client.identities, worker.table)
+        self._follower = BuildFollower(self.retriever.library, self.retriever.client.identities, worker.table)
         self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
         self._waiting: list[Job] = []  # with their passages, for a lease and blocks
         self._running: list[Job] = []  # with blocks, some of the prompt still to run
@@ -189,7 +189,7 @@ class PrefillWorker:
                 job.ticket = None
                 self._guard(job, partial(self._take_passages, found=found))
 
-    def _take_passages(self, job: Job, found: Found) -> None:
+    def _take_passages(self, job: Job, found: RetrievalResult) -> None:
         if found.error is not None:
             raise found.error
         job.stages[stages.EMBEDDED] = found.embedded_ns
@@ -207,7 +207,7 @@ class PrefillWorker:
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
         job.build = found.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, cited(prompt.used), stages=job.stages, partial=found.partial))
+        self._link.send(Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=found.partial))
         self._queue(job)
 
     # ---- prefill

@@ -10,7 +10,7 @@ import msgspec
 
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, Kind
+from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.collections.manifest import (
     LIVE_FORMAT,
     MAX_SHARDS,
@@ -45,7 +45,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degree: int = 32
     embedder: EmbedderSpec | None = None
     demanded: str | None = None
-    schema: dict[str, Kind] = {}
+    schema: dict[str, AttributeType] = {}
     kind: str = "live"
     format: str = FORMAT
     version: int = VERSION
@@ -79,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: int
     next_row: int
     next_segment: int
-    schema: dict[str, Kind]
+    schema: dict[str, AttributeType]
     tombstones: FileFacts | None = None
     format: str = FORMAT
     version: int = VERSION

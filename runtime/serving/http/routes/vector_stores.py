@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
@@ -146,7 +146,7 @@ class StoreRoutes:
             )
             own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             passages = await self._searches.run(asked, name, access_of(http), *own)
-            partial |= isinstance(passages, Partial)
+            partial |= isinstance(passages, PartialPassages)
             for rank, passage in enumerate(passages):
                 place = rank if hybrid else 0, -score_of(passage.distance, metric)
                 if passage.id not in best or place < best[passage.id][0]:

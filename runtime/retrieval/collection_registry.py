@@ -23,16 +23,16 @@ from runtime.errors import (
 )
 from runtime.node.config import Verify
 from runtime.node.placement.plan import NodePlan
-from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import decode_filter
-from runtime.retrieval.builds import Build, file_of, identity_of, open_build
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, name_of
-from runtime.retrieval.embedding.loading import EmbedderPlace, LazyEmbedder, load_embedder, place_of
+from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
+from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
 from runtime.retrieval.live.reader import LiveDocuments
-from runtime.retrieval.nearest import DEPTH, Nearest
+from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
+from runtime.retrieval.open_build import OpenBuild, directory_identity, documents_stamp, open_build
 from runtime.retrieval.passages import Passage
-from runtime.retrieval.search.query import Accept, SearchResult
+from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
 _KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
 _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now
@@ -40,7 +40,7 @@ _RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were 
 log = logging.getLogger(__name__)
 
 
-class Shelf:
+class CollectionBuilds:
     """A collection's builds that are open, those used last at the end.
 
     Documents are compared with their checksum beside everything else, as the pools compare the index; after there was
@@ -49,8 +49,8 @@ class Shelf:
 
     def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
         self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
-        self.builds: dict[str, Build] = {}
-        self.current: Build | None = None
+        self.builds: dict[str, OpenBuild] = {}
+        self.current: OpenBuild | None = None
         self.trouble = ""
         self._offered: frozenset[str] = frozenset()
         self._damaged: tuple[int, ...] = ()  # the file whose checksum was wrong: not to be tried again
@@ -64,7 +64,7 @@ class Shelf:
         if identity == refused and now < until_ns:
             return False
         self._refused = identity, now + _RETRY_NS
-        if self._damaged and file_of(self.directory) == self._damaged:
+        if self._damaged and documents_stamp(self.directory) == self._damaged:
             return False
         try:
             found = self.open()
@@ -78,7 +78,7 @@ class Shelf:
             return False
         return self._usable(found)
 
-    def _usable(self, build: Build) -> bool:
+    def _usable(self, build: OpenBuild) -> bool:
         check = build.check
         if check is None or not check.over:
             return not build.first_checked
@@ -88,7 +88,7 @@ class Shelf:
             return False
         return True
 
-    def drop(self, build: Build, trouble: str) -> None:
+    def drop(self, build: OpenBuild, trouble: str) -> None:
         """Documents that are of no use: they are opened anew, and compared first."""
         self.builds.pop(build.identity, None)
         build.close()
@@ -96,7 +96,7 @@ class Shelf:
             self.current = None
         self.complain(trouble)
 
-    def open(self) -> Build:
+    def open(self) -> OpenBuild:
         """Open what lies in the directory now. Raises `CollectionError`."""
         first_checked = self._verify == "start" or bool(self.trouble)
         found = open_build(self.directory, self._verify, first_checked)
@@ -104,7 +104,7 @@ class Shelf:
             found.close()
         return self.builds.setdefault(found.identity, found)
 
-    def opened_and_checked(self) -> Build:
+    def opened_and_checked(self) -> OpenBuild:
         """`open`, and wait for the checksum where that is to be compared at start. Raises `CollectionError`."""
         found = self.open()
         if found.first_checked and found.check is not None:
@@ -135,7 +135,7 @@ class Shelf:
     def _renew(self, identity: str) -> None:
         """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
         build = self.builds.get(identity)
-        if build is None or isinstance(build.documents, LiveDocuments) or build.file == file_of(self.directory):
+        if build is None or isinstance(build.documents, LiveDocuments) or build.file == documents_stamp(self.directory):
             return
         try:
             found = open_build(self.directory, self._verify, first_checked=True)
@@ -156,15 +156,15 @@ class Shelf:
 
 
 @dataclass(frozen=True)
-class ByWords:
+class KeywordSearch:
     """A text's words in one build's documents: `search` with its vector, on a thread, finds `depth` rows at most."""
 
     identity: str
     depth: int
-    search: Callable[[Vectors], Nearest]
+    search: Callable[[Vectors], Neighbors]
 
 
-class Library:
+class CollectionRegistry:
     """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 where it is unknown.
 
     Made whatever state the collections are in. `follow` it with what the pools offer.
@@ -173,15 +173,17 @@ class Library:
     def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises `ModelError` for an embedder that is not there."""
         self._threads, self._max_k = threads, plan.config.pool.max_k
-        self._shelves = {c.name: Shelf(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections}
-        self._places = {c.name: place_of(c) for c in plan.config.collections}
-        self._embedders: dict[tuple[EmbedderSpec, EmbedderPlace], Embedder] = {}
+        self._shelves = {
+            c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections
+        }
+        self._places = {c.name: embedder_location(c) for c in plan.config.collections}
+        self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
         self._dims = dict.fromkeys(self._shelves, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)
         self.look_again()
 
     @classmethod
-    def warm(cls, plan: NodePlan, threads: int = 1) -> "Library":
+    def warm(cls, plan: NodePlan, threads: int = 1) -> "CollectionRegistry":
         """One whose embedders have all been used once."""
         library = cls(plan, threads)
         library.warm_up()
@@ -212,7 +214,7 @@ class Library:
         """Whether the pools serve one build of a collection, if any: that which lies in its directory now, and its
         documents are open here. Reads the directory. Raises `UnknownCollection`."""
         shelf, builds = self.shelf(collection), tuple(offered)
-        return not builds or (builds == (identity_of(shelf.directory),) and shelf.has(builds[0]))
+        return not builds or (builds == (directory_identity(shelf.directory),) and shelf.has(builds[0]))
 
     def refused(self, collection: str, offered: Iterable[str]) -> bool:
         """Whether the documents of what the pools serve cannot be used, and no other build lies in the directory.
@@ -222,9 +224,9 @@ class Library:
         shelf, builds = self.shelf(collection), tuple(offered)
         if len(builds) != 1 or shelf.has(builds[0]) or builds[0] in shelf.builds:
             return False
-        return identity_of(shelf.directory) in ("", builds[0])
+        return directory_identity(shelf.directory) in ("", builds[0])
 
-    def accept(self, collection: str, embedder: str = "", build: str = "") -> Accept:
+    def accept(self, collection: str, embedder: str = "", build: str = "") -> AcceptBuild:
         """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
         `build`, whether it is that one."""
         shelf = self.shelf(collection)
@@ -233,7 +235,7 @@ class Library:
             if build not in ("", identity) or not shelf.has(identity):
                 return False
             spec = shelf.builds[identity].embedder
-            return not embedder or (spec is not None and embedder == name_of(spec))
+            return not embedder or (spec is not None and embedder == embedder_name(spec))
 
         return accepts
 
@@ -268,7 +270,7 @@ class Library:
 
     def by_words(
         self, collection: str, text: str, k: int, wanted: bytes, deadline_ns: int, identity: str = ""
-    ) -> "ByWords":
+    ) -> "KeywordSearch":
         """What finds a text's words in the documents of this build, or of that which the pools serve now.
 
         Raises `InvalidRequest` for a build without words, `CollectionReplaced` where it is not here.
@@ -283,25 +285,25 @@ class Library:
                 "`trinity index add` with its files, or `trinity index build --force`, makes one",
                 "hybrid",
             )
-        depth = min(DEPTH * k, max(self._max_k, k))
+        depth = min(FUSION_DEPTH * k, max(self._max_k, k))
         words, passing = build.words, decode_filter(wanted) if wanted else None
 
-        def search(vector: Vectors) -> Nearest:
+        def search(vector: Vectors) -> Neighbors:
             try:
                 return words.nearest(text, vector, depth, passing, deadline_ns)
             except CollectionError as error:
                 told = f"collection {collection!r}: its words cannot be searched: {error.message}"
                 raise Unavailable(told) from error
 
-        return ByWords(build.identity, depth, search)
+        return KeywordSearch(build.identity, depth, search)
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         """What a collection is. Raises `UnknownCollection`."""
         current = self.shelf(collection).current
-        return About() if current is None else current.now
+        return CollectionSummary() if current is None else current.now
 
     def embedders(self) -> dict[str, Embedder]:
-        """Those of the collections, by a short name where no two have it (see `specs.name_of`)."""
+        """Those of the collections, by a short name where no two have it (see `specs.embedder_name`)."""
         found = {}
         for name, shelf in self._shelves.items():
             if shelf.current is not None and shelf.current.embedder is not None:
@@ -344,7 +346,7 @@ class Library:
             if document is not None
         )
 
-    def shelf(self, collection: str) -> Shelf:
+    def shelf(self, collection: str) -> CollectionBuilds:
         try:
             return self._shelves[collection]
         except KeyError:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Nearest = tuple[NDArray[np.int64], NDArray[np.float32]]
-DEPTH = 4  # times as many results of each side as are wanted of two that are fused
+Neighbors = tuple[NDArray[np.int64], NDArray[np.float32]]
+FUSION_DEPTH = 4  # times as many results of each side as are wanted of two that are fused
 _RANK_CONSTANT = 60  # of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)
 
 
-def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
+def merge_neighbors(parts: Sequence[Neighbors], k: int) -> Neighbors:
     """The `k` nearest of all parts: ids and distances, each [≤ k] or [q, ≤ k], of different vectors, -1 for none.
 
     Nearest first; among equally near ones the smaller id; what is missing (id -1, distance +inf) comes last.
@@ -23,7 +23,7 @@ def merge_nearest(parts: Sequence[Nearest], k: int) -> Nearest:
     return np.take_along_axis(ids, order, -1), np.take_along_axis(distances, order, -1)
 
 
-def fused(vectors: Nearest, words: Nearest, k: int, share: float = 0.5) -> Nearest:
+def fuse_ranks(vectors: Neighbors, words: Neighbors, k: int, share: float = 0.5) -> Neighbors:
     """The k best of what vectors and words have found: ids int64 [≤ k] and distances float32 [≤ k], the best first.
 
     By reciprocal rank: each side gives an id `share` (the words'; 1 - `share` the vectors') / (60 + its rank there,

@@ -12,7 +12,7 @@ from pathlib import Path
 from runtime.errors import BuildRefused, CollectionError
 from runtime.retrieval.collections.sources import DOCUMENT_SUFFIXES
 from runtime.retrieval.ingestion.readers import SUFFIXES
-from runtime.retrieval.ingestion.sections import Unreadable
+from runtime.retrieval.ingestion.sections import UnreadableFile
 
 MAX_FILES = 1_000_000
 MAX_FILE_BYTES = 128 << 20
@@ -20,7 +20,7 @@ _KNOWN = (*DOCUMENT_SUFFIXES, *SUFFIXES)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SourceFile:
     """A file, and its path relative to the sources' root, with slashes: what citations name."""
 
     path: Path
@@ -34,21 +34,21 @@ class Found:
         return self.source.endswith(DOCUMENT_SUFFIXES)
 
 
-def root_of(paths: Sequence[Path]) -> Path:
+def common_root(paths: Sequence[Path]) -> Path:
     """The innermost folder that all of these are in; a folder that is named alone is its own."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     folders = [path if path.is_dir() else path.parent for path in absolute]
     return Path(os.path.commonpath(folders))
 
 
-def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> list[Found]:
+def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> list[SourceFile]:
     """The files named, and those in the folders named and below, in order; none twice.
 
     In folders only what there is a reader for; nothing hidden, no links to folders. .jsonl is read where it is named.
     Folders that cannot be looked into are put into `unread`, with the reason, by their path relative to `root`.
     Raises `CollectionError` for what is not there, `BuildRefused` for a file that nobody reads, or too many.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, SourceFile] = {}
     for path in paths:
         absolute = Path(os.path.abspath(path))
         folder = absolute if absolute.is_dir() else None
@@ -62,26 +62,26 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
             inside = [absolute]
         for one in inside:
             source = _relative(one, root)
-            found.setdefault(source, Found(one, source, folder))
+            found.setdefault(source, SourceFile(one, source, folder))
             if len(found) > MAX_FILES:
                 raise BuildRefused(f"{path}: there are more than {MAX_FILES:,} files, the limit")
     return [found[source] for source in sorted(found)]
 
 
-def read_bytes(found: Found) -> bytes:
-    """A file's content. Raises `Unreadable`; its size is looked at first."""
+def read_bytes(found: SourceFile) -> bytes:
+    """A file's content. Raises `UnreadableFile`; its size is looked at first."""
     with _opened(found) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
-            raise Unreadable(f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}")
+            raise UnreadableFile(f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}")
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise Unreadable(f"it has more than {MAX_FILE_BYTES:,} bytes, the limit")
+        raise UnreadableFile(f"it has more than {MAX_FILE_BYTES:,} bytes, the limit")
     return content
 
 
-def checksum(found: Found) -> str:
-    """SHA-256 of its content. Raises `Unreadable`, also for a name that could not be cited."""
+def checksum(found: SourceFile) -> str:
+    """SHA-256 of its content. Raises `UnreadableFile`, also for a name that could not be cited."""
     if not found.is_lines:
         return hashlib.sha256(read_bytes(found)).hexdigest()
     with _opened(found) as file:  # of any size: it is read line by line
@@ -89,24 +89,24 @@ def checksum(found: Found) -> str:
 
 
 @contextlib.contextmanager
-def _opened(found: Found) -> Iterator[BufferedReader]:
-    """The file, if it is a regular one that no link outside of its folder stands for. Raises `Unreadable`."""
+def _opened(found: SourceFile) -> Iterator[BufferedReader]:
+    """The file, if it is a regular one that no link outside of its folder stands for. Raises `UnreadableFile`."""
     try:
         found.source.encode()
     except UnicodeEncodeError as error:
-        raise Unreadable("its name is not UTF-8") from error
+        raise UnreadableFile("its name is not UTF-8") from error
     try:
         # A pipe without a writer would be waited for without O_NONBLOCK, which says nothing to a file.
         with os.fdopen(os.open(found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Unreadable("it is no regular file")
+                raise UnreadableFile("it is no regular file")
             if found.folder is not None:
                 opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # not by its name: that may have changed
                 if not opened.is_relative_to(found.folder.resolve()):
-                    raise Unreadable("it is a link to a file outside of the folder: name that file itself")
+                    raise UnreadableFile("it is a link to a file outside of the folder: name that file itself")
             yield file
     except OSError as error:
-        raise Unreadable(error.strerror or str(error)) from error
+        raise UnreadableFile(error.strerror or str(error)) from error
 
 
 def _relative(path: Path, root: Path) -> str:

@@ -18,10 +18,10 @@ import msgspec
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_of
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.about import About
-from runtime.retrieval.attributes.filters import as_json, decode_filter, filter_bytes
+from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, filter_json
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.loading import read_key
-from runtime.retrieval.passages import Partial, Passage
+from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 
 LOOK_S = 2.0
@@ -57,7 +57,7 @@ class _Node:
     """`about`: what its collection is; None while it is out, for `trouble`."""
 
     url: str
-    about: About | None = None
+    about: CollectionSummary | None = None
     trouble: str = "it was not asked yet"
 
 
@@ -73,9 +73,9 @@ class RemoteCollection:
         self._nodes = [_Node(url) for url in section.urls]
 
     @property
-    def about(self) -> About:
+    def about(self) -> CollectionSummary:
         """What it is, as far as its nodes have said so."""
-        return next((node.about for node in self._nodes if node.about is not None), About())
+        return next((node.about for node in self._nodes if node.about is not None), CollectionSummary())
 
     @property
     def unavailable(self) -> str:
@@ -94,7 +94,7 @@ class RemoteCollection:
         await asyncio.gather(*(self._look_at(node) for node in self._nodes if node.about is None))
 
     async def search(self, asked: Mapping[str, Any], timeout_s: float) -> list[Passage]:
-        """The nearest of all nodes' passages; `Partial` without those of some. Raises `TrinityError`.
+        """The nearest of all nodes' passages; `PartialPassages` without those of some. Raises `TrinityError`.
 
         asked: the body of a search, with its `k`.
         """
@@ -121,7 +121,7 @@ class RemoteCollection:
         for passage in merge(*found, key=lambda passage: passage.distance):
             best.setdefault(passage.id, passage)
         nearest = list(best.values())[: asked["k"]]
-        return nearest if len(found) == len(self._nodes) else Partial(nearest)
+        return nearest if len(found) == len(self._nodes) else PartialPassages(nearest)
 
     async def _ask(self, node: _Node, body: bytes, within_s: float) -> list[Passage] | TrinityError:
         """The node's passages, nearest first; or what ended its search."""
@@ -146,7 +146,7 @@ class RemoteCollection:
                 content = await self._answer("GET", f"{node.url}/v1/vector_stores/{self._name}", None)
             store = msgspec.json.decode(content, type=_Store)
             told = store.metadata
-            found = About(
+            found = CollectionSummary(
                 here=True, dim=int(told["dimensions"]), metric=told["metric"], embedder=told.get("embedder", "")
             )
         except (TrinityError, TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
@@ -191,15 +191,15 @@ class RemoteCollections:
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
     async def search(self, asked: PassageQuery, timeout_s: float) -> list[Passage]:
-        """The nearest of all the collection's nodes, which embed a text; `Partial` without those of some. Raises
-        `TrinityError`."""
+        """Return the nearest passages over all nodes of the collection; the nodes embed a text. `PartialPassages` if
+        some nodes are missing. Raises `TrinityError`."""
         if asked.hybrid:  # ranks of different nodes say nothing of each other
             told = f"collection {asked.collection!r} is on other nodes: they are asked without it"
             raise InvalidRequest(told, "hybrid")
         body: dict[str, Any] = {"k": asked.k}
         body |= {"query": asked.query} if asked.query is not None else {"vector": asked.vector}
         if content := filter_bytes(asked.wanted):
-            body["filter"] = as_json(decode_filter(content))
+            body["filter"] = filter_json(decode_filter(content))
         return await self.by_name[asked.collection].search(body, timeout_s)
 
     async def look(self) -> None:
@@ -239,5 +239,5 @@ def _why(error: Exception) -> str:
     return told.partition("\n")[0][:200] or type(error).__name__
 
 
-def _told(about: About) -> str:
+def _told(about: CollectionSummary) -> str:
     return f"{about.embedder or 'no embedder'}, {about.dim} dimensions, {about.metric}"

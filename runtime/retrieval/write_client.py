@@ -13,7 +13,7 @@ from runtime.errors import InvalidRequest, TrinityError, Unavailable, error_of
 _TIMEOUT_S = 60.0
 
 
-class Writes:
+class WriteClient:
     """`url`: where the node's HTTP is now. `key`: an API key, "" where the node has none."""
 
     def __init__(self, url: Callable[[], str], key: str = "") -> None:

@@ -1,16 +1,16 @@
 """Many queries as one call: sent as far as there is room, the next ones as others come back."""
 
 from runtime.errors import TrinityError
-from runtime.retrieval.search.dispatch import TOGETHER
-from runtime.retrieval.search.query import Question, SearchBatch, SearchResult, failed
+from runtime.retrieval.search.dispatcher import BATCH_QUERIES
+from runtime.retrieval.search.query import Query, SearchBatch, SearchResult, failed_result
 from runtime.retrieval.search.transport import QueryTransport
 from runtime.retrieval.search.vectors import Vectors
 
 
-class BatchRun:
+class BatchSearch:
     """`send` and `take` what ended, in turn, until `done`; then `result`. Ends even if no pool ever comes."""
 
-    def __init__(self, transport: QueryTransport, questions: list[Question], rows: Vectors, k: int) -> None:
+    def __init__(self, transport: QueryTransport, questions: list[Query], rows: Vectors, k: int) -> None:
         self._transport, self._questions, self._rows, self._k = transport, questions, rows, k
         self._since_ns = transport.clock()
         self._sent = 0  # questions that were taken, or have failed before they were
@@ -25,7 +25,7 @@ class BatchRun:
     def send(self) -> None:
         """Ask what there is room for. Raises `InvalidRequest` for what cannot be asked: nothing was sent then."""
         while self._sent < len(self._questions):
-            next_ones = slice(self._sent, self._sent + TOGETHER)
+            next_ones = slice(self._sent, self._sent + BATCH_QUERIES)
             questions = self._questions[next_ones]
             end = self._transport.unserved(questions[0], self._since_ns, self._transport.clock())
             if end is not None:
@@ -47,8 +47,8 @@ class BatchRun:
             self._fail(question, end)
         self._sent = len(self._questions)
 
-    def _fail(self, question: Question, error: TrinityError) -> None:
-        self.take(failed(question.ticket, error))
+    def _fail(self, question: Query, error: TrinityError) -> None:
+        self.take(failed_result(question.ticket, error))
 
     def take(self, result: SearchResult) -> bool:
         """Keep a result. False: it is not of this batch."""

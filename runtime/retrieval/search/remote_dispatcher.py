@@ -12,9 +12,9 @@ import numpy as np
 
 from runtime.errors import InternalError, Overloaded, TrinityError
 from runtime.node.remote_config import RemoteSection
-from runtime.retrieval.passages import Partial
-from runtime.retrieval.remote import RemoteCollections
-from runtime.retrieval.search.query import PassageQuery, Question, SearchResult, failed
+from runtime.retrieval.passages import PartialPassages
+from runtime.retrieval.remote_collections import RemoteCollections
+from runtime.retrieval.search.query import PassageQuery, Query, SearchResult, failed_result
 from runtime.retrieval.search.vectors import Vectors, on_host
 
 _AT_ONCE = 64  # of a batch: nodes refuse more than they can search at once
@@ -47,7 +47,7 @@ class RemoteDispatcher:
         """Whether a question is outstanding."""
         return bool(self._outstanding)
 
-    def ask(self, question: Question, patient: bool = False) -> None:
+    def ask(self, question: Query, patient: bool = False) -> None:
         """Raises `Overloaded`: not taken."""
         if len(self._outstanding) >= self._limit:
             raise Overloaded(f"{len(self._outstanding)} queries wait for other nodes, the limit is {self._limit}")
@@ -57,14 +57,14 @@ class RemoteDispatcher:
         self._outstanding.add(question.ticket)
         self._loop.call_soon_threadsafe(self._begin, question)
 
-    def ask_many(self, questions: Sequence[Question], rows: Vectors) -> int:
+    def ask_many(self, questions: Sequence[Query], rows: Vectors) -> int:
         """As many as may be outstanding together, from the first on; how many."""
         room = max(_AT_ONCE - len(self._outstanding), 0)
         for question in questions[:room]:
             self.ask(question)
         return min(room, len(questions))
 
-    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """Nothing ends a question but its nodes' time."""
         return None
 
@@ -114,7 +114,7 @@ class RemoteDispatcher:
             task.cancel()
         await asyncio.gather(looking, *self._tasks.values(), return_exceptions=True)
 
-    def _begin(self, question: Question) -> None:
+    def _begin(self, question: Query) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(question))
         self._tasks[question.ticket] = task
         task.add_done_callback(lambda _: self._tasks.pop(question.ticket, None))
@@ -123,7 +123,7 @@ class RemoteDispatcher:
         if (task := self._tasks.get(ticket)) is not None:
             task.cancel()
 
-    async def _answer(self, question: Question) -> None:
+    async def _answer(self, question: Query) -> None:
         spec, vector = question.spec, question.vector
         left_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
         try:
@@ -135,11 +135,11 @@ class RemoteDispatcher:
                 np.full(len(found), -1, np.int64),
                 np.array([passage.distance for passage in found], np.float32),
                 passages=tuple(found),
-                partial=isinstance(found, Partial),
+                partial=isinstance(found, PartialPassages),
             )
         except TrinityError as error:
-            result = failed(question.ticket, error)
+            result = failed_result(question.ticket, error)
         except Exception as error:  # of a library: the question ends all the same
-            result = failed(question.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
+            result = failed_result(question.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
         self._ended.append(result)
         os.eventfd_write(self._bell, 1)

@@ -14,11 +14,11 @@ from runtime.node.config import SloSection, parse_config
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.layout import lay_out
+from runtime.retrieval.build_follower import BuildFollower
+from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
-from runtime.retrieval.library import Library
-from runtime.retrieval.library_follower import LibraryFollower
 from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
@@ -30,7 +30,7 @@ def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: P
 
     build("old")
     plan = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
-    library = Library(plan)
+    library = CollectionRegistry(plan)
     embedder = library.embedder("docs")
     build("new")
     library.look_again()
@@ -53,9 +53,9 @@ class Docs:
         shutil.copytree(self.path, self.kept)
         self.identity = read_manifest(self.path).identity
 
-    def library(self, verify: Verify = "background") -> Library:
+    def library(self, verify: Verify = "background") -> CollectionRegistry:
         section = {"name": "docs", "path": str(self.path), "verify": verify}
-        return Library(lay_out(parse_config({"collections": [section]})), clock=self._clock)
+        return CollectionRegistry(lay_out(parse_config({"collections": [section]})), clock=self._clock)
 
     def _clock(self) -> int:
         self.now_ns += 10**9
@@ -79,7 +79,7 @@ class Docs:
         shutil.rmtree(self.path)
         shutil.copytree(self.kept, self.path)
 
-    def text(self, library: Library, row: int = 7) -> str:
+    def text(self, library: CollectionRegistry, row: int = 7) -> str:
         """What a row's answer says, as the pools' clients ask; "" if that build is not accepted."""
         if not library.accept("docs")(self.identity):
             return ""
@@ -112,7 +112,7 @@ def test_what_is_found_altered_is_not_read_again_and_again(docs: Docs, monkeypat
     library = docs.library("start")
     assert docs.text(library) == ""
     opened: list[str] = []
-    monkeypatch.setattr("runtime.retrieval.library.open_build", lambda *told: opened.append("again"))
+    monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", lambda *told: opened.append("again"))
     for _ in range(20):
         library.follow("docs", [docs.identity])
     assert opened == []
@@ -176,7 +176,7 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
     docs = Docs(tmp_path)
     library, offered = docs.library(), [docs.identity]
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = LibraryFollower(library, lambda _: offered, table)
+        follower = BuildFollower(library, lambda _: offered, table)
         table.set_knob("reload", 3.0)
         Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         follower.step(10**9)
@@ -190,7 +190,7 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
     docs = Docs(tmp_path)
     library, offered, now_ns = docs.library(), [docs.identity], itertools.count(10**9, 10**9)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = LibraryFollower(library, lambda _: offered, table)
+        follower = BuildFollower(library, lambda _: offered, table)
 
         def reload(number: float) -> None:
             offered[:] = [read_manifest(docs.path).identity]
@@ -215,10 +215,10 @@ def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_t
         Collection.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
         sections.append({"name": name, "path": str(tmp_path / name)})
         served[name] = [read_manifest(tmp_path / name).identity]
-    library = Library(lay_out(parse_config({"collections": sections})))
+    library = CollectionRegistry(lay_out(parse_config({"collections": sections})))
     Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = LibraryFollower(library, lambda name: served[name], table)
+        follower = BuildFollower(library, lambda name: served[name], table)
         for number, collection in ((1, 0.0), (2, 1.0), (3, -1.0)):
             table.set_knob("reload_of", collection)
             table.set_knob("reload", float(number))

@@ -7,12 +7,12 @@ import signal
 import psutil
 import pytest
 
-from runtime.retrieval.ingestion.apart import Apart
-from runtime.retrieval.ingestion.sections import Read, Section, Unreadable
+from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
+from runtime.retrieval.ingestion.sections import ParsedFile, Section, UnreadableFile
 from tests.retrieval import files
 
 GOOD = ("good.html", b"<title>Good</title><p>text")
-READ = Read("Good", [Section("text")])
+READ = ParsedFile("Good", [Section("text")])
 PARAGRAPH = "<w:p><w:r><w:t>a</w:t></w:r></w:p>"
 WIDE = (
     "<w:tbl><w:tblGrid><w:gridCol/></w:tblGrid><w:tr><w:tc><w:tcPr><w:gridSpan w:val='2000000000'/></w:tcPr>"
@@ -23,45 +23,49 @@ needs_docx = pytest.mark.skipif(importlib.util.find_spec("docx") is None, reason
 
 def readers() -> list[psutil.Process]:
     """The processes that read for this one."""
-    return [child for child in psutil.Process().children() if "runtime.retrieval.ingestion.apart" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process().children()
+        if "runtime.retrieval.ingestion.isolated_reader" in child.cmdline()
+    ]
 
 
 @needs_docx
 def test_a_file_that_takes_its_reader_too_long_is_unreadable_and_the_next_one_is_read() -> None:
-    with Apart(seconds=1) as reader:
+    with IsolatedReader(seconds=1) as reader:
         assert reader.read(*GOOD) == READ
-        with pytest.raises(Unreadable, match=r"takes more than 1 s of processor time, the limit"):
+        with pytest.raises(UnreadableFile, match=r"takes more than 1 s of processor time, the limit"):
             reader.read("wide.docx", files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
 
 @needs_docx
 def test_a_file_that_takes_its_reader_too_much_memory_is_unreadable_and_the_next_one_is_read() -> None:
-    with Apart(memory=384 << 20) as reader:
-        with pytest.raises(Unreadable, match=r"takes more than 402,653,184 bytes of memory, the limit"):
+    with IsolatedReader(memory=384 << 20) as reader:
+        with pytest.raises(UnreadableFile, match=r"takes more than 402,653,184 bytes of memory, the limit"):
             reader.read("wide.docx", files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
 
 def test_a_reader_that_dies_makes_its_file_unreadable_and_the_next_one_is_read() -> None:
-    with Apart() as reader:
+    with IsolatedReader() as reader:
         assert reader.read(*GOOD) == READ
         (process,) = readers()
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(Unreadable, match=r"its reader ended with SIGKILL"):
+        with pytest.raises(UnreadableFile, match=r"its reader ended with SIGKILL"):
             reader.read(*GOOD)
         assert reader.read(*GOOD) == READ
 
 
 def test_what_a_reader_says_is_wrong_with_a_file_is_said_and_it_goes_on() -> None:
-    with Apart() as reader:
-        with pytest.raises(Unreadable, match="not UTF-8 text at byte 0"):
+    with IsolatedReader() as reader:
+        with pytest.raises(UnreadableFile, match="not UTF-8 text at byte 0"):
             reader.read("bad.html", b"\xff")
         assert reader.read(*GOOD) == READ
 
 
 def test_no_process_is_left() -> None:
-    with Apart() as reader:
+    with IsolatedReader() as reader:
         reader.read(*GOOD)
         assert readers()
     assert not readers()

@@ -1,9 +1,10 @@
-"""Reading in a process of its own, with bounds: `python -m runtime.retrieval.ingestion.apart` is that process.
+"""Parsing of untrusted files in a child process with limits on CPU time and memory.
 
-A Word file of 40 KB, or a page of HTML, can have its parser take hours, or all memory. Here it takes the process: the
-file is skipped, and the next one is read by another.
+The child is `python -m runtime.retrieval.ingestion.isolated_reader`. A Word file of 40 KB, or a page of HTML, can keep
+its parser busy for hours or exhaust memory. Then only the child dies: the file is skipped, and a new child reads the
+next one.
 
-Each way a message is its length, 4 bytes, little endian, and that many bytes of msgpack.
+Message format in both directions: the length as 4 bytes, little endian, then that many bytes of msgpack.
 """
 
 import contextlib
@@ -17,48 +18,48 @@ from typing import IO, Self
 import msgspec
 
 from runtime.retrieval.ingestion.readers import read_file
-from runtime.retrieval.ingestion.sections import Read, Unreadable
+from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 
 READ_S = 60
 READ_BYTES = 2 << 30
 _NO_MEMORY = 3  # its exit code
 
 
-class _Asked(msgspec.Struct):
+class _ReadRequest(msgspec.Struct):
     name: str
     content: bytes
 
 
-class _Told(msgspec.Struct):
+class _ReadResponse(msgspec.Struct):
     """`read`, or why it cannot be."""
 
-    read: Read | None = None
+    read: ParsedFile | None = None
     trouble: str = ""
 
 
-class Apart:
+class IsolatedReader:
     """Reads files. `seconds`: of processor time that one may take; `memory`: the process's address space, in bytes."""
 
     def __init__(self, seconds: int = READ_S, memory: int = READ_BYTES) -> None:
         self._seconds, self._memory = seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
 
-    def read(self, name: str, content: bytes) -> Read:
-        """See `read_file`. Raises `Unreadable` for a file that takes its reader too long, too much, or its life."""
+    def read(self, name: str, content: bytes) -> ParsedFile:
+        """See `read_file`. Raises `UnreadableFile` for a file that takes its reader too long, too much, or its life."""
         if self._process is None:
             self._process = self._started()
         process = self._process
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
         try:
-            _send(process.stdin, msgspec.msgpack.encode(_Asked(name, content)))
-            told = msgspec.msgpack.decode(_received(process.stdout), type=_Told)
+            _send(process.stdin, msgspec.msgpack.encode(_ReadRequest(name, content)))
+            told = msgspec.msgpack.decode(_received(process.stdout), type=_ReadResponse)
         except (OSError, EOFError):
             code = process.wait()
             self.close()
-            raise Unreadable(self._why(code)) from None
+            raise UnreadableFile(self._why(code)) from None
         if told.read is None:
-            raise Unreadable(told.trouble)
+            raise UnreadableFile(told.trouble)
         return told.read
 
     def close(self) -> None:
@@ -76,7 +77,13 @@ class Apart:
         self.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "runtime.retrieval.ingestion.apart", str(self._seconds), str(self._memory)]
+        command = [
+            sys.executable,
+            "-m",
+            "runtime.retrieval.ingestion.isolated_reader",
+            str(self._seconds),
+            str(self._memory),
+        ]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def _why(self, code: int) -> str:
@@ -122,13 +129,13 @@ def main(seconds: int, memory: int) -> None:
 
 
 def _answer_one(seconds: int) -> None:
-    asked = msgspec.msgpack.decode(_received(sys.stdin.buffer), type=_Asked)
+    asked = msgspec.msgpack.decode(_received(sys.stdin.buffer), type=_ReadRequest)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
     try:
-        told = _Told(read_file(asked.name, asked.content))
-    except Unreadable as error:
-        told = _Told(trouble=str(error))
+        told = _ReadResponse(read_file(asked.name, asked.content))
+    except UnreadableFile as error:
+        told = _ReadResponse(trouble=str(error))
     _send(sys.stdout.buffer, msgspec.msgpack.encode(told))
 
 

@@ -21,7 +21,7 @@ from runtime.errors import CollectionBusy, CollectionError, NoRoom, TrinityError
 from runtime.node.config import AnswerCacheSection
 from runtime.node.metrics.columns import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.attributes.schema import Kind
+from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.storage.manifest import is_live
@@ -41,7 +41,7 @@ def ensure(directory: Path, dim: int) -> None:
         return
     made = directory.with_name(f"{directory.name}-{os.getpid()}")
     shutil.rmtree(made, ignore_errors=True)
-    schema = {KEY: Kind.STRING, STORED_MS: Kind.INTEGER, NUMBER: Kind.INTEGER}
+    schema = {KEY: AttributeType.STRING, STORED_MS: AttributeType.INTEGER, NUMBER: AttributeType.INTEGER}
     create(made, dim, demanded=KEY, schema=schema)
     try:
         made.chmod(0o700)
@@ -50,7 +50,7 @@ def ensure(directory: Path, dim: int) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
-class Answer(NamedTuple):
+class NewAnswer(NamedTuple):
     """An answer to be stored: `id` names its question and everything else that it depends on, `key` the latter."""
 
     id: str
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     text: str
 
 
-class Found(NamedTuple):
+class CachedAnswer(NamedTuple):
     """A stored answer, the cosine of the questions, and its age."""
 
     text: str
@@ -67,7 +67,7 @@ class Found(NamedTuple):
     age_s: float
 
 
-class StoredAnswers:
+class AnswerStore:
     """The collection, open for writing. `keep`, `tend`, `renew` and `close` are for one thread, and wait for the disk;
     `found` is for any. What keeps answers from being stored is logged once, and nobody's error.
 
@@ -93,7 +93,7 @@ class StoredAnswers:
         young = {"type": "gt", "key": STORED_MS, "value": self._now_ms() - int(self.limits.ttl_s * 1e3)}
         return {"type": "and", "filters": [{"type": "eq", "key": KEY, "value": key}, young]}
 
-    def found(self, result: SearchResult) -> Found | None:
+    def found(self, result: SearchResult) -> CachedAnswer | None:
         """What a search for one row has found; None where that is not alike, or gone. Raises `CollectionError`."""
         similarity = 1.0 - float(result.distances[0]) if len(result.ids) else -1.0
         if similarity < self.limits.threshold:
@@ -107,9 +107,9 @@ class StoredAnswers:
                 return None
         stored_ms = document.attributes[STORED_MS]
         assert isinstance(stored_ms, int), "the collection's schema says so"
-        return Found(document.text, min(similarity, 1.0), (self._now_ms() - stored_ms) / 1e3)
+        return CachedAnswer(document.text, min(similarity, 1.0), (self._now_ms() - stored_ms) / 1e3)
 
-    def keep(self, answers: Sequence[Answer]) -> None:
+    def keep(self, answers: Sequence[NewAnswer]) -> None:
         """Store answers, in the place of those with their ids, and delete the oldest of too many."""
 
         def work(writer: LiveWriter) -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
-from runtime.retrieval.about import About
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.beside import Beside
 from runtime.retrieval.collections.built_words import BuiltWords
 from runtime.retrieval.collections.checksums import Checksums, open_unchanged
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, WORDS, Manifest, identity_in
-from runtime.retrieval.embedding.embedder import EmbedderSpec, name_of
+from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
 from runtime.retrieval.live.reader import LiveDocuments
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
 
 
 @dataclass(frozen=True)
-class Build:
+class OpenBuild:
     """One build of a collection: its documents, open (None: bare vectors), their words (None: a build without), and
     what it was embedded with.
 
@@ -33,13 +33,13 @@ class Build:
     words: BuiltWords | LiveDocuments | None
     embedder: EmbedderSpec | None
     dim: int
-    about: About
+    about: CollectionSummary
     file: tuple[int, ...]
-    check: "Beside[None] | LiveCheck | None"
+    check: "Beside[None] | LiveVerification | None"
     first_checked: bool
 
     @property
-    def now(self) -> About:
+    def now(self) -> CollectionSummary:
         """What it is by now: a live collection grows."""
         documents = self.documents
         if not isinstance(documents, LiveDocuments):
@@ -55,7 +55,7 @@ class Build:
             self.words.close()
 
 
-def identity_of(directory: Path) -> str:
+def directory_identity(directory: Path) -> str:
     """Of what lies in a directory now; "" if that cannot be read."""
     try:
         return read_description(directory).identity if is_live(directory) else identity_in(directory)
@@ -63,7 +63,7 @@ def identity_of(directory: Path) -> str:
         return ""
 
 
-def file_of(directory: Path) -> tuple[int, ...]:
+def documents_stamp(directory: Path) -> tuple[int, ...]:
     """Which files hold the documents now, and when they were last written; () if there are none."""
     paths = [directory / DOCUMENTS, *sorted(directory.glob(f"segments/*/{DOCUMENTS}"))]
     told: list[int] = []
@@ -81,13 +81,13 @@ def _built_at(directory: Path) -> int:
         return 0
 
 
-def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
+def open_build(directory: Path, verify: Verify, first_checked: bool) -> OpenBuild:
     """The build that lies in a directory now. Raises `CollectionError`."""
     if is_live(directory):
         return _open_live(directory, verify, first_checked)
 
-    def opened(manifest: Manifest) -> Build:
-        file, check, documents, words = file_of(directory), None, None, None
+    def opened(manifest: Manifest) -> OpenBuild:
+        file, check, documents, words = documents_stamp(directory), None, None, None
         if (facts := manifest.files.get(DOCUMENTS)) is not None:
             documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
             try:
@@ -102,7 +102,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
                     words.close()
                 raise
         waits = first_checked and check is not None
-        about = About(
+        about = CollectionSummary(
             here=True,
             size=manifest.size,
             files=(documents.file_count if documents else 0) or manifest.size,
@@ -110,11 +110,13 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> Build:
             created_at=_built_at(directory),
             dim=manifest.dim,
             metric=manifest.metric,
-            embedder="" if manifest.embedder is None else name_of(manifest.embedder),
+            embedder="" if manifest.embedder is None else embedder_name(manifest.embedder),
         )
-        return Build(manifest.identity, documents, words, manifest.embedder, manifest.dim, about, file, check, waits)
+        return OpenBuild(
+            manifest.identity, documents, words, manifest.embedder, manifest.dim, about, file, check, waits
+        )
 
-    return open_unchanged(directory, opened, Build.close)
+    return open_unchanged(directory, opened, OpenBuild.close)
 
 
 def check_documents(directory: Path, identity: str) -> None:
@@ -125,7 +127,7 @@ def check_documents(directory: Path, identity: str) -> None:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
 
 
-class LiveCheck:
+class LiveVerification:
     """Compares the documents of a live collection beside everything else: of each segment, those that come later too.
 
     `over`: those that were there at first are compared.
@@ -160,19 +162,19 @@ class LiveCheck:
         self._work.join(timeout_s)
 
 
-def _open_live(directory: Path, verify: Verify, first_checked: bool) -> Build:
+def _open_live(directory: Path, verify: Verify, first_checked: bool) -> OpenBuild:
     """A live collection is one build for ever: a row stands for one text."""
-    file, documents = file_of(directory), LiveDocuments(directory)
+    file, documents = documents_stamp(directory), LiveDocuments(directory)
     told = documents.description
-    about = About(
+    about = CollectionSummary(
         here=True,
         size=documents.size,
         files=documents.size,
         created_at=_built_at(directory),
         dim=told.dim,
         metric=told.metric,
-        embedder="" if told.embedder is None else name_of(told.embedder),
+        embedder="" if told.embedder is None else embedder_name(told.embedder),
     )
-    check = None if verify == "never" else LiveCheck(documents.checksums, hurry=first_checked)
+    check = None if verify == "never" else LiveVerification(documents.checksums, hurry=first_checked)
     waits = first_checked and check is not None
-    return Build(told.identity, documents, documents, told.embedder, told.dim, about, file, check, waits)
+    return OpenBuild(told.identity, documents, documents, told.embedder, told.dim, about, file, check, waits)

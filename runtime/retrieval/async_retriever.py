@@ -8,14 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
-from runtime.retrieval.about import About
 from runtime.retrieval.attributes.filters import filter_bytes
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.library import Library
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import ATTRIBUTES_WAIT_NS, BUILD_ATTEMPTS, PassageQuery, deadline_of, with_words
+from runtime.retrieval.search.query import (
+    MAX_BUILD_ATTEMPTS,
+    NEW_ATTRIBUTE_WAIT_NS,
+    PassageQuery,
+    deadline_after_ms,
+    fuse_keywords,
+)
 
 _LOOK_S = 0.01
 
@@ -24,10 +30,10 @@ def _once_is_enough() -> None:
     """The first vector's time is the one that counts."""
 
 
-class AsyncSearch:
+class AsyncRetriever:
     """Searches for many callers of one event loop. Embedding runs in threads of its own, so the loop goes on."""
 
-    def __init__(self, library: Library, client: SearchClient) -> None:
+    def __init__(self, library: CollectionRegistry, client: SearchClient) -> None:
         self.library = library
         self.client = AsyncSearchClient(client)
         self._embedding: dict[str, ThreadPoolExecutor] = {}
@@ -45,8 +51,8 @@ class AsyncSearch:
         collection, query = asked.collection, asked.query
         if asked.hybrid and query is None:
             raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
-        deadline_ns, attempts, told = deadline_of(timeout_s * 1e3), BUILD_ATTEMPTS, embedded
-        told_of_ns = time.monotonic_ns() + ATTRIBUTES_WAIT_NS
+        deadline_ns, attempts, told = deadline_after_ms(timeout_s * 1e3), MAX_BUILD_ATTEMPTS, embedded
+        told_of_ns = time.monotonic_ns() + NEW_ATTRIBUTE_WAIT_NS
         while True:
             attempts -= 1
             try:
@@ -71,7 +77,7 @@ class AsyncSearch:
                 else:
                     looked = asyncio.get_running_loop().run_in_executor(self._words, by_words.search, array)
                     result, words = await asyncio.gather(searching, looked)
-                    result = with_words(result, words, asked.k, asked.hybrid)
+                    result = fuse_keywords(result, words, asked.k, asked.hybrid)
                 return list(self.library.passages(collection, result))
             except CollectionReplaced:
                 if not attempts:
@@ -100,7 +106,7 @@ class AsyncSearch:
 
     # ---- the collections and their embedders
 
-    def about(self, collection: str) -> About:
+    def about(self, collection: str) -> CollectionSummary:
         """What a collection is. Raises `UnknownCollection`."""
         return self.library.about(collection)
 

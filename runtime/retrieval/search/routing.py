@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from ipc import Catalogue, Served
 from runtime.errors import CollectionReplaced, InvalidRequest, Unavailable
 from runtime.retrieval.attributes.filters import binds, check_filter, decode_filter
-from runtime.retrieval.attributes.schema import Kind
-from runtime.retrieval.search.query import Accept
+from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.search.query import AcceptBuild
 
 Pools = tuple[int, ...]
 
@@ -22,7 +22,7 @@ class _Build:
         return all(self.pools)
 
 
-class Routes:
+class RoutingTable:
     """Of the pools that live; made anew when one comes, goes, or offers something else.
 
     live, lost: the pools' numbers and what they offer; what a lost one offered last, it may offer again.
@@ -76,7 +76,7 @@ class Routes:
                 f"collection {collection!r} demands a filter that binds {served.demanded!r} by eq or in", "filter"
             )
         if wanted is not None:
-            check_filter(wanted, {name: Kind(kind) for name, kind in served.attributes.items()})
+            check_filter(wanted, {name: AttributeType(kind) for name, kind in served.attributes.items()})
 
     def identities(self, collection: str) -> tuple[str, ...]:
         """Of the builds that some pool has."""
@@ -96,7 +96,7 @@ class Routes:
         """Whether a pool has this shard of any build."""
         return any(self.pools(collection, identity, shard) for identity in self.identities(collection))
 
-    def choose(self, collection: str, accept: Accept | None) -> Pools:
+    def choose(self, collection: str, accept: AcceptBuild | None) -> Pools:
         """The pools that may answer a question about a collection in one piece, whatever their builds.
 
         Raises `InvalidRequest` if there is no such collection, `Unavailable` if its pools say that they cannot serve
@@ -107,7 +107,7 @@ class Routes:
             return builds[0][1].pools[0]
         return tuple(sorted(number for _, build in builds for number in build.pools[0]))
 
-    def whole_build(self, collection: str, accept: Accept | None) -> str | None:
+    def whole_build(self, collection: str, accept: AcceptBuild | None) -> str | None:
         """The identity of an accepted build of which every shard is there, the best served one; None without.
 
         Raises as `choose` does.
@@ -120,7 +120,7 @@ class Routes:
         build = self._builds.get(collection, {}).get(identity)
         return build is not None and build.whole
 
-    def _accepted(self, collection: str, accept: Accept | None) -> list[tuple[str, _Build]]:
+    def _accepted(self, collection: str, accept: AcceptBuild | None) -> list[tuple[str, _Build]]:
         self._check(collection)
         builds = list(self._builds.get(collection, {}).items())
         if accept is None or not builds:

@@ -20,15 +20,23 @@ from ipc import Draining, InvalidArgument, PeerLost, Result, RingClient, RingFul
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, TrinityError, Unavailable
 from runtime.node.config import PoolSection
 from runtime.retrieval.search.pool_session import PoolSession, ReplicaPolicy, Replicas
-from runtime.retrieval.search.query import Gather, Limits, Question, SearchResult, SearchStatistics, error_of, failed
-from runtime.retrieval.search.routes import Routes
+from runtime.retrieval.search.query import (
+    Query,
+    QueueLimits,
+    SearchResult,
+    SearchStatistics,
+    ShardGather,
+    failed_result,
+    status_error,
+)
+from runtime.retrieval.search.routing import RoutingTable
 from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
 _AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
 _ELSEWHERE = (*_AGAIN, "overloaded")  # of no weight while another pool has the query too
 _RESCUE_NS = 50_000_000  # how often the questions of silent pools are looked through
-TOGETHER = 32  # questions of a batch that go to one pool before the next has its turn
+BATCH_QUERIES = 32  # questions of a batch that go to one pool before the next has its turn
 
 
 class Dispatcher:
@@ -41,20 +49,20 @@ class Dispatcher:
         settings: PoolSection,
         policy: ReplicaPolicy | None = None,
         find: Callable[[], Iterable[str]] | None = None,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         near: Collection[int] = (),
     ) -> None:
         self._name, self.settings, self._policy, self._find = name, settings, policy, find
-        self._limits, self.clock = limits or Limits(), clock
+        self._limits, self.clock = limits or QueueLimits(), clock
         self.tickets = count(1)
         self.pools = [self._session(endpoint) for endpoint in endpoints]
         self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
         self._find_ns = 0  # not before then
         self._near = near
         self.replicas = Replicas(len(self.pools), policy, near)
-        self.routes = Routes()
-        self._parked: deque[Question] = deque()  # waiting for any pool
+        self.routes = RoutingTable()
+        self._parked: deque[Query] = deque()  # waiting for any pool
         self._rescue_ns = 0  # not before then
         self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
         self._ended: list[SearchResult] = []
@@ -107,7 +115,7 @@ class Dispatcher:
             self.replicas.lost(number)  # what was known is of its last life
         self._up[number] = up
         offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
-        self.routes = Routes(
+        self.routes = RoutingTable(
             [(number, offer) for number, offer, live in offers if live and offer is not None],
             [offer for _, offer, live in offers if not live and offer is not None],
         )
@@ -128,7 +136,7 @@ class Dispatcher:
 
     # ---- questions
 
-    def ask(self, question: Question, patient: bool = False) -> None:
+    def ask(self, question: Query, patient: bool = False) -> None:
         """Send a question, or keep what of it cannot be sent now; also while the rings are full if it is `patient`.
 
         Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
@@ -166,14 +174,14 @@ class Dispatcher:
         if (count := len(self._parked)) >= self._limits.parked:
             raise Overloaded(f"{count} queries wait for a pool to take them, the limit is {self._limits.parked}")
 
-    def _park(self, question: Question) -> None:
+    def _park(self, question: Query) -> None:
         question.parked_ns = question.parked_ns or self.clock()
         self._parked.append(question)
 
-    def ask_many(self, questions: list[Question], rows: Vectors) -> int:
+    def ask_many(self, questions: list[Query], rows: Vectors) -> int:
         """`ask` for as many questions as there is room for now, from the first on; how many.
 
-        They are alike but for their vectors, `rows`, and no more than `TOGETHER`. Raises `InvalidRequest`,
+        They are alike but for their vectors, `rows`, and no more than `BATCH_QUERIES`. Raises `InvalidRequest`,
         `Unavailable` (closed).
         """
         self.check_open()
@@ -193,7 +201,7 @@ class Dispatcher:
             break
         return sent
 
-    def _ask_each(self, questions: list[Question]) -> int:
+    def _ask_each(self, questions: list[Query]) -> int:
         for number, question in enumerate(questions):
             try:
                 self.ask(question)
@@ -203,7 +211,7 @@ class Dispatcher:
                 return number  # it is the first of the next ones
         return len(questions)
 
-    def _parts(self, question: Question) -> list[Question]:
+    def _parts(self, question: Query) -> list[Query]:
         """The question itself, or what each shard is asked of it, once every shard of one build is there."""
         collection = question.spec.collection
         if question.gather is not None or (shards := self.routes.shards(collection)) <= 1:
@@ -211,17 +219,17 @@ class Dispatcher:
         identity = self.routes.whole_build(collection, question.accept)
         if identity is None:
             return [question]
-        gather = Gather(question, identity, question.spec.k, shards)
+        gather = ShardGather(question, identity, question.spec.k, shards)
         return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
 
-    def _send_or_park(self, question: Question) -> bool:
+    def _send_or_park(self, question: Query) -> bool:
         with suppress(Overloaded):
             if self._give(question, self._route(question), self.clock()):
                 return True
         self._park(question)
         return False
 
-    def _give(self, question: Question, route: Sequence[int], now: int) -> bool:
+    def _give(self, question: Query, route: Sequence[int], now: int) -> bool:
         """Give a question to one of these pools; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
         for number in self.replicas.choose(route, now) if len(route) > 1 else route:
@@ -241,7 +249,7 @@ class Dispatcher:
             raise Overloaded(str(full)) from full
         return False
 
-    def _route(self, question: Question) -> Sequence[int]:
+    def _route(self, question: Query) -> Sequence[int]:
         collection, gather = question.spec.collection, question.gather
         if gather is not None:
             return self.routes.pools(collection, gather.identity, question.shard)
@@ -310,7 +318,7 @@ class Dispatcher:
             except TrinityError as error:
                 self._fail(question, error)
 
-    def _of_a_whole_build(self, part: Question, gather: Gather) -> Question:
+    def _of_a_whole_build(self, part: Query, gather: ShardGather) -> Query:
         """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
         collection = gather.whole.spec.collection
         if self.routes.is_whole(collection, gather.identity):
@@ -324,7 +332,7 @@ class Dispatcher:
         gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
         return gather.whole
 
-    def unserved(self, question: Question, since_ns: int, now_ns: int) -> TrinityError | None:
+    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
         if question.spec.deadline_ns:
             late = now_ns >= question.spec.deadline_ns
@@ -347,7 +355,7 @@ class Dispatcher:
             return Unavailable(f"no pool with {of}{collection!r} is up")
         return Unavailable(f"no pool with {collection!r} had room for {self._limits.wait_ns / 1e9:g} s")
 
-    def _end(self, question: Question, result: Result, now: int) -> None:
+    def _end(self, question: Query, result: Result, now: int) -> None:
         gather = question.gather
         if question.ended or (gather is not None and gather.ended):
             return  # another pool has answered it, or its query has ended without it
@@ -374,15 +382,15 @@ class Dispatcher:
         elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
             self._park(question)
         else:
-            self._fail(question, error_of(result.status, question))
+            self._fail(question, status_error(result.status, question))
 
-    def _fail(self, question: Question, error: TrinityError) -> None:
+    def _fail(self, question: Query, error: TrinityError) -> None:
         question.ended = True
         if question.gather is not None:
             question.gather.ended = True  # never a part of an answer
             for pool in self.pools:
                 pool.cancel(question.ticket, _MAX_ATTEMPTS)
-        self._ended.append(failed(question.ticket, error))
+        self._ended.append(failed_result(question.ticket, error))
 
     def statistics(self) -> SearchStatistics:
         """See `SearchStatistics`."""

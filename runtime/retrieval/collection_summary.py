@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class About:
+class CollectionSummary:
     """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
     or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
     """

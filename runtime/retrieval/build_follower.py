@@ -5,19 +5,21 @@ from itertools import starmap
 
 from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
-from runtime.retrieval.library import Library
+from runtime.retrieval.collection_registry import CollectionRegistry
 
 _EVERY_NS = 500_000_000
 _RELOADING_NS = 20_000_000
 
 
-class LibraryFollower:
+class BuildFollower:
     """`step` as often as one likes; it acts twice a second, and oftener while a reload is not over here.
 
     offered: the builds of a collection that the pools serve, as the worker's client knows.
     """
 
-    def __init__(self, library: Library, offered: Callable[[str], Sequence[str]], table: WorkerTable) -> None:
+    def __init__(
+        self, library: CollectionRegistry, offered: Callable[[str], Sequence[str]], table: WorkerTable
+    ) -> None:
         self._library, self._offered, self._table = library, offered, table
         self._due_ns = 0
         table.begin_knob("reload", 0.0)
