@@ -39,8 +39,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.common.machine import machine
-from benchmarks.common.pool_alone import Query, run_pool
 from benchmarks.common.report import keep, table
+from benchmarks.common.standalone_pool import Query, run_pool
 from benchmarks.policy.bench import TRACES, node, scarce_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.common.report import table, write
-from runtime.node.metrics.columns import DecodeMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.serving.model.model_info import ModelInfo
 from runtime.testing.background import Background
 from runtime.testing.node import Node, running

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common.machine import machine_load
 from benchmarks.common.report import table, write
-from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.testing.node import Node, running
 from runtime.testing.tiny_model import make_tiny_llama
 

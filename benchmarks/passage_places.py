@@ -24,7 +24,7 @@ from benchmarks.common.report import table, write
 from benchmarks.probes import CONFIG, MODEL, collection_at, plain
 from benchmarks.retrieval import QUESTIONS, questions_of
 from launchers.http_client import post
-from runtime.node.metrics.columns import PrefillMetrics
+from runtime.node.metrics.worker_metrics import PrefillMetrics
 from runtime.serving.messages import Message
 from runtime.serving.model.model_info import model_directory
 from runtime.serving.model.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from runtime.node.figures import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
-from runtime.node.metrics.columns import (
+from runtime.node.metrics.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
+from runtime.node.metrics.worker_metrics import (
     BuildPart,
     DecodeMetrics,
     FrontendMetrics,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.node.figures import Named, NodeMetrics
-from runtime.node.metrics.columns import FrontendMetrics
+from runtime.node.metrics.supervisor_metrics import Named, NodeMetrics
+from runtime.node.metrics.worker_metrics import FrontendMetrics
 
 RATE = "$__rate_interval"
 

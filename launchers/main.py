@@ -18,7 +18,7 @@ from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
 from launchers.node_option import NodeArgument, NodeOption, meant
 from launchers.status import show_placement, show_status
 from runtime.checks import preflight
-from runtime.checks.needs import needed_bytes
+from runtime.checks.memory_estimate import needed_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
 from runtime.node.logs.log import LEVELS, log_to_stderr
@@ -26,8 +26,8 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import restart_node, stop_node
-from runtime.node.supervisor.figures import node_version
 from runtime.node.supervisor.listen import check_host
+from runtime.node.supervisor.node_metrics import node_version
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker import die_with
 

@@ -29,7 +29,7 @@ PROCESS = {
     ),
     "live": ("test_applied", "test_background", "test_kill", "test_unfinished"),
     "node": (
-        "test_changes", "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir",
+        "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir", "test_scaling",
         "test_standby", "test_supervisor", "test_worker_start",
     ),
     "pool": ("test_cuda_pool", "test_kills"),

@@ -11,8 +11,8 @@ import zmq
 
 from ipc import bind
 from runtime.node.config import parse_config
-from runtime.node.metrics.columns import Counter, Gauge
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import Counter, Gauge
 from runtime.node.placement.layout import lay_out
 from runtime.node.worker import Worker
 from runtime.serving.decode.process import DecodeWorker

@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from runtime.node.config import parse_config
-from runtime.node.metrics.columns import OfferOutcome
+from runtime.node.metrics.worker_metrics import OfferOutcome
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult

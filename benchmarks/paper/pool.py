@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.pool_alone import Fate, Query, run_pool
 from benchmarks.common.report import plot, table
+from benchmarks.common.standalone_pool import Fate, Query, run_pool
 from benchmarks.policy import bench
 from benchmarks.policy.rows import SHIPPED
 from ipc import Stage

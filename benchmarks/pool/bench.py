@@ -47,7 +47,7 @@ from benchmarks.common.report import table, write
 from benchmarks.pool.clients import Load, Outcome, Vectors
 from benchmarks.pool.processes import IDLE_PER_S, Bench
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65

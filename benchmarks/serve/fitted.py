@@ -16,7 +16,7 @@ from benchmarks.serve.bench import Bench
 from benchmarks.serve.client import Body, Outcome, at_once, beside, in_turn
 from benchmarks.serve.stand import Stand
 from ipc import STAGES
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.calibrate import costs, prefill_parts

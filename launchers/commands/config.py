@@ -15,9 +15,9 @@ from rich.markup import escape
 
 from runtime.checks.diagnosis import diagnose
 from runtime.node.config import NodeConfig
+from runtime.node.config_errors import described
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import Section
-from runtime.node.expected import described
 
 _HEAD = """\
 # Configuration

@@ -10,7 +10,7 @@ from launchers.status import show_status
 from runtime.errors import UsageError
 from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import change_worker
-from runtime.node.supervisor.changes import GPU_NAMES, Verb
+from runtime.node.supervisor.scaling import GPU_NAMES, Verb
 
 workers_app = typer.Typer(help="A running node's workers: add, drain, flip.", no_args_is_help=True)
 

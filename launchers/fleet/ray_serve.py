@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.config_file import load_config
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
 from runtime.serving.http.guard import bounded_body, error_response

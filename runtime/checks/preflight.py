@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.checks.needs import host_bytes, needed_bytes
+from runtime.checks.memory_estimate import host_bytes, needed_bytes
 from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, installed
 from runtime.engines.vllm.transfer import check_transfer

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
+from runtime.node.config_errors import explained
 from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
-from runtime.node.expected import explained
 from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 

@@ -22,10 +22,10 @@ import msgspec
 from ipc import MemoryReference
 from runtime.errors import TrinityError
 from runtime.node.logs.log import log_to_file, log_to_stderr
-from runtime.node.metrics.columns import WorkerMetrics
 from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.metrics.worker_metrics import WorkerMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.node.start_times import StartTimes, process_age_s
+from runtime.node.startup import StartTimes, process_age_s
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
 

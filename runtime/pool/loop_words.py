@@ -1,6 +1,6 @@
 """What the compiled loop works on beside the policy's tables: an entry's own columns, and its words."""
 
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import tables as at
 
 # An entry's own columns: whose query it is, when it was enqueued, received and given a slot, and what it asks.

@@ -10,7 +10,7 @@ from gpu.slots import MAX_SLOTS
 from ipc import IpcError, Served, SessionServer
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
 from runtime.pool.collections.live import LiveCollections, like_segments

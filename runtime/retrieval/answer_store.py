@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from runtime.errors import CollectionBusy, CollectionError, NoRoom, TrinityError
 from runtime.node.config import AnswerCacheSection
-from runtime.node.metrics.columns import CacheEvent
+from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.live.collection import create

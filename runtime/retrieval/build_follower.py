@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 
-from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.retrieval.collection_registry import CollectionRegistry
 
 _EVERY_NS = 500_000_000

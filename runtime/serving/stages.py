@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from runtime.node.metrics.columns import DecodeMetrics, Histogram, PrefillMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, PrefillMetrics
 
 RECEIVED = "received"  # the frontend has read the request, or the search alone
 DEQUEUED = "dequeued"  # a prefill worker takes it up

@@ -16,7 +16,7 @@ from runtime.node.config import KvHolder
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
-from runtime.node.metrics.columns import Stage
+from runtime.node.metrics.worker_metrics import Stage
 from runtime.serving.frontend.router import PREFIX_BLOCKS, Router
 from runtime.serving.messages import Hello, Role
 from runtime.serving.prefill.job import Disaggregation

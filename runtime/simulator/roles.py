@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from runtime.node.control.planner import Planner, Work
-from runtime.node.metrics.columns import Stage
+from runtime.node.metrics.worker_metrics import Stage
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, ns

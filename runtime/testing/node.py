@@ -19,7 +19,7 @@ import psutil
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.config_file import load_config
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, node_status

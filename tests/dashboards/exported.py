@@ -5,9 +5,9 @@ from pathlib import Path
 
 from runtime.node.config import NodeConfig
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, Histogram
+from runtime.node.metrics.worker_metrics import METRICS, Histogram
 from runtime.node.placement.gpus import Gpus
-from runtime.node.supervisor.figures import NodeFigures
+from runtime.node.supervisor.node_metrics import NodeFigures
 from tests.node.fake_nvml import Card, FakeNvml
 
 

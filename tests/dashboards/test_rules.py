@@ -9,9 +9,9 @@ import pytest
 from dashboards.files import GENERATED
 from dashboards.rules import RUNBOOK, Alert, alerts, rules_yaml
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import METRICS
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import METRICS
 from tests.dashboards.alert_cases import CASES, Series
 from tests.dashboards.tools import promtool
 

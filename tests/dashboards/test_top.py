@@ -27,13 +27,13 @@ from dashboards.top import Top
 from runtime.errors import Unavailable
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, PoolMetrics, PrefillMetrics
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.figures import NodeFigures, Usage
+from runtime.node.supervisor.node_metrics import NodeFigures, Usage
 from tests.node.fake_nvml import FakeNvml
 
 ROWS, COLUMNS = 44, 150

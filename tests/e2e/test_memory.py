@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.checks.needs import needed_bytes
+from runtime.checks.memory_estimate import needed_bytes
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.supervisor.admin import restart_node

@@ -21,7 +21,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status, restart_node, stop_node
-from runtime.node.supervisor.child import COMMAND
+from runtime.node.supervisor.supervised_worker import COMMAND
 from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import rendered, written

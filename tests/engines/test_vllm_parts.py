@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 
 from runtime.checks import preflight
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.needs import needed_bytes
+from runtime.checks.memory_estimate import needed_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.node.metrics.columns import FrontendMetrics
+from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.testing.background import Background
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually

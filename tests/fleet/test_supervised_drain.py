@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.columns import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.metrics.exporter import NodeCollector, render, vllm_families
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.supervisor.admin import ask
 from runtime.testing.tiny_node import TinyNode, worker
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from runtime.node.config import AnswerCacheSection
-from runtime.node.metrics.columns import CacheEvent
+from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.node.placement.plan import ANSWERS
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.attributes.filters import parse_filter

@@ -8,8 +8,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import ContextLengthExceeded, Overloaded
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import FrontendMetrics, Slo
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.serving import stages
 from runtime.serving.frontend.observability import Measures
 from runtime.serving.frontend.requests import ClientGone, Ended

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.sections import flood
 from benchmarks.gpu_check.setup import Setup, Source
 from benchmarks.gpu_check.verdicts import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from tests.gpu.cases import clustered
 

@@ -24,7 +24,7 @@ from runtime.node.supervisor.admin import (
     reload_collections,
     stop_node,
 )
-from runtime.node.supervisor.reloading import Reload
+from runtime.node.supervisor.reload import Reload
 
 
 def info(endpoint: str, pid: int = 0) -> NodeInfo:

@@ -12,8 +12,8 @@ from runtime.errors import ConfigError
 from runtime.node.config import ControlSection, NodeConfig, PoolSection, SloSection, parse_config
 from runtime.node.control.law import Change, ControlLaw, Readings, SignalMeter, Signals, quantile
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 
 WAIT_TARGET_S, RESERVE_MIN = 0.01, 0.1
 SETTINGS = ControlSection(prefill_wait_target_s=WAIT_TARGET_S, reserve_min=RESERVE_MIN)

@@ -16,10 +16,10 @@ from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.child import Child, Desired, Phase
 from runtime.node.supervisor.lifecycle import Lifecycle
-from runtime.node.supervisor.rolling import Rolling
+from runtime.node.supervisor.rolling_restart import Rolling
 from runtime.node.supervisor.standby import Standbys
+from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
 
 
 @dataclass

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import runtime
 from ipc import MemoryRefused, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.columns import METRICS, DecodeMetrics, FrontendMetrics, Histogram, Metric, PoolMetrics
 from runtime.node.metrics.exporter import NodeCollector, render
 from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, FrontendMetrics, Histogram, Metric, PoolMetrics
 
 ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
 ALL = [metric for role in ROLES for metric in METRICS[role]]
@@ -51,7 +51,7 @@ def test_a_worker_says_nothing_twice_and_a_name_is_of_one_kind_over_all_roles() 
 
 def test_no_code_spells_a_metric_where_it_could_name_the_declared_one() -> None:
     root = Path(runtime.__file__).parents[1]
-    declared = {root / "runtime/node/metrics/columns.py", root / "runtime/node/figures.py"}
+    declared = {root / "runtime/node/metrics/worker_metrics.py", root / "runtime/node/metrics/supervisor_metrics.py"}
     texts = [
         (str(path.relative_to(root)), node.value)
         for folder in ("runtime", "dashboards", "launchers")

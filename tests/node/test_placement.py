@@ -15,7 +15,7 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks import preflight
-from runtime.checks.needs import needed_bytes
+from runtime.checks.memory_estimate import needed_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import KvSection, parse_config

@@ -8,8 +8,8 @@ import pytest
 from runtime.node.config import ControlSection, NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
 from runtime.node.control.planner import Move, Planner, Work
-from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics, Stage
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics, Stage
 from runtime.node.supervisor.admin import ask
 from runtime.testing.tiny_node import serve
 from tests.node.conftest import StartTiny

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.node.config import AnswerCacheSection, parse_config
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import ANSWERS, NodePlan
 from runtime.pool.process import Timing

@@ -17,7 +17,7 @@ import pytest
 from ipc import SearchSpec
 from runtime.errors import EXIT_BUSY, CollectionError, Unavailable
 from runtime.node.config import CollectionSection
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
 from runtime.retrieval.collections.checksums import Checksums, Pace, at_once

@@ -13,7 +13,7 @@ from gpu import GraphIndex
 from ipc import AttachTimeout
 from ipc.endpoints import new_token, private_endpoint
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WorkerLost
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search import pool_session

@@ -13,7 +13,7 @@ import pytest
 from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import Form
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from runtime.retrieval.live.incoming import Upserted
 from runtime.testing.pool import plan_of

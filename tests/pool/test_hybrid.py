@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.async_retriever import AsyncRetriever

@@ -20,7 +20,7 @@ import pytest
 from gpu import GraphIndex, SearchParams
 from ipc import SearchSpec
 from runtime.errors import TrinityError, WorkerLost
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.retrieval.search.client import SearchClient

@@ -10,10 +10,10 @@ import pytest
 import zmq
 from numba import njit
 
-from benchmarks.common.pool_alone import Query
+from benchmarks.common.standalone_pool import Query
 from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import Histogram, Metric, PoolMetrics
+from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
 from runtime.pool.loop_memory import CALLED
 from runtime.pool.loop_words import CLOCK

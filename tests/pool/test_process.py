@@ -12,7 +12,7 @@ import zmq
 from gpu import GraphIndex
 from ipc import Draining, Result, RingClient, SearchSpec
 from ipc.endpoints import connect
-from runtime.node.metrics.columns import PoolMetrics, WorkerMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics, WorkerMetrics
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.testing.pool import InProcessPool, plan_of

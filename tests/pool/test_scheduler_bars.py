@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ablation import CPU
-from benchmarks.common.pool_alone import Query, run_pool
+from benchmarks.common.standalone_pool import Query, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes

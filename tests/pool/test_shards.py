@@ -8,7 +8,7 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import CollectionError, ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of

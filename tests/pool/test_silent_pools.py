@@ -6,7 +6,7 @@ import pytest
 
 from gpu import GraphIndex
 from runtime.errors import DeadlineExceeded
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy, Replicas

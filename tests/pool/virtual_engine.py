@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.pool_alone import Fate, Query
+from benchmarks.common.standalone_pool import Fate, Query
 from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint

@@ -8,7 +8,7 @@ import pytest
 
 from launchers.main import main
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.needs import host_bytes
+from runtime.checks.memory_estimate import host_bytes
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
 from runtime.node.config_file import load_config

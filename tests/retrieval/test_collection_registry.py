@@ -11,8 +11,8 @@ import pytest
 
 from runtime.errors import TrinityError, Unavailable
 from runtime.node.config import SloSection, parse_config
-from runtime.node.metrics.columns import RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry

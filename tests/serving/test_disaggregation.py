@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from benchmarks.model.reference import Reference
-from runtime.node.metrics.columns import DecodeMetrics, Histogram, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError
-from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tier_files import FileTier
 from runtime.serving.kv.tiers import Tiers

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from benchmarks.model.reference import Reference
 from runtime.errors import Unavailable
-from runtime.node.metrics.columns import DecodeMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import Retrieval

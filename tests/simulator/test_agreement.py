@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.pool_alone import Fate, Query, run_pool
+from benchmarks.common.standalone_pool import Fate, Query, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.pool.settings import policy_of

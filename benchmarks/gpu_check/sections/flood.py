@@ -22,7 +22,7 @@ from benchmarks.gpu_check.sections.load import figures, recall_of
 from benchmarks.gpu_check.setup import Setup
 from ipc import Served
 from runtime.node.config import CollectionSection, parse_config
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import Shard

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 
 Knob = Literal["reserve", "flush_prefill_s"]
 _WAIT = PoolMetrics.WAIT["prefill"]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, get_args
 from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
-from runtime.node.figures import ControlMetrics
-from runtime.node.metrics.columns import (
+from runtime.node.metrics.supervisor_metrics import ControlMetrics
+from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import (
     Counter,
     DecodeMetrics,
     FrontendMetrics,
@@ -17,10 +18,9 @@ from runtime.node.metrics.columns import (
     PrefillMetrics,
     Stage,
 )
-from runtime.node.metrics.table import WorkerTable
 
 if TYPE_CHECKING:
-    from runtime.node.figures import Family
+    from runtime.node.metrics.supervisor_metrics import Family
 
 log = logging.getLogger("control")
 

@@ -22,7 +22,7 @@ from math import inf
 from typing import Any
 
 from runtime.node.config import NodeConfig, SloSection
-from runtime.node.metrics.columns import Stage
+from runtime.node.metrics.worker_metrics import Stage
 
 _WINDOW_S = 5.0
 _GAIN, _LEAST_GAIN = 0.08, 0.05

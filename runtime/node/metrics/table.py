@@ -24,7 +24,7 @@ import numpy as np
 
 from ipc import MemoryReference, SharedMemory
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.columns import KNOBS, METRICS, Counter, Gauge, Histogram, Knob, Metric
+from runtime.node.metrics.worker_metrics import KNOBS, METRICS, Counter, Gauge, Histogram, Knob, Metric
 
 _MAGIC = 0x545249_4E495459  # "TRINITY"
 _VERSION = 4

@@ -11,8 +11,8 @@ from runtime.node.config import NodeConfig, Placed, Role
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.near import with_near_pools
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place, place_spares
+from runtime.node.placement.pool_placement import with_near_pools
 
 _PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool beside them is where they are
 

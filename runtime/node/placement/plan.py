@@ -13,7 +13,7 @@ from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.near import check_device, each_place, neighbours
+from runtime.node.placement.pool_placement import check_device, each_place, neighbours
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"

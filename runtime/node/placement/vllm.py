@@ -4,7 +4,7 @@ import shutil
 
 from runtime.errors import ConfigError
 from runtime.node.engine_config import VllmSection, VllmStage
-from runtime.node.placement.near import check_device
+from runtime.node.placement.pool_placement import check_device
 
 _CPU = "cpu"
 _ONE_STAGE = ("instances", "tensor_parallel_size", "pipeline_parallel_size")

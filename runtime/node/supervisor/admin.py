@@ -14,11 +14,11 @@ import zmq
 
 from ipc.endpoints import bind, connect
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, TrinityError, Unavailable
-from runtime.node.metrics.columns import FrontendMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.changes import Verb
-from runtime.node.supervisor.reloading import Reload
+from runtime.node.supervisor.reload import Reload
+from runtime.node.supervisor.scaling import Verb
 
 _WRITTEN = (
     FrontendMetrics.LIVE_DOCUMENTS, FrontendMetrics.LIVE_SEGMENTS, FrontendMetrics.LIVE_GROWING,

@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from runtime.errors import EXIT_CONFIG
 from runtime.node.config import NodeConfig
-from runtime.node.supervisor.child import MOST_FAILED_STARTS, Child, Desired, Phase, close_input, how, kill_group
+from runtime.node.supervisor.supervised_worker import (
+    MOST_FAILED_STARTS,
+    Child,
+    Desired,
+    Phase,
+    close_input,
+    how,
+    kill_group,
+)
 
 _SLOW_START_S = 15.0  # after it a person who waits is told why
 _LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed

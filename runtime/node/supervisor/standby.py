@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from runtime.node.placement.plan import WorkerPlan
-from runtime.node.supervisor.child import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
 
 log = logging.getLogger("supervisor")
 

@@ -27,14 +27,14 @@ from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.node.supervisor.admin import ControlServer, NodeStatus, WorkerStatus, Written
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.changes import Changes
-from runtime.node.supervisor.child import COMMAND, Child, Desired, Phase, close_input, spawn, tell
-from runtime.node.supervisor.figures import NodeFigures, node_version, usage_of, usage_of_all
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen
-from runtime.node.supervisor.reloading import Reloading
-from runtime.node.supervisor.rolling import Rolling
+from runtime.node.supervisor.node_metrics import NodeFigures, node_version, usage_of, usage_of_all
+from runtime.node.supervisor.reload import Reloading
+from runtime.node.supervisor.rolling_restart import Rolling
+from runtime.node.supervisor.scaling import Changes
 from runtime.node.supervisor.standby import Standbys
+from runtime.node.supervisor.supervised_worker import COMMAND, Child, Desired, Phase, close_input, spawn, tell
 from runtime.node.worker import WorkerSpec
 
 _STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # whoever asks stops before whoever answers

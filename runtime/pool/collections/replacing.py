@@ -3,8 +3,8 @@ goes when nobody can ask for it any more."""
 
 from gpu import Engine, GpuError
 from ipc import SessionServer
-from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.catalogue import Change, PoolCatalogue
 from runtime.pool.collections.live import LiveCollections
 from runtime.pool.collections.scopes import Scopes

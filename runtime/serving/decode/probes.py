@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from ipc import IpcError
 from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
-from runtime.node.metrics.columns import DecodeMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics
 from runtime.retrieval.retriever import RetrievalResult, Retriever, without_text
 from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from runtime.errors import InternalError, TrinityError
-from runtime.node.metrics.columns import DecodeMetrics
-from runtime.node.start_times import beside
+from runtime.node.metrics.worker_metrics import DecodeMetrics
+from runtime.node.startup import beside
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry

@@ -15,8 +15,8 @@ import msgspec
 
 from runtime.errors import InvalidRequest, TrinityError, UnknownRequest, error_of
 from runtime.node.config import SloSection
-from runtime.node.metrics.columns import FrontendMetrics, Slo, StatusClass
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo, StatusClass
 from runtime.serving import stages
 from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens

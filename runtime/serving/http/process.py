@@ -19,8 +19,8 @@ import uvloop
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
 from runtime.node.engine_config import ServedSection
-from runtime.node.metrics.columns import CacheEvent, FrontendMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
 from runtime.node.supervisor.admin import ask
 from runtime.node.worker import Worker
 from runtime.retrieval.answer_store import AnswerStore

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runtime.errors import ConfigError
-from runtime.node.metrics.columns import Tier as TierName
+from runtime.node.metrics.worker_metrics import Tier as TierName
 
 _HEADER = struct.Struct("<8s16sQI4x")  # what it is, the block's hash, bytes that follow, their CRC-32
 _MAGIC = b"TRKVBLK1"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.node.metrics.columns import DecodeMetrics, KvMetrics, PrefillMetrics
-from runtime.node.metrics.columns import Tier as TierName
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, KvMetrics, PrefillMetrics
+from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.node.placement.plan import NodePlan
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tier_files import FileTier, Tier

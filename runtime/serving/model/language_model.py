@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
-from runtime.node.start_times import beside
+from runtime.node.startup import beside
 from runtime.serving.messages import Sampling, Wish
 from runtime.serving.model.model_info import (
     Kernels,

@@ -12,8 +12,8 @@ from typing import get_args
 
 from ipc import IpcError
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavailable, WorkerLost
-from runtime.node.metrics.columns import OfferOutcome, PrefillMetrics
-from runtime.node.start_times import beside
+from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
+from runtime.node.startup import beside
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry

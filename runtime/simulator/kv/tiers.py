@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from runtime.node.config import KvSection
-from runtime.node.metrics.columns import Tier as TierName
+from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tier_files import Budget
 from runtime.serving.kv.tiers import WRITERS, Tiers

@@ -9,7 +9,7 @@ import numpy as np
 
 from ipc import STAGES, Stage
 from runtime.node.config import PoolSection
-from runtime.node.metrics.columns import PoolMetrics
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import tables as at
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy

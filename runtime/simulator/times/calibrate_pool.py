@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from ipc import RingClient, SearchSpec
 from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.columns import PoolMetrics
 from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
-from runtime.node.supervisor.child import COMMAND, kill_group, spawn
+from runtime.node.supervisor.supervised_worker import COMMAND, kill_group, spawn
 from runtime.node.worker import WorkerSpec
 
 _ALONE, _FEW, _MANY = 200, 1000, 4000  # queries: one at a time, three, and many

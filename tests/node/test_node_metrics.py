@@ -5,7 +5,7 @@ from prometheus_client import Metric as Family
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.figures import NodeFigures, Usage
+from runtime.node.supervisor.node_metrics import NodeFigures, Usage
 
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from runtime.node.supervisor.child import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
 
 log = logging.getLogger("supervisor")
 

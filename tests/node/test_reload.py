@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from runtime.node.config import SloSection, parse_config
-from runtime.node.metrics.columns import PoolMetrics, RetrievingMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import PoolMetrics, RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.child import Child, Phase
-from runtime.node.supervisor.reloading import Reload, Reloading
+from runtime.node.supervisor.reload import Reload, Reloading
+from runtime.node.supervisor.supervised_worker import Child, Phase
 
 
 class Stand:

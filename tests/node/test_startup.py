@@ -1,6 +1,6 @@
 """A worker says where its start went."""
 
-from runtime.node.start_times import StartTimes, process_age_s
+from runtime.node.startup import StartTimes, process_age_s
 
 
 def test_parts_add_up_to_the_whole_and_the_process_s_age_counts_to_the_first() -> None:

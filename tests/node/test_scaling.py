@@ -9,8 +9,8 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeConfig, PoolSection, SloSection
 from runtime.node.control.loop import ControlLoop
-from runtime.node.metrics.columns import DecodeMetrics, PoolMetrics
 from runtime.node.metrics.table import WorkerTable
+from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.admin import NodeStatus, ask, change_worker, restart_node
 from runtime.node.supervisor.supervisor import Supervisor

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runtime.node.config import NodeConfig
-from runtime.node.figures import ControlMetrics, NodeMetrics, ProcessMetrics
+from runtime.node.metrics.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
 
 if TYPE_CHECKING:
-    from runtime.node.figures import Family
+    from runtime.node.metrics.supervisor_metrics import Family
 
 
 @dataclass(frozen=True)

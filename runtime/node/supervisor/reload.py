@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from runtime.node.config import Role
-from runtime.node.metrics.columns import PoolMetrics, RetrievingMetrics
-from runtime.node.supervisor.child import Child, Phase
+from runtime.node.metrics.worker_metrics import PoolMetrics, RetrievingMetrics
+from runtime.node.supervisor.supervised_worker import Child, Phase
 
 _ROLES: tuple[Role, ...] = ("pool", "prefill", "decode", "frontend")
 

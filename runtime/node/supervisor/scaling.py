@@ -20,7 +20,7 @@ import msgspec
 from runtime.errors import InvalidRequest
 from runtime.node.config import MOST_WORKERS, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
-from runtime.node.supervisor.child import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
 
 Verb = Literal["add", "drain", "flip"]
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
