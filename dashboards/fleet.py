@@ -4,8 +4,8 @@ from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
 from dashboards.overview import HERE
 from dashboards.overview import UID as OVERVIEW
-from runtime.node.metrics.supervisor_metrics import Named, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
+from runtime.node.supervisor_metrics import Named, NodeMetrics, ProcessMetrics
 
 UID = "trinity-fleet"
 _NODE = ("node",)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runtime.node.metrics.supervisor_metrics import Named
+from runtime.node.supervisor_metrics import Named
 
 Json = dict[str, Any]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
-from runtime.node.metrics.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.worker_metrics import (
     BuildPart,
     DecodeMetrics,
@@ -18,6 +17,7 @@ from runtime.node.metrics.worker_metrics import (
     PoolMetrics,
     PrefillMetrics,
 )
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from runtime.node.metrics.supervisor_metrics import Named, NodeMetrics
 from runtime.node.metrics.worker_metrics import FrontendMetrics
+from runtime.node.supervisor_metrics import Named, NodeMetrics
 
 RATE = "$__rate_interval"
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dashboards import queries as q
-from runtime.node.metrics.supervisor_metrics import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics, RetrievingMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NodeMetrics, ProcessMetrics
 
 RUNBOOK = "docs/runbook.md"
 

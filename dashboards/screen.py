@@ -8,8 +8,8 @@ from typing import Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.node.metrics.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, KvMetrics, PoolMetrics, PrefillMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 # ---- A node's /metrics as it changes: values, rates and quantiles over the last half minute, without a Prometheus

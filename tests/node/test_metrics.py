@@ -51,7 +51,7 @@ def test_a_worker_says_nothing_twice_and_a_name_is_of_one_kind_over_all_roles() 
 
 def test_no_code_spells_a_metric_where_it_could_name_the_declared_one() -> None:
     root = Path(runtime.__file__).parents[1]
-    declared = {root / "runtime/node/metrics/worker_metrics.py", root / "runtime/node/metrics/supervisor_metrics.py"}
+    declared = {root / "runtime/node/metrics/worker_metrics.py", root / "runtime/node/supervisor_metrics.py"}
     texts = [
         (str(path.relative_to(root)), node.value)
         for folder in ("runtime", "dashboards", "launchers")

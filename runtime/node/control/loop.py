@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, get_args
 from runtime.node.config import NodeConfig, Role
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
-from runtime.node.metrics.supervisor_metrics import ControlMetrics
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import (
     Counter,
@@ -18,9 +17,10 @@ from runtime.node.metrics.worker_metrics import (
     PrefillMetrics,
     Stage,
 )
+from runtime.node.supervisor_metrics import ControlMetrics
 
 if TYPE_CHECKING:
-    from runtime.node.metrics.supervisor_metrics import Family
+    from runtime.node.supervisor_metrics import Family
 
 log = logging.getLogger("control")
 

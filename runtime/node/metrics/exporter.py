@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from runtime.node.metrics.supervisor_metrics import Figure
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, Gauge, Histogram, PrefillMetrics
+from runtime.node.supervisor_metrics import Figure
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

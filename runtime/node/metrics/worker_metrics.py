@@ -1,7 +1,7 @@
 """The metrics of a node, declared once: what each role writes into its table (`exporter.py` gives it to Prometheus).
 
 Whoever writes or reads a metric names the object declared here, so that a misspelt one fails when it is imported; its
-`str()` is its name in Prometheus. What does not come from a worker's table is in `supervisor_metrics.py`.
+`str()` is its name in Prometheus. What does not come from a worker's table is in `runtime/node/supervisor_metrics.py`.
 
 Names follow vLLM's where it has one (time to first token, inter-token latency …) with the prefix `trinity_`; seconds
 and bytes; buckets of waits begin at 50 µs, since a pool answers in less than a millisecond. What differs by stage,
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from runtime.node.config import Role, SloSection
-from runtime.node.metrics.supervisor_metrics import Named
+from runtime.node.supervisor_metrics import Named
 
 _WAITS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,

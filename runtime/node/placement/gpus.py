@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.node.metrics.supervisor_metrics import Figure, GpuMetrics
+from runtime.node.supervisor_metrics import Figure, GpuMetrics
 
 if TYPE_CHECKING:
-    from runtime.node.metrics.supervisor_metrics import Family
+    from runtime.node.supervisor_metrics import Family
 
 SYSTEM_PCI = Path("/sys/bus/pci/devices")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runtime.node.config import NodeConfig
-from runtime.node.metrics.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
+from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 
 if TYPE_CHECKING:
-    from runtime.node.metrics.supervisor_metrics import Family
+    from runtime.node.supervisor_metrics import Family
 
 
 @dataclass(frozen=True)
