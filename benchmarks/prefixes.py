@@ -77,7 +77,7 @@ def _seen(simulation: Simulation, worker: Worker) -> Any:
 
     def seen(prefix: Sequence[int], since_ns: int = 0) -> int:
         tokens = len(prefix) * blocks.block_tokens
-        return blocks.found(Arrival(0.0, tokens + 1, 1, tuple(prefix))) // blocks.block_tokens
+        return blocks.cached_tokens(Arrival(0.0, tokens + 1, 1, tuple(prefix))) // blocks.block_tokens
 
     return seen
 

@@ -34,7 +34,7 @@ PROCESS = {
     ),
     "pool": ("test_cuda_pool", "test_kills"),
     "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
-    "serving": ("test_model", "test_paged_rows", "test_smollm"),
+    "serving": ("test_model", "test_paged_attention", "test_smollm"),
     "tests": ("test_imports",),
 }  # fmt: skip
 

@@ -128,7 +128,7 @@ class SteppedWorkers:
         if self.plan.config.handover.order == "decode_first":
             while not wanted <= {job.id for job in self.prefill._announced.values()}:
                 self.prefill.step()
-            while not wanted <= set(self.decodes[decode].bridge._reserved):
+            while not wanted <= set(self.decodes[decode].handovers._reserved):
                 self.decodes[decode].step()
         while not wanted <= {job.id for job in self.prefill._offered.values()}:
             self.prefill.step()

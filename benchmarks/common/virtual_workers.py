@@ -25,7 +25,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult
 from runtime.serving import stages
-from runtime.serving.decode import bridge
+from runtime.serving.decode import handover_queue
 from runtime.serving.decode import process as decode_process
 from runtime.serving.frontend.router import Placement, Router
 from runtime.serving.messages import Generation, Hello, Prefill, Report, Retrieval, Role, Sampling, Tokens
@@ -304,7 +304,7 @@ def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
 @contextmanager
 def _on(clock: Clock) -> Iterator[None]:
     """The modules whose stamps count look at this clock."""
-    modules: tuple[Any, ...] = (prefill_process, decode_process, bridge)
+    modules: tuple[Any, ...] = (prefill_process, decode_process, handover_queue)
     for module in modules:
         module.time = clock
     try:

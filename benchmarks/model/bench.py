@@ -19,8 +19,8 @@ import transformers
 from transformers.utils import logging
 
 from benchmarks.common.machine import machine, machine_load
-from benchmarks.model.beside_vllm import measure_vllm
 from benchmarks.model.driver import BLOCK_TOKENS, Ours, Times, Tokens, paired, random_prompts
+from benchmarks.model.vllm_comparison import measure_vllm
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Message
 from runtime.serving.model.language_model import Chunk, LanguageModel

@@ -36,7 +36,7 @@ def main() -> None:
     while True:
         prefill.step()
         decode.step()
-        if not prefill._running and not decode._batch.running and not decode.bridge.pulling:
+        if not prefill._running and not decode._batch.running and not decode.handovers.pulling:
             poller.poll(_IDLE_MS)
 
 

@@ -24,7 +24,7 @@ All times are `time.monotonic_ns()`, one clock for all processes of a node.
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -68,14 +68,6 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-
-
-class Wish(NamedTuple):
-    """How one token is drawn: temperature (0: the largest logit), top_p, and a uniform number in [0, 1)."""
-
-    temperature: float
-    top_p: float
-    point: float
 
 
 class Message(msgspec.Struct, frozen=True):

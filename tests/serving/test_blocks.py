@@ -36,9 +36,9 @@ def test_a_sequence_gets_as_many_blocks_as_its_tokens_take() -> None:
 
 def test_it_is_known_when_the_latest_request_came_of_whose_blocks_one_was_given_up() -> None:
     made = manager(blocks=4)
-    for asked_ns, tokens in ((30, [1] * 8), (20, [2] * 8)):
+    for requested_ns, tokens in ((30, [1] * 8), (20, [2] * 8)):
         table = written(made, tokens)
-        table.asked_ns = asked_ns
+        table.requested_ns = requested_ns
         made.close(table)
     assert made.evicted_ns == 0
     made.close(written(made, [3] * 8))
@@ -64,7 +64,7 @@ def test_a_prefix_is_found_again_after_its_sequence_has_ended() -> None:
     blocks = list(first.blocks)
     made.close(first)
     assert made.held == 0
-    assert made.reusable([*range(8), 7]) == 8
+    assert made.cached_tokens([*range(8), 7]) == 8
     assert made.open([*range(8), 7]).blocks == blocks[:2]
     assert made.held == 2
 
@@ -72,7 +72,7 @@ def test_a_prefix_is_found_again_after_its_sequence_has_ended() -> None:
 def test_the_same_tokens_after_another_beginning_are_not_the_same_block() -> None:
     made = manager()
     written(made, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert made.reusable([9, 9, 9, 9, 5, 6, 7, 8, 1]) == 0
+    assert made.cached_tokens([9, 9, 9, 9, 5, 6, 7, 8, 1]) == 0
 
 
 def test_two_models_share_nothing() -> None:
@@ -83,14 +83,14 @@ def test_two_models_share_nothing() -> None:
 def test_at_least_one_token_is_left_to_compute_unless_all_are_asked_for() -> None:
     made = manager()
     written(made, [1] * 8)
-    assert made.reusable([1] * 8) == 4
-    assert made.reusable([1] * 8, compute=0) == 8
+    assert made.cached_tokens([1] * 8) == 4
+    assert made.cached_tokens([1] * 8, compute=0) == 8
 
 
 def test_a_block_that_is_not_full_is_never_shared() -> None:
     made = manager()
     written(made, [1, 2, 3])
-    assert made.reusable([1, 2, 3, 4, 5]) == 0
+    assert made.cached_tokens([1, 2, 3, 4, 5]) == 0
 
 
 def test_when_room_is_needed_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning() -> None:
@@ -102,8 +102,8 @@ def test_when_room_is_needed_the_longest_unused_prefix_goes_first_and_its_end_be
     table = made.open([])
     made.grow(table, 3 * B)
     assert made.statistics().evictions == 1
-    assert made.reusable(old, compute=0) == 8
-    assert made.reusable(young, compute=0) == 4
+    assert made.cached_tokens(old, compute=0) == 8
+    assert made.cached_tokens(young, compute=0) == 4
 
 
 def test_without_room_nothing_is_taken_and_the_error_has_both_numbers() -> None:
@@ -120,9 +120,9 @@ def test_what_opening_and_growing_will_take_is_known_before() -> None:
     made = manager()
     made.close(written(made, [1] * 8))
     assert made.available == 8
-    assert made.missing([1] * 10) == 3  # two cached blocks come back to life, one is new
+    assert made.blocks_needed([1] * 10) == 3  # two cached blocks come back to life, one is new
     held = made.open([1] * 10)
-    assert made.missing([1] * 10) == 1  # shared blocks cost nothing
+    assert made.blocks_needed([1] * 10) == 1  # shared blocks cost nothing
     made.close(held)
 
 
@@ -151,7 +151,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(target=tables, tokens=st.lists(st.integers(0, 1), max_size=12), compute=st.integers(0, 1))
     def open(self, tokens: list[int], compute: int) -> BlockTable:
-        foreseen, available = self.manager.missing(tokens, compute), self.manager.available
+        foreseen, available = self.manager.blocks_needed(tokens, compute), self.manager.available
         table = self.manager.open(tokens, compute)
         for number, block in enumerate(table.blocks):
             assert self.content[block] == tuple(tokens[: 2 * number + 2]), "a found block holds this very prefix"

@@ -13,7 +13,7 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, Prefil
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
-from runtime.serving.prefill.job import Disaggregation, computed_by_decode, turn_ns
+from runtime.serving.prefill.job import Disaggregation, should_prefill_on_decode, virtual_deadline_ns
 from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259
@@ -65,35 +65,35 @@ MS = 1_000_000
 def test_a_prompt_is_computed_where_it_is_decoded_if_that_is_done_no_later_and_no_step_takes_too_long(
     chunk_s: float, beside_s: float, ahead_s: float, sent_s: float, load: DecodeLoad, by_decode: bool
 ) -> None:
-    assert computed_by_decode(chunk_s, beside_s, ahead_s, sent_s, load, tpot_s=0.1) is by_decode
+    assert should_prefill_on_decode(chunk_s, beside_s, ahead_s, sent_s, load, tpot_s=0.1) is by_decode
 
 
 def test_what_was_sent_to_a_decode_worker_counts_until_it_will_have_computed_it() -> None:
     rule = Disaggregation("auto", 0.1, chunk_tokens=64)
-    assert not rule.by_decode(0, "decode-0", 40, 0, IDLE), "no pass was timed yet"
-    rule.passed(100, 0.1)  # a token takes a millisecond
-    assert rule.by_decode(0, "decode-0", 40, 0, IDLE)
-    assert not rule.by_decode(0, "decode-0", 40, 39, IDLE)
-    assert rule.by_decode(0, "decode-0", 40, 41, IDLE)
-    assert rule.by_decode(0, "decode-1", 40, 0, IDLE), "each worker has a queue of its own"
-    assert not rule.by_decode(80 * MS - 1, "decode-0", 40, 0, IDLE)
-    assert rule.by_decode(80 * MS, "decode-0", 40, 0, IDLE)
+    assert not rule.route_to_decode(0, "decode-0", 40, 0, IDLE), "no pass was timed yet"
+    rule.record_pass(100, 0.1)  # a token takes a millisecond
+    assert rule.route_to_decode(0, "decode-0", 40, 0, IDLE)
+    assert not rule.route_to_decode(0, "decode-0", 40, 39, IDLE)
+    assert rule.route_to_decode(0, "decode-0", 40, 41, IDLE)
+    assert rule.route_to_decode(0, "decode-1", 40, 0, IDLE), "each worker has a queue of its own"
+    assert not rule.route_to_decode(80 * MS - 1, "decode-0", 40, 0, IDLE)
+    assert rule.route_to_decode(80 * MS, "decode-0", 40, 0, IDLE)
 
 
 def test_a_long_prompt_is_prefills_unless_its_queue_is_longer_than_the_steps_beside_the_prompts_chunks() -> None:
     for load, ahead in ((ROWS, 100), (DecodeLoad(0, 8, 20 * MS), 80)):  # five chunks of 64 tokens, steps of 20 ms
         for tokens, by_decode in ((ahead - 1, False), (ahead, True)):
             rule = Disaggregation("auto", 0.1, chunk_tokens=64)
-            rule.passed(100, 0.1)
-            assert rule.by_decode(0, "decode-0", 300, tokens, load) is by_decode
+            rule.record_pass(100, 0.1)
+            assert rule.route_to_decode(0, "decode-0", 300, tokens, load) is by_decode
 
 
 def test_a_node_may_compute_all_or_none_where_they_are_decoded() -> None:
     for mode, by_decode in (("never", True), ("always", False)):
         rule = Disaggregation(mode, 0.1, 64)  # type: ignore[arg-type]
         for tokens, load in ((1, IDLE), (100_000, FULL)):
-            assert rule.by_decode(0, "decode-0", tokens, 0, load) is by_decode
-            rule.passed(100, 0.1)
+            assert rule.route_to_decode(0, "decode-0", tokens, 0, load) is by_decode
+            rule.record_pass(100, 0.1)
 
 
 # ---- the workers
@@ -260,7 +260,7 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
 ) -> None:
     """The frontend starts again what is lost, and nothing else."""
     workers = start(handover={"failure_policy": policy, "disaggregate": disaggregate})
-    workers.decodes["decode-0"].bridge.drop("r")
+    workers.decodes["decode-0"].handovers.cancel("r")
     workers.submit("r", [5, 6, 7], 6)
     workers.run()
     failed = workers.told["r"].failed
@@ -275,10 +275,12 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
 
 
 def test_a_prompt_has_its_turn_after_six_times_what_it_takes_alone() -> None:
-    document, chat = turn_ns(1_000, 2000, 1e-4), turn_ns(1_000_000_000, 100, 1e-4)
+    document, chat = virtual_deadline_ns(1_000, 2000, 1e-4), virtual_deadline_ns(1_000_000_000, 100, 1e-4)
     assert (document, chat) == (1_200_001_000, 1_060_000_000), "the chat came a second later and goes first"
-    assert turn_ns(1_200_000_000, 100, 1e-4) > document, "but none overtakes that came too late for it"
-    assert turn_ns(5, 2000, 0.0) < turn_ns(6, 1, 0.0), "as long as no time is known, who comes first goes first"
+    assert virtual_deadline_ns(1_200_000_000, 100, 1e-4) > document, "but none overtakes that came too late for it"
+    assert virtual_deadline_ns(5, 2000, 0.0) < virtual_deadline_ns(6, 1, 0.0), (
+        "as long as no time is known, who comes first goes first"
+    )
 
 
 def test_a_short_prompt_is_run_before_the_rest_of_a_long_one(start: Start, reference: Reference) -> None:

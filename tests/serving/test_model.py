@@ -211,7 +211,7 @@ def test_a_step_gives_what_its_samplers_draw_from_the_logits_that_a_pass_gives(m
         assert (one is None) == (drawn is None)
         if one is None or drawn is None:
             continue
-        assert drawn.token == Sampler(one).draw(row)
+        assert drawn.token == Sampler(one).sample(row)
         assert drawn.scores is None if not wanted else torch.equal(drawn.scores, row)
     assert model.step(chunks[:1], [None], [True]) == [None]
 

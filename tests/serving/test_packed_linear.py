@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.network import linear  # noqa: E402  (it imports torch)
-from runtime.serving.network.linear import PackedLinear, PlainLinear, SplitLinear, linear_layer, splitting_works  # noqa: E402
+from runtime.serving.network.linear import Int8Linear, PackedLinear, PlainLinear, int8_works, linear_layer  # noqa: E402
 
 SIZE = 512  # a layer of this size squared is large enough to be packed
 
@@ -16,10 +16,10 @@ SIZE = 512  # a layer of this size squared is large enough to be packed
 @pytest.fixture(autouse=True)
 def _looked_anew() -> Iterator[None]:
     """Whether packing works is found out once a process: here once a test."""
-    for known in (linear.packing_works, linear.splitting_works):
+    for known in (linear.packing_works, linear.int8_works):
         known.cache_clear()
     yield
-    for known in (linear.packing_works, linear.splitting_works):
+    for known in (linear.packing_works, linear.int8_works):
         known.cache_clear()
 
 
@@ -53,7 +53,7 @@ def test_a_bfloat16_layer_takes_either_type_and_computes_the_product_of_rounded_
     assert not torch.allclose(y.float(), torch.nn.functional.linear(x, weight, offset), rtol=1e-4, atol=1e-4)
 
 
-needs_int8 = pytest.mark.skipif(not splitting_works(), reason="the processor's products of int8 are not exact")
+needs_int8 = pytest.mark.skipif(not int8_works(), reason="the processor's products of int8 are not exact")
 
 
 @needs_int8
@@ -62,7 +62,7 @@ needs_int8 = pytest.mark.skipif(not splitting_works(), reason="the processor's p
 def test_an_int8_layer_is_as_near_as_its_weights_whatever_stands_out_in_x(rows: int, bias: bool) -> None:
     weight, offset = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE) if bias else None
     layer, x = linear_layer(weight, offset, "int8"), torch.randn(rows, SIZE)
-    assert isinstance(layer, SplitLinear)
+    assert isinstance(layer, Int8Linear)
     x[:, 5] = 90.0  # with x of 8 bits, all others would be -1, 0 and 1 steps
     steps = weight.abs().amax(1, keepdim=True) / 127
     rounded = (weight / steps).round() * steps
@@ -98,7 +98,7 @@ def test_where_int8_products_are_missing_or_overflow_weights_are_bfloat16(
     monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
     if wrong:
-        monkeypatch.setattr(SplitLinear, "_product", lambda self, parts: torch.zeros(len(parts), 32))
+        monkeypatch.setattr(Int8Linear, "_product", lambda self, parts: torch.zeros(len(parts), 32))
     else:
         monkeypatch.setattr(torch.ops, "onednn", object())
     assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None, "int8"), PackedLinear)

@@ -16,7 +16,7 @@ def logits_of(probabilities: list[float]) -> np.ndarray:
 
 def draws(sampling: Sampling, logits: np.ndarray, count: int, drawn: int = 0) -> list[int]:
     sampler = Sampler(sampling, drawn)
-    return [sampler.draw(logits) for _ in range(count)]
+    return [sampler.sample(logits) for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_largest_logit_and_of_equals_the_first() -> None:
@@ -52,7 +52,7 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
     weights = np.exp(logits.astype(np.float64) - float(logits.max()))
     order = np.argsort(-weights, kind="stable")
     smallest = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
-    token = Sampler(Sampling(8, temperature=1.0, top_p=top_p, seed=seed)).draw(logits)
+    token = Sampler(Sampling(8, temperature=1.0, top_p=top_p, seed=seed)).sample(logits)
     assert token in order[: smallest + 1]  # one more, for sums that round differently
 
 
@@ -73,7 +73,7 @@ def test_a_worker_that_takes_over_draws_what_the_first_would_have_drawn(top_p: f
 @pytest.mark.parametrize("logit", [float("nan"), float("-inf")])
 def test_a_model_without_a_finite_logit_is_an_internal_error(logit: float) -> None:
     with pytest.raises(InternalError, match="largest logit"):
-        Sampler(Sampling(8)).draw(np.full(4, logit, np.float32))
+        Sampler(Sampling(8)).sample(np.full(4, logit, np.float32))
 
 
 @given(
@@ -90,7 +90,7 @@ def test_a_batch_draws_on_a_device_what_each_row_draws_on_the_host(
 ) -> None:
     """Logits of few values tie, where the first counts."""
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    from runtime.serving.network.draws import draw
+    from runtime.serving.network.sampling import sample
 
     logits = (np.random.default_rng(seed).standard_normal((len(wanted), size)) * spread).astype(np.float32)
     if steps:
@@ -98,20 +98,20 @@ def test_a_batch_draws_on_a_device_what_each_row_draws_on_the_host(
     asked = [Sampling(8, temperature=heat, top_p=top_p, seed=seed + i) for i, (heat, top_p) in enumerate(wanted)]
     host, device = [Sampler(one) for one in asked], [Sampler(one) for one in asked]
     for _ in range(3):
-        found = draw(torch.from_numpy(logits), [sampler.wish() for sampler in device]).tolist()
-        assert found == [sampler.draw(row) for sampler, row in zip(host, logits, strict=True)]
+        found = sample(torch.from_numpy(logits), [sampler.next_spec() for sampler in device]).tolist()
+        assert found == [sampler.sample(row) for sampler, row in zip(host, logits, strict=True)]
 
 
 @pytest.mark.parametrize("logit", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_without_a_finite_largest_logit_draws_nothing_on_a_device_and_its_neighbour_does(logit: float) -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
-    from runtime.serving.network.draws import NOTHING, draw
+    from runtime.serving.network.sampling import NO_TOKEN, sample
 
     logits = torch.zeros(2, 300)
     logits[0] = logit
-    asked = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).wish() for _ in range(2)]
-    tokens = draw(logits, asked).tolist()
-    assert tokens[0] == NOTHING
+    asked = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).next_spec() for _ in range(2)]
+    tokens = sample(logits, asked).tolist()
+    assert tokens[0] == NO_TOKEN
     assert 0 <= tokens[1] < 300
 
 
@@ -120,4 +120,4 @@ def test_a_torch_row_draws_like_an_array() -> None:
     with torch.inference_mode():
         row = torch.linspace(-1, 1, 50)
     sampling = Sampling(8, temperature=1.0, seed=2)
-    assert Sampler(sampling).draw(row) == Sampler(sampling).draw(row.numpy())
+    assert Sampler(sampling).sample(row) == Sampler(sampling).sample(row.numpy())

@@ -17,7 +17,7 @@ from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tier_files import FileTier
+from runtime.serving.kv.file_tier import FileTier
 from runtime.serving.kv.tiers import Tiers
 from tests.serving.workers import Workers
 
@@ -198,7 +198,7 @@ def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: 
     kv[:] = 0
     other = BlockManager(8, 4, b"a model")
     tiers = Tiers((host, disk), other, kv)
-    assert tiers.found(range(9)) == 8
+    assert tiers.cached_tokens(range(9)) == 8
     table = other.open(range(9))
     other.grow(table, 9)
     load = tiers.load(table, range(9))
@@ -286,7 +286,7 @@ def test_blocks_that_the_model_computes_sooner_are_not_loaded_but_for_a_try_now_
     found = []
     for number in range(40):
         prompt = [number] * 33
-        tokens = tiers.found(prompt)
+        tokens = tiers.cached_tokens(prompt)
         table = blocks.open(prompt)
         blocks.grow(table, 32)
         load = tiers.load(table, prompt)
@@ -294,7 +294,7 @@ def test_blocks_that_the_model_computes_sooner_are_not_loaded_but_for_a_try_now_
         if load is not None:
             load.step()
             found.append(number)
-        tiers.computed(8, compute_ms * 2_000_000)
+        tiers.record_compute(8, compute_ms * 2_000_000)
         blocks.close(table)
     assert found == loaded
 

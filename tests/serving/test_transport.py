@@ -9,7 +9,7 @@ import pytest
 
 from ipc import HandoverSource, Offer, new_token, private_endpoint
 from runtime.errors import ConfigError
-from runtime.serving.kv.transport import CudaTransport, HostTransport, KvArray, KvSink, transport_of
+from runtime.serving.kv.transport import CudaTransport, HostTransport, KvArray, KvSink, transport_for
 from tests.ipc.fake_cuda import FakeCuda
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
@@ -184,8 +184,8 @@ def test_memory_that_a_gpu_does_not_have_is_a_configuration_error_with_the_amoun
 
 
 def test_the_device_chooses_the_way() -> None:
-    assert isinstance(transport_of("cpu"), HostTransport)
+    assert isinstance(transport_for("cpu"), HostTransport)
     pytest.importorskip("cuda.bindings.driver")
-    on_gpu = transport_of("cuda:0")
+    on_gpu = transport_for("cuda:0")
     assert isinstance(on_gpu, CudaTransport)
     assert (on_gpu.device, on_gpu.kernels) == ("cuda:0", "paged")

@@ -297,7 +297,7 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
     while not workers.told["long"].ended:
         before = workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS)
         workers.round()
-        if decode.bridge.pulling:
+        if decode.handovers.pulling:
             seen.add(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS) - before)
     assert seen == {1}, "each round of the pull was a step of the batch too"
 
@@ -314,11 +314,11 @@ def test_kv_of_a_long_prompt_comes_while_the_rest_of_it_is_computed(start: Start
     for chunks in (1, 2, 3):
         for _ in range(50):  # copies of an emulated GPU take some steps
             decode.step()
-        assert decode.bridge.pulled_bytes == chunks * 4 * block_bytes
+        assert decode.handovers.pulled_bytes == chunks * 4 * block_bytes
         workers.prefill.step()
     workers.run()
     assert workers.told["long"].tokens == reference.generate(prompt, 4)
-    assert decode.bridge.pulled_bytes == 25 * block_bytes, "each block once"
+    assert decode.handovers.pulled_bytes == 25 * block_bytes, "each block once"
     nothing_is_held(workers)
 
 

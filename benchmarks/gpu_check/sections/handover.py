@@ -26,9 +26,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
     device = torch_device(setup)
     layers, heads, dim = (2, 2, 16) if setup.small else (32, 8, 128)  # of an 8-billion-parameter Llama
     shape = (layers, 2, 2 * _TOKENS // _BLOCK, heads, _BLOCK, dim)
-    from runtime.serving.kv.transport import transport_of
+    from runtime.serving.kv.transport import transport_for
 
-    transport = transport_of(device)
+    transport = transport_for(device)
     source = transport.source("prefill-0", leases=1, kv_bytes=4 * int(np.prod(shape)), epoch=_EPOCH, lease_ms=_LEASE_MS)
     _fill(source.memory, shape, device)
     endpoint = private_endpoint(new_token(), "decode-0")
@@ -101,10 +101,10 @@ def _pull(pipe: Connection, endpoint: str, device: str, shape: tuple[int, ...]) 
     """Take what is offered into other places, compare, and tell how long it took."""
     import torch
 
-    from runtime.serving.kv.transport import transport_of
+    from runtime.serving.kv.transport import transport_for
 
     torch.set_num_threads(1)
-    sink = transport_of(device).sink(endpoint)
+    sink = transport_for(device).sink(endpoint)
     expected = _content(shape)
     here = torch.zeros(shape, device=device)
     plain = [torch.zeros(shape[2] // 2 * here[:, :, 0].numel(), device=device) for _ in range(2)]

@@ -39,9 +39,9 @@ def run(bench: Bench) -> Section:
         for number in range(rounds):
             workers.submit(f"long{number}", random.integers(3, bench.info.vocabulary, long).tolist(), 1)
             workers.offer(f"long{number}")
-            decode.bridge.receive(decode.link.frontend_epoch)
+            decode.handovers.receive(decode.link.frontend_epoch)
             pulled: list[float] = []
-            while not pulled or decode.bridge.pulling or decode.bridge.waiting:
+            while not pulled or decode.handovers.pulling or decode.handovers.waiting:
                 pulled.append(_timed(decode))
             within += pulled
             without += [_timed(decode) for _ in pulled]

@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.node.retrieval_config import PassagePlace
 from runtime.retrieval.passages import PartialPassages, Passage
-from runtime.serving.model.text import passage_text, passages_block, question_place
+from runtime.serving.model.text import last_question_index, passage_text, passages_block
 
 Json = dict[str, Any]
 
@@ -79,7 +79,7 @@ def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") ->
         return sent | {"prompt": f"{block}\n\n{sent['prompt']}"}
     if place == "question":
         turns = list(sent["messages"])
-        last = question_place([turn.get("role", "") for turn in turns])
+        last = last_question_index([turn.get("role", "") for turn in turns])
         content = turns[last].get("content")
         asked = (
             [{"type": "text", "text": f"{block}\n\n"}, *content]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy.typing as npt
 
 from runtime.serving import stages
-from runtime.serving.decode.bridge import Bridge
+from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.kv.blocks import BlockManager, BlockTable, OutOfBlocks
 from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.messages import Decode, FinishReason, Probe
@@ -82,10 +82,10 @@ class Row:
 class Batch:
     """`slots` rows run at once; the others wait. All of them are in `rows`, the oldest first."""
 
-    def __init__(self, slots: int, blocks: BlockManager, tiers: Tiers, bridge: Bridge) -> None:
+    def __init__(self, slots: int, blocks: BlockManager, tiers: Tiers, handovers: HandoverQueue) -> None:
         self.rows: list[Row] = []
         self.preemptions = 0  # rows that have made room
-        self._slots, self._blocks, self._tiers, self._bridge = slots, blocks, tiers, bridge
+        self._slots, self._blocks, self._tiers, self._handovers = slots, blocks, tiers, handovers
 
     @property
     def running(self) -> int:
@@ -171,7 +171,7 @@ class Batch:
                 self._blocks.grow(row.table, tokens)
                 return True
             except OutOfBlocks:
-                if not self._bridge.make_room():
+                if not self._handovers.evict_latest():
                     self._preempt(next(other for other in reversed(self.rows) if other.table is not None))
         return False
 
@@ -186,10 +186,10 @@ class Batch:
     def _bring_back(self, row: Row) -> bool:
         """Give a preempted row blocks again; what is neither cached nor in a tier is computed again."""
         salt = row.request.salt
-        if self._blocks.missing(row.context, salt=salt) + self.running > self._blocks.available:
+        if self._blocks.blocks_needed(row.context, salt=salt) + self.running > self._blocks.available:
             return False
         row.table = self._blocks.open(row.context, salt=salt)
-        row.table.asked_ns = row.request.stages.get(stages.RECEIVED, 0)
+        row.table.requested_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
         row.cached = row.table.reused_tokens
         row.returning = self._tiers.load(row.table, row.context)

@@ -21,14 +21,14 @@ from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.decode.batch import Batch, Row
-from runtime.serving.decode.bridge import Bridge
+from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.tiers import BUSY_SHARE, Tiers
-from runtime.serving.kv.transport import Transport, transport_of
+from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Decode, Failed, Hello, Tokens, Welcome
-from runtime.serving.model.language_model import Drawn, LanguageModel, Sampler
+from runtime.serving.model.language_model import LanguageModel, SampledToken, Sampler
 from runtime.serving.model.model_info import weights_type
 from runtime.serving.model.text import TextStream
 
@@ -47,7 +47,7 @@ class DecodeWorker:
         assert model is not None
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
-        transport = transport or transport_of(worker.place.device)
+        transport = transport or transport_for(worker.place.device)
         loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
         self._model = LanguageModel.load(
             model.name,
@@ -76,10 +76,10 @@ class DecodeWorker:
         self._sink = transport.sink(endpoint)
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
-        self.bridge = Bridge(
+        self.handovers = HandoverQueue(
             self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=config.handover.waiting_share
         )
-        self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.bridge)
+        self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.handovers)
         self.probes = Probes(
             self._retriever,
             self._model.tokenizer,
@@ -106,7 +106,7 @@ class DecodeWorker:
 
     @property
     def busy(self) -> bool:
-        return bool(self._batch.rows or len(self.bridge))
+        return bool(self._batch.rows or len(self.handovers))
 
     def step(self) -> None:
         """One round of the loop."""
@@ -119,7 +119,7 @@ class DecodeWorker:
         self._publish()
         if stepped:
             self._tiers.write(self._step_ns // BUSY_SHARE)
-        elif not self.bridge.pulling and not any(self._batch.returning) and not self._tiers.write():
+        elif not self.handovers.pulling and not any(self._batch.returning) and not self._tiers.write():
             self._sleep()
 
     def _count_row_time(self) -> None:
@@ -138,10 +138,10 @@ class DecodeWorker:
                 case Cancel():
                     self._drop(message.request_id)
                 case Welcome():
-                    self.bridge.clear()
+                    self.handovers.clear()
                     for row in list(self._batch.rows):
                         self._drop(row.id)
-        self.bridge.receive(self.link.frontend_epoch)
+        self.handovers.receive(self.link.frontend_epoch)
 
     # ---- probe
 
@@ -159,8 +159,8 @@ class DecodeWorker:
             slice_ns = None
         batch.load(slice_ns)
         if not any(batch.preempted):  # who was here before comes first
-            self.bridge.give_room(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
-        for request, table in self.bridge.pull(slice_ns):
+            self.handovers.admit(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
+        for request, table in self.handovers.pull(slice_ns):
             self._join(request, table)
 
     def _join(self, request: Decode, table: BlockTable) -> None:
@@ -216,7 +216,7 @@ class DecodeWorker:
         self._step_ns += (took - self._step_ns) // 8
         prompts = sum(len(chunk.tokens) for _, chunk in batch if len(chunk.tokens) > 1)
         if prompts:
-            self._tiers.computed(prompts, took - self._plain_step_ns * (len(batch) > 1))
+            self._tiers.record_compute(prompts, took - self._plain_step_ns * (len(batch) > 1))
         else:
             self._plain_step_ns += (took - self._plain_step_ns) // 8 if self._plain_step_ns else took
         for (row, chunk), drawn in zip(batch, tokens, strict=True):
@@ -231,7 +231,7 @@ class DecodeWorker:
             row.token_ns = now
         return True
 
-    def _advance(self, row: Row, drawn: Drawn) -> None:
+    def _advance(self, row: Row, drawn: SampledToken) -> None:
         if not row.request.blocks:
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
@@ -291,15 +291,15 @@ class DecodeWorker:
 
     def _report(self) -> None:
         batch, blocks, table = self._batch, self._blocks, self._table
-        waiting = self.bridge.waiting + len(batch.rows) - batch.running
+        waiting = self.handovers.waiting + len(batch.rows) - batch.running
         self._follower.step(time.monotonic_ns())
         table.set(DecodeMetrics.WAITING, waiting)
         table.set(DecodeMetrics.RUNNING, batch.running)
         table.set(DecodeMetrics.KV_USED, blocks.held / blocks.total)
         self._tiers.publish(table, DecodeMetrics)
         for counter, value in (
-            (DecodeMetrics.HANDOVER_BYTES, self.bridge.pulled_bytes),
-            (DecodeMetrics.LINK_BUSY_SECONDS, self.bridge.busy_ns / 1e9),
+            (DecodeMetrics.HANDOVER_BYTES, self.handovers.pulled_bytes),
+            (DecodeMetrics.LINK_BUSY_SECONDS, self.handovers.busy_ns / 1e9),
             (DecodeMetrics.PREEMPTIONS, batch.preemptions),
             (DecodeMetrics.MALFORMED, self.link.malformed.count + self._sink.statistics().malformed),
         ):
@@ -324,7 +324,7 @@ class DecodeWorker:
 
     def _drop(self, request_id: str) -> None:
         """Forget a cancelled request, on its way in or as a row."""
-        self.bridge.drop(request_id)
+        self.handovers.cancel(request_id)
         for row in [row for row in self._batch.rows if row.id == request_id]:
             self._table.add(DecodeMetrics.CANCELLED)
             self._remove(row)

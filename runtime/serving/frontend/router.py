@@ -23,7 +23,7 @@ from typing import get_args
 
 from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
-from runtime.serving.model.text import question_place
+from runtime.serving.model.text import last_question_index
 
 # ---- prefixes of prompts, by which requests find the worker or the server that has their KV already
 
@@ -68,7 +68,7 @@ def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
         return prefix, len(prefix)
     before: Sequence[Message] = [turn for turn in asked.messages[:1] if turn.role == "system"]
     if asked.retrieval.place == "question":
-        before = asked.messages[: max(question_place([turn.role for turn in asked.messages]), 0)]
+        before = asked.messages[: max(last_question_index([turn.role for turn in asked.messages]), 0)]
     if asked.messages:
         whole = sum(len(turn.content) for turn in asked.messages) // BLOCK_CHARS
     else:

@@ -36,16 +36,16 @@ class OutOfBlocks(Exception):
 
 @dataclass(eq=False, slots=True)
 class BlockTable:
-    """The blocks of one sequence, in order. `reused_tokens` of it were there when it was opened.
+    """The blocks of one sequence, in order. The KV of its first `reused_tokens` tokens was cached when it was opened.
 
-    `chain` are the hashes of its full blocks that the manager has been told of, begun from `root`. `asked_ns`: when its
-    request came.
+    `chain` holds the hashes of its full blocks that `fill` has registered, chained from `root`. `requested_ns` is the
+    time at which the request arrived.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     reused_tokens: int = 0
-    asked_ns: int = 0
+    requested_ns: int = 0
     root: bytes = b""
 
 
@@ -100,11 +100,11 @@ class BlockManager:
         """How many blocks so many tokens take."""
         return -(-tokens // self.block_tokens)
 
-    def reusable(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
+    def cached_tokens(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
         """How many leading tokens `open` would find now. Takes nothing."""
         return len(self._match(tokens, compute, self._root(salt))) * self.block_tokens
 
-    def missing(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
+    def blocks_needed(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
         """How many of the available blocks `open` and then `grow(table, len(tokens))` would take together."""
         matched = self._match(tokens, compute, self._root(salt))
         revived = sum(block in self._cached for _, block in matched)
@@ -159,7 +159,7 @@ class BlockManager:
                 if self._hashes[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = table.asked_ns
+                    self._cached[block] = table.requested_ns
         table.blocks, table.chain = [], []
 
     def statistics(self) -> BlockStatistics:
@@ -198,8 +198,8 @@ class BlockManager:
         return blake2b(before + content.tobytes(), digest_size=_HASH_BYTES).digest()
 
     def _evict(self) -> None:
-        block, asked_ns = self._cached.popitem(last=False)
-        self.evicted_ns = max(self.evicted_ns, asked_ns)
+        block, requested_ns = self._cached.popitem(last=False)
+        self.evicted_ns = max(self.evicted_ns, requested_ns)
         hash_ = self._hashes[block]
         assert hash_ is not None, "a cached block is known by its hash"
         if self.unsaved.pop(hash_, None) is not None and self.before_eviction is not None:

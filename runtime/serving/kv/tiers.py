@@ -6,7 +6,7 @@ a worker's blocks ──write: between passes, and before an eviction──▶ h
        └──────── load: block by block, as a hand-over is pulled ◀─────────┘
 ```
 A block's name is its hash over the model and all tokens up to its end (`blocks.py`), so whoever comes to the same
-prefix finds it: another worker, or the one that starts in a dead one's place. The files are `tier_files`.
+prefix finds it: another worker, or the one that starts in a dead one's place. The files are `file_tier`.
 """
 
 import time
@@ -21,7 +21,7 @@ from runtime.node.metrics.worker_metrics import DecodeMetrics, KvMetrics, Prefil
 from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.node.placement.plan import NodePlan
 from runtime.serving.kv.blocks import BlockManager, BlockTable
-from runtime.serving.kv.tier_files import FileTier, Tier
+from runtime.serving.kv.file_tier import FileTier, Tier
 from runtime.serving.kv.transport import KvArray, Transfer
 
 WRITERS = 16  # prefill and decode workers that a node can have, those added later too
@@ -68,10 +68,10 @@ class Tiers:
         )
         return cls([FileTier(name, at, mib << 20, block_bytes, WRITERS) for name, at, mib in kept if mib], blocks, kv)
 
-    def found(self, tokens: Sequence[int], salt: bytes = b"") -> int:
+    def cached_tokens(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """How many leading tokens are in blocks here or in a tier that is worth it, the last token left out."""
-        count = self._blocks.reusable(tokens, salt=salt) // self._blocks.block_tokens
-        if not self._pays:
+        count = self._blocks.cached_tokens(tokens, salt=salt) // self._blocks.block_tokens
+        if not self._loading_pays:
             return count * self._blocks.block_tokens
         for key in islice(self._blocks.keys(tokens, salt=salt), count, None):
             if not any(tier.has(key) for tier in self._tiers):
@@ -85,18 +85,18 @@ class Tiers:
         keys = list(self._blocks.keys(tokens, root=table.root))[table.reused_tokens // self._blocks.block_tokens :]
         if not keys or not any(tier.has(keys[0]) for tier in self._tiers):
             return None
-        if not self._pays:
+        if not self._loading_pays:
             self._load_ns *= _FORGETS
             return None
         return Load(self, self._blocks, table, tokens, keys)
 
-    def computed(self, tokens: float, took_ns: float) -> None:
+    def record_compute(self, tokens: float, took_ns: float) -> None:
         """The model has computed so many tokens of prompts in that time."""
         if tokens > 0:
             self._compute_ns = _lately(self._compute_ns, took_ns * self._blocks.block_tokens / tokens)
 
     @property
-    def _pays(self) -> bool:
+    def _loading_pays(self) -> bool:
         return not self._compute_ns or self._load_ns < self._compute_ns
 
     def load_block(self, key: bytes, block: int) -> bool:

@@ -248,7 +248,7 @@ class Transport(Protocol):
         """Decode's end."""
 
 
-def transport_of(device: str) -> Transport:
+def transport_for(device: str) -> Transport:
     """The way of a worker on "cpu" or "cuda:N". Raises ConfigError."""
     return HostTransport() if device == "cpu" else CudaTransport(device)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
 from runtime.node.startup import beside
-from runtime.serving.messages import Sampling, Wish
+from runtime.serving.messages import Sampling
 from runtime.serving.model.model_info import (
     Kernels,
     ModelInfo,
@@ -51,7 +51,7 @@ class Chunk:
     tokens: Sequence[int]
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """A sequence's next token (None: no logit was finite), and, where they were asked for, its logits on the host."""
 
     token: int | None
@@ -149,9 +149,9 @@ class LanguageModel:
         stamp("weights")
         identity = model_identity(directory, block_tokens, weights, kind)
         if kernels == "paged":
-            from runtime.serving.network.decode_graphs import paging_works
+            from runtime.serving.network.decode_graphs import supports_paged_attention
 
-            paged = paging_works(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
+            paged = supports_paged_attention(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
             kernels = "paged" if paged else "gathered"
             stamp("attention")
         return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
@@ -179,18 +179,18 @@ class LanguageModel:
 
     def step(
         self, chunks: Sequence[Chunk], samplers: Sequence[Sampler | None], scored: Sequence[bool]
-    ) -> list[Drawn | None]:
+    ) -> list[SampledToken | None]:
         """`forward`, and a token for each chunk that has a sampler, drawn where the logits are: of a device they stay
         there but for those that are `scored`. Raises as `forward`."""
         if self._cache.kernels == "cpu":
             rows = zip(samplers, self.forward(chunks), scored, strict=True)
             return [
-                Drawn(_drawn(sampler, row), row if wanted else None) if sampler is not None else None
+                SampledToken(_drawn(sampler, row), row if wanted else None) if sampler is not None else None
                 for sampler, row, wanted in rows
             ]
         import torch
 
-        from runtime.serving.network.draws import draw
+        from runtime.serving.network.sampling import sample
 
         drawing = [i for i, sampler in enumerate(samplers) if sampler is not None]
         with torch.inference_mode():
@@ -199,11 +199,11 @@ class LanguageModel:
                 logits[:1, :1].cpu()  # waits for the pass
                 return [None] * len(chunks)
             some = logits if len(drawing) == len(chunks) else logits[drawing]
-            wishes = [sampler.wish() for sampler in samplers if sampler is not None]
-            tokens = draw(some, wishes).tolist()
-            found: list[Drawn | None] = [None] * len(chunks)
+            specs = [sampler.next_spec() for sampler in samplers if sampler is not None]
+            tokens = sample(some, specs).tolist()
+            found: list[SampledToken | None] = [None] * len(chunks)
             for i, token in zip(drawing, tokens, strict=True):
-                found[i] = Drawn(token if token >= 0 else None, logits[i].cpu() if scored[i] else None)
+                found[i] = SampledToken(token if token >= 0 else None, logits[i].cpu() if scored[i] else None)
         return found
 
     def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -244,7 +244,7 @@ class LanguageModel:
 
 def _drawn(sampler: Sampler, logits: torch.Tensor) -> int | None:
     try:
-        return sampler.draw(logits)
+        return sampler.sample(logits)
     except InternalError:
         return None
 
@@ -300,6 +300,14 @@ def _device_kv(size: int, buffer: memoryview | CudaArray | None, device: str) ->
 # ---- drawing the next token from logits: greedy, or by temperature and nucleus, reproducible from the request's seed
 
 
+class SampleSpec(NamedTuple):
+    """How to draw one token: temperature (0: the largest logit), top_p, and a uniform number in [0, 1)."""
+
+    temperature: float
+    top_p: float
+    uniform: float
+
+
 _NUCLEUS_GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
 
 
@@ -313,21 +321,21 @@ class Sampler:
         self._generator: np.random.Generator | None = None
         if sampling.temperature > 0:
             bits = np.random.PCG64(sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-            bits.advance(drawn)  # one step a draw: see the one call of random() in `wish`
+            bits.advance(drawn)  # one step a draw: see the one call of random() in `spec`
             self._generator = np.random.Generator(bits)
 
-    def wish(self) -> Wish:
-        """The next draw, to be made by `runtime.serving.network.draws`; it counts as made."""
-        return Wish(self._temperature, self._top_p, 0.0 if self._generator is None else self._generator.random())
+    def next_spec(self) -> SampleSpec:
+        """The next draw, to be made by `runtime.serving.network.sampling`; it counts as made."""
+        return SampleSpec(self._temperature, self._top_p, 0.0 if self._generator is None else self._generator.random())
 
-    def draw(self, logits: npt.ArrayLike) -> int:
+    def sample(self, logits: npt.ArrayLike) -> int:
         """The next token, from logits float32 [vocabulary] (array or CPU tensor).
 
         Temperature 0 takes the largest logit, of equals the first. Raises `InternalError` if no logit is finite.
         """
         row = np.asarray(logits, dtype=np.float32)
         best = int(row.argmax())
-        point = self.wish().point
+        point = self.next_spec().uniform
         if not np.isfinite(row[best]):
             raise InternalError(f"the model's largest logit is {row[best]}")
         if self._generator is None:

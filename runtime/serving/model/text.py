@@ -46,7 +46,7 @@ def query_text(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str 
 
 def last_question(messages: Sequence[Message]) -> str:
     """The last message of the user, or the last of all."""
-    return messages[question_place([message.role for message in messages])].content
+    return messages[last_question_index([message.role for message in messages])].content
 
 
 def build_prompt(
@@ -152,14 +152,14 @@ def _render(
     return (tokenizer.prompt("", before) if before else []) + list(prompt)
 
 
-def question_place(roles: Sequence[str]) -> int:
+def last_question_index(roles: Sequence[str]) -> int:
     """Which of a chat's messages is the last question: the last of the user, or of all; -1 without any."""
     return max((place for place, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
 
 
 def _with_block(messages: Sequence[Message], block: str, place: PassagePlace) -> list[Message]:
     if place == "question":
-        last = question_place([message.role for message in messages])
+        last = last_question_index([message.role for message in messages])
         asked = Message(messages[last].role, f"{block}\n\n{messages[last].content}")
         return [*messages[:last], asked, *messages[last + 1 :]]
     first, *rest = messages

@@ -5,7 +5,7 @@ MKL's float32 product of 1 to 16 rows with a large matrix reaches a fraction of 
 fast as MKL or faster for long prompts, so the large linear layers of a model on a CPU are these. In bfloat16, on a
 processor that multiplies it, they take 1.6 to 2.1 times less, for 1 to 256 rows.
 
-For few rows the memory's speed is all there is, and weights in int8 are half of bfloat16's (`SplitLinear`).
+For few rows the memory's speed is all there is, and weights in int8 are half of bfloat16's (`Int8Linear`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from runtime.serving.model.model_info import WeightsType
-from runtime.serving.network.loops import compiled_loop
+from runtime.serving.network.cpu_kernels import compiled_kernel
 
 _FEWEST_ROWS = 4  # below it oneDNN's float32 product takes another, slower path: rows of zeros are cheaper
 _LAYOUT_ROWS = 16  # the batch that weights are laid out for; other sizes were no slower than with a layout of theirs
@@ -66,7 +66,7 @@ _MOST_ROWS = 16  # twice as many are multiplied; with more of them bfloat16 is a
 _FINER = 254  # steps of `low` in one of `high`: a rest is at most half of one, and at most 127
 
 
-@compiled_loop("float32[:,::1]", "int8[:,::1]", "float32[::1]")
+@compiled_kernel("float32[:,::1]", "int8[:,::1]", "float32[::1]")
 def split(x: Any, parts: Any, scales: Any) -> None:
     """x[r] = scales[r] · (parts[r] + parts[rows + r] / 254), but for rounding; scales[r] is NaN where x[r] is not
     finite."""
@@ -87,7 +87,7 @@ def split(x: Any, parts: Any, scales: Any) -> None:
         scales[row] = scale + odd
 
 
-@compiled_loop("float32[:,::1]", "float32[::1]", "float32[:,::1]")
+@compiled_kernel("float32[:,::1]", "float32[::1]", "float32[:,::1]")
 def join(products: Any, scales: Any, y: Any) -> None:
     """y[r] = scales[r] · (products[r] + products[rows + r] / 254)."""
     rows, outside = y.shape
@@ -96,7 +96,7 @@ def join(products: Any, scales: Any, y: Any) -> None:
             y[row, d] = scales[row] * (products[row, d] + products[rows + row, d] / np.float32(_FINER))
 
 
-class SplitLinear:
+class Int8Linear:
     """A `Linear` of int8 weights for up to 16 rows, and `wide` for more."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, wide: Linear) -> None:
@@ -134,7 +134,7 @@ def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weigh
     dtype = torch.bfloat16 if weights == "int8" else getattr(torch, weights)
     kept, on_cpu = weight.to(dtype), weight.device.type == "cpu"
     wide: Linear = PackedLinear(kept, bias) if on_cpu and packing_works(dtype) else PlainLinear(kept, bias)
-    return SplitLinear(weight, bias, wide) if weights == "int8" and splitting_works() else wide
+    return Int8Linear(weight, bias, wide) if weights == "int8" and int8_works() else wide
 
 
 @cache
@@ -152,14 +152,14 @@ def packing_works(dtype: torch.dtype = torch.float32) -> bool:
 
 
 @cache
-def splitting_works() -> bool:
+def int8_works() -> bool:
     """The same of its product in int8: without instructions for it sums of two products may overflow."""
     weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
     x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
     x[1] = weight[0] = 1.0  # the largest sum that there is
     try:
         with torch.inference_mode():
-            found = SplitLinear(weight, bias, PlainLinear(weight, bias))(x)
+            found = Int8Linear(weight, bias, PlainLinear(weight, bias))(x)
             return torch.allclose(found, functional.linear(x, weight, bias), atol=0.3, rtol=0.01)
     except (AttributeError, RuntimeError, TypeError):
         return False

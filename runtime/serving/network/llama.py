@@ -19,8 +19,8 @@ from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
 from runtime.serving.model.model_info import ModelInfo, WeightsType
+from runtime.serving.network.cpu_kernels import compiled_kernel
 from runtime.serving.network.linear import Linear, linear_layer
-from runtime.serving.network.loops import compiled_loop
 from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
 # ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
@@ -158,8 +158,8 @@ def _sharpened(factor: float, weight: float) -> float:
 # ---- the network
 
 
-@compiled_loop("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
-def normed(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
+@compiled_kernel("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
+def rms_norm(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
     """output[t] = x[t] · weight / root mean square of x[t]."""
     tokens, hidden = x.shape
     for token in range(tokens):
@@ -182,7 +182,7 @@ class _Norm:
         if x.device.type != "cpu":
             return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
         y = torch.empty_like(x)
-        normed(x.numpy(), self.weight.numpy(), self.epsilon, y.numpy())
+        rms_norm(x.numpy(), self.weight.numpy(), self.epsilon, y.numpy())
         return y
 
 

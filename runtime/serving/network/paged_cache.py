@@ -9,7 +9,7 @@ kv [layers, 2, blocks, kv_heads, block_tokens, head_dim]                one batc
 
 The tokens of all chunks go through the linear layers as one row without padding, so there is nothing that could be
 written by mistake. Attention then goes sequence by sequence: single tokens read their blocks all together, in place
-where that can be (`row_attention`), chunks at position 0 need none, and later chunks gather theirs into one piece
+where that can be (`decode_attention`), chunks at position 0 need none, and later chunks gather theirs into one piece
 first, which is little beside the chunk's own work.
 
 KV is float32 where loops of ours compute, and of the weights' type elsewhere: queries are then of that type too.
@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from runtime.serving.model.model_info import Kernels
-from runtime.serving.network.loops import turn_and_store
-from runtime.serving.network.row_attention import GatheredRows, PagedRows, Rows
+from runtime.serving.network.cpu_kernels import rotate_and_store
+from runtime.serving.network.decode_attention import CpuAttention, GatheredAttention, PagedAttention
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -53,12 +53,12 @@ class PagedCache:
         if kernels == "cpu":
             self.for_rows = [(keys.numpy(), values.numpy()) for keys, values in self.layers]
 
-    def rows(self, tables: torch.Tensor, visible: torch.Tensor, longest: int) -> GatheredRows | PagedRows:
+    def rows(self, tables: torch.Tensor, visible: torch.Tensor, longest: int) -> GatheredAttention | PagedAttention:
         """The attention of single tokens, for the kernels "gathered" and "paged": tables int64 [rows, blocks], visible
         positions int64 [rows], at most `longest`."""
         if self.kernels == "paged":
-            return PagedRows(tables, visible, self.row_blocks, self.kv_heads, self.block_tokens)
-        return GatheredRows(tables, visible, longest, self.block_tokens)
+            return PagedAttention(tables, visible, self.row_blocks, self.kv_heads, self.block_tokens)
+        return GatheredAttention(tables, visible, longest, self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class PagedBatch:
         sent = uploads.send(device)
         self.tokens, self.positions, in_block, self.last, self.row_tokens = (sent[part] for part in where)
         self.places = (in_block, self.positions % size)
-        self.rows: Rows | GatheredRows | PagedRows | None = None
+        self.rows: CpuAttention | GatheredAttention | PagedAttention | None = None
         if rows and cache.kernels == "cpu":
-            self.rows = Rows(rows, size)
+            self.rows = CpuAttention(rows, size)
         elif rows:
             self.rows = cache.rows(sent[padded].view(len(rows), width), sent[visible], longest)
         cut = _PIECE_TOKENS if cache.kernels == "cpu" else None
@@ -170,7 +170,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines float32 [tokens, head_dim], by which queries and keys are turned."""
 
 
-def turn(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
+def apply_rope(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     """`heads` float32 [tokens, heads, head_dim], each turned by its token's angles."""
     cosines, sines = (side[:, None] for side in angles)
     first, second = heads.chunk(2, dim=-1)
@@ -191,9 +191,11 @@ def attend(
     if cache.kernels == "cpu":
         (cosines, sines), (blocks, offsets) = angles, batch.places
         keys, values = cache.for_rows[layer]
-        turn_and_store(projected.numpy(), cosines.numpy(), sines.numpy(), blocks.numpy(), offsets.numpy(), keys, values)
+        rotate_and_store(
+            projected.numpy(), cosines.numpy(), sines.numpy(), blocks.numpy(), offsets.numpy(), keys, values
+        )
     else:
-        projected[:, :-kv_heads] = turn(projected[:, :-kv_heads], angles)
+        projected[:, :-kv_heads] = apply_rope(projected[:, :-kv_heads], angles)
         projected = projected.to(cache.kv.dtype)
         # One sequence's NaN must not reach those that have its blocks after it: a masked value is still multiplied.
         projected[:, heads:].nan_to_num_()

@@ -12,7 +12,7 @@ _WITHIN_S = 5.0
 _REPEAT = 2
 
 
-def chunk_tokens(configured: int | Literal["auto"], model: LanguageModel) -> int:
+def resolve_chunk_tokens(configured: int | Literal["auto"], model: LanguageModel) -> int:
     """The configured number, or the measured one. Measuring writes to the model's blocks, so do it before all else."""
     if configured != "auto":
         return configured

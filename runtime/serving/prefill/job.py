@@ -36,7 +36,7 @@ class Job:
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     load: Load | None = None
-    turn_ns: int = 0  # once it is queued; see `turn_ns`
+    virtual_deadline_ns: int = 0  # once it is queued; see `virtual_deadline_ns`
     done: int = 0
     offer: int | None = None
 
@@ -53,7 +53,7 @@ class Job:
         return self.request.generation.salt
 
     @property
-    def told_token(self) -> int | None:
+    def resumed_token(self) -> int | None:
         """The answer's next token, if its consumer has it already."""
         return self.request.resume.last_token if self.request.resume else None
 
@@ -64,7 +64,7 @@ class Job:
 
     def sampler(self) -> Sampler | None:
         """What draws its first token; None if its consumer has that already."""
-        if self.told_token is not None:
+        if self.resumed_token is not None:
             return None
         resume = self.request.resume
         return Sampler(self.request.generation.sampling, drawn=len(resume.generated) if resume else 0)
@@ -95,7 +95,7 @@ class Job:
             model=model,
             prompt_tokens=resume.prompt_tokens if resume else len(self.tokens),
             generated=generated,
-            first_is_told=self.told_token is not None,
+            first_is_told=self.resumed_token is not None,
             build=self.build,
             salt=self.salt,
             asked_at=asked_at,
@@ -113,7 +113,7 @@ class Job:
 _TURN = 6
 
 
-def turn_ns(received_ns: int, tokens: int, token_s: float) -> int:
+def virtual_deadline_ns(received_ns: int, tokens: int, token_s: float) -> int:
     """The turn of a prompt of which `tokens` are to be computed, each in `token_s` (0: not known yet)."""
     return received_ns + round(_TURN * tokens * token_s * 1e9)
 
@@ -135,7 +135,7 @@ def turn_ns(received_ns: int, tokens: int, token_s: float) -> int:
 _REMEMBERED = 0.9  # of the passes before, with each pass
 
 
-def computed_by_decode(
+def should_prefill_on_decode(
     chunk_s: float, beside_s: float, ahead_s: float, sent_s: float, load: DecodeLoad, tpot_s: float
 ) -> bool:
     """Whether decode is to compute a prompt in chunks of `chunk_s`, beside steps that take `beside_s` together; it
@@ -158,12 +158,12 @@ class Disaggregation:
         """What a token of a prompt takes here, lately; 0 before the first pass."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
-    def passed(self, tokens: int, seconds: float) -> None:
+    def record_pass(self, tokens: int, seconds: float) -> None:
         """A pass of so many tokens has taken so long."""
         self._tokens = _REMEMBERED * self._tokens + tokens
         self._seconds = _REMEMBERED * self._seconds + seconds
 
-    def by_decode(self, now_ns: int, worker: str, tokens: int, ahead: int, load: DecodeLoad) -> bool:
+    def route_to_decode(self, now_ns: int, worker: str, tokens: int, ahead: int, load: DecodeLoad) -> bool:
         """Whether a decode worker is to compute a prompt of `tokens` that are not cached, while `ahead` wait here.
 
         True counts as sent. Before the first pass nothing is known of times: prefill makes it.
@@ -175,7 +175,9 @@ class Disaggregation:
         beside_s = passes * load.step_ns / 1e9
         chunk_s = min(tokens, self._chunk_tokens) * token_s
         begin_ns = max(now_ns, self._sent.get(worker, 0))
-        found = computed_by_decode(chunk_s, beside_s, ahead * token_s, (begin_ns - now_ns) / 1e9, load, self._tpot_s)
+        found = should_prefill_on_decode(
+            chunk_s, beside_s, ahead * token_s, (begin_ns - now_ns) / 1e9, load, self._tpot_s
+        )
         if found:
             self._sent[worker] = begin_ns + round((tokens * token_s + beside_s) * 1e9)
         return found

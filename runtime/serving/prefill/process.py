@@ -23,13 +23,13 @@ from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import BUSY_SHARE, LOAD_NS, Tiers
-from runtime.serving.kv.transport import Transport, transport_of
+from runtime.serving.kv.transport import Transport, transport_for
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Retrieved, Welcome, encode
-from runtime.serving.model.language_model import Chunk, Drawn, LanguageModel
+from runtime.serving.model.language_model import Chunk, LanguageModel, SampledToken
 from runtime.serving.model.model_info import ModelInfo, kv_type, weights_type
 from runtime.serving.model.text import build_prompt, prompt_budget, query_text
-from runtime.serving.prefill.chunk_size import chunk_tokens
-from runtime.serving.prefill.job import Disaggregation, Job, turn_ns
+from runtime.serving.prefill.chunk_size import resolve_chunk_tokens
+from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 
 
 class PrefillWorker:
@@ -50,7 +50,7 @@ class PrefillWorker:
         )
         self._context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
-        transport = transport or transport_of(worker.place.device)
+        transport = transport or transport_for(worker.place.device)
         loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
         weights = weights_type(config.own_model.weights, transport.device)
         kind = kv_type(weights, transport.kernels)
@@ -77,7 +77,7 @@ class PrefillWorker:
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
-        self.chunk_tokens = chunk_tokens(config.prefill.chunk_tokens, self._model)
+        self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
         worker.start.part("first pass")
         worker.log.info("chunks of %d tokens", self.chunk_tokens)
         library = loading()
@@ -215,18 +215,20 @@ class PrefillWorker:
     def _queue(self, job: Job) -> None:
         """Its prompt is whole. It waits for blocks, or goes to decode without KV, to be computed there."""
         request = job.request
-        own = len(job.tokens) - self._tiers.found(job.tokens, job.salt)
+        own = len(job.tokens) - self._tiers.cached_tokens(job.tokens, job.salt)
         ahead = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
-        by_decode = self._disaggregation.by_decode(
+        by_decode = self._disaggregation.route_to_decode(
             time.monotonic_ns(), request.decode_worker, own, ahead, request.decode_load
         )
         self._table.add(PrefillMetrics.PROMPTS["decode" if by_decode else "prefill"])
         self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], own)
         if not by_decode:
-            job.turn_ns = turn_ns(request.generation.received_ns, own, self._disaggregation.token_s)
+            job.virtual_deadline_ns = virtual_deadline_ns(
+                request.generation.received_ns, own, self._disaggregation.token_s
+            )
             self._waiting.append(job)
             return
-        message = encode(job.for_decode(self._model.identity, job.told_token))
+        message = encode(job.for_decode(self._model.identity, job.resumed_token))
         job.offer = self._source.announce(request.decode_endpoint, message)
         self._offered[job.offer] = job
         self._log.debug("left to %s to compute", request.decode_worker, extra={"request": job.id})
@@ -234,24 +236,24 @@ class PrefillWorker:
 
     def _admit(self) -> None:
         """Give blocks to the waiting, in their turns; none overtakes another for needing fewer."""
-        self._waiting.sort(key=lambda job: job.turn_ns)
+        self._waiting.sort(key=lambda job: job.virtual_deadline_ns)
         if self._decode_first:
             for job in self._waiting[: self._limits.slots]:
                 if job.announcement is None:
                     self._guard(job, self._announce)
         for job in [job for job in self._waiting if job.has_room or not self._decode_first]:
-            missing = self._blocks.missing(job.tokens, salt=job.salt)
+            missing = self._blocks.blocks_needed(job.tokens, salt=job.salt)
             if missing > self._blocks.available or (lease := self._source.lease()) is None:
                 break
             self._waiting.remove(job)
             job.lease, job.table = lease, self._blocks.open(job.tokens, salt=job.salt)
-            job.table.asked_ns = job.request.generation.received_ns
+            job.table.requested_ns = job.request.generation.received_ns
             self._blocks.grow(job.table, len(job.tokens))
             job.done = job.table.reused_tokens
             job.load = self._tiers.load(job.table, job.tokens)
             job.stages[stages.PREFILL_BEGIN] = time.monotonic_ns()
             self._running.append(job)
-        self._running.sort(key=lambda job: job.turn_ns)
+        self._running.sort(key=lambda job: job.virtual_deadline_ns)
 
     def _announce(self, job: Job) -> None:
         """Ask decode to keep room before the prompt is run."""
@@ -282,8 +284,8 @@ class PrefillWorker:
             [job.trigger is not None and job.trigger.reads_scores for job, _ in batch],
         )
         took_ns = time.monotonic_ns() - begin_ns
-        self._disaggregation.passed(self.chunk_tokens - budget, took_ns / 1e9)
-        self._tiers.computed(self.chunk_tokens - budget, took_ns)
+        self._disaggregation.record_pass(self.chunk_tokens - budget, took_ns / 1e9)
+        self._tiers.record_compute(self.chunk_tokens - budget, took_ns)
         self._table.add(PrefillMetrics.PASS_SECONDS, took_ns / 1e9)
         offered = len(self._offered)
         for (job, chunk), first in zip(batch, drawn, strict=True):
@@ -292,13 +294,13 @@ class PrefillWorker:
             os.sched_yield()  # to the thread that sends: it may share our core, and the next pass would hold it up
         return took_ns
 
-    def _advance(self, job: Job, chunk: Chunk, drawn: Drawn | None) -> None:
+    def _advance(self, job: Job, chunk: Chunk, drawn: SampledToken | None) -> None:
         job.done += len(chunk.tokens)
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
             self._offer_ahead(job)
             return
-        first, scores = drawn or (job.told_token, None)
+        first, scores = drawn or (job.resumed_token, None)
         if first is None:
             raise InternalError("the model has no finite logit")
         job.stages[stages.PREFILL_END] = time.monotonic_ns()

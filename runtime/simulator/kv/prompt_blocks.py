@@ -39,20 +39,20 @@ class PromptBlocks:
         """When the latest request came of whose blocks one was given up."""
         return self._manager.evicted_ns
 
-    def found(self, arrival: Arrival) -> int:
+    def cached_tokens(self, arrival: Arrival) -> int:
         """How many leading tokens of a prompt are there now, or in tiers."""
-        return self.tiers.found(self._known(arrival)) * self.block_tokens
+        return self.tiers.cached_tokens(self._known(arrival)) * self.block_tokens
 
     def has_room(self, arrival: Arrival) -> bool:
         known = self._known(arrival)
         others = -(-arrival.prompt_tokens // self.block_tokens) - len(known)
-        return self._manager.missing(known) + others <= self.available
+        return self._manager.blocks_needed(known) + others <= self.available
 
     def take(self, request: SimRequest) -> int:
         """Blocks for its prompt; how many leading tokens are there already. Raises `OutOfBlocks`."""
         arrival = request.arrival
         table = self._manager.open(self._known(arrival))
-        table.asked_ns = request.received_ns
+        table.requested_ns = request.received_ns
         self._tables[request] = table
         self._manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
         return table.reused_tokens * self.block_tokens
@@ -64,7 +64,7 @@ class PromptBlocks:
         if load is None:
             return 0
         self._loads[request] = load
-        blocks = self.tiers.found(known) - table.reused_tokens
+        blocks = self.tiers.cached_tokens(known) - table.reused_tokens
         return max(blocks * self.tiers.files * self.tiers.costs.load_ns, 1)
 
     def end_load(self, request: SimRequest) -> int:
@@ -92,9 +92,9 @@ class PromptBlocks:
         if table is not None:
             self._manager.close(table)
 
-    def computed(self, tokens: int, took_ns: int) -> None:
+    def record_compute(self, tokens: int, took_ns: int) -> None:
         """See `Tiers.computed`."""
-        self.tiers.computed(tokens / self.block_tokens, took_ns)
+        self.tiers.record_compute(tokens / self.block_tokens, took_ns)
 
     @property
     def unsaved(self) -> bool:

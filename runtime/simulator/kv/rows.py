@@ -34,10 +34,11 @@ class KvRows:
         return self._blocks.available
 
     def has_room(self, tokens: int, running: int) -> bool:
-        """Whether a row of `tokens` tokens can come, with one block left for each running row (as `decode.bridge`)."""
+        """Return whether a row of `tokens` tokens fits, with one block left for each running row (as in
+        `decode.handover_queue`)."""
         return self._blocks.blocks_for(tokens) + running <= self.available
 
-    def missing(self, wanted: Sequence[tuple[SimRequest, int]]) -> int:
+    def blocks_needed(self, wanted: Sequence[tuple[SimRequest, int]]) -> int:
         """Blocks to take until each of these rows holds so many tokens."""
         return sum(self._blocks.blocks_for(tokens) - len(self._held(row).blocks) for row, tokens in wanted)
 
@@ -79,7 +80,7 @@ class KvRows:
         batch.take_in()
         steps = min(batch.most_steps, self.block_tokens)
         wanted = self._wanted(batch, steps)
-        if self.missing(wanted) > self.available:
+        if self.blocks_needed(wanted) > self.available:
             steps, wanted = 1, self._wanted(batch, 1)
         for row, tokens in wanted:
             while batch.has(row.row):

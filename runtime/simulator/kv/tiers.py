@@ -11,7 +11,7 @@ from typing import NamedTuple
 from runtime.node.config import KvSection
 from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.serving.kv.blocks import BlockManager
-from runtime.serving.kv.tier_files import Budget
+from runtime.serving.kv.file_tier import Budget
 from runtime.serving.kv.tiers import WRITERS, Tiers
 from runtime.simulator.events import ns
 from runtime.simulator.times.service import ServiceTimes
@@ -96,7 +96,7 @@ class SimTier:
             return
         if not self._budget.has_room(nbytes):
             self.counts["evicted"] += self._files * self._shelf.trim(self._budget.keep)
-            self._budget.looked()
+            self._budget.reset()
         self._shelf.keep(key, nbytes)
         self._budget.add(nbytes)
         self._watch.spent_ns += self._files * self._costs.write_ns
@@ -136,7 +136,7 @@ class WorkerTiers(Tiers):
         """Load such blocks, up to the first that is not there, if that is sooner than to compute them; how many."""
         loaded = 0
         for key in keys:
-            if not self._pays or not self.load_block(key, 0):
+            if not self._loading_pays or not self.load_block(key, 0):
                 break
             loaded += 1
         return loaded

@@ -19,7 +19,7 @@ from runtime.node.config import DecodeSection
 from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report
 from runtime.simulator.events import NEVER_NS, Events, ns
-from runtime.simulator.kv.early import Earlies, Early
+from runtime.simulator.kv.early_pull import EarlyPull, EarlyPulls
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.rows import KvRows
 from runtime.simulator.kv.write_through import WriteThrough
@@ -69,7 +69,7 @@ class SimDecode:
         self._slice_ns = 0 if limits.devices[0] != "cpu" else self._load_slice_ns  # 0: copied beside the steps
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
-        self.early = Earlies(kv, prompts)
+        self.early = EarlyPulls(kv, prompts)
         self._writes = WriteThrough(events, prompts, lambda: not self._runs) if prompts is not None else None
         self._steps = 0  # of the batch, when it was last written beside them
         self.batch = batches.add(self._between, kv.most_tokens if kv is not None else NEVER_NS)
@@ -134,7 +134,7 @@ class SimDecode:
                 self.batch.poke()
         self._tell()
 
-    def _rest_of(self, early: Early, pulled: Callable[[], None]) -> _HandOver:
+    def _rest_of(self, early: EarlyPull, pulled: Callable[[], None]) -> _HandOver:
         """A prompt that is whole now, of which some is here."""
         request, now = early.request, self._events.now_ns
         took = ns(self._times.copy_s(max(request.arrival.prompt_tokens - early.found_tokens, 0)))
@@ -269,7 +269,7 @@ class SimDecode:
             request.done_tokens += tokens
             budget -= tokens
             if self.prompts is not None:
-                self.prompts.computed(tokens, ns(seconds))
+                self.prompts.record_compute(tokens, ns(seconds))
             if not self._runs:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
                 self._begin(prompt, now)
@@ -381,7 +381,7 @@ class SimDecode:
             self.kv.take(row, context)
             loaded = self.kv.come_back(row)
             computed_s = self._times.prefill_s(loaded, context - loaded)
-            self.kv.tiers.computed(context - loaded, ns(computed_s))
+            self.kv.tiers.record_compute(context - loaded, ns(computed_s))
             self.batch.lengthen(computed_s)
             self.batch.lengthen(self.kv.tiers.take_time_ns() / 1e9)
 

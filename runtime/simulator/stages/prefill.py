@@ -13,7 +13,7 @@ from functools import partial
 from runtime.node.config import PrefillSection
 from runtime.serving.kv.tiers import LOAD_NS
 from runtime.serving.messages import Report
-from runtime.serving.prefill.job import Disaggregation, turn_ns
+from runtime.serving.prefill.job import Disaggregation, virtual_deadline_ns
 from runtime.simulator.events import Events, ns
 from runtime.simulator.kv.prompt_blocks import PromptBlocks
 from runtime.simulator.kv.write_through import WriteThrough
@@ -121,17 +121,17 @@ class SimPrefill:
         self._owed_ns += self._prompt_ns
         self.asking -= 1
         place, tokens = request.placement, request.arrival.prompt_tokens
-        own = tokens - self.prompts.found(request.arrival) if self.prompts is not None else tokens
+        own = tokens - self.prompts.cached_tokens(request.arrival) if self.prompts is not None else tokens
         self.asked_tokens += own
         now_ns = self._events.now_ns
-        if self._disaggregation.by_decode(now_ns, place.decode, own, self._ahead, place.decode_load):
+        if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._ahead, place.decode_load):
             request.by_decode = True
             self.left_tokens += own
             self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
             return
         self._ahead += tokens
-        request.turn_ns = turn_ns(request.received_ns, own, self._disaggregation.token_s)
-        insort(self.waiting, request, key=lambda one: -one.turn_ns)
+        request.virtual_deadline_ns = virtual_deadline_ns(request.received_ns, own, self._disaggregation.token_s)
+        insort(self.waiting, request, key=lambda one: -one.virtual_deadline_ns)
 
     def _admit(self) -> bool:
         """Give slots and blocks to who waits, in their turns; whether anybody has some now."""
@@ -185,7 +185,7 @@ class SimPrefill:
         """One pass through the model, as long as there is anything to run."""
         admitted = self._admit()
         if admitted:
-            self._running.sort(key=lambda one: one.turn_ns)
+            self._running.sort(key=lambda one: one.virtual_deadline_ns)
         embeds, self._embeds = self._embeds, 0
         self._be_busy(bool(self._running))
         if self._writes is not None:
@@ -210,9 +210,9 @@ class SimPrefill:
         if self._times.prefill_beside > 1.0 and self._decodes.at_work:
             seconds *= self._times.prefill_beside
         if chunks:
-            self._disaggregation.passed(self._chunk_tokens - budget, seconds)
+            self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
             if self.prompts is not None:
-                self.prompts.computed(self._chunk_tokens - budget, ns(seconds))
+                self.prompts.record_compute(self._chunk_tokens - budget, ns(seconds))
         took = self._owed_ns + ns(seconds) + self._gpu.take_debt_ns()
         self._owed_ns = 0
         self.busy_ns += took

@@ -28,7 +28,7 @@ class SimRequest:
     by_decode: bool = False  # its prompt is computed by the decode worker
     done_tokens: int = 0  # of the prompt
     found_tokens: int = 0  # of them its worker had the KV already
-    turn_ns: int = 0  # of its prompt, where prefill computes it
+    virtual_deadline_ns: int = 0  # of its prompt, where prefill computes it
     load_ns: int = 0  # of loading left, of what KV tiers have of it
     announced: bool = False  # decode is asked to keep room before it is computed
     has_room: bool = False  # and does

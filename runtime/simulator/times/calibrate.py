@@ -136,7 +136,7 @@ def _starts(far: int) -> list[int]:
 def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
     """Blocks of the model written to a host tier, which lies where temporary files do, and loaded again."""
     from runtime.serving.kv.blocks import BlockManager, BlockTable
-    from runtime.serving.kv.tier_files import FileTier
+    from runtime.serving.kv.file_tier import FileTier
     from runtime.serving.kv.tiers import Tiers
 
     count, nbytes = min(_TIER_BLOCKS, kv.shape[2]), kv.nbytes // kv.shape[2]

@@ -12,7 +12,7 @@ from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, paging_works  # noqa: E402
+from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend  # noqa: E402
 
@@ -107,16 +107,18 @@ def test_what_torch_cannot_compile_or_gets_wrong_is_gathered(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv = empty_kv(tiny_directory, "float32")
-    assert paging_works(kv, 2 * BLOCKS, 2)
+    assert supports_paged_attention(kv, 2 * BLOCKS, 2)
     assert not kv.any()
-    assert paging_works(kv, 2 * BLOCKS, 2, again)
-    assert not paging_works(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), "a replay that reads nothing"
-    assert "is wrong" in caplog.text
+    assert supports_paged_attention(kv, 2 * BLOCKS, 2, again)
+    assert not supports_paged_attention(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), (
+        "a replay that reads nothing"
+    )
+    assert "returned a wrong result" in caplog.text
     caplog.clear()
-    assert not paging_works(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
-    assert not paging_works(kv, 8, 2), "torch's kernel for CPUs wants as many pages a row as there are"
-    assert "does not work" in caplog.text
-    monkeypatch.setattr("runtime.serving.network.row_attention._compiled", lambda: lambda query, *_: query)
-    assert not paging_works(kv, 2 * BLOCKS, 2)
-    assert "is wrong" in caplog.text
+    assert not supports_paged_attention(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
+    assert not supports_paged_attention(kv, 8, 2), "torch's kernel for CPUs wants as many pages a row as there are"
+    assert "failed: " in caplog.text
+    monkeypatch.setattr("runtime.serving.network.decode_attention._compiled", lambda: lambda query, *_: query)
+    assert not supports_paged_attention(kv, 2 * BLOCKS, 2)
+    assert "returned a wrong result" in caplog.text
     assert not kv.any()

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.common.report import table
 from benchmarks.model.driver import Ours, Times, Tokens, paired, random_prompts
 
-_SIDE = Path(__file__).with_name("vllm_side.py")
+_SIDE = Path(__file__).with_name("vllm_process.py")
 _REST_S = 1.2  # before a run: behind its last request vLLM's worker looks for the next one without sleeping for 1 s
 
 

@@ -1,7 +1,7 @@
-"""Prompts that a simulated decode worker has something of while prefill still computes them (as `decode.bridge`).
+"""Early pulls: prompts whose KV a simulated decode worker copies while prefill computes them (`decode.handover_queue`).
 
-One that was announced before has a slot and blocks, and keeps them. Any other has blocks that nobody else wants, and
-gives them up for a prompt that is whole, or for a row; then it comes as if nothing of it had been here.
+A prompt that was announced before has a slot and blocks, and keeps them. Any other prompt has spare blocks only, and
+loses them to a complete prompt or to a row; it is then copied from the start.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from runtime.simulator.traces import Arrival
 
 
 @dataclass(slots=True, eq=False)
-class Early:
+class EarlyPull:
     """Of its KV `copied_ns` of copying are done, or under way until `end_ns`, of `there_ns` that prefill has; it is
     heard of from `ready_ns` on. With blocks (`held`), `found_tokens` of it were here before."""
 
@@ -27,35 +27,35 @@ class Early:
     end_ns: int = 0
 
 
-class Earlies:
+class EarlyPulls:
     """Those of one worker, the first one first; blocks where they are counted."""
 
     def __init__(self, kv: KvRows | None, prompts: PromptBlocks | None) -> None:
         self._kv, self._prompts = kv, prompts
-        self._all: dict[SimRequest, Early] = {}
+        self._all: dict[SimRequest, EarlyPull] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def of(self, request: SimRequest, ready_ns: int) -> Early:
+    def of(self, request: SimRequest, ready_ns: int) -> EarlyPull:
         """A prompt of which something is computed; new ones are heard of at `ready_ns`."""
-        return self._all.setdefault(request, Early(request, ready_ns))
+        return self._all.setdefault(request, EarlyPull(request, ready_ns))
 
     def reserve(self, request: SimRequest, found_tokens: int, now_ns: int) -> None:
         """A prompt that was announced has a slot and blocks."""
-        self._all[request] = Early(request, now_ns, True, True, found_tokens)
+        self._all[request] = EarlyPull(request, now_ns, True, True, found_tokens)
 
-    def first(self, now_ns: int) -> Early | None:
+    def first(self, now_ns: int) -> EarlyPull | None:
         """The first of which there is more to copy, now."""
         for early in self._all.values():
             if early.held and early.there_ns > early.copied_ns and max(early.ready_ns, early.end_ns) <= now_ns:
                 return early
         return None
 
-    def get(self, request: SimRequest) -> Early | None:
+    def get(self, request: SimRequest) -> EarlyPull | None:
         return self._all.get(request)
 
-    def pop(self, request: SimRequest) -> Early | None:
+    def pop(self, request: SimRequest) -> EarlyPull | None:
         """It is whole, or over."""
         return self._all.pop(request, None)
 
@@ -67,7 +67,7 @@ class Earlies:
             return False
         return self._prompts is None or self._prompts.has_room(arrival)
 
-    def take(self, early: Early, running: int, *, out: bool) -> bool:
+    def take(self, early: EarlyPull, running: int, *, out: bool) -> bool:
         """Have blocks for it, if nobody wants them: rows that are `out` do."""
         request = early.request
         if out or not self.has_room(request.arrival, running):
@@ -86,7 +86,7 @@ class Earlies:
                 return True
         return False
 
-    def release(self, early: Early | None) -> None:
+    def release(self, early: EarlyPull | None) -> None:
         """Its blocks are free."""
         if early is None or not early.held:
             return

@@ -1,6 +1,6 @@
 """vLLM, asked by lines of JSON: run by the interpreter of vLLM's own environment, by its path, without our packages.
 
-`python vllm_side.py ENGINE_ARGUMENTS` (JSON) loads the model, says `{}`, and answers each line of its input,
+`python vllm_process.py ENGINE_ARGUMENTS` (JSON) loads the model, says `{}`, and answers each line of its input,
 `{"prompts": [[id, …], …], "tokens": n}`, with a list of tokens for each: greedy, all at once, exactly n of them.
 """
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.serving.messages import Wish
+from runtime.serving.model.language_model import SampleSpec
 
 _GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
 _LOW = (1 << 31) - 1
-NOTHING = -1
+NO_TOKEN = -1
 
 
-def draw(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
-    """A token for each row of logits float32 [rows, vocabulary]: int64 [rows], on their device; NOTHING where no logit
+def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """A token for each row of logits float32 [rows, vocabulary]: int64 [rows], on their device; NO_TOKEN where no logit
     is finite, or one is +inf or NaN.
 
     Waits for the device only where a nucleus has more than 256 tokens.
@@ -24,12 +24,12 @@ def draw(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
     best = logits.amax(dim=1)  # NaN where one is
     numbers = torch.arange(logits.shape[1], device=logits.device)
     tokens = torch.where(logits == best[:, None], numbers, logits.shape[1]).amin(dim=1)
-    drawn = [row for row, wish in enumerate(wishes) if wish.temperature > 0]
+    drawn = [row for row, spec in enumerate(specs) if spec.temperature > 0]
     if drawn:
         rows = _sent(drawn, logits.device)
-        asked = _sent([wishes[row] for row in drawn], logits.device)
-        all_of_them = [i for i, row in enumerate(drawn) if wishes[row].top_p >= 1.0]
-        nuclei = [i for i, row in enumerate(drawn) if wishes[row].top_p < 1.0]
+        asked = _sent([specs[row] for row in drawn], logits.device)
+        all_of_them = [i for i, row in enumerate(drawn) if specs[row].top_p >= 1.0]
+        nuclei = [i for i, row in enumerate(drawn) if specs[row].top_p < 1.0]
         temperature, top_p, point = asked.unbind(1)
         weights = ((logits[rows].double() - best[rows, None].double()) / temperature[:, None]).exp()
         found = torch.empty_like(rows)
@@ -38,10 +38,10 @@ def draw(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
                 at = _sent(some, logits.device)
                 found[at] = pick(logits[rows[at]], weights[at], top_p[at], point[at])
         tokens = tokens.index_copy(0, rows, found)
-    return torch.where(best.isfinite(), tokens, NOTHING)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
-def _sent(values: Sequence[int] | Sequence[Wish], device: torch.device) -> torch.Tensor:
+def _sent(values: Sequence[int] | Sequence[SampleSpec], device: torch.device) -> torch.Tensor:
     made = torch.tensor(values, dtype=torch.int64 if isinstance(values[0], int) else torch.float64)
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 

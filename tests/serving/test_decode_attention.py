@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from runtime.serving.network.llama import normed  # noqa: E402  (with torch's package)
-from runtime.serving.network.loops import mix, turn_and_store  # noqa: E402
-from runtime.serving.network.paged_cache import turn  # noqa: E402
-from runtime.serving.network.row_attention import GatheredRows, Rows  # noqa: E402
+from runtime.serving.network.cpu_kernels import rotate_and_store, weighted_sum  # noqa: E402
+from runtime.serving.network.decode_attention import CpuAttention, GatheredAttention  # noqa: E402
+from runtime.serving.network.llama import rms_norm  # noqa: E402  (with torch's package)
+from runtime.serving.network.paged_cache import apply_rope  # noqa: E402
 
 BLOCKS, SIZE = 9, 8
 
@@ -20,11 +20,11 @@ BLOCKS, SIZE = 9, 8
 def attend(kernels: str, rows: Any, query: Any, keys: Any, values: Any, scaling: float) -> Any:
     """keys and values [blocks, kv_heads, block_tokens, head_dim]."""
     if kernels == "cpu":
-        return Rows(rows, SIZE).attend(query, keys.numpy(), values.numpy(), scaling)
+        return CpuAttention(rows, SIZE).attend(query, keys.numpy(), values.numpy(), scaling)
     width = max(len(table) for table, _ in rows)
     tables = torch.tensor([[*table, *[0] * (width - len(table))] for table, _ in rows])
     visible = torch.tensor([visible for _, visible in rows])
-    gathered = GatheredRows(tables, visible, int(visible.max()), SIZE)
+    gathered = GatheredAttention(tables, visible, int(visible.max()), SIZE)
     return gathered.attend(query, keys, values, scaling)
 
 
@@ -66,18 +66,18 @@ def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
 def test_its_loops_are_compiled_for_their_own_types_and_no_others() -> None:
     numbers, places = np.zeros((1, 1, 1, 8)), np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match="No matching definition"):
-        mix(numbers, numbers, places, places[0], numbers)
+        weighted_sum(numbers, numbers, places, places[0], numbers)
 
 
 def test_the_loops_turn_queries_and_keys_as_torch_does_and_store_keys_and_values_where_they_belong() -> None:
     tokens, heads, kv_heads, head_dim = 5, 4, 2, 12
     projected, half = torch.randn(tokens, heads + 2 * kv_heads, head_dim), torch.randn(tokens, head_dim // 2)
     angles = [torch.cat((side, side), -1) for side in (half.cos(), half.sin())]
-    turned = turn(projected[:, :-kv_heads], (angles[0], angles[1]))
+    turned = apply_rope(projected[:, :-kv_heads], (angles[0], angles[1]))
     keys, values = torch.full((2, BLOCKS, kv_heads, SIZE, head_dim), float("nan"))
     blocks, offsets = torch.tensor([3, 3, 0, 8, 5]), torch.tensor([0, 1, 7, 2, 2])
     given = projected.clone()
-    turn_and_store(*(one.numpy() for one in (given, *angles, blocks, offsets, keys, values)))
+    rotate_and_store(*(one.numpy() for one in (given, *angles, blocks, offsets, keys, values)))
     torch.testing.assert_close(given[:, :-kv_heads], turned)
     assert torch.equal(keys[blocks, :, offsets], given[:, heads:-kv_heads])
     assert torch.equal(values[blocks, :, offsets], projected[:, -kv_heads:])
@@ -87,5 +87,5 @@ def test_the_loops_turn_queries_and_keys_as_torch_does_and_store_keys_and_values
 def test_the_loops_divide_by_the_root_mean_square() -> None:
     x, weight = torch.randn(3, 20), torch.rand(20)
     output = torch.empty(3, 20)
-    normed(x.numpy(), weight.numpy(), 1e-5, output.numpy())
+    rms_norm(x.numpy(), weight.numpy(), 1e-5, output.numpy())
     torch.testing.assert_close(output, torch.nn.functional.rms_norm(x, (20,), weight, 1e-5))

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from ipc import MemoryRefused, Offer
-from runtime.serving.decode.bridge import Bridge
+from runtime.serving.decode.handover_queue import HandoverQueue
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.tiers import Tiers
 from runtime.serving.kv.transport import KvArray, Transfer
@@ -68,7 +68,7 @@ class Stand:
         self.kv: KvArray = np.zeros((2, 2, 20, 1, B, 2), np.float32)
         self.blocks = BlockManager(20, B, MODEL)
         tiers = Tiers((), self.blocks, self.kv)
-        self.bridge = Bridge(self.sink, self.blocks, self.kv, tiers, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
+        self.handovers = HandoverQueue(self.sink, self.blocks, self.kv, tiers, MODEL, waiting_share=waiting_share)  # type: ignore[arg-type]
 
     def decode(self, name: str, tokens: Sequence[int], **more: Any) -> int:
         blocks = tuple(range(-(-len(tokens) // B)))
@@ -85,9 +85,9 @@ class Stand:
 
     def step(self, *, running: int = 0, waiting_blocks: int = 0, now_ns: int = 0, pull: bool = True) -> list[str]:
         """One round; the ids of what is whole now."""
-        self.bridge.receive(EPOCH)
-        self.bridge.give_room(now_ns, running=running, waiting_blocks=waiting_blocks)
-        return [request.request_id for request, _ in self.bridge.pull(None)] if pull else []
+        self.handovers.receive(EPOCH)
+        self.handovers.admit(now_ns, running=running, waiting_blocks=waiting_blocks)
+        return [request.request_id for request, _ in self.handovers.pull(None)] if pull else []
 
 
 class SlowTransfer(Transfer):
@@ -119,12 +119,12 @@ def tokens(start: int, count: int) -> list[int]:
 def test_what_was_offered_is_pulled_into_blocks_of_its_own_and_acknowledged() -> None:
     stand = Stand()
     number = stand.decode("a", tokens(0, 10))
-    stand.bridge.receive(EPOCH)
-    stand.bridge.give_room(0, running=0, waiting_blocks=0)
-    ((_, table),) = stand.bridge.pull(None)
+    stand.handovers.receive(EPOCH)
+    stand.handovers.admit(0, running=0, waiting_blocks=0)
+    ((_, table),) = stand.handovers.pull(None)
     assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :3])
     assert stand.sink.answers == {number: "taken"}
-    assert stand.bridge.pulled_bytes == stand.kv[:, :, :3].nbytes
+    assert stand.handovers.pulled_bytes == stand.kv[:, :, :3].nbytes
 
 
 def test_no_more_is_taken_in_once_what_waits_has_its_share_of_the_blocks() -> None:
@@ -158,10 +158,10 @@ def test_of_a_prefix_that_is_here_only_the_rest_is_pulled() -> None:
     stand = Stand()
     stand.decode("a", tokens(0, 12))
     stand.step()
-    before = stand.bridge.pulled_bytes
+    before = stand.handovers.pulled_bytes
     stand.decode("b", [*tokens(0, 12), 50, 51])
     assert stand.step() == ["b"]
-    assert stand.bridge.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+    assert stand.handovers.pulled_bytes - before == stand.kv[:, :, :1].nbytes
 
 
 def test_room_that_was_reserved_is_there_when_the_offer_comes_however_full_it_is_then() -> None:
@@ -191,9 +191,9 @@ def test_who_is_asked_to_make_room_gives_it_and_waits_again() -> None:
     stand.reserve("b", tokens(100, 16))
     stand.step(pull=False)
     assert stand.blocks.held == 8
-    assert stand.bridge.make_room()
-    assert stand.bridge.make_room()
-    assert not stand.bridge.make_room()
+    assert stand.handovers.evict_latest()
+    assert stand.handovers.evict_latest()
+    assert not stand.handovers.evict_latest()
     assert stand.blocks.held == 0
     assert stand.step() == ["a"]
     stand.decode("b", tokens(100, 16))
@@ -203,11 +203,11 @@ def test_who_is_asked_to_make_room_gives_it_and_waits_again() -> None:
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_cancelled_request_is_refused_also_when_it_comes_after_the_word_to_forget_it(announced: bool) -> None:
     stand = Stand()
-    stand.bridge.drop("a")
+    stand.handovers.cancel("a")
     number = stand.reserve("a", tokens(0, 8)) if announced else stand.decode("a", tokens(0, 8))
     assert stand.step() == []
     assert stand.sink.answers == {number: "cancelled"}
-    assert (len(stand.bridge), stand.blocks.held) == (0, 0)
+    assert (len(stand.handovers), stand.blocks.held) == (0, 0)
 
 
 def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() -> None:
@@ -219,7 +219,7 @@ def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() ->
     assert stand.sink.answers == {first: "prefill has taken its KV back"}, "nothing stays open"
     stand.sink.withdrawn.add(second)
     assert stand.step() == []
-    assert (len(stand.bridge), stand.blocks.held) == (0, 0)
+    assert (len(stand.handovers), stand.blocks.held) == (0, 0)
 
 
 def test_what_is_of_another_frontend_or_another_model_is_refused() -> None:
@@ -235,7 +235,7 @@ def test_a_copy_that_a_device_has_not_ended_holds_up_neither_the_bridge_nor_the_
     stand.sink.transfer = SlowTransfer
     stand.decode("a", tokens(0, 8))
     assert stand.step() == []
-    assert stand.bridge.pulling
+    assert stand.handovers.pulling
     stand.sink.last.settle()
     assert stand.step() == ["a"]
 
@@ -247,14 +247,14 @@ def test_blocks_that_a_device_still_writes_to_are_not_free_before_it_has_ended(w
     number = stand.decode("a", tokens(0, 8))
     stand.step()
     if why == "cancelled":
-        stand.bridge.drop("a")
+        stand.handovers.cancel("a")
     else:
-        stand.bridge.clear()
+        stand.handovers.clear()
     assert number in stand.sink.answers
-    assert (stand.blocks.held, len(stand.bridge)) == (2, 1), "they are held, and the worker is not done"
+    assert (stand.blocks.held, len(stand.handovers)) == (2, 1), "they are held, and the worker is not done"
     stand.sink.last.settle()
     stand.step()
-    assert (stand.blocks.held, len(stand.bridge)) == (0, 0)
+    assert (stand.blocks.held, len(stand.handovers)) == (0, 0)
 
 
 def test_room_that_a_device_still_writes_to_is_waited_for_by_who_needs_it() -> None:
@@ -262,10 +262,10 @@ def test_room_that_a_device_still_writes_to_is_waited_for_by_who_needs_it() -> N
     stand.sink.transfer = SlowTransfer
     stand.decode("a", tokens(0, 8))
     stand.step()
-    assert stand.bridge.make_room()
+    assert stand.handovers.evict_latest()
     assert stand.blocks.held == 0
-    assert not stand.bridge.make_room()
-    assert stand.bridge.waiting == 1, "it is pulled again when there is room"
+    assert not stand.handovers.evict_latest()
+    assert stand.handovers.waiting == 1, "it is pulled again when there is room"
 
 
 def test_a_copy_that_fails_is_refused_with_the_reason_and_the_next_one_goes_on() -> None:
@@ -285,31 +285,31 @@ def test_what_is_written_of_a_prompt_is_pulled_while_the_rest_is_computed() -> N
     for written, blocks in ((0, 0), (9, 2), (11, 2), (20, 5), (22, 5)):
         stand.sink.has_written = written
         assert stand.step() == []
-        assert stand.bridge.pulled_bytes == stand.kv[:, :, :blocks].nbytes, "whole blocks, each once"
-        assert not stand.bridge.pulling
+        assert stand.handovers.pulled_bytes == stand.kv[:, :, :blocks].nbytes, "whole blocks, each once"
+        assert not stand.handovers.pulling
     assert stand.sink.answers == {}, "nothing is taken before it is whole"
     number = stand.decode("a", tokens(0, 22))
-    stand.bridge.receive(EPOCH)
-    stand.bridge.give_room(0, running=0, waiting_blocks=0)
-    ((_, table),) = stand.bridge.pull(None)
+    stand.handovers.receive(EPOCH)
+    stand.handovers.admit(0, running=0, waiting_blocks=0)
+    ((_, table),) = stand.handovers.pull(None)
     assert stand.sink.answers == {ahead: "taken", number: "taken"}
     assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :6])
-    assert stand.bridge.pulled_bytes == stand.kv[:, :, :6].nbytes
-    assert len(stand.bridge) == 0
+    assert stand.handovers.pulled_bytes == stand.kv[:, :, :6].nbytes
+    assert len(stand.handovers) == 0
 
 
 def test_of_a_prompt_that_is_computed_what_is_here_already_is_not_pulled() -> None:
     stand = Stand()
     stand.decode("a", tokens(0, 8))
     stand.step()
-    before = stand.bridge.pulled_bytes
+    before = stand.handovers.pulled_bytes
     stand.ahead("b", [*tokens(0, 8), *tokens(50, 8)])
     stand.sink.has_written = 8
     stand.step()
-    assert stand.bridge.pulled_bytes == before
+    assert stand.handovers.pulled_bytes == before
     stand.sink.has_written = 12
     stand.step()
-    assert stand.bridge.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+    assert stand.handovers.pulled_bytes - before == stand.kv[:, :, :1].nbytes
 
 
 def test_what_was_pulled_of_another_life_of_its_slot_is_pulled_again() -> None:
@@ -320,8 +320,8 @@ def test_what_was_pulled_of_another_life_of_its_slot_is_pulled_again() -> None:
     stand.sink.source[:] = 7.0
     made = Decode("a", EPOCH, Sampling(5), tuple(tokens(0, 16)), 1, None, (), {}, (0, 1, 2, 3), MODEL, 16)
     stand.sink.offer(made, generation=4)
-    stand.bridge.receive(EPOCH)
-    ((_, table),) = stand.bridge.pull(None)
+    stand.handovers.receive(EPOCH)
+    ((_, table),) = stand.handovers.pull(None)
     assert (stand.kv[:, :, table.blocks] == 7.0).all()
 
 
@@ -337,7 +337,7 @@ def test_a_prompt_that_is_computed_keeps_no_room_from_one_that_is_whole_nor_from
     stand.ahead("other", tokens(200, 16))
     stand.step()
     held = stand.blocks.held
-    assert stand.bridge.make_room()
+    assert stand.handovers.evict_latest()
     assert stand.blocks.held == held - 4
     stand.decode("other", tokens(200, 16))
     assert stand.step() == ["other"], "it is an offer like any other"
@@ -364,7 +364,7 @@ def test_one_with_a_reservation_keeps_its_room_while_it_is_computed() -> None:
     assert number not in stand.sink.answers
     stand.decode("a", tokens(0, 40))
     assert stand.step() == ["a"]
-    assert stand.bridge.pulled_bytes == stand.kv[:, :, :10].nbytes
+    assert stand.handovers.pulled_bytes == stand.kv[:, :, :10].nbytes
 
 
 @pytest.mark.parametrize("why", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
@@ -378,15 +378,15 @@ def test_a_prompt_whose_computation_ends_without_an_offer_holds_nothing(why: str
     stand.step()
     assert stand.blocks.held == 4
     if why == "cancelled":
-        stand.bridge.drop("a")
+        stand.handovers.cancel("a")
     elif why == "another frontend":
-        stand.bridge.clear()
+        stand.handovers.clear()
     elif why == "withdrawn":
         stand.sink.withdrawn.add(number)
     elif why == "a broken copy":
         stand.sink.transfer, stand.sink.has_written = BrokenTransfer, 8
     stand.step(now_ns=100 if why == "late" else 0)
-    assert (stand.blocks.held, len(stand.bridge)) == (0, 0)
+    assert (stand.blocks.held, len(stand.handovers)) == (0, 0)
     assert stand.sink.answers[number] == "taken", "nothing stays open"
 
 
@@ -396,4 +396,4 @@ def test_of_another_model_nothing_is_pulled_ahead() -> None:
     stand.sink.has_written = 4
     assert stand.step() == []
     assert "another model" in stand.sink.answers[number]
-    assert (len(stand.bridge), stand.blocks.held, stand.bridge.pulled_bytes) == (0, 0, 0)
+    assert (len(stand.handovers), stand.blocks.held, stand.handovers.pulled_bytes) == (0, 0, 0)

@@ -1,11 +1,11 @@
-"""Attention of single decode tokens, each over its own blocks: one call for all rows of a batch.
+"""Decode attention over paged KV: one query token per row, all rows of a batch in one call.
 
-`Rows`: in place, on one CPU core. torch's kernel takes one row at a time here (the rows are of different lengths and
-lie apart) and multiplies matrices that have as many rows as query heads share a KV head, 2 or 3. Two plain loops around
-torch's softmax take a half to a third of its time; they agree with it to float32 rounding.
-
-`PagedRows`: in place, by torch's FlexAttention, compiled for the device. `GatheredRows`: in torch's plain functions,
-over copies of what the rows see, which moves each of them twice: where the other cannot be.
+- `CpuAttention` reads the blocks in place, on one CPU core. torch's kernel processes one row at a time (rows differ in
+  length and their blocks are not adjacent), and its matrices have only as many rows as query heads share a KV head, 2
+  or 3. Two plain loops around torch's softmax take a half to a third of its time and agree with it to float32 rounding.
+- `PagedAttention` reads the blocks in place with torch's FlexAttention, compiled for the device.
+- `GatheredAttention` copies each row's blocks into one tensor and calls torch's attention, which moves them twice. It
+  is the fallback where FlexAttention does not work.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from runtime.serving.network.loops import mix, score
+from runtime.serving.network.cpu_kernels import attention_scores, weighted_sum
 
 
-class Rows:
-    """Which blocks each of some tokens sees, and how many positions of them: shared by all layers."""
+class CpuAttention:
+    """Block tables and lengths of the rows of a batch, for the kernels "cpu"; shared by all layers."""
 
     def __init__(self, rows: Sequence[tuple[Sequence[int], int]], block_tokens: int) -> None:
-        """`rows` are (block table, visible positions); a table may be longer than what is visible."""
+        """`rows` are (block table, visible positions); a table may have more blocks than the visible positions need."""
         self._visible: NDArray[np.int64] = np.array([visible for _, visible in rows], np.int64)
         self._longest = int(self._visible.max())
         self._tables: NDArray[np.int64] = np.zeros((len(rows), -(-self._longest // block_tokens)), np.int64)
@@ -34,24 +34,24 @@ class Rows:
 
     def attend(self, query: torch.Tensor, keys: NDArray[Any], values: NDArray[Any], scaling: float) -> torch.Tensor:
         """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim], all
-        float32 and contiguous, written at every position that is seen. Returns the shape of `query`."""
+        float32 and contiguous, and written at every visible position. Returns the shape of `query`."""
         scores = query.new_empty(*query.shape[:3], self._longest)
-        score(query.numpy(), keys, self._tables, self._visible, scores.numpy())
+        attention_scores(query.numpy(), keys, self._tables, self._visible, scores.numpy())
         weights = torch.softmax(scores.mul_(scaling), -1)
         output = torch.empty_like(query)
-        mix(weights.numpy(), values, self._tables, self._visible, output.numpy())
+        weighted_sum(weights.numpy(), values, self._tables, self._visible, output.numpy())
         return output
 
 
-class GatheredRows:
-    """Which positions each of some tokens sees: shared by all layers."""
+class GatheredAttention:
+    """Indices of the visible positions of every row, for the kernels "gathered"; shared by all layers."""
 
     def __init__(self, tables: torch.Tensor, visible: torch.Tensor, longest: int, block_tokens: int) -> None:
         """tables int64 [rows, blocks], padded with anything; visible int64 [rows], at most `longest`."""
         positions = torch.arange(longest, device=tables.device)
         seen = positions < visible[:, None]
-        # Behind what it sees a row reads its first position again: what was never written could be NaN, and NaN passes
-        # through a mask.
+        # Beyond its length a row reads its first position again: unwritten memory could be NaN, and NaN passes through
+        # a mask.
         inside = torch.where(seen, positions, 0)
         self._blocks = tables.gather(1, inside // block_tokens)
         self._offsets = inside % block_tokens
@@ -66,27 +66,28 @@ class GatheredRows:
         return scaled_dot_product_attention(query, seen_keys, seen_values, attn_mask=self._mask, scale=scaling)
 
 
-# ---- FlexAttention over blocks where they lie
-# To torch the whole layer is one sequence of *pages*, block 0's of head 0, block 0's of head 1, …, each of
-# `block_tokens` keys one behind the other, as the cache has them; and each KV head of a row is a sequence of its own,
-# whose queries are the heads that share it. A block mask says which pages each of them reads, so the cache needs no
-# other order, and nothing is computed of other pages. Only the last page of a row has a mask. All pages are told as
-# partly masked ones, because torch's kernel shares a row's pages among many thread blocks only then.
+# ---- FlexAttention over the blocks in place
+# torch sees a layer as one sequence of *pages*: block 0 of head 0, block 0 of head 1, …, each of `block_tokens`
+# consecutive keys, in the cache's own order. Each KV head of a row is a sequence of its own; its queries are the heads
+# that share it. A block mask lists the pages that each of them reads, so the cache is not reordered and other pages are
+# not computed. Only the last page of a row is masked. All pages are declared as partly masked, because only then does
+# torch's kernel split a row's pages among many thread blocks.
 #
-# The kernel multiplies masked values by zero, so the cache must be finite behind what is written too (`attend`).
+# The kernel multiplies masked values by zero, so unwritten positions of the cache must be finite too (`attend`).
 
 
-class PagedRows:
-    """Which pages each of some tokens reads, and how much of its last one: shared by all layers.
+class PagedAttention:
+    """Page lists of the rows of a batch, and the length of each row's last page, for the kernels "paged"; shared by all
+    layers.
 
-    Code is compiled for each power of two of rows, the shape of the cache and `row_blocks`.
+    A program is compiled for each power of two of rows, cache shape and `row_blocks`.
     """
 
     def __init__(
         self, tables: torch.Tensor, visible: torch.Tensor, row_blocks: int, kv_heads: int, block_tokens: int
     ) -> None:
-        """tables int64 [rows, blocks], padded with blocks that there are; visible int64 [rows], at least 1; no row has
-        more than `row_blocks`."""
+        """tables int64 [rows, blocks], padded with valid block numbers; visible int64 [rows], at least 1; no row has
+        more than `row_blocks` blocks."""
         self._rows, self._size = len(tables), block_tokens
         count = power_of_two(self._rows)
         self._padded: torch.Tensor | None = None
@@ -116,11 +117,11 @@ class PagedRows:
 
 
 def power_of_two(count: int) -> int:
-    """The least one that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
-def _over_pages(
+def _paged_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, pages: torch.Tensor,
     last: torch.Tensor, tail: torch.Tensor, scaling: float, size: int,
 ) -> torch.Tensor:  # fmt: skip
@@ -139,10 +140,10 @@ def _over_pages(
 
 @cache
 def _compiled() -> Any:
-    """The compiler is imported here, and runs when what it returns is called with other shapes than before."""
+    """Import the compiler. It runs when the returned function is called with new shapes."""
     import torch._dynamo.config
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = 64  # one program for each power of two of rows
-    torch._inductor.config.compile_threads = 1  # in this process: it has one program to compile at a time
-    return torch.compile(_over_pages, dynamic=False, fullgraph=True)
+    torch._inductor.config.compile_threads = 1  # in this process: there is one program to compile at a time
+    return torch.compile(_paged_attention, dynamic=False, fullgraph=True)

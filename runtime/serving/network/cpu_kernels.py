@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., None])
 _FAST = {"reassoc", "contract", "nsz"}
 
 
-def compiled_loop(*arguments: str) -> Callable[[F], F]:
+def compiled_kernel(*arguments: str) -> Callable[[F], F]:
     """For arguments of these types; compiled, or read from numba's cache, on import."""
 
     def compile_it(function: F) -> F:
@@ -31,8 +31,8 @@ def compiled_loop(*arguments: str) -> Callable[[F], F]:
 _BLOCKS = "float32[:,:,:,::1]"
 
 
-@compiled_loop(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
-def score(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
+@compiled_kernel(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
+def attention_scores(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
     """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], -inf behind."""
     rows, kv_heads, group, head_dim = query.shape
     size = keys.shape[2]
@@ -53,8 +53,8 @@ def score(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None
         scores[row, :, :, visible[row] :] = -np.inf
 
 
-@compiled_loop(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
-def mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> None:
+@compiled_kernel(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
+def weighted_sum(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> None:
     """output[r, h, m] = Σ weights[r, h, m, p] · (head h's value at position p of table r) over p < visible[r]."""
     rows, kv_heads, group, head_dim = output.shape
     size = values.shape[2]
@@ -72,7 +72,7 @@ def mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> No
                             output[row, head, member, d] += weight * seen[offset, d]
 
 
-@compiled_loop(
+@compiled_kernel(
     "float32[:,:,::1]",
     "float32[:,:]",
     "float32[:,:]",
@@ -81,7 +81,9 @@ def mix(weights: Any, values: Any, tables: Any, visible: Any, output: Any) -> No
     "float32[:,:,:,::1]",
     "float32[:,:,:,::1]",
 )
-def turn_and_store(projected: Any, cosines: Any, sines: Any, blocks: Any, offsets: Any, keys: Any, values: Any) -> None:
+def rotate_and_store(
+    projected: Any, cosines: Any, sines: Any, blocks: Any, offsets: Any, keys: Any, values: Any
+) -> None:
     """projected [tokens, queries | keys | values, head_dim]: queries and keys are turned in place by cosines and sines
     [tokens, head_dim], both halves of which are equal; then keys and values go to their places in the cache."""
     tokens, heads, head_dim = projected.shape

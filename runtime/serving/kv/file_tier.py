@@ -42,7 +42,7 @@ class Budget:
     def add(self, more_bytes: int) -> None:
         self._added += more_bytes
 
-    def looked(self) -> None:
+    def reset(self) -> None:
         """Nothing is added since the last look."""
         self._added = 0
 
@@ -179,7 +179,7 @@ class FileTier:
                 self.counts["evicted"] += 1
             used -= size
         self.used_bytes = used
-        self._budget.looked()
+        self._budget.reset()
 
     def _remove(self, name: str) -> bool:
         try:

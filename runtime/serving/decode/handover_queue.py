@@ -38,7 +38,7 @@ class Arrival:
     end: int = 0
 
 
-class Bridge:
+class HandoverQueue:
     """Takes hand-overs from `sink` into the blocks of `kv`. `identity` is the model's: another one's KV is refused."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Bridge:
         else:
             (self._reserved if reserved is not None else self._ahead)[request.request_id] = arrival
 
-    def give_room(self, now_ns: int, *, running: int, waiting_blocks: int) -> None:
+    def admit(self, now_ns: int, *, running: int, waiting_blocks: int) -> None:
         """Give blocks to those that were offered, in their order, while the rule allows.
 
         `waiting_blocks` are held by rows that have no place in the batch yet, `running` rows want one more each.
@@ -128,7 +128,7 @@ class Bridge:
                 self._reserved[arrival.request.request_id] = arrival
                 self._sink.acknowledge(arrival.offer)
             elif not arrival.request.blocks:
-                arrival.table.asked_ns = arrival.request.stages.get(stages.RECEIVED, 0)
+                arrival.table.requested_ns = arrival.request.stages.get(stages.RECEIVED, 0)
                 arrival.transfer = self._tiers.load(arrival.table, arrival.request.tokens)
                 if arrival.transfer is not None:
                     self._pulling.append(arrival)
@@ -150,7 +150,7 @@ class Bridge:
         held += sum(len(table.blocks) for _, table in self._to_compute)
         compute = int(isinstance(arrival.request, Decode) and not arrival.request.blocks)
         tokens, salt = arrival.request.tokens, arrival.request.salt
-        needed = self._blocks.missing(tokens, compute, salt)
+        needed = self._blocks.blocks_needed(tokens, compute, salt)
         if held + waiting_blocks >= self._most_waiting:
             return False
         while needed + running > self._blocks.available:
@@ -170,7 +170,7 @@ class Bridge:
         except (IpcError, ValueError) as error:
             self._refuse(arrival, str(error))
             return
-        arrival.table.asked_ns = request.stages.get(stages.RECEIVED, 0)
+        arrival.table.requested_ns = request.stages.get(stages.RECEIVED, 0)
         request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
         self._pulling.append(arrival)
 
@@ -210,7 +210,7 @@ class Bridge:
             self._pull_computed(for_ns)
         return whole
 
-    def make_room(self) -> bool:
+    def evict_latest(self) -> bool:
         """The latest prompt that has room loses it, and waits again; False if none has any.
 
         Where a device is writing into its blocks just now, that is waited for: it is a moment, and room is needed now.
@@ -230,7 +230,7 @@ class Bridge:
         self._settle()
         return True
 
-    def drop(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """A request was cancelled: what is here of it goes, and what is yet to come is refused."""
         self._dropped[request_id] = None
         if len(self._dropped) > _REMEMBERED:
