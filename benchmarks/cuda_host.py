@@ -5,8 +5,8 @@
 The stub (tests/cuda) has every call of the driver answered at once, and does to the running batch what kernels would,
 but for searching; its own time is taken off, and what NVIDIA's driver takes for a launch would come on top. A step:
 `extend` of `active` queries that go on. A query: what a step takes longer, for each, when all of its queries end and
-others take their slots: admit, commands, harvest and release. 384 dims, float32, k 10; medians and quartiles over
-blocks of steps that take a millisecond or so. Needs a C compiler and the extra [cuda], and no GPU.
+others take their slots: admit, commands, reading results and release. 384 dims, float32, k 10; medians and quartiles
+over blocks of steps that take a millisecond or so. Needs a C compiler and the extra [cuda], and no GPU.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def _drive(
     engine: Any, vectors: Any, running: int, active: int, steps: int, report: Any, ids: Any, distances: Any
 ) -> Any:
     """So many steps of `active` queries, of which `running` are there. Returns how many run then, below 0: failed."""
-    admit, extend, harvest, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
+    admit, extend, read_result, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
     for _ in range(steps):
         while running < active:
             vector = vectors.ctypes.data + (running % len(vectors)) * vectors.strides[0]
@@ -66,7 +66,7 @@ def _drive(
             return -1
         for i in range(done):
             slot = report[2 + 2 * i]
-            call(harvest, (handle, slot, ids.ctypes.data, distances.ctypes.data))
+            call(read_result, (handle, slot, ids.ctypes.data, distances.ctypes.data))
             call(change, (handle, slot, RELEASE))
         running -= done
     return running

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import checked, refusal
+from gpu.cpu.queries import query_error, validate_queries
 from gpu.index.graph_index import GraphIndex
 from gpu.params import SearchParams
 from gpu.slots import Collections, Limits, SlotState, SlotTable
@@ -31,16 +31,16 @@ class Backend(NamedTuple):
             more than are running, and from report[2] on stand pairs: a slot that is done, oldest first, and its
             extends. Where slots go on by themselves, it returns when one is done, or with none; an extend was made
             when slots have together made as many as are running, and may be none yet.
-        harvest(handle, slot, ids, distances)
+        read_result(handle, slot, ids, distances)
             Write a done slot's ids (int64) and distances (float32), nearest first. Returns how many there are.
-        change(handle, slot, what)
+        change_state(handle, slot, action)
             PAUSE, RESUME or RELEASE a slot, as `Engine` has it.
-        restrict(handle, slot, allowed, passing)
+        set_filter(handle, slot, allowed, allowed_count)
             Let the query of a slot that was admitted since the last extend find only rows whose bits are set, uint64
-            words at `allowed`, `passing` of them. They must stay until the slot is released.
-        hurry(handle, slot)
-            Have the query of a slot that was admitted since the last extend begun before others that do not hurry. 0
-            where every slot is advanced at once.
+            words at `allowed`, `allowed_count` of them. They must stay until the slot is released.
+        prioritize(handle, slot)
+            Start the query of a slot that was admitted since the last extend before queries without priority. 0 for
+            engines that advance every slot in each extend.
 
     Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
 
@@ -50,16 +50,16 @@ class Backend(NamedTuple):
 
     admit: int
     extend: int
-    harvest: int
-    change: int
+    read_result: int
+    change_state: int
     handle: int
     number: Callable[[str], int]
-    restrict: int
+    set_filter: int
     check: Callable[[], None] = lambda: None
-    hurry: int = 0
+    prioritize: int = 0
 
 
-def function_of(address: int, arguments: int) -> Callable[..., int]:
+def c_callable(address: int, arguments: int) -> Callable[..., int]:
     """A compiled function, to be called from Python."""
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
 
@@ -68,7 +68,7 @@ class Engine(ABC):
     """A fixed number of slots, all advanced by one extend at a time.
 
     A slot goes `admit` → (`extend` …, `pause`, `resume`) → finished → `result` → `release`; `release` also cancels.
-    It belongs to one thread. What it is asked is checked here; a subclass loads indexes, and calls `_serve` once.
+    It belongs to one thread. What it is asked is checked here; a subclass loads indexes, and calls `_start` once.
 
     extends_made: by the last `extend`: 1, unless the backend makes several in one launch. padded_slots: beyond the
     active ones, that it covered: launches may have fixed sizes.
@@ -78,20 +78,20 @@ class Engine(ABC):
         self._collections = Collections(collections)
         self.limits = limits
         self._report = np.zeros(2 + 2 * limits.slots, np.int64)
-        self._report_at, self._told = int(self._report.ctypes.data), self._report.data
+        self._report_address, self._counts = int(self._report.ctypes.data), self._report.data
         self._ids, self._distances = np.zeros(limits.max_k, np.int64), np.zeros(limits.max_k, np.float32)  # of one slot
-        self._found_at = (int(self._ids.ctypes.data), int(self._distances.ctypes.data))
+        self._result_addresses = (int(self._ids.ctypes.data), int(self._distances.ctypes.data))
         self.extends_made = 0
         self.padded_slots = 0
 
-    def _serve(self, backend: Backend, slots: SlotTable) -> None:
+    def _start(self, backend: Backend, slots: SlotTable) -> None:
         """Queries may be admitted from now on."""
         self._backend, self._slots = backend, slots
-        self._admit, self._extend = function_of(backend.admit, 7), function_of(backend.extend, 2)
-        self._harvest, self._change = function_of(backend.harvest, 4), function_of(backend.change, 3)
+        self._admit, self._extend = c_callable(backend.admit, 7), c_callable(backend.extend, 2)
+        self._harvest, self._change = c_callable(backend.read_result, 4), c_callable(backend.change_state, 3)
 
     @abstractmethod
-    def _wanted(self, slot: int) -> int:
+    def _requested_k(self, slot: int) -> int:
         """How many results a slot's query asks for."""
 
     @abstractmethod
@@ -146,13 +146,13 @@ class Engine(ABC):
         self.limits.check(params)
         dim, vector = self._collections.dims[collection], np.asarray(query)
         if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
-            vector = checked(vector[None], dim)[0]
+            vector = validate_queries(vector[None], dim)[0]
         self._slots.expect_free()
         asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
         address = vector.__array_interface__["data"][0]  # in a third of the time that `ctypes` takes
         slot = self._admit(self._backend.handle, address, *asked)
         if slot == INVALID:
-            raise refusal(vector, 0)
+            raise query_error(vector, 0)
         return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
@@ -163,10 +163,10 @@ class Engine(ABC):
         self._check_open()
         if not self._slots.active_count:
             return _NONE
-        done = self._extend(self._backend.handle, self._report_at)
+        done = self._extend(self._backend.handle, self._report_address)
         if done < 0:
             self._backend.check()
-        self.extends_made, self.padded_slots = self._told[0], self._told[1]
+        self.extends_made, self.padded_slots = self._counts[0], self._counts[1]
         return self._report[2 : 2 + 2 * done : 2].astype(np.int32) if done else _NONE
 
     @abstractmethod
@@ -180,8 +180,8 @@ class Engine(ABC):
         """
         self._slots.expect(slot, SlotState.FINISHED)
         self._check_open()
-        k = self._wanted(slot)
-        count = self._harvest(self._backend.handle, slot, *self._found_at)
+        k = self._requested_k(slot)
+        count = self._harvest(self._backend.handle, slot, *self._result_addresses)
         ids, distances = self._ids[:k].copy(), self._distances[:k].copy()
         if count < k:
             ids[count:], distances[count:] = -1, np.inf
@@ -190,19 +190,19 @@ class Engine(ABC):
     def release(self, slot: int) -> None:
         """Free a slot in any state, and forget its query. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        self._change_slot(slot, RELEASE)
+        self._change_state(slot, RELEASE)
 
     def pause(self, slot: int) -> None:
         """Keep a running slot's state but leave it out of `extend`. Raises InvalidSlot for any other."""
         self._slots.expect(slot, SlotState.ACTIVE)
-        self._change_slot(slot, PAUSE)
+        self._change_state(slot, PAUSE)
 
     def resume(self, slot: int) -> None:
         """Take a paused slot into `extend` again; it goes on where it stopped. Raises InvalidSlot for any other."""
         self._slots.expect(slot, SlotState.PAUSED)
-        self._change_slot(slot, RESUME)
+        self._change_state(slot, RESUME)
 
-    def _change_slot(self, slot: int, what: int) -> None:
+    def _change_state(self, slot: int, what: int) -> None:
         self._check_open()
         if self._change(self._backend.handle, slot, what) < 0:
             self._backend.check()

@@ -20,7 +20,7 @@ def next_free(words: Any) -> Any:
 
 
 @compiled
-def take(words: Any, active: Any, slot: int) -> None:
+def acquire(words: Any, active: Any, slot: int) -> None:
     """Make `next_free` a running slot."""
     words[LOWEST] = slot + 1
     words[FREE_COUNT] -= 1
@@ -34,15 +34,15 @@ def finish(words: Any, slot: int) -> None:
 
 
 @compiled
-def change(words: Any, active: Any, slot: int, what: int) -> None:
+def change(words: Any, active: Any, slot: int, action: int) -> None:
     """PAUSE, RESUME or RELEASE a slot that may be."""
-    if what == RESUME:
+    if action == RESUME:
         _activate(words, active, slot)
         return
     if words[STATES + slot] == _ACTIVE:
         _deactivate(words, active, slot)
     words[STATES + slot] = _PAUSED
-    if what != PAUSE:
+    if action != PAUSE:
         words[STATES + slot] = _FREE
         words[FREE_COUNT] += 1
         words[LOWEST] = min(words[LOWEST], slot)

@@ -1,4 +1,4 @@
-"""Where a filtered search goes from comparing each row that passes to walking the graph: `ROWS_A_STEP`.
+"""Where a filtered search goes from comparing each row that passes to walking the graph: `SCAN_ROWS_PER_ENTRY`.
 
 As a pool runs it: single queries through the engine's compiled functions, one after the other, one extend a step, each
 with a bitmap of its own; and with some others in the running batch.
@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.common.data import Array
 from gpu import CpuEngine, GraphIndex
 from gpu.compiled import compiled
-from gpu.cpu.extend.passing import ROWS_A_STEP
+from gpu.cpu.extend.filtered import SCAN_ROWS_PER_ENTRY
 from gpu.engine import RELEASE
 from gpu.index.data import bitmap
 from ipc.memory.instructions import call
@@ -30,7 +30,14 @@ def _answer(
     engine: Any, queries: Any, masks: Any, passing: int, top_m: int, active: int, report: Any, ids: Any, distances: Any
 ) -> Any:
     """Every query, `active` of them at a time. How many were found, below 0: failed."""
-    admit, extend, harvest, change, restrict, handle = engine[0], engine[1], engine[2], engine[3], engine[4], engine[5]
+    admit, extend, read_result, change, set_filter, handle = (
+        engine[0],
+        engine[1],
+        engine[2],
+        engine[3],
+        engine[4],
+        engine[5],
+    )
     asked = running = found = 0
     while asked < len(queries) or running:
         while running < active and asked < len(queries):
@@ -38,7 +45,7 @@ def _answer(
             slot = call(admit, (handle, vector, 0, K, top_m, 1, 0))
             if slot < 0:
                 return -1
-            call(restrict, (handle, slot, masks.ctypes.data + (asked % len(masks)) * masks.strides[0], passing))
+            call(set_filter, (handle, slot, masks.ctypes.data + (asked % len(masks)) * masks.strides[0], passing))
             running += 1
             asked += 1
         done = call(extend, (handle, report.ctypes.data))
@@ -46,7 +53,7 @@ def _answer(
             return -1
         for i in range(done):
             slot = report[2 + 2 * i]
-            found += call(harvest, (handle, slot, ids.ctypes.data, distances.ctypes.data))
+            found += call(read_result, (handle, slot, ids.ctypes.data, distances.ctypes.data))
             call(change, (handle, slot, RELEASE))
         running -= done
     return found
@@ -54,17 +61,17 @@ def _answer(
 
 def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
     """For each part that passes and number of queries at a time: microseconds a query, compared and walked, and how
-    many rows are compared in the time of an entry of the walk's list: where the two cross is `ROWS_A_STEP`."""
+    many rows are compared in the time of an entry of the walk's list: where the two cross is `SCAN_ROWS_PER_ENTRY`."""
     index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
     random, found = np.random.default_rng(seed), []
     queries = np.ascontiguousarray(queries, np.float32)
     engine = CpuEngine({"all": index}, slots=max(ACTIVE), max_top_m=4096, max_k=K, max_search_width=1)
     backend = engine.backend()
-    words = np.array([*backend[:4], backend.restrict, backend.handle], np.int64)
+    words = np.array([*backend[:4], backend.set_filter, backend.handle], np.int64)
     report, ids, distances = np.zeros(2 + 2 * max(ACTIVE), np.int64), np.zeros(K, np.int64), np.zeros(K, np.float32)
     for part in PARTS:
         longer = round(TOP_M / part)
-        if len(base) <= ROWS_A_STEP * longer:
+        if len(base) <= SCAN_ROWS_PER_ENTRY * longer:
             continue  # the engine would not walk
         passing = [random.random(len(base)) < part for _ in range(_FILTERS)]
         masks = np.stack([bitmap(one, len(base)) for one in passing])
@@ -95,4 +102,6 @@ def report_of(found: list[dict[str, float]]) -> str:
         own = [one for one in found if one["active"] == active]
         parts = ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in own)
         told.append(f"{active} at a time: {parts}")
-    return f"Rows compared in the time of a step of the walk (`ROWS_A_STEP` is {ROWS_A_STEP}), {'; '.join(told)}"
+    return (
+        f"Rows compared in the time of one extend (`SCAN_ROWS_PER_ENTRY` is {SCAN_ROWS_PER_ENTRY}), {'; '.join(told)}"
+    )

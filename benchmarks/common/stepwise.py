@@ -34,7 +34,7 @@ def _run(
     engine: Any, vectors: Any, slots: int, top_m: int, width: int, owners: Any, report: Any, ids: Any, distances: Any
 ) -> None:
     """owners: int64 [slots], which query each slot has. report: int64 [2 + 2 · slots], the engine's."""
-    admit, extend, harvest, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
+    admit, extend, read_result, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
     k = ids.shape[1]
     asked = running = 0
     while asked < len(vectors) or running:
@@ -47,6 +47,6 @@ def _run(
         for i in range(done):
             slot = report[2 + 2 * i]
             own_ids, own_distances = ids[owners[slot]], distances[owners[slot]]
-            call(harvest, (handle, slot, own_ids.ctypes.data, own_distances.ctypes.data))
+            call(read_result, (handle, slot, own_ids.ctypes.data, own_distances.ctypes.data))
             call(change, (handle, slot, RELEASE))
         running -= done

@@ -7,7 +7,7 @@ Every engine answers all queries at every setting of its one search parameter; t
 within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: between two
 settings the logarithm of the speed is interpolated, below the lowest setting its speed counts.
 --clock cpu divides by the processor time spent instead of the time on the wall: for one thread on a shared machine.
---no-avx512 runs this engine and SymphonyQG as on a processor without it (`benchmarks/engine/masked.py`).
+--no-avx512 runs this engine and SymphonyQG as on a processor without it (`benchmarks/engine/avx512.py`).
 --keep saves what was built, with the time that took, and loads it in later runs.
 --quick takes the first 10,000 rows and 300 queries, and ends in two minutes.
 Written: OUT-t1.json, OUT-t1.md and, with matplotlib, OUT-t1.png (t2 for two threads); other data sets that are there
@@ -30,7 +30,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 from benchmarks.common.data import DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.machine import machine  # noqa: E402
 from benchmarks.common.report import keep  # noqa: E402
-from benchmarks.engine.masked import mask_avx512  # noqa: E402
+from benchmarks.engine.avx512 import mask_avx512  # noqa: E402
 from benchmarks.engine.peers import EFFORTS, Contender, contenders  # noqa: E402
 from benchmarks.engine.report import draw, report, targets  # noqa: E402
 

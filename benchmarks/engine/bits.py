@@ -23,9 +23,9 @@ from benchmarks.common.data import DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from benchmarks.engine.bench import build  # noqa: E402
-from benchmarks.engine.ours import Trinity  # noqa: E402
 from benchmarks.engine.peers import EFFORTS  # noqa: E402
 from benchmarks.engine.report import speed_at, targets  # noqa: E402
+from benchmarks.engine.trinity import Trinity  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from gpu.build.neighbor_codes import make_codes  # noqa: E402
 from gpu.index.data import IndexData  # noqa: E402

@@ -26,9 +26,9 @@ import numpy as np  # noqa: E402
 from benchmarks.common.data import Array, DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.report import table  # noqa: E402
 from gpu import CpuEngine, GraphIndex, SearchParams  # noqa: E402
-from gpu.cpu import running  # noqa: E402
+from gpu.cpu import running_batch  # noqa: E402
 from gpu.cpu.extend import stages  # noqa: E402
-from gpu.cpu.queries import Form, prepare, prepared_bytes  # noqa: E402
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes  # noqa: E402
 from gpu.cpu.state import BatchState  # noqa: E402
 from gpu.cpu.tables import EXTENDS, TASK_BEGIN, TASK_END  # noqa: E402
 from gpu.index.rows import aligned_empty  # noqa: E402
@@ -43,7 +43,7 @@ def counts(index: GraphIndex, queries: Array, top_m: int) -> tuple[float, float,
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     met = scored = expanded = 0
     for query in queries:
-        running.admit_to(batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
+        running_batch.admit_query(batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
         done = 0
         while not done:
             for stage in (stages.select_parents, stages.expand_neighbors, stages.mark_visited):
@@ -113,7 +113,7 @@ def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
         engine = CpuEngine({"data": index}, slots=slots)
         spent = dict.fromkeys(("prepare", "admit", "extend", "result", "whole"), 0)
         begin = clock()
-        prepare(data.queries, Form(rows), prepared)
+        prepare(data.queries, QueryEncoding(rows), prepared)
         spent["prepare"] = clock() - begin
         begin = clock()
         index.search(data.queries, k=10, top_m=top_m)

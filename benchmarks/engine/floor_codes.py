@@ -27,12 +27,12 @@ from benchmarks.common.data import Array, DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from benchmarks.engine.floor import rates  # noqa: E402
-from benchmarks.engine.ours import Trinity  # noqa: E402
+from benchmarks.engine.trinity import Trinity  # noqa: E402
 from gpu import GraphIndex, SearchParams  # noqa: E402
-from gpu.cpu import running, scan  # noqa: E402
+from gpu.cpu import fast_scan, running_batch  # noqa: E402
 from gpu.cpu.extend import stages  # noqa: E402
 from gpu.cpu.extend.keys import row_distance  # noqa: E402
-from gpu.cpu.queries import Form, prepare, prepared_bytes, table_offset  # noqa: E402
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes, table_offset  # noqa: E402
 from gpu.cpu.state import BatchState  # noqa: E402
 from gpu.cpu.tables import EXTENDS, KIND, LANES, QUERY_ROW  # noqa: E402
 from gpu.index.data import GROUP, NeighborCodes  # noqa: E402
@@ -47,7 +47,7 @@ def extends_of(index: GraphIndex, queries: Array, top_m: int) -> float:
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     made = 0
     for query in queries:
-        running.admit_to(state.batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
+        running_batch.admit_query(state.batch, 0, query, *state.line(0, SearchParams(10, top_m, 1)).tolist())
         while not stages.extend(state.handle, active, finished):
             pass
         made += int(state.batch.slots[0, EXTENDS])
@@ -66,7 +66,7 @@ def _arithmetic(
         distance = row_distance(kind, rows + node * np.uint64(row_bytes), query, lanes, np.float32(1))
         block = blocks + node * np.uint64(block_bytes)
         for _ in range(0, degree, GROUP):
-            scan.estimate(block, table, dims, bits, distance, np.float32(1), np.float32(0), out)
+            fast_scan.estimate(block, table, dims, bits, distance, np.float32(1), np.float32(0), out)
             block += np.uint64(4 * dims * bits + 8 * GROUP)
         total += distance
     return total
@@ -100,9 +100,9 @@ def measure(data: DataSet, index: GraphIndex, lists: list[int]) -> list[dict[str
     """A record for each length of top_m."""
     rows, codes = index.data.rows, _codes(index)
     size = rows.codes.strides[0] + codes.blocks.shape[1] + 4 * index.degree
-    form, width = Form(rows, codes), prepared_bytes(rows, codes)
+    encoding, width = QueryEncoding(rows, codes), prepared_bytes(rows, codes)
     prepared = aligned_empty((len(data.queries), width), np.uint8)
-    prepare(data.queries, form, prepared)
+    prepare(data.queries, encoding, prepared)
     _, gathered = rates(codes.blocks, time.process_time)
     arithmetic = arithmetic_s(index, prepared[0])
     found = []
@@ -111,7 +111,7 @@ def measure(data: DataSet, index: GraphIndex, lists: list[int]) -> list[dict[str
         taken, preparing = [], []
         for _ in range(_ROUNDS):
             begin = time.process_time()
-            prepare(data.queries, form, prepared)
+            prepare(data.queries, encoding, prepared)
             preparing.append(time.process_time() - begin)
             begin = time.process_time()
             index.search(data.queries, k=10, top_m=top_m)

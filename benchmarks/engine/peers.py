@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.common.data import Array, DataSet
-from benchmarks.engine.masked import MASKED_PEERS, is_masked
-from benchmarks.engine.ours import Trinity, TrinityStepwise
+from benchmarks.engine.avx512 import MASKED_PEERS, is_masked
+from benchmarks.engine.trinity import Trinity, TrinityStepwise
 
 EFFORTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 50, 64, 80, 100, 130, 160, 200, 260, 340, 440, 600)
 

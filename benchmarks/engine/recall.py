@@ -23,8 +23,8 @@ from benchmarks.common.data import Array, DataSet, data_sets, load, nearest  # n
 from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from benchmarks.engine.bench import build  # noqa: E402
-from benchmarks.engine.ours import Trinity  # noqa: E402
 from benchmarks.engine.peers import EFFORTS  # noqa: E402
+from benchmarks.engine.trinity import Trinity  # noqa: E402
 
 _ROUNDS, _LIST = 3, 64
 _SIDE, _CELLS, _DIRECTIONS, _CLIP = 28, 4, 8, 0.2

@@ -31,12 +31,12 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(variable, str(min(4, len(os.sched_getaffinity(0)))))
 
 from benchmarks.common.report import keep  # noqa: E402
-from benchmarks.gpu_check.carry import carry  # noqa: E402
-from benchmarks.gpu_check.compiling import compiled_beside  # noqa: E402
-from benchmarks.gpu_check.limits import OutOfTime, Skipped, within  # noqa: E402
+from benchmarks.gpu_check.compiling import compile_in_background  # noqa: E402
 from benchmarks.gpu_check.report import Outcome, markdown  # noqa: E402
 from benchmarks.gpu_check.setup import Setup, prepare  # noqa: E402
-from benchmarks.gpu_check.verdicts import verdicts  # noqa: E402
+from benchmarks.gpu_check.targets import verdicts  # noqa: E402
+from benchmarks.gpu_check.time_limit import OutOfTime, Skipped, within  # noqa: E402
+from benchmarks.gpu_check.wheels import pack_wheels  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
 
 _OURS = ("benchmarks", "gpu", "ipc", "runtime")
@@ -85,7 +85,7 @@ SECTIONS = {
 }
 
 
-def turns(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
+def schedule(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
     """Sections in their order, by name: first those of each set, one set after the other, then the others."""
     for setup in setups:
         for name, section in SECTIONS.items():
@@ -102,7 +102,7 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
     No section begins later than `seconds` after `begin`, in `time.monotonic()`, or goes on after that.
     """
     outcomes: dict[str, Outcome] = {}
-    for name, section, setup in turns(setups):
+    for name, section, setup in schedule(setups):
         outcome = outcomes[name] = Outcome()
         print(name, flush=True)
         at = time.monotonic()
@@ -113,14 +113,14 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
             with within(min(left, _DRY_RUN_S if setup.small else section.seconds)):
                 section.check(setup, outcome)
         except Skipped as reason:
-            outcome.say("", f"skipped: {reason}")
+            outcome.add("", f"skipped: {reason}")
         except OutOfTime as error:
             outcome.failed = True
-            outcome.say("", f"FAILED: {error}")
+            outcome.add("", f"FAILED: {error}")
         except Exception as error:
             outcome.failed = True
             outcome.data["where"] = traceback.format_exc()
-            outcome.say("", f"FAILED: {type(error).__name__}: {error}")
+            outcome.add("", f"FAILED: {type(error).__name__}: {error}")
         finally:
             outcome.seconds = time.monotonic() - at
             write(setups, outcomes, path)
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--carry", type=Path, metavar="DIR")
     options = parser.parse_args(arguments)
     if options.carry is not None:
-        carry(options.carry)
+        pack_wheels(options.carry)
         return 0
     begin = time.monotonic()
     try:
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         raise
     path = options.out / f"gpu-{setups[0].file_name}"
-    with contextlib.nullcontext() if options.dry_run else compiled_beside():
+    with contextlib.nullcontext() if options.dry_run else compile_in_background():
         outcomes = run(setups, begin, options.seconds, path)
     judged = verdicts_of(setups, outcomes)
     if options.dry_run:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.gpu_check.drive import Driven
+from benchmarks.gpu_check.load_driver import LoadResult
 from gpu import SearchParams
 from ipc import SearchSpec
 from ipc.memory import atomics, instructions
@@ -64,7 +64,7 @@ class Clients:
 
     def run(
         self, arrivals_s: npt.NDArray[np.float64], most: int, least_s: float, limit_s: float
-    ) -> tuple[Driven, float]:
+    ) -> tuple[LoadResult, float]:
         """Ask a prefill query at each of these times, and have up to `most` decode queries outstanding meanwhile, for
         `least_s` at least. What became of prefill's, and how many of decode's were answered a second.
 
@@ -85,7 +85,7 @@ class Clients:
         assert not state[REFUSAL], f"the pool's ring refuses a client ({state[REFUSAL]})"
         assert not state[ERRORS], f"the pool has answered {state[ERRORS]} queries with an error"
         latency, seconds = np.where(took >= 0, took / 1e9, np.nan), float(state[LASTED]) / 1e9
-        found = Driven(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
+        found = LoadResult(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
         return found, float(state[IN_FLOOD]) / max(seconds, 1e-9)
 
     def _beside(self, ask: Callable[[], None], state: npt.NDArray[np.int64]) -> None:

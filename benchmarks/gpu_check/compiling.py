@@ -9,16 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.time_limit import Skipped
 
 
 def main() -> None:
     """Raises Skipped where a package is missing."""
     try:
-        from benchmarks.gpu_check.made import random_set
         from benchmarks.gpu_check.report import Outcome
         from benchmarks.gpu_check.sections import flood
         from benchmarks.gpu_check.setup import Setup, Source
+        from benchmarks.gpu_check.synthetic import random_set
         from gpu import GraphIndex
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from None
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def compiled_beside() -> Iterator[None]:
+def compile_in_background() -> Iterator[None]:
     """`main` in a process of its own, which is ended with the block if it is not over by then."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.compiling"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

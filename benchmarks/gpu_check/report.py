@@ -20,7 +20,7 @@ class Outcome:
     failed: bool = False
     seconds: float = 0.0
 
-    def say(self, what: str, value: str) -> None:
+    def add(self, what: str, value: str) -> None:
         """Add a line, and print it."""
         self.lines.append((what, value))
         print(f"  {what:60} {value}", flush=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.common.data import DataSet, data_sets
 from benchmarks.common.machine import machine
-from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.time_limit import Skipped
 from gpu import Engine, GraphIndex, SearchParams, check_device, open_engine
 
 if TYPE_CHECKING:

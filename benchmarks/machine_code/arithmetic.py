@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine_code.interpreter import COMPARE, MASK32, WARP, Lanes, Machine, Warp
 from benchmarks.machine_code.listing import Instruction, Operand
-from benchmarks.machine_code.machine import COMPARE, MASK32, WARP, Lanes, Machine, Warp
 
 _SIGN = np.uint32(0x80000000)
 

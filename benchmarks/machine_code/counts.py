@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common.report import table
-from benchmarks.gpu_check.made import random_set
+from benchmarks.gpu_check.synthetic import random_set
 from benchmarks.machine_code.executed import ARCHITECTURE, SLOTS
 from gpu import GraphIndex
 from gpu.cuda.compiler import compile_source

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine_code.arithmetic import Arithmetic
+from benchmarks.machine_code.interpreter import Memory
 from benchmarks.machine_code.listing import kernels_of
-from benchmarks.machine_code.machine import Memory
 
 SLOTS = 2
 ARCHITECTURE = "sm_90"

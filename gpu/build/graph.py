@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.build.cuvs_graph import cuvs_graph, import_cagra
-from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, Keep, exact_sample, make_at_once, nearest_neighbors
+from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, Checkpoint, exact_sample, nearest_neighbors, no_checkpoint
 from gpu.build.optimize import Graph, optimize
 from gpu.cpu.search import search
 from gpu.errors import DeviceUnavailable
@@ -33,7 +33,7 @@ def build_graph(
     threads: int,
     progress: Progress,
     device: str = "cpu",
-    keep: Keep = make_at_once,
+    checkpoint: Checkpoint = no_checkpoint,
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
     """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin.
 
@@ -47,13 +47,13 @@ def build_graph(
     if device != "cpu" and count > 2 * degree:
         return graph_on_gpu(space, degree, int(seeds[0]), seed, progress), seeds
     width = min(2 * degree, count - 1)
-    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), keep)
+    neighbors = nearest_neighbors(space, width, seed, threads, lambda done: progress("neighbors", done), checkpoint)
     progress("graph", 0.0)
-    graph = keep("graph", lambda: optimize(neighbors, degree, int(seeds[0]), threads))
+    graph = checkpoint("graph", lambda: optimize(neighbors, degree, int(seeds[0]), threads))
     progress("graph", 1.0)
     if count > EXACT_LIMIT and list_recall(space, neighbors, seed) < _GOOD_LISTS:
         wider = min(_WIDER * degree, count - 1)
-        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, keep)
+        neighbors = searched_neighbors(space, graph, seeds, wider, seed, threads, progress, checkpoint)
         graph = optimize(neighbors, degree, int(seeds[0]), threads)
     return graph, seeds
 
@@ -119,7 +119,7 @@ def searched_neighbors(
     seed: int,
     threads: int,
     progress: Progress,
-    keep: Keep = make_at_once,
+    checkpoint: Checkpoint = no_checkpoint,
 ) -> Graph:
     """Lists of neighbours uint32 [N, width] found by searching for every vector, each from its own node on."""
     rows = encode(space, "l2", "float32", neighbor_pairs(graph, seed), seed)
@@ -135,7 +135,7 @@ def searched_neighbors(
 
     nodes = np.concatenate(
         [
-            keep(f"better-{first}", lambda: part(first, min(first + ROWS_A_PART, len(space))))  # noqa: B023
+            checkpoint(f"better-{first}", lambda: part(first, min(first + ROWS_A_PART, len(space))))  # noqa: B023
             for first in range(0, len(space), ROWS_A_PART)
         ]
     )

@@ -18,7 +18,7 @@ from gpu.index.rows import FloatArray
 Neighbors = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[float], None]
-Keep = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
+Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
 """Given the name of an array and what makes it: the array. It may have been kept by a build that did not end."""
 
 EXACT_LIMIT = 8192
@@ -32,13 +32,13 @@ _SAMPLE_PER_CELL = 64
 _NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-def make_at_once(name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """A `Keep` that keeps nothing."""
+def no_checkpoint(name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """A `Checkpoint` that keeps nothing."""
     return make()
 
 
 def nearest_neighbors(
-    space: FloatArray, k: int, seed: int, threads: int, progress: Progress, keep: Keep = make_at_once
+    space: FloatArray, k: int, seed: int, threads: int, progress: Progress, checkpoint: Checkpoint = no_checkpoint
 ) -> Neighbors:
     """About the k nearest other rows of each row of `space` (float32 [N, d], squared L2), nearest first: uint32 [N, k].
 
@@ -60,7 +60,7 @@ def nearest_neighbors(
 
         def meet(share: list[tuple[Indices, Indices]]) -> None:
             for visitors, members in share:
-                _meet(space, norms, visitors, members, keys)
+                _compare_cells(space, norms, visitors, members, keys)
                 done[0] += len(visitors)
                 progress((first + done[0] / (_PROBES if len(cells()) > 1 else 1)) / count)
 
@@ -76,7 +76,7 @@ def nearest_neighbors(
 
     for first in range(0, count, ROWS_A_PART):
         last = min(first + ROWS_A_PART, count)
-        keys[first:last] = keep(f"neighbors-{first}", lambda: part(first, last))  # noqa: B023
+        keys[first:last] = checkpoint(f"neighbors-{first}", lambda: part(first, last))  # noqa: B023
     if (keys[:, -1] == _NO_KEY).any():
         _fill(keys, count)
     progress(1.0)
@@ -138,14 +138,14 @@ def _nearest_centres(space: FloatArray, centres: FloatArray, count: int, threads
     return out
 
 
-def _meet(
+def _compare_cells(
     space: FloatArray, norms: FloatArray, visitors: Indices, members: Indices, keys: npt.NDArray[np.uint64]
 ) -> None:
     theirs, their_norms = space[members], norms[members]
     for begin in range(0, len(visitors), _BLOCK):
         some = visitors[begin : begin + _BLOCK]
         distances = space[some] @ theirs.T
-        _offer(distances, norms, their_norms, some, members, keys)
+        _insert_candidates(distances, norms, their_norms, some, members, keys)
 
 
 @compiled
@@ -175,7 +175,7 @@ def _smallest(values, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _offer(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
+def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
     """Insert members into the sorted lists of visitors. A key is the squared distance's bits, then the row number."""
     k = keys.shape[1]
     bits = np.empty(1, np.float32)

@@ -15,7 +15,7 @@ try:
     import torch
     from torch import Tensor
 
-    from gpu.build.torch_lists import Space, nearest_lists
+    from gpu.build.torch_knn import Space, nearest_lists
 except ImportError as error:
     raise DeviceUnavailable(f"torch is not installed ({error})") from None
 

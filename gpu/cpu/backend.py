@@ -8,13 +8,13 @@ from numba import carray
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
-from gpu.cpu import running
-from gpu.cpu.extend import passing as among
+from gpu.cpu import running_batch
+from gpu.cpu.extend import filtered
 from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
 from gpu.engine import INVALID
-from gpu.instructions import words_at
+from gpu.intrinsics import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
 
 _ARRAYS = len(Batch._fields)
@@ -38,27 +38,27 @@ def _slot_words(handle: int, batch: Any) -> Any:
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     batch = _batch(handle)
-    if not 0 <= collection < len(batch.forms) or batch.forms[collection, DIM] == 0:
+    if not 0 <= collection < len(batch.encodings) or batch.encodings[collection, DIM] == 0:
         return INVALID
     words = _slot_words(handle, batch)
     slot = slot_changes.next_free(words)
-    query = carray(pointer(vector), batch.forms[collection, DIM], np.float32)
+    query = carray(pointer(vector), batch.encodings[collection, DIM], np.float32)
     bits = visited_bits_of(batch.collections[collection], top_m)
-    if not running.admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):
+    if not running_batch.admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
     batch.slots[slot, SCANNING] = batch.collections[collection, DEGREE] == 0
-    slot_changes.take(words, batch.active, slot)
+    slot_changes.acquire(words, batch.active, slot)
     return slot
 
 
 @c_function("int64(int64, int64, int64, int64)")
-def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
+def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
     batch = _batch(handle)
     about = batch.collections[batch.slots[slot, COLLECTION]]
     length = 0
     if about[DEGREE] != 0:
-        length = among.walk_length(batch.slots[slot, TOP_M], passing, about[SIZE], batch.keys.shape[1])
-    among.restrict(batch, slot, allowed, passing, visited_bits_of(about, length), length)
+        length = filtered.filtered_top_m(batch.slots[slot, TOP_M], allowed_count, about[SIZE], batch.keys.shape[1])
+    filtered.set_filter(batch, slot, allowed, allowed_count, visited_bits_of(about, length), length)
     return 0
 
 
@@ -67,7 +67,7 @@ def extend(handle: int, report: int) -> Any:
     batch = _batch(handle)
     words = _slot_words(handle, batch)
     of_batch = carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
-    done = running.advance(of_batch, words[ACTIVE_COUNT])
+    done = running_batch.extend_active(of_batch, words[ACTIVE_COUNT])
     words[ACTIVE_COUNT] -= done
     told = words_at(report, 2 + 2 * done)
     told[0], told[1] = 1, 0
@@ -79,7 +79,7 @@ def extend(handle: int, report: int) -> Any:
 
 
 @c_function("int64(int64, int64, int64, int64)")
-def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
+def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     batch = _batch(handle)
     own = words_at(handle, HANDLE_WORDS)
     k = batch.slots[slot, K]
@@ -95,9 +95,9 @@ def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
 
 
 @c_function("int64(int64, int64, int64)")
-def change(handle: int, slot: int, what: int) -> Any:
+def change_state(handle: int, slot: int, action: int) -> Any:
     batch = _batch(handle)
-    slot_changes.change(_slot_words(handle, batch), batch.active, slot, what)
+    slot_changes.change(_slot_words(handle, batch), batch.active, slot, action)
     return 0
 
 

@@ -37,10 +37,10 @@ class CpuEngine(Engine):
         self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
         functions = Backend(
-            backend.admit, backend.extend, backend.harvest, backend.change, self._handle.address,
-            self._collections.number, backend.restrict,
+            backend.admit, backend.extend, backend.read_result, backend.change_state, self._handle.address,
+            self._collections.number, backend.set_filter,
         )  # fmt: skip
-        self._serve(functions, SlotTable(slots))
+        self._start(functions, SlotTable(slots))
         self._point_handle()
 
     @property
@@ -77,7 +77,7 @@ class CpuEngine(Engine):
 
     def _renew_state(self) -> None:
         old, self._state = self._state, self._new_state()
-        self._state.take_over(old, self._slots.taken, self._slots.active_count)
+        self._state.migrate_from(old, self._slots.taken, self._slots.active_count)
         self._point_handle()
 
     def admit(
@@ -105,7 +105,7 @@ class CpuEngine(Engine):
         self._slots.expect_taken(slot)
         return int(self._state.batch.slots[slot, EXTENDS])
 
-    def _wanted(self, slot: int) -> int:
+    def _requested_k(self, slot: int) -> int:
         return int(self._state.batch.slots[slot, K])
 
     def _check_open(self) -> None:

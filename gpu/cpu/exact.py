@@ -6,11 +6,11 @@ import numpy.typing as npt
 from gpu.build.params import check_within
 from gpu.compiled import compiled
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.queries import Form, full_offset, prepare, prepared_bytes
+from gpu.cpu.queries import QueryEncoding, full_offset, prepare, prepared_bytes
 from gpu.cpu.simd import prefetch
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2
 from gpu.errors import InvalidParams, InvalidVector
-from gpu.index.rows import Rows, aligned_empty, metric_form
+from gpu.index.rows import Rows, aligned_empty, metric_transform
 
 BLOCK = 256  # rows that all queries are compared with before the next ones are read
 MAX_K = 4096
@@ -71,7 +71,7 @@ def nearest(
     if not 0 <= total <= len(codes) or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(codes)):
         raise InvalidParams(f"rows outside 0..{len(codes) - 1} cannot be searched")
     prepared = aligned_empty((len(array), prepared_bytes(rows)), np.uint8)
-    prepare(array, Form(rows), prepared)
+    prepare(array, QueryEncoding(rows), prepared)
     kinds = (F16_L2, F16_DOT) if codes.dtype == np.float16 else (F32_L2, F32_DOT)
     keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
     scan(
@@ -79,5 +79,5 @@ def nearest(
         full_offset(rows), keys, filled,
     )  # fmt: skip
     found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)
-    write(keys, filled, *metric_form(rows), found, distances)
+    write(keys, filled, *metric_transform(rows), found, distances)
     return found, distances

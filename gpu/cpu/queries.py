@@ -4,7 +4,7 @@
 64   int16    two lanes for each byte of a sketch, in blocks of 32: lower halves, upper halves
 …    int16    one lane for each byte of a row of int8 codes
 …    float32  the query, zero-padded to 16 lanes
-…    uint8    the table that codes of neighbours are looked up in (see `scan.write_table`), from a cache line on
+…    uint8    the table that codes of neighbours are looked up in (see `fast_scan.write_table`), from a cache line on
 …    float32  the rotated query
 """
 
@@ -16,8 +16,8 @@ from numba import carray
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
+from gpu.cpu.fast_scan import write_table
 from gpu.cpu.rotation import rotate
-from gpu.cpu.scan import write_table
 from gpu.cpu.simd import LANES, dot_f16, dot_f32, pointer, square_f64
 from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
@@ -28,8 +28,8 @@ QUERY_SKETCH = 64
 LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 
 
-class Form:
-    """How the queries of an index are prepared: a line of the table of forms, and what it points to."""
+class QueryEncoding:
+    """How the queries of an index are prepared: a line of the table of encodings, and what it points to."""
 
     def __init__(self, rows: Rows, codes: NeighborCodes | None = None) -> None:
         sketch = rows.sketch
@@ -37,7 +37,7 @@ class Form:
         self._centre = np.zeros(padded(rows.dim), np.float32)
         self._centre[: rows.dim] = rows.centre
         self._projection = np.empty((0, 0), np.float16) if sketch is None else np.array(sketch.projection)
-        self.line = np.zeros(at.FORM_FIELDS, np.int64)
+        self.line = np.zeros(at.ENCODING_FIELDS, np.int64)
         self.line[at.DIM] = rows.dim
         self.line[at.NORMALISED], self.line[at.SQUARED] = rows.metric == "cosine", rows.metric == "l2"
         floats = self.line.view(np.float64)
@@ -72,7 +72,7 @@ def prepared_bytes(rows: Rows, codes: NeighborCodes | None = None) -> int:
     return table_offset(rows) + (0 if codes is None else 8 * codes.dims)
 
 
-def checked(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
+def validate_queries(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
     """Queries [q, d] as contiguous float32. Raises InvalidVector for a wrong shape or type."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InvalidVector(f"queries have shape {queries.shape}; this index needs [q, {dim}]")
@@ -84,15 +84,15 @@ def checked(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
         return np.ascontiguousarray(queries, np.float32)
 
 
-def prepare(queries: npt.NDArray[Any], form: Form, out: npt.NDArray[np.uint8], first: int = 0) -> None:
+def prepare(queries: npt.NDArray[Any], encoding: QueryEncoding, out: npt.NDArray[np.uint8], first: int = 0) -> None:
     """Write queries [q, d] to `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows are counted from `first`."""
-    array = checked(queries, form.dim)
-    bad = write_queries(array, form.line, out)
+    array = validate_queries(queries, encoding.dim)
+    bad = write_queries(array, encoding.line, out)
     if bad >= 0:
-        raise refusal(array[bad], first + bad)
+        raise query_error(array[bad], first + bad)
 
 
-def refusal(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
+def query_error(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
     """Why `write_query` did not take a query."""
     where = np.flatnonzero(~np.isfinite(query))
     if len(where):
@@ -101,60 +101,60 @@ def refusal(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
 
 
 @compiled
-def write_queries(queries: Any, form: Any, out: Any) -> Any:
+def write_queries(queries: Any, encoding: Any, out: Any) -> Any:
     """Write checked queries, float32 [q, d]. Returns the number of the first that cannot be taken, or -1."""
     for i in range(len(queries)):
-        if not write_query(queries[i], form, out[i]):
+        if not write_query(queries[i], encoding, out[i]):
             return i
     return -1
 
 
 @compiled
-def write_query(query: Any, form: Any, record: Any) -> Any:
+def write_query(query: Any, encoding: Any, record: Any) -> Any:
     """Write one query, float32 [d], to its record, uint8. Returns whether it can be taken."""
     dim, lanes = len(query), padded_lanes(len(query))
-    code_start = QUERY_SKETCH + 2 * form[at.SKETCH_LANES]
-    full_start = code_start + 2 * form[at.CODE_LANES]
+    code_start = QUERY_SKETCH + 2 * encoding[at.SKETCH_LANES]
+    full_start = code_start + 2 * encoding[at.CODE_LANES]
     squares = squared_norm(query)
-    if not np.isfinite(squares) or (not form[at.NORMALISED] and squares > LARGEST_SQUARE):
+    if not np.isfinite(squares) or (not encoding[at.NORMALISED] and squares > LARGEST_SQUARE):
         return False
-    factor = np.int64(form[at.SCALE]).view(np.float64)
-    if form[at.NORMALISED] and squares > 0:
+    factor = np.int64(encoding[at.SCALE]).view(np.float64)
+    if encoding[at.NORMALISED] and squares > 0:
         factor = 1 / np.sqrt(squares)
     header = record[:QUERY_SKETCH].view(np.float32)
     full = record[full_start : full_start + 4 * lanes].view(np.float32)
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
-    if form[at.ROTATED_LANES] > 0:
-        write_rotated(full, form, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
-    if form[at.SKETCH_LANES] == 0 and form[at.CODE_LANES] == 0:
+    if encoding[at.ROTATED_LANES] > 0:
+        write_rotated(full, encoding, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
+    if encoding[at.SKETCH_LANES] == 0 and encoding[at.CODE_LANES] == 0:
         return True
-    centre = carray(pointer(form[at.CENTRE]), lanes, np.float32)
+    centre = carray(pointer(encoding[at.CENTRE]), lanes, np.float32)
     shifted = full.copy()
-    if form[at.SQUARED]:
+    if encoding[at.SQUARED]:
         shifted -= centre
-    if form[at.CODE_LANES] > 0:
+    if encoding[at.CODE_LANES] > 0:
         # The sum of products with codes up to 127 must fit into 32 bits.
-        largest = min(32767, 2147483647 // (127 * form[at.CODE_LANES]))
+        largest = min(32767, 2147483647 // (127 * encoding[at.CODE_LANES]))
         header[4] = quantise(shifted[:dim], largest, record[code_start:full_start].view(np.int16))
-    if form[at.SKETCH_LANES] > 0:
+    if encoding[at.SKETCH_LANES] > 0:
         squares = dot(shifted, shifted)
-        if form[at.CODE_LANES] > 0:
+        if encoding[at.CODE_LANES] > 0:
             header[0] = 0  # the distances of codes leave it out as well
-        elif form[at.SQUARED]:
+        elif encoding[at.SQUARED]:
             header[0] = squares
         else:
             header[0] = -dot(centre, shifted)
-        slack = np.int64(form[at.SLACK]).view(np.float64)
-        header[1] = np.float32((2 if form[at.SQUARED] else 1) * slack * np.sqrt(squares))
-        size = form[at.COMPONENTS]
-        heads = np.zeros(form[at.SKETCH_LANES], np.float32)
+        slack = np.int64(encoding[at.SLACK]).view(np.float64)
+        header[1] = np.float32((2 if encoding[at.SQUARED] else 1) * slack * np.sqrt(squares))
+        size = encoding[at.COMPONENTS]
+        heads = np.zeros(encoding[at.SKETCH_LANES], np.float32)
         for j in range(size):
             upper = j >= size // 2
             place = j - size // 2 if upper else j
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
-            direction = np.uint64(form[at.PROJECTION] + 2 * j * lanes)
+            direction = np.uint64(encoding[at.PROJECTION] + 2 * j * lanes)
             heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
         sketch = record[QUERY_SKETCH:code_start].view(np.int16)
         header[2] = quantise(heads, 8191, sketch)
@@ -178,14 +178,14 @@ def squared_norm(query: Any) -> Any:
 
 
 @compiled
-def write_rotated(full: Any, form: Any, record: Any, header: Any) -> None:
+def write_rotated(full: Any, encoding: Any, record: Any, header: Any) -> None:
     """Rotate a query, float32 [lanes], and write the table of it; `record` begins with the table."""
-    dims, used = form[at.ROTATED_LANES], min(form[at.ROTATED_LANES], len(full))
+    dims, used = encoding[at.ROTATED_LANES], min(encoding[at.ROTATED_LANES], len(full))
     rotated = record[4 * dims : 8 * dims].view(np.float32)
     rotated[:used] = full[:used]
     rotated[used:] = 0
     address = np.uint64(rotated.ctypes.data)
-    rotate(ROUNDS, dims, np.uint64(form[at.SIGNS]), address)
+    rotate(ROUNDS, dims, np.uint64(encoding[at.SIGNS]), address)
     header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))
 
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 from gpu.compiled import compiled
 from gpu.cpu.extend.results import write_result
 from gpu.cpu.extend.stages import extend
-from gpu.cpu.queries import Form, prepare, prepared_bytes
-from gpu.cpu.running import INTERLEAVED, reset_slot
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
+from gpu.cpu.running_batch import INTERLEAVED, reset_slot
 from gpu.cpu.state import BatchState
-from gpu.cpu.tables import ALLOWED, ENOUGH, QUERY, START, batch_at
+from gpu.cpu.tables import ALLOWED, MIN_ALLOWED, QUERY, START, batch_at
 from gpu.errors import InvalidVector
 from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
@@ -22,21 +22,21 @@ _BLOCK = 1024  # queries prepared at a time
 
 
 @compiled
-def begin(batch, slot, number, owner, prepared, starts, allowed, enough):  # type: ignore[no-untyped-def]
+def begin(batch, slot, number, owner, prepared, starts, allowed, min_allowed):  # type: ignore[no-untyped-def]
     """Have a slot, whose parameters are set, answer a query."""
     line = batch.slots[slot]
     owner[slot] = number
     line[QUERY], line[START] = prepared[number].ctypes.data, starts[number]
     reset_slot(batch, slot)
-    line[ALLOWED], line[ENOUGH] = allowed, enough
+    line[ALLOWED], line[MIN_ALLOWED] = allowed, min_allowed
 
 
 @compiled
-def run_queries(handle, line, allowed, enough, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
+def run_queries(handle, line, allowed, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
     """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
 
-    line: the parameters they share. allowed: the address of a bitmap of nodes, or 0. enough: the column ENOUGH.
-    starts: the node where each query begins, or -1 for the seeds.
+    line: the slot columns before QUERY, shared by all queries. allowed: the address of a bitmap of nodes, or 0.
+    min_allowed: the column MIN_ALLOWED. starts: the start node of each query, or -1 for the seeds.
     """
     batch = batch_at(handle)
     slots = batch.slots
@@ -47,14 +47,14 @@ def run_queries(handle, line, allowed, enough, prepared, starts, nodes, found): 
     for slot in range(running):
         active[slot] = slot
         slots[slot, :QUERY] = line
-        begin(batch, slot, slot, owner, prepared, starts, allowed, enough)
+        begin(batch, slot, slot, owner, prepared, starts, allowed, min_allowed)
     while running > 0:
         done = extend(handle, active[:running], batch.finished)
         for i in range(done):
             slot = batch.finished[i]
             write_result(batch, slot, nodes[owner[slot]], found[owner[slot]])
             if admitted < count:
-                begin(batch, slot, admitted, owner, prepared, starts, allowed, enough)
+                begin(batch, slot, admitted, owner, prepared, starts, allowed, min_allowed)
                 admitted += 1
             else:
                 position = 0
@@ -72,13 +72,13 @@ def search(
     starts: npt.NDArray[np.int64] | None = None,
     progress: Callable[[float], None] = lambda fraction: None,
     allowed: npt.NDArray[np.uint64] | None = None,
-    enough: int = 0,
+    min_allowed: int = 0,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
 
     starts: the nodes where the searches begin, int64 [q], instead of the seeds.
-    allowed: a bit a node, as `gpu.index.data.bitmap` makes it, of those that may be results; the walk goes over all.
-    enough: a walk ends when so many of them lie before the next node that it would go on from; 0: when there is none.
+    allowed: the bitmap (`gpu.index.data.bitmap`) of the nodes that may be results; the search traverses all nodes.
+    min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when no parent is left.
     """
     array = np.asarray(queries)
     if array.ndim != 2:
@@ -88,8 +88,8 @@ def search(
     found = np.empty((len(array), params.k), np.float32)
     size = max(1, min(_BLOCK, -(-len(array) // threads)))
     blocks = [slice(begin, min(begin + size, len(array))) for begin in range(0, len(array), size)]
-    form = Form(data.rows, data.codes)
-    bits, enough = (0, 0) if allowed is None else (allowed.ctypes.data, enough)
+    encoding = QueryEncoding(data.rows, data.codes)
+    bits, min_allowed = (0, 0) if allowed is None else (allowed.ctypes.data, min_allowed)
 
     def run(part: list[slice]) -> None:
         """On one thread, with slots and room for a block of prepared queries."""
@@ -97,9 +97,16 @@ def search(
         room = aligned_empty((size, prepared_bytes(data.rows, data.codes)), np.uint8)
         for number, block in enumerate(part):
             prepared = room[: block.stop - block.start]
-            prepare(array[block], form, prepared, block.start)
+            prepare(array[block], encoding, prepared, block.start)
             run_queries(
-                state.handle, state.line(0, params), bits, enough, prepared, begins[block], nodes[block], found[block]
+                state.handle,
+                state.line(0, params),
+                bits,
+                min_allowed,
+                prepared,
+                begins[block],
+                nodes[block],
+                found[block],
             )
             progress((number + 1) / len(part))
 

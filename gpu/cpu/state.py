@@ -8,11 +8,11 @@ import numpy.typing as npt
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
-from gpu.cpu.queries import Form, code_offset, full_offset, prepared_bytes, table_offset
+from gpu.cpu.queries import QueryEncoding, code_offset, full_offset, prepared_bytes, table_offset
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.tables import Batch, handle_of, kind_of
 from gpu.index.data import IndexData
-from gpu.index.rows import aligned_empty, metric_form, padded
+from gpu.index.rows import aligned_empty, metric_transform, padded
 from gpu.params import SearchParams
 
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
@@ -39,7 +39,7 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
         line[at.QUERY_FULL] = full_offset(rows)
         line[at.GRAPH], line[at.DEGREE] = data.graph.ctypes.data, data.graph.shape[1]
         line[at.SIZE] = len(data.graph)
-        line[at.FACTOR : at.OFFSET + 1] = np.array(metric_form(rows), np.float64).view(np.int64)
+        line[at.FACTOR : at.OFFSET + 1] = np.array(metric_transform(rows), np.float64).view(np.int64)
         line[at.SEEDS], line[at.SEED_COUNT] = data.seeds.ctypes.data, len(data.seeds)
         if data.codes is not None:
             line[at.BLOCKS], line[at.BLOCK_BYTES] = data.codes.blocks.ctypes.data, data.codes.blocks.shape[1]
@@ -82,17 +82,19 @@ class BatchState:
     ) -> None:
         max_top_m = padded(max_top_m, KEYS_AT_ONCE)
         loaded = [data for data in collections if data is not None]
-        forms = [None if data is None else Form(data.rows, data.codes) for data in collections]
-        self._keep_alive = (tuple(collections), forms)
+        encodings = [None if data is None else QueryEncoding(data.rows, data.codes) for data in collections]
+        self._keep_alive = (tuple(collections), encodings)
         degree = max((data.graph.shape[1] for data in loaded), default=1)
         scored = max((max_width * degree, *(len(data.seeds) for data in loaded)))
         tasks = scored + 1  # a task that is dropped is written first
         width = max((prepared_bytes(data.rows, data.codes) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
-        lines = [np.zeros(at.FORM_FIELDS, np.int64) if form is None else form.line for form in forms]
+        lines = [
+            np.zeros(at.ENCODING_FIELDS, np.int64) if encoding is None else encoding.line for encoding in encodings
+        ]
         self.batch = Batch(
             collections=collection_table(collections),
-            forms=np.stack(lines) if lines else np.zeros((0, at.FORM_FIELDS), np.int64),
+            encodings=np.stack(lines) if lines else np.zeros((0, at.ENCODING_FIELDS), np.int64),
             slots=np.zeros((slots, at.SLOT_FIELDS), np.int64),
             queries=aligned_empty((slots, width), np.uint8),
             keys=aligned_empty((slots, max_top_m), np.uint64),
@@ -109,7 +111,7 @@ class BatchState:
         self.batch.slots[:, at.QUERY] = self.batch.queries.ctypes.data + np.arange(slots) * width
         self.handle = handle_of(self.batch)
 
-    def take_over(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
+    def migrate_from(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
         """Go on with these slots of another state, whose first `count` active ones run.
 
         Every collection that they search has the number here that it has there.

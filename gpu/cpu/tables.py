@@ -44,7 +44,7 @@ from gpu.index.rows import DTYPES, Rows
 ) = range(24)
 COLLECTION_FIELDS = 24
 
-# Columns of the table of forms, int64 [collections, FORM_FIELDS]: how the queries of a collection are prepared.
+# Columns of the table of encodings, int64 [collections, ENCODING_FIELDS]: how the queries of a collection are prepared.
 # SCALE and SLACK are the bits of float64, CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32.
 # ROTATED_LANES is 0 where there are no codes of neighbours.
 (
@@ -61,14 +61,14 @@ COLLECTION_FIELDS = 24
     SIGNS,
     ROTATED_LANES,
 ) = range(12)
-FORM_FIELDS = 12
+ENCODING_FIELDS = 12
 
-# Columns of the table of slots, int64 [slots, SLOT_FIELDS]. QUERY is the address of the prepared query,
-# START the node where the search begins, or -1 for the seeds. SCORED counts the entries of `exact`; DISTINCT is set
-# once no node may enter top_m twice. ALLOWED is the address of a bit a node, of those that may be results, or 0: then
-# all may. PASSING: how many bits are set there, 0 where nobody has counted. SCANNING: 1 where rows are compared one by
-# one, from CURSOR on, instead of a walk. ENOUGH: a walk is over when so many entries that may be results lie before the
-# next parent, 0: when there is no next one. PASSED: its parents that may be results.
+# Columns of the slot table, int64 [slots, SLOT_FIELDS]. QUERY: address of the prepared query. START: the start node, or
+# -1 for the seeds. SCORED: number of entries of `exact`. DISTINCT: 1 once no node may enter top_m twice. ALLOWED:
+# address of the filter's bitmap, one bit a node, or 0 for no filter. ALLOWED_COUNT: number of bits set in it, 0 if
+# unknown. SCANNING: 1 for an exact scan of the allowed rows from CURSOR on, instead of a graph search. MIN_ALLOWED: a
+# graph search stops once this many allowed entries precede the next parent; 0: when no parent is left.
+# ALLOWED_PARENTS: number of parents so far that pass the filter.
 (
     COLLECTION,
     K,
@@ -88,10 +88,10 @@ FORM_FIELDS = 12
     SCORED,
     DISTINCT,
     ALLOWED,
-    PASSING,
+    ALLOWED_COUNT,
     SCANNING,
-    ENOUGH,
-    PASSED,
+    MIN_ALLOWED,
+    ALLOWED_PARENTS,
 ) = range(22)
 SLOT_FIELDS = 22
 
@@ -108,7 +108,7 @@ class Batch(NamedTuple):
     """The arrays of a running batch."""
 
     collections: npt.NDArray[np.int64]  # [collections, COLLECTION_FIELDS]
-    forms: npt.NDArray[np.int64]  # [collections, FORM_FIELDS]
+    encodings: npt.NDArray[np.int64]  # [collections, ENCODING_FIELDS]
     slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]
     queries: npt.NDArray[np.uint8]  # [slots, bytes of a prepared query]
     keys: npt.NDArray[np.uint64]  # [slots, max_top_m]

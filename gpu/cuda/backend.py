@@ -14,36 +14,42 @@ from numba import carray
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
+from gpu.cpu.extend.filtered import filtered_top_m, scan_rows
 from gpu.cpu.extend.keys import may_be_result
-from gpu.cpu.extend.passing import compare, walk_length
 from gpu.cpu.queries import write_query
 from gpu.cpu.simd import pointer
-from gpu.cpu.tables import ALLOWED, DEGREE, DIM, FACTOR, FORM_FIELDS, OFFSET, PASSING, SCANNING, SIZE
+from gpu.cpu.tables import ALLOWED, ALLOWED_COUNT, DEGREE, DIM, ENCODING_FIELDS, FACTOR, OFFSET, SCANNING, SIZE
 from gpu.cpu.tables import EXTENDS as SPENT
 from gpu.cpu.tables import K as WANTED
-from gpu.cuda import layout
-from gpu.cuda import passing as among
+from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
-from gpu.instructions import call, load_acquire, monotonic_ns, store_release, words_at
+from gpu.intrinsics import call, load_acquire, monotonic_ns, store_release, words_at
 from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
 
-# The handle, int64. TABLE, ACTIVE: of the slot table, addresses. FORMS, IDS: addresses of tables by number, the
-# latter of the collections' ids (0: row numbers). COLLECTIONS, SEARCHES, KEYS: addresses of what `gpu.cuda.passing`
-# has. LINES: the staged lines, LINE_BYTES each, as the host and as the device address them. COMMANDS: int64 [slots,
-# 2], of which PENDING are for the next launch; PLACES, int64 [slots]: one more than the place of a slot's command, 0:
-# none. RESULTS, PROGRESS, DOORBELL: pinned memory. GRAPHS: address of `LaunchGraphs.table`. REPLAY, LAUNCH, QUERY:
-# the driver's entry points. WRITE, ARGUMENTS: the kernel `write_slots` and addresses of its arguments. STAY: address
-# of what `gpu.cuda.resident` has; SEATS: of int64 [slots, SEAT_WORDS], what it knows of each slot: the first word,
-# IS_OUT, is whether the slot is the device's. ARRIVED, and what it takes: asked while a launch of several extends
-# runs, 0: nobody is. TIME: two words for the clock. LAUNCHES and TOTAL_EXTENDS so far; EXTENDS of the last launch,
-# WAITED_NS for all. A wait asks the driver every LOOK_NS whether something failed, next at LOOK_AT, and is given up
-# after GIVE_UP_NS. FAILURE: which call failed, and its CODE.
+# Words of the handle, int64. Addresses, unless noted otherwise:
+#   TABLE, ACTIVE                    the slot table's words and its list of active slots; SLOTS: number of slots
+#   ENCODINGS, IDS                   tables by collection number; an entry of IDS is 0 where row numbers are the ids
+#   COLLECTIONS, SEARCHES, KEYS      the arrays of `gpu.cuda.filtered.HostScans`
+#   LINES, DEVICE_LINES              the staged slot lines, LINE_BYTES each, as addressed by host and device
+#   COMMANDS                         int64 [slots, 2]; the first PENDING (a count) go into the next launch
+#   PLACES                           int64 [slots]: 1 + the index of the slot's command, 0 if it has none
+#   RESULTS, PROGRESS, DOORBELL      pinned memory; RESULT_BYTES, MAX_K: sizes of a result
+#   GRAPHS                           `LaunchGraphs.table`, BUCKETS rows; LIMIT: extends per launch; STREAM
+#   REPLAY, LAUNCH, QUERY            the driver's entry points
+#   WRITE, ARGUMENTS                 the kernel `write_slots` and the addresses of its arguments
+#   RESIDENT                         the state of `gpu.cuda.resident`
+#   SLOT_STATES                      int64 [slots, SLOT_STATE_WORDS], its state by slot; ON_DEVICE: device owns it
+#   INTERRUPT, INTERRUPT_ARGUMENT    callback polled during a launch of several extends, and its argument; 0: none
+#   TIME                             two scratch words for the clock
+# Values: POLL_NS: interval at which a wait polls the driver for errors, next at POLL_AT; TIMEOUT_NS: of a wait.
+# NEXT_TICKET; LAUNCHES, TOTAL_EXTENDS: counts so far; EXTENDS: of the last launch; WAITED_NS: in total. FAILURE: the
+# kind of failure below, with its CODE.
 (
     TABLE,
     ACTIVE,
     SLOTS,
-    FORMS,
+    ENCODINGS,
     IDS,
     COLLECTIONS,
     SEARCHES,
@@ -68,14 +74,14 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     QUERY,
     WRITE,
     ARGUMENTS,
-    STAY,
-    SEATS,
-    ARRIVED,
-    ARRIVED_ARGUMENT,
+    RESIDENT,
+    SLOT_STATES,
+    INTERRUPT,
+    INTERRUPT_ARGUMENT,
     TIME,
-    LOOK_NS,
-    LOOK_AT,
-    GIVE_UP_NS,
+    POLL_NS,
+    POLL_AT,
+    TIMEOUT_NS,
     NEXT_TICKET,
     LAUNCHES,
     TOTAL_EXTENDS,
@@ -85,9 +91,9 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     CODE,
 ) = range(43)
 HANDLE_WORDS = 43
-IS_OUT, SEAT_WORDS = 0, 5
+ON_DEVICE, SLOT_STATE_WORDS = 0, 5
 
-NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, SILENT, HANGS, LOST = range(7)
+NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT, RECORDS_MISSING = range(7)
 """What went wrong: a call of the driver; a launch that ended without a word; one that does not end; one that ended with
 fewer records than slots that it took."""
 
@@ -104,50 +110,50 @@ assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] =
 
 
 @compiled
-def _head(own: Any, slot: int) -> Any:
+def _head(words: Any, slot: int) -> Any:
     """The SLOT of a staged line, uint32: what the slot's query asks, as long as it has the slot."""
-    return carray(pointer(own[LINES] + slot * own[LINE_BYTES]), _HEAD_WORDS, np.uint32)
+    return carray(pointer(words[LINES] + slot * words[LINE_BYTES]), _HEAD_WORDS, np.uint32)
 
 
 @compiled
-def _result(own: Any, slot: int) -> Any:
-    return own[RESULTS] + slot * own[RESULT_BYTES]
+def _result(words: Any, slot: int) -> Any:
+    return words[RESULTS] + slot * words[RESULT_BYTES]
 
 
 @compiled
-def _nodes(own: Any, slot: int) -> Any:
-    return carray(pointer(_result(own, slot) + _NODES_OFFSET), own[MAX_K], np.int32)
+def _nodes(words: Any, slot: int) -> Any:
+    return carray(pointer(_result(words, slot) + _NODES_OFFSET), words[MAX_K], np.int32)
 
 
 @compiled
-def _raw(own: Any, slot: int) -> Any:
-    return carray(pointer(_result(own, slot) + _NODES_OFFSET + 4 * own[MAX_K]), own[MAX_K], np.float32)
+def _raw(words: Any, slot: int) -> Any:
+    return carray(pointer(_result(words, slot) + _NODES_OFFSET + 4 * words[MAX_K]), words[MAX_K], np.float32)
 
 
 @compiled
-def table_of(own: Any) -> Any:
-    return words_at(own[TABLE], STATES + own[SLOTS])
+def table_of(words: Any) -> Any:
+    return words_at(words[TABLE], STATES + words[SLOTS])
 
 
 @compiled
-def compared_of(own: Any) -> Any:
-    return among.compared_at(own[COLLECTIONS], own[SEARCHES], own[KEYS], own[SLOTS], own[MAX_K])
+def scans_of(words: Any) -> Any:
+    return filtered.host_scans_at(words[COLLECTIONS], words[SEARCHES], words[KEYS], words[SLOTS], words[MAX_K])
 
 
 @compiled
-def active_of(own: Any) -> Any:
-    return carray(pointer(own[ACTIVE]), own[SLOTS], np.int32)
+def active_of(words: Any) -> Any:
+    return carray(pointer(words[ACTIVE]), words[SLOTS], np.int32)
 
 
 @compiled
-def _command(own: Any, slot: int, status: int, line: int) -> None:
+def _command(words: Any, slot: int, status: int, line: int) -> None:
     """Leave a command for the next launch. A slot has one at most: a later one overwrites what the earlier said."""
-    places = words_at(own[PLACES], own[SLOTS])
+    places = words_at(words[PLACES], words[SLOTS])
     first = places[slot] == 0
     if first:
-        own[PENDING] += 1
-        places[slot] = own[PENDING]
-    command = words_at(own[COMMANDS] + 16 * (places[slot] - 1), 2)
+        words[PENDING] += 1
+        places[slot] = words[PENDING]
+    command = words_at(words[COMMANDS] + 16 * (places[slot] - 1), 2)
     command[0] = slot | (status << 32)
     if first or line:
         command[1] = line
@@ -157,77 +163,78 @@ def _command(own: Any, slot: int, status: int, line: int) -> None:
 
 
 @compiled
-def failed(own: Any, what: int, code: int) -> Any:
+def failed(words: Any, what: int, code: int) -> Any:
     """False; what went wrong stays in the handle."""
-    own[FAILURE], own[CODE] = what, code
+    words[FAILURE], words[CODE] = what, code
     return False
 
 
 @compiled
-def _write_slots(own: Any) -> Any:
+def _write_slots(words: Any) -> Any:
     """Launch what carries out the commands. Whether that could be."""
-    one, count, none = np.uint32(1), own[PENDING], np.uint32(0)
+    one, count, none = np.uint32(1), words[PENDING], np.uint32(0)
     grid, block = np.uint32(count), np.uint32(_WRITE_THREADS)
     code = call(
-        own[LAUNCH], (own[WRITE], grid, one, one, block, one, one, none, own[STREAM], own[ARGUMENTS], np.int64(0))
+        words[LAUNCH],
+        (words[WRITE], grid, one, one, block, one, one, none, words[STREAM], words[ARGUMENTS], np.int64(0)),
     )  # fmt: skip
     if code:
-        return failed(own, LAUNCH_FAILED, code)
-    places, commands = words_at(own[PLACES], own[SLOTS]), words_at(own[COMMANDS], 2 * count)
+        return failed(words, LAUNCH_FAILED, code)
+    places, commands = words_at(words[PLACES], words[SLOTS]), words_at(words[COMMANDS], 2 * count)
     for i in range(count):
         places[commands[2 * i] & _WORD] = 0
-    own[PENDING] = 0
+    words[PENDING] = 0
     return True
 
 
 @compiled
-def begin_wait(own: Any) -> Any:
+def begin_wait(words: Any) -> Any:
     """The time at which a wait for the device begins."""
-    now = monotonic_ns(own[TIME])
-    own[LOOK_AT] = now + own[LOOK_NS]
+    now = monotonic_ns(words[TIME])
+    words[POLL_AT] = now + words[POLL_NS]
     return now
 
 
 @compiled
-def waited(own: Any, begin: int) -> Any:
+def waited(words: Any, begin: int) -> Any:
     """Nanoseconds since the wait began; FAILED, once the launch that is under way cannot end any more."""
-    now = monotonic_ns(own[TIME])
-    if now < own[LOOK_AT]:
+    now = monotonic_ns(words[TIME])
+    if now < words[POLL_AT]:
         return now - begin
-    own[LOOK_AT] = now + own[LOOK_NS]
-    code = call(own[QUERY], (own[STREAM],))
-    if code == 0 and load_acquire(own[PROGRESS]) != own[LAUNCHES]:
-        failed(own, SILENT, 0)
+    words[POLL_AT] = now + words[POLL_NS]
+    code = call(words[QUERY], (words[STREAM],))
+    if code == 0 and load_acquire(words[PROGRESS]) != words[LAUNCHES]:
+        failed(words, NOT_REPORTED, 0)
     elif code != 0 and code != NOT_READY:
-        failed(own, QUERY_FAILED, code)
-    elif now - begin > own[GIVE_UP_NS]:
-        failed(own, HANGS, 0)
+        failed(words, QUERY_FAILED, code)
+    elif now - begin > words[TIMEOUT_NS]:
+        failed(words, TIMED_OUT, 0)
     else:
         return now - begin
     return FAILED
 
 
 @compiled
-def _launch(own: Any, graph: int) -> Any:
+def _launch(words: Any, graph: int) -> Any:
     """Replay, and look at the pinned word until the launch has ended. Whether it did."""
-    code = call(own[REPLAY], (graph, own[STREAM]))
+    code = call(words[REPLAY], (graph, words[STREAM]))
     if code:
-        return failed(own, REPLAY_FAILED, code)
-    own[LAUNCHES] = wanted = (own[LAUNCHES] + 1) & _WORD
-    asks = own[ARRIVED] != 0 and own[LIMIT] > 1
-    begin = begin_wait(own)
+        return failed(words, REPLAY_FAILED, code)
+    words[LAUNCHES] = wanted = (words[LAUNCHES] + 1) & _WORD
+    asks = words[INTERRUPT] != 0 and words[LIMIT] > 1
+    begin = begin_wait(words)
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
-    while load_acquire(own[PROGRESS]) != wanted:
-        if asks and call(own[ARRIVED], (own[ARRIVED_ARGUMENT],)):
-            store_release(own[DOORBELL], 1)
+    while load_acquire(words[PROGRESS]) != wanted:
+        if asks and call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
+            store_release(words[DOORBELL], 1)
             asks = False
-        if waited(own, begin) < 0:
+        if waited(words, begin) < 0:
             return False
-    store_release(own[DOORBELL], 0)
-    total = load_acquire(own[PROGRESS] + 4)
-    own[EXTENDS] = (total - own[TOTAL_EXTENDS]) & _WORD
-    own[TOTAL_EXTENDS] = total
-    own[WAITED_NS] += monotonic_ns(own[TIME]) - begin
+    store_release(words[DOORBELL], 0)
+    total = load_acquire(words[PROGRESS] + 4)
+    words[EXTENDS] = (total - words[TOTAL_EXTENDS]) & _WORD
+    words[TOTAL_EXTENDS] = total
+    words[WAITED_NS] += monotonic_ns(words[TIME]) - begin
     return True
 
 
@@ -235,47 +242,47 @@ def _launch(own: Any, graph: int) -> Any:
 
 
 @compiled
-def take_in(own: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
+def accept_query(words: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
     """Prepare a query in the staged line of the slot that it gets, or INVALID."""
     if not 0 <= collection < MAX_COLLECTIONS:
         return INVALID
-    form = words_at(own[FORMS] + 8 * FORM_FIELDS * collection, FORM_FIELDS)
-    if form[DIM] == 0:
+    encoding = words_at(words[ENCODINGS] + 8 * ENCODING_FIELDS * collection, ENCODING_FIELDS)
+    if encoding[DIM] == 0:
         return INVALID
-    table = table_of(own)
+    table = table_of(words)
     slot = slot_changes.next_free(table)
-    query = carray(pointer(vector), form[DIM], np.float32)
-    line = carray(pointer(own[LINES] + slot * own[LINE_BYTES]), own[LINE_BYTES], np.uint8)
-    if not write_query(query, form, line[4 * _HEAD_WORDS :]):
+    query = carray(pointer(vector), encoding[DIM], np.float32)
+    line = carray(pointer(words[LINES] + slot * words[LINE_BYTES]), words[LINE_BYTES], np.uint8)
+    if not write_query(query, encoding, line[4 * _HEAD_WORDS :]):
         return INVALID
-    compared = compared_of(own)
-    degree = compared.collections[collection, DEGREE]
-    among.begin(compared.slots[slot], collection, k, degree == 0)
-    layout.write_head(_head(own, slot), own[NEXT_TICKET], collection, degree, k, top_m, width, patience)
-    own[NEXT_TICKET] = own[NEXT_TICKET] % _WORD + 1
-    slot_changes.take(table, active_of(own), slot)
+    scans = scans_of(words)
+    degree = scans.collections[collection, DEGREE]
+    filtered.start_query(scans.slots[slot], collection, k, degree == 0)
+    layout.write_head(_head(words, slot), words[NEXT_TICKET], collection, degree, k, top_m, width, patience)
+    words[NEXT_TICKET] = words[NEXT_TICKET] % _WORD + 1
+    slot_changes.acquire(table, active_of(words), slot)
     return slot
 
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
-    slot = take_in(own, vector, collection, k, top_m, width, patience)
-    if slot != INVALID and not compared_of(own).slots[slot, SCANNING]:
-        _command(own, slot, _ACTIVE, own[DEVICE_LINES] + slot * own[LINE_BYTES])
+    words = words_at(handle, HANDLE_WORDS)
+    slot = accept_query(words, vector, collection, k, top_m, width, patience)
+    if slot != INVALID and not scans_of(words).slots[slot, SCANNING]:
+        _command(words, slot, _ACTIVE, words[DEVICE_LINES] + slot * words[LINE_BYTES])
     return slot
 
 
 @compiled
-def keep_to(own: Any, slot: int, allowed: int, passing: int) -> Any:
+def apply_filter(words: Any, slot: int, allowed: int, allowed_count: int) -> Any:
     """Restrict a query. Whether the host compares its rows from now on."""
-    compared, head = compared_of(own), _head(own, slot)
-    search = compared.slots[slot]
-    search[ALLOWED], search[PASSING] = allowed, passing
+    scans, head = scans_of(words), _head(words, slot)
+    search = scans.slots[slot]
+    search[ALLOWED], search[ALLOWED_COUNT] = allowed, allowed_count
     if search[SCANNING]:
         return False
-    about = compared.collections[np.int64(head[layout.COLLECTION_NUMBER])]
-    length = walk_length(np.int64(head[layout.TOP_M]), passing, about[SIZE], own[MAX_K])
+    about = scans.collections[np.int64(head[layout.COLLECTION_NUMBER])]
+    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, about[SIZE], words[MAX_K])
     if length:
         head[layout.K] = head[layout.TOP_M] = length
         head[layout.VISITED_BITS] = layout.visited_bits(length, about[DEGREE])
@@ -285,58 +292,58 @@ def keep_to(own: Any, slot: int, allowed: int, passing: int) -> Any:
 
 
 @c_function("int64(int64, int64, int64, int64)")
-def restrict(handle: int, slot: int, allowed: int, passing: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
-    if keep_to(own, slot, allowed, passing):
-        _command(own, slot, _FREE, 0)
+def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
+    words = words_at(handle, HANDLE_WORDS)
+    if apply_filter(words, slot, allowed, allowed_count):
+        _command(words, slot, _FREE, 0)
     return 0
 
 
 @compiled
-def _compare(own: Any, compared: Any, slot: int) -> Any:
+def _scan_step(words: Any, scans: Any, slot: int) -> Any:
     """One extend of a slot whose rows are compared. Whether it is done."""
-    search = compared.slots[slot]
+    search = scans.slots[slot]
     search[SPENT] += 1
-    store_release(_result(own, slot) + _EXTENDS_OFFSET, search[SPENT])
-    if not compare(compared, slot):
+    store_release(_result(words, slot) + _EXTENDS_OFFSET, search[SPENT])
+    if not scan_rows(scans, slot):
         return False
-    among.write_compared(compared, slot, _nodes(own, slot), _raw(own, slot))
+    filtered.write_scan_result(scans, slot, _nodes(words, slot), _raw(words, slot))
     return True
 
 
 @compiled
-def _walked(own: Any, compared: Any, slot: int) -> Any:
+def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
     """Whether a slot that the device searches is done: too little may have been found, and is compared then."""
-    result, search = _result(own, slot), compared.slots[slot]
-    if words_at(own[SEATS] + 8 * SEAT_WORDS * slot, SEAT_WORDS)[IS_OUT]:
+    result, search = _result(words, slot), scans.slots[slot]
+    if words_at(words[SLOT_STATES] + 8 * SLOT_STATE_WORDS * slot, SLOT_STATE_WORDS)[ON_DEVICE]:
         return False
-    if load_acquire(result + _TICKET_OFFSET) != _head(own, slot)[layout.TICKET]:
+    if load_acquire(result + _TICKET_OFFSET) != _head(words, slot)[layout.TICKET]:
         return False
     if search[ALLOWED] == 0:
         return True
-    walked = _nodes(own, slot)[: np.int64(_head(own, slot)[layout.K])]
-    if among.passed(search, walked) >= min(search[WANTED], search[PASSING]):
+    walked = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
+    if filtered.count_allowed(search, walked) >= min(search[WANTED], search[ALLOWED_COUNT]):
         return True
     search[SCANNING], search[SPENT] = 1, load_acquire(result + _EXTENDS_OFFSET)
     return False
 
 
 @compiled
-def finish_done(own: Any, report: int) -> Any:
+def report_finished(words: Any, report: int) -> Any:
     """Take what is done out of the active slots and into the report, after the two words that it begins with; rows that
     the host compares are compared, an extend's. How many are done."""
-    table, active, compared = table_of(own), active_of(own), compared_of(own)
+    table, active, scans = table_of(words), active_of(words), scans_of(words)
     kept = done = 0
     for i in range(table[ACTIVE_COUNT]):
         slot = active[i]
-        scanning = compared.slots[slot, SCANNING]
-        if not (_compare(own, compared, slot) if scanning else _walked(own, compared, slot)):
+        scanning = scans.slots[slot, SCANNING]
+        if not (_scan_step(words, scans, slot) if scanning else _graph_search_done(words, scans, slot)):
             active[kept] = slot
             kept += 1
             continue
         slot_changes.finish(table, slot)
         finished = words_at(report + 16 + 16 * done, 2)
-        finished[0], finished[1] = slot, load_acquire(_result(own, slot) + _EXTENDS_OFFSET)
+        finished[0], finished[1] = slot, load_acquire(_result(words, slot) + _EXTENDS_OFFSET)
         done += 1
     table[ACTIVE_COUNT] = kept
     return done
@@ -344,40 +351,40 @@ def finish_done(own: Any, report: int) -> Any:
 
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
-    table, active, told, compared = table_of(own), active_of(own), words_at(report, 2), compared_of(own)
+    words = words_at(handle, HANDLE_WORDS)
+    table, active, told, scans = table_of(words), active_of(words), words_at(report, 2), scans_of(words)
     count = table[ACTIVE_COUNT]
     highest, walking = -1, 0
     for i in range(count):
-        if not compared.slots[active[i], SCANNING]:
+        if not scans.slots[active[i], SCANNING]:
             highest = max(highest, active[i])
             walking += 1
     told[0], told[1] = 1, 0
     # SYNC POINT: the replay's end is waited for, and with it that commands have been read; without a replay they stay
     # here, for the host would write over what the device may be reading yet.
     if walking:
-        if own[PENDING] and not _write_slots(own):
+        if words[PENDING] and not _write_slots(words):
             return FAILED
-        buckets = words_at(own[GRAPHS], 2 * own[BUCKETS])
+        buckets = words_at(words[GRAPHS], 2 * words[BUCKETS])
         bucket = 0
         while buckets[2 * bucket] <= highest:
             bucket += 1
-        if not _launch(own, buckets[2 * bucket + 1]):
+        if not _launch(words, buckets[2 * bucket + 1]):
             return FAILED
-        told[0], told[1] = own[EXTENDS], buckets[2 * bucket] - walking
-    return finish_done(own, report)
+        told[0], told[1] = words[EXTENDS], buckets[2 * bucket] - walking
+    return report_finished(words, report)
 
 
 @c_function("int64(int64, int64, int64, int64)")
-def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
-    compared, number = compared_of(own), np.int64(_head(own, slot)[layout.COLLECTION_NUMBER])
-    search, about = compared.slots[slot], compared.collections[number]
+def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
+    words = words_at(handle, HANDLE_WORDS)
+    scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
+    search, about = scans.slots[slot], scans.collections[number]
     factor, offset = np.int64(about[FACTOR]).view(np.float64), np.int64(about[OFFSET]).view(np.float64)
-    k, nodes, raw, names = search[WANTED], _nodes(own, slot), _raw(own, slot), words_at(own[IDS], MAX_COLLECTIONS)
+    k, nodes, raw, names = search[WANTED], _nodes(words, slot), _raw(words, slot), words_at(words[IDS], MAX_COLLECTIONS)
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     found = 0
-    for i in range(k if search[SCANNING] else np.int64(_head(own, slot)[layout.K])):
+    for i in range(k if search[SCANNING] else np.int64(_head(words, slot)[layout.K])):
         node = np.int64(nodes[i])
         if node < 0 or found == k:
             break
@@ -389,12 +396,12 @@ def harvest(handle: int, slot: int, ids: int, distances: int) -> Any:
 
 
 @c_function("int64(int64, int64, int64)")
-def change(handle: int, slot: int, what: int) -> Any:
-    own = words_at(handle, HANDLE_WORDS)
-    slot_changes.change(table_of(own), active_of(own), slot, what)
-    if compared_of(own).slots[slot, SCANNING] and what != RELEASE:
+def change_state(handle: int, slot: int, action: int) -> Any:
+    words = words_at(handle, HANDLE_WORDS)
+    slot_changes.change(table_of(words), active_of(words), slot, action)
+    if scans_of(words).slots[slot, SCANNING] and action != RELEASE:
         return 0  # the device knows nothing of it
-    _command(own, slot, _PAUSED if what == PAUSE else _ACTIVE if what == RESUME else _FREE, 0)
+    _command(words, slot, _PAUSED if action == PAUSE else _ACTIVE if action == RESUME else _FREE, 0)
     return 0
 
 

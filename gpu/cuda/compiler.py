@@ -118,7 +118,7 @@ def compile_kernels(arch: str, cache: Path | None = None) -> bytes:
     Raises DeviceUnavailable without the extra [cuda]; DeviceError with the compiler's messages.
     """
     source = kernel_source()
-    directory = _private(default_cache() if cache is None else cache)
+    directory = _private_directory(default_cache() if cache is None else cache)
     path = directory / f"{arch}-{_digest(source, arch)}.cubin"
     if path.is_file():
         return path.read_bytes()
@@ -186,7 +186,7 @@ def _digest(source: str, arch: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _private(directory: Path) -> Path:
+def _private_directory(directory: Path) -> Path:
     """The directory, made if need be. Code is loaded from it, so it must be this user's alone to write to."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()

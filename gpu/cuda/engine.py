@@ -9,18 +9,18 @@ from gpu.build.params import check_within
 from gpu.cuda import backend, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
-from gpu.cuda.graphs import LIFE_US, Form, Kernels, LaunchGraphs, StageTimes, buckets_of, time_stages
+from gpu.cuda.graphs import LIFETIME_US, Kernels, LaunchForm, LaunchGraphs, StageTimes, buckets_of, time_stages
 from gpu.cuda.handle import Handle
 from gpu.cuda.upload import DeviceArrays
-from gpu.engine import Backend, Engine, function_of
+from gpu.engine import Backend, Engine, c_callable
 from gpu.errors import DeviceError, InvalidParams
 from gpu.index.data import IndexData
 from gpu.index.graph_index import GraphIndex
 from gpu.slots import Limits
 
 MAX_EXTENDS_PER_LAUNCH = 1024
-_FAULT_LOOK_NS = 10_000_000
-_GIVE_UP_NS = 30_000_000_000
+_FAULT_POLL_NS = 10_000_000
+_LAUNCH_TIMEOUT_NS = 30_000_000_000
 _CALLS = {
     backend.LAUNCH_FAILED: "cuLaunchKernel",
     backend.REPLAY_FAILED: "cuGraphLaunch",
@@ -29,7 +29,7 @@ _CALLS = {
 _ARRIVED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
-_launch, _stop = function_of(backend.launch, 2), function_of(resident.stop, 1)
+_launch, _stop = c_callable(backend.launch, 2), c_callable(resident.stop, 1)
 
 
 class CudaEngine(Engine):
@@ -54,25 +54,28 @@ class CudaEngine(Engine):
         max_k: int | None = None,
         max_search_width: int = 8,
         extends_per_launch: int = 1,
-        form: Form | None = None,
-        fault_look_ns: int = _FAULT_LOOK_NS,
-        give_up_ns: int = _GIVE_UP_NS,
-        life_us: int = LIFE_US,
+        form: LaunchForm | None = None,
+        fault_poll_ns: int = _FAULT_POLL_NS,
+        launch_timeout_ns: int = _LAUNCH_TIMEOUT_NS,
+        life_us: int = LIFETIME_US,
     ) -> None:
-        """image: the kernels, compiled for the device. fault_look_ns, give_up_ns: after which a launch has the driver
-        asked whether it failed, and counts as hanging. life_us: of a resident launch.
+        """Open the engine on a driver, which the caller closes.
 
-        Raises InvalidParams, OutOfDeviceMemory, DeviceError. The driver stays the caller's to close.
+        image: the kernels, compiled for the device. fault_poll_ns: interval at which a wait for a launch polls the
+        driver for errors. launch_timeout_ns: a launch that runs longer is an error. life_us: duration of a resident
+        launch.
+
+        Raises InvalidParams, OutOfDeviceMemory, DeviceError.
         """
         check_within("extends_per_launch", extends_per_launch, 1, MAX_EXTENDS_PER_LAUNCH)
         super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         data = self._collections.loaded
-        # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.passing`.
+        # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.filtered`.
         self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
         self._own_driver = False
         self.resident = False
-        self._hangs = False  # a launch has not ended in time, and never may
+        self._timed_out = False  # a launch has not ended in time, and never may
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
         self._uploads: dict[str, DeviceArrays] = {}  # that `load_part` has begun
@@ -89,10 +92,10 @@ class CudaEngine(Engine):
             self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
             # How launches are made, by bucket, and why not as was wanted; whether blocks stay on the device; the most
             # extends of a launch: what was wanted, or 1 where the device cannot.
-            self.forms, self.refused, self.resident = graphs.forms, graphs.refused, graphs.resident
+            self.forms, self.fallback_reason, self.resident = graphs.forms, graphs.fallback_reason, graphs.resident
             self.extends_per_launch = graphs.limit
-            own.words[backend.LOOK_NS], own.words[backend.GIVE_UP_NS] = fault_look_ns, give_up_ns
-            self._serve(self._functions(), own.table)
+            own.words[backend.POLL_NS], own.words[backend.TIMEOUT_NS] = fault_poll_ns, launch_timeout_ns
+            self._start(self._functions(), own.table)
             for number, one in enumerate(data):
                 own.load(number, one)
             memory.doorbell[0] = graphs.resident  # at which the launch ends
@@ -131,12 +134,12 @@ class CudaEngine(Engine):
         own, number = self.handle, self._collections.number
         if self.resident:
             return Backend(
-                resident.admit, resident.extend, backend.harvest, resident.change, own.address, number,
-                resident.restrict, self._check, resident.hurry,
+                resident.admit, resident.extend, backend.read_result, resident.change_state, own.address, number,
+                resident.set_filter, self._check, resident.prioritize,
             )  # fmt: skip
         return Backend(
-            backend.admit, backend.extend, backend.harvest, backend.change, own.address, number, backend.restrict,
-            self._check,
+            backend.admit, backend.extend, backend.read_result, backend.change_state, own.address, number,
+            backend.set_filter, self._check,
         )  # fmt: skip
 
     def load(self, collection: str, index: GraphIndex) -> None:
@@ -192,9 +195,9 @@ class CudaEngine(Engine):
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
         """See `Engine.interrupt_when`."""
         self._arrived = _ARRIVED(lambda _: arrived())
-        self.handle.words[backend.ARRIVED] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
+        self.handle.words[backend.INTERRUPT] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
-    def _wanted(self, slot: int) -> int:
+    def _requested_k(self, slot: int) -> int:
         return self.handle.wanted(slot)
 
     def _check_open(self) -> None:
@@ -203,12 +206,12 @@ class CudaEngine(Engine):
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Waits for the device if the query still runs. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        memory, compared = self.batch_memory(), self.handle.compared_extends(slot)
+        memory, compared = self.batch_memory(), self.handle.scan_extends(slot)
         if compared is not None:
             return compared
         if self.resident:
             self.stop()
-            return int(self.handle.seats[slot, resident.REACHED])
+            return int(self.handle.slot_states[slot, resident.REACHED])
         ticket = memory.head(slot)[layout.TICKET]
         if (head := memory.results[slot])["ticket"] != ticket:
             head = memory.device_heads()[slot]
@@ -228,7 +231,7 @@ class CudaEngine(Engine):
         """See `Engine.close`. A driver that `open` made is closed too."""
         if self._stream:
             stream, self._stream = self._stream, 0
-            if self._hangs:  # waiting for it, or freeing what it uses, would hang too: the process's end frees it
+            if self._timed_out:  # waiting for it, or freeing what it uses, would hang too: the process's end frees it
                 return
             with contextlib.suppress(DeviceError):  # a launch that failed must not keep the memory
                 if self._memory is not None and self._graphs is not None:
@@ -259,14 +262,14 @@ class CudaEngine(Engine):
         failure, code, wanted = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
         if failure in _CALLS:
             self._driver.raise_for(_CALLS[failure], code)
-        if failure == backend.SILENT:
+        if failure == backend.NOT_REPORTED:
             reported = self.batch_memory().progress[0]
             raise DeviceError(f"launch {wanted} ended, but only {reported} launches are reported")
-        if failure == backend.LOST:
+        if failure == backend.RECORDS_MISSING:
             raise DeviceError(f"launch {wanted} ended without a record of {code} of the queries that it took")
-        if failure == backend.HANGS:
-            self._hangs = True
-            raise DeviceError(f"launch {wanted} has not ended within {words[backend.GIVE_UP_NS] / 1e9:g} s")
+        if failure == backend.TIMED_OUT:
+            self._timed_out = True
+            raise DeviceError(f"launch {wanted} has not ended within {words[backend.TIMEOUT_NS] / 1e9:g} s")
 
     def batch_memory(self) -> BatchMemory:
         """What the engine shares with its device. Raises `DeviceError` once it was closed."""

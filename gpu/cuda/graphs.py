@@ -23,9 +23,9 @@ from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Argument, Dim, Driver
 from gpu.errors import DeviceError, InvalidParams
 
-Form = Literal["plain", "loop", "fused", "resident"]
+LaunchForm = Literal["plain", "loop", "fused", "resident"]
 BUCKETS = (1, 8, 32, 128, 512, 2048)
-LIFE_US = 1_000_000
+LIFETIME_US = 1_000_000
 """A resident launch ends after this long, whoever is there, and the next one goes on where it was."""
 _RESIDENT_THREADS = (layout.RESIDENT_THREADS, layout.RESIDENT_THREADS // 2)
 _PARTS = 8  # of the device's room for blocks, of which resident ones leave one to others
@@ -153,16 +153,16 @@ class LaunchGraphs:
         stream: int,
         kernels: Kernels,
         buckets: Sequence[int],
-        form: Form | None,
+        form: LaunchForm | None,
         limit: int,
-        life_us: int = LIFE_US,
+        life_us: int = LIFETIME_US,
     ) -> None:
         if form == "plain" and limit != 1:
             raise InvalidParams(f"a plain launch is one extend, not {limit}")
         self._driver, self._stream, self._kernels = driver, stream, kernels
         self.buckets = tuple(sorted(buckets))
-        self.refused = ""  # why a form that was wanted could not be had
-        self.forms: dict[int, Form] = {}
+        self.fallback_reason = ""  # why a form that was wanted could not be had
+        self.forms: dict[int, LaunchForm] = {}
         self._graphs: dict[int, int] = {}
         if form == "resident" and self._make_resident(life_us):
             self.limit = limit
@@ -181,7 +181,7 @@ class LaunchGraphs:
         try:
             stage = self._kernels.resident_stage(life_us)
         except DeviceError as error:
-            self.refused = str(error)
+            self.fallback_reason = str(error)
             return False
         self.buckets = self.buckets[-1:]
         self._graphs[self.buckets[0]] = self._captured(lambda: self._kernels.launch(self._stream, stage))
@@ -192,12 +192,12 @@ class LaunchGraphs:
     def resident(self) -> bool:
         return set(self.forms.values()) == {"resident"}
 
-    def _best(self, bucket: int, limit: int) -> Form:
+    def _best(self, bucket: int, limit: int) -> LaunchForm:
         if bucket <= self._driver.multiprocessors:
             return "fused"
         return "plain" if limit == 1 else "loop"
 
-    def _make(self, bucket: int, form: Form, limit: int) -> None:
+    def _make(self, bucket: int, form: LaunchForm, limit: int) -> None:
         try:
             if form == "fused":
                 self._kernels.load_fused(limit)
@@ -205,7 +205,7 @@ class LaunchGraphs:
         except DeviceError as error:
             if form == "plain":
                 raise
-            self.refused, form = str(error), "plain"
+            self.fallback_reason, form = str(error), "plain"
             self._graphs[bucket] = self._capture(bucket, form, 1)
         self.forms[bucket] = form
 
@@ -213,7 +213,7 @@ class LaunchGraphs:
         """Buckets and their graphs, int64 [buckets, 2], smallest first."""
         return np.array([(bucket, self._graphs[bucket]) for bucket in self.buckets], np.int64)
 
-    def _capture(self, bucket: int, form: Form, limit: int) -> int:
+    def _capture(self, bucket: int, form: LaunchForm, limit: int) -> int:
         driver, stream = self._driver, self._stream
 
         def launches() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import Form
+from gpu.cpu.queries import QueryEncoding
 from gpu.cpu.state import collection_table
-from gpu.cpu.tables import EXTENDS, FORM_FIELDS, SCANNING, K
+from gpu.cpu.tables import ENCODING_FIELDS, EXTENDS, SCANNING, K
 from gpu.cuda import backend as of
-from gpu.cuda import layout, resident
-from gpu.cuda import passing as among
+from gpu.cuda import filtered, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
@@ -33,36 +32,36 @@ class Handle:
         self._memory = memory
         self._active = np.zeros(slots, np.int32)
         self._places, self._time = np.zeros(slots, np.int64), np.zeros(2, np.int64)
-        self._forms = np.zeros((MAX_COLLECTIONS, FORM_FIELDS), np.int64)
+        self._encodings = np.zeros((MAX_COLLECTIONS, ENCODING_FIELDS), np.int64)
         self._ids = np.zeros(MAX_COLLECTIONS, np.int64)
-        self._compared = among.new_compared(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
+        self._scans = filtered.new_host_scans(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
         self._graphs = graphs.table()
         self._commands_address = np.array([memory.commands_address], np.uint64)
-        self.seats = np.zeros((slots, of.SEAT_WORDS), np.int64)
-        self._stay = np.zeros(resident.STAY_WORDS, np.int64)
+        self.slot_states = np.zeros((slots, of.SLOT_STATE_WORDS), np.int64)
+        self._stay = np.zeros(resident.RESIDENT_WORDS, np.int64)
         self._stay[resident.AT_RINGS] = memory.rings.ctypes.data
         self._stay[resident.AT_GOALS] = memory.goals.ctypes.data
         self._stay[resident.AT_RECORDS] = memory.records.ctypes.data
         self._stay[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
-        self._alive: dict[int, tuple[IndexData, Form]] = {}
+        self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
         arrays: dict[int, npt.NDArray[Any]] = {
             of.TABLE: self.table.words,
             of.ACTIVE: self._active,
-            of.FORMS: self._forms,
+            of.ENCODINGS: self._encodings,
             of.IDS: self._ids,
-            of.COLLECTIONS: self._compared.collections,
-            of.SEARCHES: self._compared.slots,
-            of.KEYS: self._compared.keys,
+            of.COLLECTIONS: self._scans.collections,
+            of.SEARCHES: self._scans.slots,
+            of.KEYS: self._scans.keys,
             of.LINES: memory.lines,
             of.COMMANDS: memory.commands,
             of.PLACES: self._places,
             of.RESULTS: memory.results,
             of.GRAPHS: self._graphs,
             of.ARGUMENTS: self._arguments,
-            of.STAY: self._stay,
-            of.SEATS: self.seats,
+            of.RESIDENT: self._stay,
+            of.SLOT_STATES: self.slot_states,
             of.TIME: self._time,
         }
         for word, array in arrays.items():
@@ -97,24 +96,24 @@ class Handle:
     def load(self, number: int, data: IndexData) -> None:
         """Queries may be admitted to this collection."""
         read = replace(data, rows=layout.without_sketch(data.rows), codes=None)
-        form = Form(read.rows)
-        self._alive[number] = (read, form)
+        encoding = QueryEncoding(read.rows)
+        self._alive[number] = (read, encoding)
         self._ids[number] = 0 if data.ids is None else data.ids.ctypes.data
-        self._compared.collections[number] = collection_table([read])[0]
-        self._forms[number] = form.line
+        self._scans.collections[number] = collection_table([read])[0]
+        self._encodings[number] = encoding.line
 
     def unload(self, number: int) -> None:
         """No query may be admitted to this collection any more; none has a slot."""
-        self._forms[number] = 0
+        self._encodings[number] = 0
         del self._alive[number]
 
     def wanted(self, slot: int) -> int:
         """How many results a slot's query asks for."""
-        return int(self._compared.slots[slot, K])
+        return int(self._scans.slots[slot, K])
 
-    def compared_extends(self, slot: int) -> int | None:
+    def scan_extends(self, slot: int) -> int | None:
         """The extends of a slot whose rows the host compares; None where the device searches."""
-        search = self._compared.slots[slot]
+        search = self._scans.slots[slot]
         return int(search[EXTENDS]) if search[SCANNING] else None
 
     def searches(self, number: int) -> bool:

@@ -15,7 +15,7 @@ from gpu.index.data import IndexData, bitmap, fastest_bits
 from gpu.params import SearchParams
 
 Progress = Callable[[str, float], None]
-Keep = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
+Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
 
 
 class GraphIndex:
@@ -44,7 +44,7 @@ class GraphIndex:
         threads: int = 1,
         device: BuildDevice = "cpu",
         progress: Progress | None = None,
-        keep: Keep | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> "GraphIndex":
         """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
@@ -55,8 +55,8 @@ class GraphIndex:
         dimension, 1..4; 0: as many as are fastest (`gpu.index.data.fastest_bits`). seed: of the random choices, 0 or
         more; on the CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda"
         has the graph built on a GPU, by cuVS (extra [cuvs]) or else by torch. progress: called with a stage's name and
-        the part of it that is done, 0..1. keep: called with the name of what takes long and what makes it; returns that
-        array, or what it has of it from a build of the same vectors that did not end.
+        the fraction done, 0..1. checkpoint: called with the name of an expensive array and a function that computes it;
+        returns the array, or the copy that an interrupted build of the same vectors has left.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, neighbor_codes, code_bits, seed, threads, device)
@@ -65,10 +65,10 @@ class GraphIndex:
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
         # Compiled code, which opening an index does without.
         from gpu.build.graph import build_graph, neighbor_pairs
-        from gpu.build.knn import make_at_once
+        from gpu.build.knn import no_checkpoint
         from gpu.build.neighbor_codes import make_codes
 
-        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device, keep or make_at_once)
+        graph, seeds = build_graph(checked, metric, degree, seed, threads, report, device, checkpoint or no_checkpoint)
         report("encoding", 0.0)
         encoded = rows.encode(checked, metric, dtype, None if neighbor_codes else neighbor_pairs(graph, seed), seed)
         codes = None
@@ -116,15 +116,15 @@ class GraphIndex:
         patience: int | None = None,
         threads: int = 1,
         allowed: npt.NDArray[np.bool_] | None = None,
-        enough: int = 0,
+        min_allowed: int = 0,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """The k nearest of each query [q, d] → ids int64 [q, k] and distances float32 [q, k], nearest first.
 
         Where there are fewer than k vectors, ids are -1 and distances +inf. For the parameters see `SearchParams`.
         allowed: bool [N], which rows may be results. The walk keeps top_m rows of all, so for the same recall top_m
         grows as the part that is allowed falls; `exact` compares each allowed row instead.
-        enough: end a walk when so many allowed rows lie before the next that it would go on from; 0: when it has been
-        through top_m.
+        min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when all of top_m has been
+        expanded.
         Raises InvalidVector and InvalidParams.
         """
         from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
@@ -132,7 +132,7 @@ class GraphIndex:
         params = SearchParams(k, top_m, search_width, patience)
         check_within("threads", threads, 1, MAX_THREADS)
         bits = None if allowed is None else bitmap(allowed, self.size)
-        nodes, distances = search(self.data, queries, params, threads, allowed=bits, enough=enough)
+        nodes, distances = search(self.data, queries, params, threads, allowed=bits, min_allowed=min_allowed)
         return self.data.ids_of(nodes), distances
 
     def exact(

@@ -105,12 +105,12 @@ def checked_vectors(vectors: npt.ArrayLike, metric: str) -> FloatArray:
         else:
             good &= squares <= np.finfo(np.float32).max / 8  # so that no squared distance overflows
         if not good.all():
-            raise InvalidVector(_complaint(begin + int(np.argmin(good)), array))
+            raise InvalidVector(_row_error(begin + int(np.argmin(good)), array))
         out[begin : begin + _BLOCK] = block
     return out
 
 
-def _complaint(row: int, array: AnyArray) -> str:
+def _row_error(row: int, array: AnyArray) -> str:
     values = array[row].astype(np.float64)
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
@@ -184,7 +184,7 @@ def _padded_copy(vectors: FloatArray, dtype: str) -> AnyArray:
     return out
 
 
-def metric_form(rows: Rows) -> tuple[float, float]:
+def metric_transform(rows: Rows) -> tuple[float, float]:
     """Factor and offset that turn a raw distance (squared L2 or minus dot, of the stored values) into the metric's."""
     if rows.metric == "cosine":
         return 1.0, 1.0
@@ -193,5 +193,5 @@ def metric_form(rows: Rows) -> tuple[float, float]:
 
 def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
     """Raw distances as the metric's, in float32."""
-    factor, offset = metric_form(rows)
+    factor, offset = metric_transform(rows)
     return (raw * np.float64(factor) + offset).astype(np.float32)

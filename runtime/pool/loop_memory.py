@@ -82,8 +82,8 @@ class PoolLoop:
         self.words[of.DESK] = server.desk.address
         self.words[of.ADMIT : of.HANDLE + 1] = backend[:5]
         self.words[of.CLOCK], self.words[of.MAX_WIDTH] = clock, max_width
-        self.words[of.RESTRICT], self.words[of.SCOPES] = backend.restrict, self._scopes.address
-        self.words[of.HURRY] = backend.hurry
+        self.words[of.RESTRICT], self.words[of.SCOPES] = backend.set_filter, self._scopes.address
+        self.words[of.HURRY] = backend.prioritize
         for word, array in zip((of.REPORT, of.OWNERS, of.EVICTED, of.STATIC_DONE), scratch, strict=True):
             self.words[word] = array.ctypes.data
         for number, counter in enumerate(of.COUNTERS):

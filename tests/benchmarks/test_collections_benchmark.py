@@ -42,7 +42,7 @@ def test_the_switch_is_measured_through_the_engine_one_extend_a_step() -> None:
     found = switch.switched(vectors[:900], vectors[900:], "l2", seed=0)
     assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "with fewer it would not walk"
     assert all(one["rows_a_step"] > 0 for one in found)
-    assert "(`ROWS_A_STEP` is 5), 1 at a time: " in switch.report_of(found)
+    assert "(`SCAN_ROWS_PER_ENTRY` is 5), 1 at a time: " in switch.report_of(found)
 
 
 def test_kills_of_several_runs_add_up() -> None:

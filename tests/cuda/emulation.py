@@ -51,7 +51,7 @@ _KIND = {name: number for number, name in enumerate(_ORDERS)}
 _HEAD = struct.Struct("<IIQQQ")
 _PAUSE_S = 100e-6
 LOOK_NS = 20_000
-"""For the engine's `fault_look_ns`: a host that asks the emulated device soon leaves it the core while it waits."""
+"""For the engine's `fault_poll_ns`: a host that asks the emulated device soon leaves it the core while it waits."""
 _NAMES = [kernel.name for kernel in KERNELS]
 _C_NAMES: dict[type, str] = {np.uint32: "uint32", np.uint64: "uint64"}
 

@@ -30,7 +30,7 @@ vectors = np.random.default_rng(1).standard_normal((300, 24)).astype(np.float32)
 index = GraphIndex.build(vectors, metric="cosine", degree=8, ids=np.arange(300) * 10)
 engine = CudaEngine(CudaDriver("cuda:0"), b"image", {"docs": index}, slots=4, max_top_m=64)
 backend = engine.backend()
-admit, extend, harvest, change = (
+admit, extend, read_result, change = (
     ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(address)
     for count, address in zip((7, 2, 4, 3), backend)
 )
@@ -53,7 +53,7 @@ def test_queries_are_admitted_extended_and_harvested_through_the_drivers_own_fun
         "print(ask(), ask())\n"
         "print(*[step() for _ in range(3)], report[:6].tolist())\n"
         "ids, distances = np.zeros(5, np.int64), np.zeros(5, np.float32)\n"
-        "print(harvest(handle, 1, ids.ctypes.data, distances.ctypes.data), ids.tolist(), distances.tolist())\n"
+        "print(read_result(handle, 1, ids.ctypes.data, distances.ctypes.data), ids.tolist(), distances.tolist())\n"
     )
     out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
     assert out[0] == "0 1"

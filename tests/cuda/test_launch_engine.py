@@ -47,9 +47,9 @@ def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
 def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_read() -> None:
     setup, bits = Setup(), np.array([1, 0, 0, 0, 0], np.uint64)
     made = setup.engine.backend()
-    restrict = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(made.restrict)
+    set_filter = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(made.set_filter)
     (slot,) = setup.admit()
-    restrict(made.handle, slot, bits.ctypes.data, 1)  # so few that the host compares each
+    set_filter(made.handle, slot, bits.ctypes.data, 1)  # so few that the host compares each
     setup.engine.extend()
     assert setup.driver.names() == []
     setup.admit(2)
@@ -201,7 +201,7 @@ def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_lau
 
 
 def faulty(make: Callable[[Setup], None], hangs: bool = False) -> str:
-    setup = Setup(fault_look_ns=0, give_up_ns=1)
+    setup = Setup(fault_poll_ns=0, launch_timeout_ns=1)
     setup.admit()
     make(setup)
     with pytest.raises(DeviceError) as caught:

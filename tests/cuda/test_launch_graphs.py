@@ -86,7 +86,7 @@ def test_a_fused_launch_is_one_kernel_and_long_launches_have_visited_tables_in_s
     driver = RecordingDriver(max_shared_bytes=shared_bytes)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=limit, form="fused")
     assert engine.forms == {1: "fused", 8: "fused"}
-    assert not engine.refused
+    assert not engine.fallback_reason
     for bucket, (fused,) in zip((1, 8), graphs(driver), strict=True):
         assert (fused.kernel, fused.grid.x, fused.block.x) == (kernel, bucket, layout.FUSED_THREADS)
         assert fused.arguments[1].value == limit

@@ -7,7 +7,7 @@ import pytest
 
 from gpu import GraphIndex, SearchParams
 from gpu.cuda import layout
-from gpu.cuda.graphs import Form
+from gpu.cuda.graphs import LaunchForm
 from gpu.index.data import IndexData
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
@@ -17,7 +17,7 @@ from tests.gpu.reference import search_reference
 
 LONG = SearchParams(k=4, top_m=60, search_width=1)
 SHORT = SearchParams(k=4, top_m=5, search_width=1)
-FORMS: tuple[Form, ...] = ("loop", "fused")
+FORMS: tuple[LaunchForm, ...] = ("loop", "fused")
 
 
 def loop(bench: Workbench, limit: int) -> None:
@@ -126,7 +126,7 @@ def test_a_launch_with_nothing_to_do_ends(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("limit", [3, 50])
 def test_an_engine_of_long_launches_serves_arrivals_and_finds_what_the_reference_finds(
-    form: Form, limit: int, data: IndexData
+    form: LaunchForm, limit: int, data: IndexData
 ) -> None:
     random = np.random.default_rng(3)
     params = [SearchParams(k=5, top_m=int(random.integers(5, 40)), search_width=2) for _ in range(12)]

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.machine_code.arithmetic import Arithmetic
 from benchmarks.machine_code.counts import Counts, counts_of, executed, find_nvdisasm, listing_of, main, usual_index
+from benchmarks.machine_code.interpreter import Memory
 from benchmarks.machine_code.listing import kernels_of
-from benchmarks.machine_code.machine import Memory
 from gpu import GraphIndex
 from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, encode

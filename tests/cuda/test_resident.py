@@ -32,7 +32,7 @@ def searched(query: FloatArray, params: SearchParams = PARAMS) -> list[int]:
 
 
 def opened(driver: Any, slots: int = 12, **options: Any) -> CudaEngine:
-    options = {"extends_per_launch": 1024, "max_top_m": 64, "fault_look_ns": LOOK_NS, **options}
+    options = {"extends_per_launch": 1024, "max_top_m": 64, "fault_poll_ns": LOOK_NS, **options}
     return CudaEngine(driver, b"", {"docs": INDEX}, slots=slots, form="resident", **options)
 
 
@@ -102,7 +102,7 @@ def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_
     compiled, asked = Compiled(engine, 12), queries(8)
     long = [compiled.ask(query, None, 0, top_m=64) for query in asked[:3]]
     hurried = compiled.ask(asked[3], None, 0)
-    assert compiled.hurry(compiled.handle, hurried) == 0
+    assert compiled.prioritize(compiled.handle, hurried) == 0
     order: list[int] = []
     while hurried not in order:
         order += compiled.step()
@@ -143,7 +143,7 @@ def test_decode_is_not_starved_by_queries_that_hurry(new_driver: NewDriver) -> N
     compiled, asked = Compiled(engine, 32), queries(31)
     patient = compiled.ask(asked[0], None, 0)
     for query in asked[1:]:
-        compiled.hurry(compiled.handle, compiled.ask(query, None, 0))
+        compiled.prioritize(compiled.handle, compiled.ask(query, None, 0))
     order: list[int] = []
     while patient not in order:
         order += compiled.step()
@@ -156,7 +156,7 @@ def test_a_query_that_runs_is_released_at_once_and_its_slot_is_the_next_one_s(ne
     compiled, asked = Compiled(engine, 2), queries(9)
     for round in range(6):
         first, second = (compiled.ask(query, None, 0, top_m=64) for query in asked[round : round + 2])
-        compiled.hurry(compiled.handle, second)
+        compiled.prioritize(compiled.handle, second)
         while second not in compiled.step():
             pass
         for slot in (first, second):
@@ -232,7 +232,9 @@ def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, ne
 def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_released(
     losing: Path, new_driver: NewDriver
 ) -> None:
-    engine = opened(new_driver(program=losing), life_us=100_000_000, fault_look_ns=1_000_000, give_up_ns=100_000_000)
+    engine = opened(
+        new_driver(program=losing), life_us=100_000_000, fault_poll_ns=1_000_000, launch_timeout_ns=100_000_000
+    )
     slots = [engine.admit(query, PARAMS, "docs") for query in queries(4)]
     engine.extend()
     with pytest.raises(DeviceError, match=r"has not ended within 0\.1 s"):
@@ -246,7 +248,7 @@ def test_a_part_of_the_device_is_left_free_and_a_block_has_more_threads_where_fe
         made: list[Any] = []
         driver.on_launch = made.append
         with pytest.raises(DeviceError):  # nobody is there who would end the launch
-            opened(driver, slots, max_top_m=32, fault_look_ns=1)
+            opened(driver, slots, max_top_m=32, fault_poll_ns=1)
         (launch,) = [one for one in made if one.kernel == "extend_resident"]
         assert (launch.block.x, launch.grid.x) == (threads, blocks), slots
 
@@ -259,7 +261,7 @@ def test_rows_have_as_many_places_as_cost_no_block_that_is_wanted(blocks: int, p
     made: list[Any] = []
     driver.on_launch = made.append
     with pytest.raises(DeviceError):
-        opened(driver, blocks, max_top_m=32, fault_look_ns=1)
+        opened(driver, blocks, max_top_m=32, fault_poll_ns=1)
     (launch,) = [one for one in made if one.kernel == "extend_resident"]
     assert (launch.grid.x, launch.block.x, launch.arguments[3].value) == (blocks, 256, places)
     assert (launch.shared_bytes < 40_000) == (places == 4)
@@ -270,6 +272,6 @@ def test_where_no_block_has_room_launches_are_made_instead(new_driver: NewDriver
     driver.resident_blocks = lambda kernel, threads, shared_bytes: 0  # type: ignore[method-assign]
     engine = opened(driver)
     assert not engine.resident
-    assert "no room for a block of extend_resident" in engine.refused
+    assert "no room for a block of extend_resident" in engine.fallback_reason
     assert run_all(engine, queries(5)) == [searched(query) for query in queries(5)]
     engine.close()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpu.cpu.queries import Form, prepare, prepared_bytes
+from gpu.cpu.queries import QueryEncoding, prepare, prepared_bytes
 from gpu.cuda import layout
 from gpu.cuda.driver import Argument, Dim, Driver, PinnedMemory
 from gpu.cuda.layout import BatchShape, KernelSpec
@@ -92,7 +92,7 @@ class Workbench:
         for name, value in head.items():
             fields[name] = value
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
-        prepare(query[None], Form(index.rows), record)
+        prepare(query[None], QueryEncoding(index.rows), record)
         line[layout.SLOT.itemsize : layout.SLOT.itemsize + record.nbytes] = record[0]
         return line
 

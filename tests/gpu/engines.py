@@ -9,11 +9,11 @@ from gpu import CpuEngine, Engine, GraphIndex
 from gpu.cuda.compiler import compile_kernels
 from gpu.cuda.driver import Driver
 from gpu.cuda.engine import CudaEngine
-from gpu.cuda.graphs import Form
+from gpu.cuda.graphs import LaunchForm
 from gpu.errors import DeviceUnavailable
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 
-FORMS: tuple[Form, ...] = ("plain", "loop", "fused", "resident")
+FORMS: tuple[LaunchForm, ...] = ("plain", "loop", "fused", "resident")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Backend:
     """One kind of engine. `sums_as_search`: its distances are, to the last bit, those of `GraphIndex.search`."""
 
     device: str
-    form: Form = "plain"
+    form: LaunchForm = "plain"
 
     @property
     def sums_as_search(self) -> bool:
@@ -35,7 +35,7 @@ class Backend:
             return
         driver, image = self._device()
         if self.device == "emulated":
-            limits = {"fault_look_ns": LOOK_NS, **limits}
+            limits = {"fault_poll_ns": LOOK_NS, **limits}
         try:
             engine = CudaEngine(driver, image, collections, form=self.form, **limits)
             assert set(engine.forms.values()) == {self.form}

@@ -84,7 +84,7 @@ def test_a_build_that_was_ended_again_and_again_makes_the_graph_of_one_that_was_
     keep, whole = Kept(), GraphIndex.build(vectors, metric="l2", degree=16)
     for keep.most in range(8):
         with contextlib.suppress(InterruptedError):
-            built = GraphIndex.build(vectors, metric="l2", degree=16, keep=keep)
+            built = GraphIndex.build(vectors, metric="l2", degree=16, checkpoint=keep)
     parts = ["0", "4096", "8192"]
     assert list(keep.arrays) == [*(f"neighbors-{n}" for n in parts), "graph", *(f"better-{n}" for n in parts)]
     assert (built.data.graph == whole.data.graph).all()

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import bench as gpu_check
-from benchmarks.gpu_check import carry as carrying
+from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.bench import Section
-from benchmarks.gpu_check.drive import drive, poisson
-from benchmarks.gpu_check.limits import Skipped
-from benchmarks.gpu_check.made import made_set
+from benchmarks.gpu_check.load_driver import poisson, run_load
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.sections import kernels, peers, profile, small_run
 from benchmarks.gpu_check.sections.correctness import poison
-from benchmarks.gpu_check.verdicts import verdicts
+from benchmarks.gpu_check.synthetic import synthetic_set
+from benchmarks.gpu_check.targets import verdicts
+from benchmarks.gpu_check.time_limit import Skipped
 from gpu import CpuEngine, GraphIndex, SearchParams
 from gpu.cuda.graphs import StageTimes
 from tests.gpu.cases import clustered
@@ -72,7 +72,7 @@ def put_sections(monkeypatch: pytest.MonkeyPatch, **checks: Any) -> None:
 
 
 def speed(setup: Any, outcome: Outcome) -> None:
-    outcome.say("speed", "1/s")
+    outcome.add("speed", "1/s")
 
 
 def test_a_section_that_fails_or_is_late_keeps_what_it_has_and_does_not_stop_the_others(
@@ -213,7 +213,7 @@ def index() -> GraphIndex:
 def test_queries_that_arrive_in_time_are_all_answered_and_latency_counts_from_the_arrival(index: GraphIndex) -> None:
     queries = clustered(np.random.default_rng(1), 30, 16)
     engine = CpuEngine({"docs": index}, slots=4)
-    found = drive(engine, queries, SearchParams(5, 32, 2), poisson(10_000, 30))
+    found = run_load(engine, queries, SearchParams(5, 32, 2), poisson(10_000, 30))
     assert found.finished == 30
     assert found.ids.tolist() == index.search(queries, 5, 32, 2)[0].tolist()
     assert engine.free_slots == 4
@@ -222,7 +222,7 @@ def test_queries_that_arrive_in_time_are_all_answered_and_latency_counts_from_th
 
 def test_what_is_not_finished_within_the_limit_is_counted_and_leaves_no_slot_taken(index: GraphIndex) -> None:
     engine = CpuEngine({"docs": index}, slots=4)
-    found = drive(engine, clustered(np.random.default_rng(1), 5, 16), SearchParams(5, 32, 2), np.full(5, 1e9), 0.01)
+    found = run_load(engine, clustered(np.random.default_rng(1), 5, 16), SearchParams(5, 32, 2), np.full(5, 1e9), 0.01)
     assert found.finished == 0
     assert np.isnan(found.percentile(0.5))
     assert engine.free_slots == 4
@@ -253,7 +253,7 @@ def test_the_peers_window_gathers_what_came_within_a_millisecond_of_the_first() 
 
 
 def test_the_neighbors_found_on_a_device_are_the_exact_ones() -> None:
-    made = made_set(900, 24, 50, seed=1, device="cpu")
+    made = synthetic_set(900, 24, 50, seed=1, device="cpu")
     assert np.array_equal(made.base, made.base.astype(np.float16))
     distances = np.square(made.queries[:, None].astype(np.float64) - made.base[None]).sum(axis=2)
     found = np.take_along_axis(distances, made.truth, axis=1)
@@ -303,19 +303,19 @@ def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
 def test_what_is_carried_is_cut_into_small_pieces_that_make_the_archive_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(carrying, "PIECE_BYTES", 20_000)
+    monkeypatch.setattr(wheels, "PIECE_BYTES", 20_000)
 
     def fetch(requirements: Any, to: Path) -> None:
         (to / "numpy-2.0-any.whl").write_bytes(b"n" * 15_000)  # needed by both
         name = requirements[0].partition(">")[0]
         (to / f"{name}-1.0-any.whl").write_bytes(name.encode() * 10_000)
 
-    carrying.carry(tmp_path, fetch)
+    wheels.pack_wheels(tmp_path, fetch)
     pieces = sorted(tmp_path.glob("*.piece"))
     assert all(piece.stat().st_size <= 20_000 for piece in pieces)
     assert all(piece.name in capsys.readouterr().out for piece in pieces[:1])
     held = []
-    for pack in carrying.PACKS:
+    for pack in wheels.PACKS:
         whole = io.BytesIO(b"".join(piece.read_bytes() for piece in pieces if piece.name.startswith(pack)))
         with tarfile.open(fileobj=whole) as archive:
             held += archive.getnames()

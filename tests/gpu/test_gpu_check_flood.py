@@ -12,10 +12,10 @@ from benchmarks.gpu_check import bench as gpu_check
 from benchmarks.gpu_check import compiling
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.clients import Clients
-from benchmarks.gpu_check.drive import poisson
+from benchmarks.gpu_check.load_driver import poisson
 from benchmarks.gpu_check.sections import flood
 from benchmarks.gpu_check.setup import Setup, Source
-from benchmarks.gpu_check.verdicts import verdicts
+from benchmarks.gpu_check.targets import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
@@ -95,11 +95,11 @@ def test_on_a_gpu_what_a_pool_is_compiled_of_is_compiled_while_the_data_is_made(
     monkeypatch.setattr(gpu_check, "SECTIONS", {"first": first})
     monkeypatch.setattr(gpu_check, "prepare", lambda options: [setup_of(index, "cpu")])
 
-    def compiled_beside() -> nullcontext[None]:
+    def compile_in_background() -> nullcontext[None]:
         begun.append("compiling")
         return nullcontext()
 
-    monkeypatch.setattr(gpu_check, "compiled_beside", compiled_beside)
+    monkeypatch.setattr(gpu_check, "compile_in_background", compile_in_background)
     for options in (["--dry-run"], []):
         assert gpu_check.main([*options, "--out", str(tmp_path)]) == 0
     assert begun == ["sections", "compiling", "sections"]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks.common.data import nearest
-from benchmarks.gpu_check.made import random_set
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.sections import peers
 from benchmarks.gpu_check.sections.peers import Peer
+from benchmarks.gpu_check.synthetic import random_set
 from gpu import GraphIndex
 
 

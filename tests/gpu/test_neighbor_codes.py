@@ -10,7 +10,7 @@ import pytest
 from gpu import CpuEngine, GraphIndex, SearchParams
 from gpu.build.neighbor_codes import make_codes, rotate_all
 from gpu.compiled import compiled
-from gpu.cpu import scan
+from gpu.cpu import fast_scan
 from gpu.cpu.extend.keys import insert_at, insert_by_chunks
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.errors import IndexFormatError, InvalidParams
@@ -35,12 +35,12 @@ def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: flo
     prepared[0, : len(query)] = query
     rotate_all(prepared, codes.signs)
     table, out = aligned_empty((1, 4 * codes.dims), np.uint8), np.zeros(GROUP, np.float32)
-    step, offset = scan.write_table(np.uint64(prepared.ctypes.data), codes.dims, np.uint64(table.ctypes.data))
+    step, offset = fast_scan.write_table(np.uint64(prepared.ctypes.data), codes.dims, np.uint64(table.ctypes.data))
     found = []
     part_bytes = block_bytes(codes.dims, GROUP, codes.bits)
     for begin in range(0, codes.blocks.shape[1], part_bytes):
         address = np.uint64(codes.blocks[node].ctypes.data + begin)
-        scan.estimate(
+        fast_scan.estimate(
             address,
             np.uint64(table.ctypes.data),
             codes.dims,
@@ -123,11 +123,11 @@ def test_a_neighbour_that_is_the_node_itself_has_its_distance(random: np.random.
 
 
 def test_processors_without_look_ups_of_bytes_sum_the_same(random: np.random.Generator) -> None:
-    slow = scan.scan_by(scan.look_up_each)
+    slow = fast_scan.scan_by(fast_scan.look_up_each)
 
     @compiled
     def both(codes: Any, table: Any, quick: Any, one_by_one: Any) -> None:
-        scan.add_sums(
+        fast_scan.add_sums(
             np.uint64(codes.ctypes.data),
             np.uint64(table.ctypes.data),
             0,

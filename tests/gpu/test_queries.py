@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, Form, prepare, prepared_bytes
+from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.tables import SKETCH_LANES
 from gpu.index.rows import Metric, aligned_empty, checked_vectors, encode
 from tests.gpu.cases import METRICS
@@ -22,16 +22,17 @@ def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(me
     if metric == "l2":
         shifted = shifted * rows.scale - rows.centre
     expected = shifted @ rows.sketch.projection[:, :384].T.astype(np.float64)
-    form = Form(rows)
+    encoding = QueryEncoding(rows)
     half = expected.shape[1] // 2
     places = np.arange(half)
     lower = (places // 32) * 64 + places % 32
     for _ in range(20):
         prepared = aligned_empty((len(queries), prepared_bytes(rows)), np.uint8)
-        prepare(queries, form, prepared)
+        prepare(queries, encoding, prepared)
         steps = prepared[:, SKETCH_STEP : SKETCH_STEP + 4].copy().view(np.float32)
         lanes = (
-            prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * int(form.line[SKETCH_LANES])].copy().view(np.int16) * steps
+            prepared[:, QUERY_SKETCH : QUERY_SKETCH + 2 * int(encoding.line[SKETCH_LANES])].copy().view(np.int16)
+            * steps
         )
         found = np.hstack([lanes[:, lower], lanes[:, lower + 32]])
         assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from gpu import Engine, GraphIndex
-from gpu.cpu.extend.passing import ROWS_A_STEP, ROWS_AN_EXTEND, walk_length
+from gpu.cpu.extend.filtered import SCAN_ROWS_PER_ENTRY, SCAN_ROWS_PER_EXTEND, filtered_top_m
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
 from gpu.index.data import IndexData, bitmap
 from gpu.index.rows import Dtype, Metric
@@ -28,11 +28,11 @@ class Compiled:
         self._engine = engine  # the functions work on its memory
         made = engine.backend()
         self.handle, self.number = made.handle, made.number
-        self.admit, self.extend, self.harvest, self.change, self.restrict = (
+        self.admit, self.extend, self.read_result, self.change, self.set_filter = (
             self._function(count, address)
-            for count, address in zip((7, 2, 4, 3, 4), (*made[:4], made.restrict), strict=True)
+            for count, address in zip((7, 2, 4, 3, 4), (*made[:4], made.set_filter), strict=True)
         )
-        self.hurry = self._function(2, made.hurry)
+        self.prioritize = self._function(2, made.prioritize)
         self._report = np.zeros(2 + 2 * slots, np.int64)
 
     @staticmethod
@@ -58,7 +58,7 @@ class Compiled:
         slot = self.admit(self.handle, query.ctypes.data, collection, K, top_m, 1, 0)
         assert slot > INVALID
         if bits is not None:
-            assert self.restrict(self.handle, slot, bits.ctypes.data, passing) == 0
+            assert self.set_filter(self.handle, slot, bits.ctypes.data, passing) == 0
         return slot
 
     def step(self) -> dict[int, int]:
@@ -72,7 +72,7 @@ class Compiled:
             extends |= self.step()
         ids, distances = np.full((len(slots), K), -1), np.full((len(slots), K), np.inf, np.float32)
         for row, slot in enumerate(slots):
-            count = self.harvest(self.handle, slot, ids[row].ctypes.data, distances[row].ctypes.data)
+            count = self.read_result(self.handle, slot, ids[row].ctypes.data, distances[row].ctypes.data)
             assert (np.diff(distances[row, :count]) >= 0).all()
             self.change(self.handle, slot, RELEASE)
         return ids, extends
@@ -142,7 +142,7 @@ def test_rows_that_pass_far_from_the_query_are_found_though_the_walk_does_not_co
     """A filter that goes against the query: the walk's list holds none of them."""
     vectors, index = near_and_far(dtype)
     allowed = np.arange(4100) >= 3000
-    assert walk_length(16, 1100, 4100, 64) == 60  # a walk, at first
+    assert filtered_top_m(16, 1100, 4100, 64) == 60  # a walk, at first
     with compiled(backend, index, slots=4, max_top_m=64) as engine:
         found, _ = engine.finish([engine.ask(vectors[0], bitmap(allowed, 4100), 1100, top_m=16)])
     assert recall(found, 3000 + exact_neighbors(vectors[3000:], vectors[:1], "l2", K)) > 0.85
@@ -168,7 +168,7 @@ def test_where_no_row_passes_nothing_is_found_and_the_query_ends(backend: Backen
 
 @ON_EVERY_BACKEND
 def test_rows_are_compared_a_few_an_extend_so_that_other_slots_have_their_turn(backend: Backend) -> None:
-    vectors = clustered(np.random.default_rng(9), 2 * ROWS_AN_EXTEND + 40, 16)  # fewer than a walk would be worth
+    vectors = clustered(np.random.default_rng(9), 2 * SCAN_ROWS_PER_EXTEND + 40, 16)  # fewer than a walk would be worth
     with compiled(backend, GraphIndex.build(vectors), slots=2) as engine:
         all_rows = bitmap(np.ones(len(vectors), bool), len(vectors))
         _, extends = engine.finish([engine.ask(vectors[0], all_rows, len(vectors))])
@@ -178,7 +178,7 @@ def test_rows_are_compared_a_few_an_extend_so_that_other_slots_have_their_turn(b
 @ON_EVERY_BACKEND
 def test_rows_without_a_graph_are_compared_as_they_are_now_also_by_a_query_that_was_paused(backend: Backend) -> None:
     """Growing rows: bits are cleared and rows written where they are, while they are searched."""
-    vectors = clustered(np.random.default_rng(9), 3 * ROWS_AN_EXTEND, 16)
+    vectors = clustered(np.random.default_rng(9), 3 * SCAN_ROWS_PER_EXTEND, 16)
     graph = GraphIndex.build(vectors, metric="l2")
     bare = IndexData(graph.data.rows, np.zeros((len(vectors), 0), np.uint32), np.zeros(0, np.uint32), None)
     with compiled(backend, graph, slots=3) as engine:
@@ -222,9 +222,11 @@ def test_a_walk_ends_early_where_more_of_the_querys_neighbours_pass_than_of_all_
 
 
 def test_the_walk_is_as_much_longer_as_fewer_rows_pass_until_comparing_them_is_cheaper() -> None:
-    assert walk_length(64, 100_000, 100_000, 512) == 64
-    assert walk_length(64, 50_000, 100_000, 512) == 128
-    assert walk_length(64, 10_000, 100_000, 512) == 512  # 640 would be due: it is not far from that
-    assert walk_length(64, 6_000, 100_000, 512) == 0  # 1,067 would be
-    assert walk_length(64, ROWS_A_STEP * 512, 8 * ROWS_A_STEP * 512, 512) == 0  # as dear as comparing
-    assert walk_length(64, 0, 100_000, 512) == 0
+    assert filtered_top_m(64, 100_000, 100_000, 512) == 64
+    assert filtered_top_m(64, 50_000, 100_000, 512) == 128
+    assert filtered_top_m(64, 10_000, 100_000, 512) == 512  # 640 would be due: it is not far from that
+    assert filtered_top_m(64, 6_000, 100_000, 512) == 0  # 1,067 would be
+    assert (
+        filtered_top_m(64, SCAN_ROWS_PER_ENTRY * 512, 8 * SCAN_ROWS_PER_ENTRY * 512, 512) == 0
+    )  # as dear as comparing
+    assert filtered_top_m(64, 0, 100_000, 512) == 0

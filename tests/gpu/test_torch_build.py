@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch", reason="building by torch needs torch")
 from gpu import DeviceUnavailable, GraphIndex, OutOfDeviceMemory  # noqa: E402
 from gpu.build import graph as building  # noqa: E402
 from gpu.build import torch_graph as by_torch  # noqa: E402
-from gpu.build import torch_lists  # noqa: E402
+from gpu.build import torch_knn  # noqa: E402
 from gpu.build.graph import build_graph, neighbor_space  # noqa: E402
 from gpu.build.knn import nearest_neighbors  # noqa: E402
 from gpu.build.optimize import optimize  # noqa: E402
 from gpu.build.optimize import prune as prune_compiled  # noqa: E402
-from gpu.build.torch_lists import Lists, Space, exact_lists, list_recall, nearest_lists  # noqa: E402
+from gpu.build.torch_knn import Lists, Space, exact_lists, list_recall, nearest_lists  # noqa: E402
 from gpu.index.data import IndexData  # noqa: E402
 from gpu.index.rows import Metric, checked_vectors, encode  # noqa: E402
 from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall  # noqa: E402
@@ -32,7 +32,7 @@ def quiet(stage: str, part: float) -> None:
 def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells so small that some thousand rows have many."""
     for name, value in {"_CELL": 128, "_LARGEST_CELL": 512, "_PROBES": 1, "_VISITORS": 1024}.items():
-        monkeypatch.setattr(torch_lists, name, value)
+        monkeypatch.setattr(torch_knn, name, value)
 
 
 @pytest.mark.parametrize("block", [1 << 9, 1 << 26])
@@ -61,7 +61,7 @@ def test_more_cells_are_visited_until_the_lists_are_good(small_cells: None, monk
         return list_recall(torch.cat([lists, everybody[:, None]], dim=1), truth)
 
     assert built() > 0.98
-    monkeypatch.setattr(torch_lists, "_GOOD_LISTS", 0.0)
+    monkeypatch.setattr(torch_knn, "_GOOD_LISTS", 0.0)
     assert built() < 0.9  # as many visits as are made at once do not suffice: the test above is one of doubling
 
 

@@ -27,8 +27,8 @@ class Callbacks:
 
     def backend(self) -> Backend:
         addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._functions]
-        admit, extend, harvest, change = addresses
-        return Backend(admit, extend, harvest, change, 0, self._collections.number, 0, self._check)
+        admit, extend, read_result, change = addresses
+        return Backend(admit, extend, read_result, change, 0, self._collections.number, 0, self._check)
 
     def _check(self) -> None:
         if self._error is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from gpu import DeviceError, GraphIndex
 from gpu.cuda.engine import CudaEngine
-from gpu.cuda.graphs import Form
+from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
 from runtime.retrieval.live.incoming import Upserted
@@ -38,8 +38,8 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     ) -> CudaEngine:
         assert (extends_per_launch, resident) == (1, False)
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
-        form: Form | None = "resident" if request.param == "resident" else None
-        limits |= {"extends_per_launch": 1024 if form else request.param, "fault_look_ns": LOOK_NS}
+        form: LaunchForm | None = "resident" if request.param == "resident" else None
+        limits |= {"extends_per_launch": 1024 if form else request.param, "fault_poll_ns": LOOK_NS}
         engines.append(CudaEngine(drivers[-1], b"", collections, form=form, **limits))
         return engines[-1]
 

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common.data import DataSet
-from benchmarks.gpu_check.drive import drive
-from benchmarks.gpu_check.made import random_set
+from benchmarks.gpu_check.load_driver import run_load
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.synthetic import random_set
 from gpu import Engine, GraphIndex, SearchParams, open_engine
 
 _POISON_NODE, _POISON_DISTANCE = -77, np.float32(-1e30)
@@ -29,23 +29,23 @@ def check(setup: Setup, outcome: Outcome) -> None:
         engine = open_engine(setup.device, {"docs": index}, slots=min(64, setup.slots), max_top_m=128)
         found = _checked(engine, index, exact, SearchParams(10, 128, 4))
         engine.close()
-        outcome.say(f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}")
-        outcome.say("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
+        outcome.add(f"random, {dim} dimensions, {metric}, {dtype}: recall@10", f"{found['recall']:.4f}")
+        outcome.add("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
         outcome.data[f"random-{metric}-{dtype}"] = found
     engine = setup.engine(min(256, setup.slots))
     asked = setup.data.queries[: 50 if setup.small else 2000]
     real = DataSet(setup.data.name, setup.data.metric, setup.data.base, asked, setup.data.truth[: len(asked)])
     found = _checked(engine, setup.index, real, setup.params)
     engine.close()
-    outcome.say(f"{setup.data.name}: recall@10", f"{found['recall']:.4f}")
-    outcome.say("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
+    outcome.add(f"{setup.data.name}: recall@10", f"{found['recall']:.4f}")
+    outcome.add("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
     outcome.data[setup.data.name] = found
 
 
 def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchParams) -> dict[str, Any]:
     poisoned = poison(engine)
-    found = drive(engine, data.queries, params)
-    again = drive(engine, data.queries[::-1].copy(), params)
+    found = run_load(engine, data.queries, params)
+    again = run_load(engine, data.queries[::-1].copy(), params)
     assert found.finished == len(data.queries), f"{found.finished} of {len(data.queries)} queries finished"
     ids, distances = found.ids, found.distances
     assert ids.min() >= 0, "an id is missing or poison"

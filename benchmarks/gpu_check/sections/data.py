@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.data import DataSet, load
-from benchmarks.gpu_check.made import made_set, random_set
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.synthetic import random_set, synthetic_set
 from gpu import DeviceError, DeviceUnavailable, GraphIndex, SearchParams
 from gpu.build.cuvs_graph import cuvs_graph, import_cagra
 from gpu.build.graph import build_graph, neighbor_space
@@ -30,7 +30,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     begin = time.perf_counter()
     data = _data(setup)
     took = time.perf_counter() - begin
-    outcome.say("vectors and exact neighbours", f"{len(data.base):,} × {data.base.shape[1]} in {took:.1f} s")
+    outcome.add("vectors and exact neighbours", f"{len(data.base):,} × {data.base.shape[1]} in {took:.1f} s")
     setup.settings |= {"set": data.name, "vectors": len(data.base), "dtype": setup.dtype, "slots": setup.slots}
     threads = 1 if setup.small else 16
     if setup.source.index is not None:
@@ -39,7 +39,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         index, by = _built(setup, data, threads, outcome)
         setup.settings["graph"] = f"by {by}, degree {index.degree}"
     top_m, recall = _top_m(index, data, setup.top_m, threads)
-    outcome.say("top_m for the recall", f"{top_m}, recall@10 {recall:.4f} on the CPU")
+    outcome.add("top_m for the recall", f"{top_m}, recall@10 {recall:.4f} on the CPU")
     outcome.data |= {"make_s": took, "top_m": top_m, "cpu_recall": recall}
     setup.settings["top_m"] = top_m
     setup.params = SearchParams(10, top_m, 4)
@@ -54,7 +54,7 @@ def _data(setup: Setup) -> DataSet:
     torch_device = _torch_device(setup)
     if torch_device is None:
         return random_set(min(rows, _WITHOUT_TORCH), source.dim, queries, _SEED)
-    return made_set(rows, source.dim, queries, _SEED, torch_device)
+    return synthetic_set(rows, source.dim, queries, _SEED, torch_device)
 
 
 def _built(setup: Setup, data: DataSet, threads: int, outcome: Outcome) -> tuple[GraphIndex, str]:
@@ -68,18 +68,18 @@ def _built(setup: Setup, data: DataSet, threads: int, outcome: Outcome) -> tuple
         try:
             graph = build(setup, space, int(seeds[0]))
         except DeviceError as error:
-            outcome.say(f"graph by {name}", f"skipped: {error}" if isinstance(error, DeviceUnavailable) else str(error))
+            outcome.add(f"graph by {name}", f"skipped: {error}" if isinstance(error, DeviceUnavailable) else str(error))
             continue
         seconds = time.perf_counter() - begin
         indexes[name] = index = GraphIndex(IndexData(rows, graph, seeds, None))
         recall = _recall(index, data, 64, threads)
-        outcome.say(f"graph by {name}", f"{seconds:.1f} s, recall@10 {recall:.4f} at top_m 64 on the CPU")
+        outcome.add(f"graph by {name}", f"{seconds:.1f} s, recall@10 {recall:.4f} at top_m 64 on the CPU")
         outcome.data[f"{name}_graph"] = {"seconds": seconds, "recall": recall}
     for name, index in indexes.items():
         return index, name
     begin = time.perf_counter()
     graph, seeds = build_graph(data.base, data.metric, _DEGREE, _SEED, threads, lambda stage, done: None)
-    outcome.say("graph by the CPU", f"{time.perf_counter() - begin:.1f} s")
+    outcome.add("graph by the CPU", f"{time.perf_counter() - begin:.1f} s")
     return GraphIndex(IndexData(rows, graph, seeds, None)), "the CPU"
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.drive import drive
-from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.load_driver import run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.time_limit import Skipped
 
 _SLOTS = 8
 _EPOCH = 1
@@ -30,7 +30,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         raise Skipped(f"the package of the rings needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
     engine = setup.engine(min(64, setup.slots))
-    direct = drive(engine, queries, setup.params).ids
+    direct = run_load(engine, queries, setup.params).ids
     size = arena_bytes(_SLOTS, queries.shape[1] * 4)
     memory: DeviceMemory
     if setup.on_gpu:
@@ -60,7 +60,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
                 memory.flush()
                 payload = arena.taken_out(place)
             took.append(time.perf_counter() - begin)
-            found.append(drive(engine, payload.view(np.float32)[None], setup.params).ids[0])
+            found.append(run_load(engine, payload.view(np.float32)[None], setup.params).ids[0])
             ours.send_bytes(found[-1].tobytes())
         write_s = ours.recv() if ours.poll(_JOIN_S) else []
         client.join(_JOIN_S)
@@ -81,7 +81,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         ("pool: copy out until it is written, acknowledge, p50", micros(float(np.median(took)))),
         ("through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"),
     ):
-        outcome.say(what, value)
+        outcome.add(what, value)
 
 
 def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:

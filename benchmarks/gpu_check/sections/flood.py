@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.gpu_check.clients import Clients
-from benchmarks.gpu_check.drive import Driven, poisson
+from benchmarks.gpu_check.load_driver import LoadResult, poisson
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of
 from benchmarks.gpu_check.setup import Setup
@@ -43,7 +43,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         with pool_over(setup, form) as pool:
             resident = bool(getattr(pool.engine, "resident", False))
             slots = int(pool.metric(PoolMetrics.SLOTS))
-            outcome.say(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}")
+            outcome.add(f"{name}: slots", f"{slots}, {_blocks(resident, setup, pool)}")
             outcome.data[form] = found = {"resident": resident, "slots": slots}
             with closing(Clients(pool, setup.params, setup.data.queries)) as clients:
                 _measure(setup, outcome, clients, name, found)
@@ -55,9 +55,9 @@ def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found:
     clients.run(nobody, most, seconds / 2, _LIMIT_S)  # the pool learns what queries cost
     _, capacity = clients.run(nobody, most, seconds, _LIMIT_S)
     offered = _PREFILL_SHARE * capacity
-    outcome.say(f"{name}: decode's flood without prefill", rate(capacity))
+    outcome.add(f"{name}: decode's flood without prefill", rate(capacity))
     found |= {"capacity_per_s": capacity, "offered_per_s": offered}
-    ran: dict[str, list[tuple[Driven, float]]] = {"alone": [], "flood": []}
+    ran: dict[str, list[tuple[LoadResult, float]]] = {"alone": [], "flood": []}
     for number in range(_ROUNDS):
         arrivals = _BEFORE_S + poisson(offered, max(20, int(offered * seconds)), seed=number)
         ran["alone"].append(clients.run(arrivals, 0, 0.0, _LIMIT_S))
@@ -70,11 +70,11 @@ def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found:
         if late := sum(len(one.latency_s) - one.finished for one in runs):
             text += f", {late} not answered in time"
         shown = f"{name}: prefill at {rate(offered)} alone" if what == "alone" else "… under decode's flood"
-        outcome.say(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
-    outcome.say("… of which meanwhile were answered", rate(median(per_s for _, per_s in ran["flood"])))
+        outcome.add(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
+    outcome.add("… of which meanwhile were answered", rate(median(per_s for _, per_s in ran["flood"])))
 
 
-def p99_of(found: Driven) -> float:
+def p99_of(found: LoadResult) -> float:
     """Of all that were asked: infinite where more than one in a hundred has no answer."""
     latency = sorted(float("inf") if one != one else float(one) for one in found.latency_s)
     return latency[int(0.99 * len(latency))]
@@ -83,7 +83,7 @@ def p99_of(found: Driven) -> float:
 def _blocks(resident: bool, setup: Setup, pool: InProcessPool) -> str:
     if not setup.on_gpu:
         return "on the CPU"
-    refused = getattr(pool.engine, "refused", "")
+    refused = getattr(pool.engine, "fallback_reason", "")
     return "blocks that stay" if resident else f"launches{f' ({refused})' if refused else ''}"
 
 

@@ -62,10 +62,10 @@ def check(setup: Setup, outcome: Outcome) -> None:
     megabytes = found["in order"]["bytes"] / 2**20
     outcome.data |= found
     for name, took in found.items():
-        outcome.say(f"{_TOKENS} tokens, {megabytes:,.0f} MiB, blocks {name}: whole, p50", micros(took["pull_s"]))
-        outcome.say("… of it the host was busy", micros(took["host_s"]))
-        outcome.say("… against a plain copy", f"{took['pull_s'] / took['copy_s']:.2f}×")
-    outcome.say(
+        outcome.add(f"{_TOKENS} tokens, {megabytes:,.0f} MiB, blocks {name}: whole, p50", micros(took["pull_s"]))
+        outcome.add("… of it the host was busy", micros(took["host_s"]))
+        outcome.add("… against a plain copy", f"{took['pull_s'] / took['copy_s']:.2f}×")
+    outcome.add(
         "device to device, through CUDA IPC", "yes" if setup.on_gpu else "skipped: no GPU (host memory instead)"
     )
 

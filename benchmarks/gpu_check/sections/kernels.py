@@ -23,7 +23,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     cases = ((setup.slots, False), (_FUSED_SLOTS, True), (1, True))
     if not setup.on_gpu:
         for slots, fused in cases:
-            outcome.say(f"{slots} slots, {'one kernel' if fused else 'each kernel'}", "skipped: no GPU")
+            outcome.add(f"{slots} slots, {'one kernel' if fused else 'each kernel'}", "skipped: no GPU")
         return
     copy = copy_bytes_s(setup.device)
     row_bytes = int(setup.index.data.rows.codes.strides[0])
@@ -33,16 +33,16 @@ def check(setup: Setup, outcome: Outcome) -> None:
         outcome.data["stages"][f"{slots}, {'fused' if fused else 'plain'}"] = tell(outcome, slots, found)
         if not fused:
             bytes_s = distance_bytes_s(found, row_bytes)
-            outcome.say("… rows read", f"{bytes_s / 1e9:,.0f} GB/s, {bytes_s / (2 * copy):.1%} of the copy")
+            outcome.add("… rows read", f"{bytes_s / 1e9:,.0f} GB/s, {bytes_s / (2 * copy):.1%} of the copy")
             outcome.data["distance_bytes_s"] = bytes_s
 
 
 def tell(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> list[dict[str, Any]]:
     """Lines of each kernel's median; all of it for the file."""
     for name in found[0].seconds:
-        outcome.say(f"{slots} slots, {name}, p50", micros(float(np.median([one.seconds[name] for one in found]))))
+        outcome.add(f"{slots} slots, {name}, p50", micros(float(np.median([one.seconds[name] for one in found]))))
     if rows := float(np.median([one.rows for one in found])):
-        outcome.say("… rows compared in an extend, p50", f"{rows:,.0f}")
+        outcome.add("… rows compared in an extend, p50", f"{rows:,.0f}")
     return [{"seconds": one.seconds, "slots": one.slots, "rows": one.rows} for one in found]
 
 

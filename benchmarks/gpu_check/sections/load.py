@@ -4,7 +4,7 @@ from contextlib import closing
 
 import numpy as np
 
-from benchmarks.gpu_check.drive import Driven, drive, poisson
+from benchmarks.gpu_check.load_driver import LoadResult, poisson, run_load
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.setup import Setup
 
@@ -17,16 +17,16 @@ def check(setup: Setup, outcome: Outcome) -> None:
     queries = repeated(setup.data.queries, count)
     seconds = 0.2 if setup.small else 2.0
     with closing(setup.engine()) as engine:
-        drive(engine, queries[: len(queries) // 10], setup.params)
-        full = drive(engine, queries, setup.params)
+        run_load(engine, queries[: len(queries) // 10], setup.params)
+        full = run_load(engine, queries, setup.params)
         capacity = full.finished / full.seconds
-        outcome.say("all slots busy", f"{rate(capacity)} at recall@10 {recall_of(setup, full):.4f}")
+        outcome.add("all slots busy", f"{rate(capacity)} at recall@10 {recall_of(setup, full):.4f}")
         outcome.data |= {"capacity_per_s": capacity, "rates": []}
         for share in _SHARES:
             offered = share * capacity
             wanted = max(20, min(int(offered * seconds), len(queries)))
-            found = drive(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
-            outcome.say(f"Poisson at {share:.0%} ({rate(offered)})", summary(found))
+            found = run_load(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
+            outcome.add(f"Poisson at {share:.0%} ({rate(offered)})", summary(found))
             outcome.data["rates"].append({"offered_per_s": offered, **figures(found)})
 
 
@@ -36,20 +36,20 @@ def repeated(queries: np.ndarray, count: int) -> np.ndarray:
     return np.ascontiguousarray(np.tile(queries, (times, 1))[:count])
 
 
-def recall_of(setup: Setup, found: Driven) -> float:
+def recall_of(setup: Setup, found: LoadResult) -> float:
     """Recall@10 of the first round of repeated queries."""
     known = min(len(setup.data.queries), len(found.ids))
     truth = setup.data.truth[:known, None, :10]
     return float((found.ids[:known, :10, None] == truth).any(axis=2).mean())
 
 
-def figures(found: Driven) -> dict[str, float]:
+def figures(found: LoadResult) -> dict[str, float]:
     """What is kept of a run."""
     latencies = {f"p{share * 100:g}_s": found.percentile(share) for share in (0.5, 0.9, 0.99)}
     return {"finished": found.finished, "asked": len(found.ids), "seconds": found.seconds, **latencies}
 
 
-def summary(found: Driven) -> str:
+def summary(found: LoadResult) -> str:
     """What is shown of a run."""
     late = len(found.ids) - found.finished
     text = f"p50 {micros(found.percentile(0.5))}, p99 {micros(found.percentile(0.99))}"

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.time_limit import Skipped
 
 _BLOCK, _CONTEXT, _ANSWER = 16, 512, 24
 _TOLERANCE = 1e-3  # of a logit, against the largest
@@ -35,7 +35,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
             directory, blocks=each * len(prompts), block_tokens=_BLOCK, context_tokens=_CONTEXT, device=device,
             kernels="paged" if setup.on_gpu else "gathered",
         )  # fmt: skip
-        outcome.say("attention of single tokens", f"{model.kernels}, {model.kv.dtype}".replace("torch.", ""))
+        outcome.add("attention of single tokens", f"{model.kernels}, {model.kv.dtype}".replace("torch.", ""))
         references = {"transformers on the CPU": Reference(directory)}
         if setup.on_gpu:
             references["transformers on the device"] = Reference(directory, device)
@@ -50,15 +50,15 @@ def check(setup: Setup, outcome: Outcome) -> None:
                 for mine, other in zip(logits, theirs, strict=True)
             )
             same = sum(mine == other for mine, other in zip(answers, expected, strict=True))
-            outcome.say(f"same greedy tokens as {name}", f"{same} of {len(prompts)} prompts")
-            outcome.say("… largest difference of a logit, of the largest", f"{far:.1e}")
+            outcome.add(f"same greedy tokens as {name}", f"{same} of {len(prompts)} prompts")
+            outcome.add("… largest difference of a logit, of the largest", f"{far:.1e}")
             outcome.data[name] = {"same": same, "logits": far}
             assert far < _TOLERANCE, f"a logit is {far:.1e} of the largest away from that of {name}"
             assert same == len(prompts), f"only {same} of {len(prompts)} answers are those of {name}"
         step_s, waits = _step(model, tables, prompts, setup.on_gpu)
-        outcome.say(f"decode step of {len(prompts)} rows, p50", micros(step_s))
+        outcome.add(f"decode step of {len(prompts)} rows, p50", micros(step_s))
         waited = "skipped: no GPU" if waits is None else f"{waits} (1: the logits)"
-        outcome.say("… waits for the device in it", waited)
+        outcome.add("… waits for the device in it", waited)
     outcome.data |= {"step_s": step_s, "waits": waits}
 
 

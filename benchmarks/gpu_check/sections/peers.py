@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.data import nearest
-from benchmarks.gpu_check.drive import Driven, drive, poisson
-from benchmarks.gpu_check.limits import Skipped
+from benchmarks.gpu_check.load_driver import LoadResult, poisson, run_load
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
 from benchmarks.gpu_check.sections.resident import SHARE
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.time_limit import Skipped
 
 _TOP_MS = (16, 32, 48, 64, 96, 128, 192, 256)
 _WINDOW_S = 1e-3
@@ -114,34 +114,34 @@ def check(setup: Setup, outcome: Outcome) -> None:
     outcome.data |= {"ours": ours, "theirs": theirs}
     with closing(setup.engine()) as engine:
         stream = repeated(queries, full)
-        drive(engine, stream[: full // 10], setup.params)
-        found = drive(engine, stream, setup.params)
+        run_load(engine, stream[: full // 10], setup.params)
+        found = run_load(engine, stream, setup.params)
         recall, ours["per_s"] = recall_of(setup, found), found.finished / found.seconds
         ours["recall"] = recall
-        outcome.say("recall@10, ours", f"{recall:.4f} (top_m {setup.params.top_m})")
-        outcome.say("full batch, ours, one query at a time admitted", rate(ours["per_s"]))
-        alone = [drive(engine, queries[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
+        outcome.add("recall@10, ours", f"{recall:.4f} (top_m {setup.params.top_m})")
+        outcome.add("full batch, ours, one query at a time admitted", rate(ours["per_s"]))
+        alone = [run_load(engine, queries[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
         ours["alone_s"] = float(np.median(alone))
-        outcome.say("one query alone, p50, ours", micros(ours["alone_s"]))
+        outcome.add("one query alone, p50, ours", micros(ours["alone_s"]))
         peer: Peer | StandIn = Peer(setup) if setup.on_gpu else StandIn(setup)
         top_m, theirs["recall"] = _equal(setup, peer, recall)
         outcome.data |= {"cuvs": peer.version, "itopk": top_m}
-        outcome.say(f"recall@10, {peer.name}", f"{theirs['recall']:.4f} (itopk {top_m})")
+        outcome.add(f"recall@10, {peer.name}", f"{theirs['recall']:.4f} (itopk {top_m})")
         batch = peer.put(repeated(queries, batches))
         peer.search(batch, 10, top_m)
         theirs["per_s"] = len(batch) / min(_timed(lambda: peer.search(batch, 10, top_m)) for _ in range(5))
-        outcome.say(f"full batch, {peer.name}, {batches:,} queries a call", rate(theirs["per_s"]))
+        outcome.add(f"full batch, {peer.name}, {batches:,} queries a call", rate(theirs["per_s"]))
         offered = setup.offered_per_s = SHARE * theirs["per_s"]
         count = min(int(offered * 2), most)
         arrivals = poisson(offered, count)
         outcome.data["offered_per_s"] = offered
         stream = repeated(queries, count)
-        late = drive(engine, stream, setup.params, arrivals, 8.0)
+        late = run_load(engine, stream, setup.params, arrivals, 8.0)
         ours["stream"] = figures(late)
-        outcome.say(f"Poisson at {SHARE:.0%} of {peer.name}'s batch ({rate(offered)}), ours", summary(late))
+        outcome.add(f"Poisson at {SHARE:.0%} of {peer.name}'s batch ({rate(offered)}), ours", summary(late))
         late = windowed(peer, stream, top_m, arrivals, 8.0)
         theirs["stream"] = figures(late)
-        outcome.say(f"… {peer.name}, windows of 1 ms", summary(late))
+        outcome.add(f"… {peer.name}, windows of 1 ms", summary(late))
     # Last: the persistent kernel has the device to itself for as long as it lives.
     theirs["alone_s"] = min(one_query(peer, queries[:singles], top_m, outcome).values())
 
@@ -158,16 +158,16 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
                 for i in range(len(asked))
             ]
         except Skipped as reason:
-            outcome.say(what, f"skipped: {reason}")
+            outcome.add(what, f"skipped: {reason}")
         except (RuntimeError, TypeError, ValueError) as error:  # cuVS has no error family of its own
-            outcome.say(what, f"not possible: {error}")
+            outcome.add(what, f"not possible: {error}")
         else:
             found[name] = float(np.median(times))
-            outcome.say(what, micros(found[name]))
+            outcome.add(what, micros(found[name]))
     return found
 
 
-def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, limit_s: float) -> Driven:
+def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, limit_s: float) -> LoadResult:
     """Batches of what arrived within a window since the first that waits; latency from each arrival, without ids."""
     count = len(queries)
     asked = peer.put(queries)
@@ -182,7 +182,9 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
         latency[first:last] = time.perf_counter() - begin - arrivals[first:last]
         first, batches = last, batches + 1
     seconds = time.perf_counter() - begin
-    return Driven(np.empty((count, 0), np.int64), np.empty((count, 0), np.float32), latency, seconds, batches, 0, 0.0)
+    return LoadResult(
+        np.empty((count, 0), np.int64), np.empty((count, 0), np.float32), latency, seconds, batches, 0, 0.0
+    )
 
 
 def _equal(setup: Setup, peer: Peer | StandIn, recall: float) -> tuple[int, float]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.time_limit import Skipped
 
 _TOOLKIT = "/usr/local/cuda/bin"
 _KERNELS = "compute_distances|merge_and_gather|extend_fused"
@@ -30,7 +30,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     """The small run under ncu in both forms; medians over its launches. Raises Skipped where there is none."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
-        outcome.say("ncu", "skipped: no GPU")
+        outcome.add("ncu", "skipped: no GPU")
         return
     ncu = shutil.which("ncu") or shutil.which("ncu", path=_TOOLKIT)
     if ncu is None:
@@ -47,7 +47,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         counted = medians(done.stdout)
         outcome.data[form] = counted
         for kernel, values in counted.items():
-            outcome.say(f"{kernel}, {form}", "; ".join(f"{what} {value}" for what, value in values.items()))
+            outcome.add(f"{kernel}, {form}", "; ".join(f"{what} {value}" for what, value in values.items()))
 
 
 def medians(text: str) -> dict[str, dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.drive import Driven, drive, poisson
+from benchmarks.gpu_check.load_driver import LoadResult, poisson, run_load
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
 from benchmarks.gpu_check.setup import Setup
@@ -30,17 +30,17 @@ def check(setup: Setup, outcome: Outcome) -> None:
     offered, first = setup.offered_per_s, None
     for form in _FORMS:
         with closing(_engine(setup, form, outcome)) as engine:
-            drive(engine, stream[: full // 10], setup.params)
-            alone = [drive(engine, stream[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
-            found = drive(engine, stream, setup.params)
+            run_load(engine, stream[: full // 10], setup.params)
+            alone = [run_load(engine, stream[i : i + 1], setup.params).latency_s[0] for i in range(singles)]
+            found = run_load(engine, stream, setup.params)
             per_s = found.finished / found.seconds
             offered = offered or SHARE * per_s
             count = min(int(offered * 2), most)
-            late = drive(engine, repeated(stream, count), setup.params, poisson(offered, count), _LIMIT_S)
+            late = run_load(engine, repeated(stream, count), setup.params, poisson(offered, count), _LIMIT_S)
         outcome.data[form] = {"alone_s": float(np.median(alone)), "per_s": per_s, "stream": figures(late)}
-        outcome.say(f"{form}: one query alone, p50", micros(outcome.data[form]["alone_s"]))
-        outcome.say(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, found):.4f}")
-        outcome.say(f"{form}: Poisson at {rate(offered)}", summary(late))
+        outcome.add(f"{form}: one query alone, p50", micros(outcome.data[form]["alone_s"]))
+        outcome.add(f"{form}: all at once", f"{rate(per_s)} at recall@10 {recall_of(setup, found):.4f}")
+        outcome.add(f"{form}: Poisson at {rate(offered)}", summary(late))
         first = first or found
         _same(first, found, form)
 
@@ -50,11 +50,11 @@ def _engine(setup: Setup, form: str, outcome: Outcome) -> Engine:
     if not setup.on_gpu:
         return setup.engine()
     engine = setup.cuda_engine(**_FORMS[form])
-    if engine.refused:
-        outcome.say(f"{form}: not possible on this device", engine.refused)
+    if engine.fallback_reason:
+        outcome.add(f"{form}: not possible on this device", engine.fallback_reason)
     return engine
 
 
-def _same(first: Driven, found: Driven, form: str) -> None:
+def _same(first: LoadResult, found: LoadResult, form: str) -> None:
     same = float(np.mean(found.ids == first.ids))
     assert same > 0.999, f"{form} finds {same:.2%} of the ids that the staged form finds"  # ties may differ

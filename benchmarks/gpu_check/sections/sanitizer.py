@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_check.limits import Skipped
 from benchmarks.gpu_check.report import Outcome
 from benchmarks.gpu_check.setup import Setup
+from benchmarks.gpu_check.time_limit import Skipped
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
 _FORMS = ("plain", "fused")
@@ -20,9 +20,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         text = _run([*small, "plain"])
-        outcome.say("small run", text.splitlines()[-1])
+        outcome.add("small run", text.splitlines()[-1])
         for tool in _TOOLS:
-            outcome.say(tool, "skipped: no GPU")
+            outcome.add(tool, "skipped: no GPU")
         return
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=_TOOLKIT)
     if sanitizer is None:
@@ -33,10 +33,10 @@ def check(setup: Setup, outcome: Outcome) -> None:
             try:
                 text = _run([sanitizer, "--tool", tool, "--error-exitcode", "9", *small, form])
                 found = next((line for line in reversed(text.splitlines()) if "SUMMARY" in line), "no summary")
-                outcome.say(what, found.strip("= "))
+                outcome.add(what, found.strip("= "))
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 text = str(error)
-                outcome.say(what, f"FAILED: {text.splitlines()[0]}")
+                outcome.add(what, f"FAILED: {text.splitlines()[0]}")
                 outcome.failed = True
             outcome.data[what] = text[-4000:]
 

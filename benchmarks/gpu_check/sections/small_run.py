@@ -5,8 +5,8 @@ python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused
 
 import sys
 
-from benchmarks.gpu_check.drive import drive
-from benchmarks.gpu_check.made import random_set
+from benchmarks.gpu_check.load_driver import run_load
+from benchmarks.gpu_check.synthetic import random_set
 from gpu import Engine, GraphIndex, SearchParams, open_engine
 from gpu.devices import CPU
 
@@ -19,7 +19,7 @@ def main(device: str, form: str) -> None:
     paused = engine.admit(data.queries[0], SearchParams(5, 32, 2), "docs")
     engine.extend()
     engine.pause(paused)
-    found = drive(engine, data.queries[1:], SearchParams(5, 32, 2))
+    found = run_load(engine, data.queries[1:], SearchParams(5, 32, 2))
     engine.resume(paused)
     engine.extend()
     engine.release(paused)

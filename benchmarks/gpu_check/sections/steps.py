@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.drive import Driven, drive
+from benchmarks.gpu_check.load_driver import LoadResult, run_load
 from benchmarks.gpu_check.report import Outcome, micros
 from benchmarks.gpu_check.setup import Setup
 from gpu.backends import copy_bytes_s
@@ -18,46 +18,46 @@ _LAUNCH = 16  # extends a launch, in the forms that do several
 def check(setup: Setup, outcome: Outcome) -> None:
     """Extend times, the bandwidth that they use, the host's part, and launches of several extends."""
     copy = copy_bytes_s(setup.device)
-    outcome.say("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")
+    outcome.add("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
     with closing(setup.engine()) as engine:
         times = measure_extends(engine, "docs", setup.index, setup.params)
         for one in times:
             used = one.nbytes / one.seconds / (2 * copy)
             what = f"{micros(one.seconds)}, {used:.1%} of the copy if every edge's vector is read"
-            outcome.say(f"extend of {one.active} slots", what)
+            outcome.add(f"extend of {one.active} slots", what)
         roofline = search_roofline(setup.device_name, copy, times)
         outcome.data |= {"roofline": asdict(roofline), "forms": {}}
-        shipped = drive(engine, queries, setup.params)
+        shipped = run_load(engine, queries, setup.params)
     curve = roofline.saturation
-    outcome.say("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}")
+    outcome.add("u(X) = min(u_max, (X/X_sat)^α)", f"{curve.u_max:.3f}, {curve.x_sat:.0f}, {curve.alpha:.2f}")
     step_s, query_s = shipped.host_s / shipped.steps, shipped.host_s / shipped.finished
     for what, seconds in (("host time a step, all slots in use", step_s), ("… a query", query_s)):
-        outcome.say(what, micros(seconds) if setup.on_gpu else "skipped: no GPU")
+        outcome.add(what, micros(seconds) if setup.on_gpu else "skipped: no GPU")
     outcome.data["forms"]["shipped"] = _form(shipped)
     for form, limit in (("plain", 1), ("loop", _LAUNCH), ("fused", _LAUNCH)):
         what = f"{limit} extends a launch, {form}"
         if not setup.on_gpu:
-            outcome.say(what, "skipped: no GPU")
+            outcome.add(what, "skipped: no GPU")
             continue
         with closing(setup.cuda_engine(extends_per_launch=limit, form=form)) as tuned:
-            made, refused = sorted(set(tuned.forms.values())), tuned.refused
-            found = drive(tuned, queries, setup.params)
+            made, refused = sorted(set(tuned.forms.values())), tuned.fallback_reason
+            found = run_load(tuned, queries, setup.params)
         with closing(setup.cuda_engine(1, extends_per_launch=limit, form=form)) as single:
-            alone = drive(single, queries[:50], setup.params)
+            alone = run_load(single, queries[:50], setup.params)
         same = float(np.mean(found.ids == shipped.ids))
         what += "" if made == [form] else f" (the device gave {', '.join(made)}: {refused})"
-        outcome.say(what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
-        outcome.say(f"… one query at a time, {form}, p50", micros(float(np.median(np.diff(_ends(alone))))))
+        outcome.add(what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
+        outcome.add(f"… one query at a time, {form}, p50", micros(float(np.median(np.diff(_ends(alone))))))
         outcome.data["forms"][form] = {**_form(found), "made": made, "same_ids": same}
 
 
-def _ends(found: Driven) -> Any:
+def _ends(found: LoadResult) -> Any:
     """When queries of a single slot were done, one after the other; all had arrived at the start."""
     return np.sort(found.latency_s[np.isfinite(found.latency_s)])
 
 
-def _form(found: Driven) -> dict[str, float]:
+def _form(found: LoadResult) -> dict[str, float]:
     return {
         "queries_per_s": found.finished / found.seconds,
         "steps": found.steps,

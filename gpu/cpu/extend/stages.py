@@ -14,9 +14,9 @@ import numpy as np
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
-from gpu.cpu.extend.estimated import extend_estimated
+from gpu.cpu.extend.filtered import count_parent, extend_scan, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, key_of, node_of, row_distance
-from gpu.cpu.extend.passing import compare_instead, count_parent, extend_comparing, found_enough
+from gpu.cpu.extend.rabitq import extend_rabitq
 from gpu.cpu.extend.results import keep_allowed, rescore
 from gpu.cpu.queries import CODE_STEP, QUERY_SKETCH, SKETCH_BIAS, SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP
 from gpu.cpu.simd import WAYS, dot_sketch, load_f32, move, prefetch, visit
@@ -24,7 +24,7 @@ from gpu.cpu.tables import batch_at
 
 SEEDS_KEPT = 16
 _HASH = np.uint32(2654435761)
-_SCORED, _ESTIMATED, _COMPARED = range(3)
+_EXACT, _RABITQ, _SCAN = range(3)
 
 
 @compiled
@@ -100,7 +100,7 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def screen(batch, slot):  # type: ignore[no-untyped-def]
+def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
     """Drop the tasks whose sketch says that they are too far for a full top_m, and fetch the rows of the others."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     collection = slots[slot, at.COLLECTION]
@@ -149,7 +149,7 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
     for slot in active:
         full = slots[slot, at.EXTENDS] == 0 or slots[slot, at.FILLED] == slots[slot, at.TOP_M]
         if collections[slots[slot, at.COLLECTION], at.SKETCHES] != 0 and full:
-            screen(batch, slot)
+            filter_by_sketch(batch, slot)
     for slot in active:
         collection = slots[slot, at.COLLECTION]
         rows, row_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
@@ -186,7 +186,7 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
         slots[slot, at.EXTENDS] += 1
         slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
         patience = slots[slot, at.PATIENCE]
-        if cursor == filled or (patience > 0 and slots[slot, at.UNCHANGED] >= patience) or found_enough(batch, slot):
+        if cursor == filled or (patience > 0 and slots[slot, at.UNCHANGED] >= patience) or has_min_allowed(batch, slot):
             finished[done] = slot
             done += 1
     return done
@@ -202,30 +202,30 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
     collections, slots = batch.collections, batch.slots
     done = begin = 0
     while begin < len(active):  # slots one behind the other whose indexes have codes of neighbours, or have none
-        way = way_of(collections, slots, active[begin])
+        way = method_of(collections, slots, active[begin])
         end = begin + 1
-        while end < len(active) and way_of(collections, slots, active[end]) == way:
+        while end < len(active) and method_of(collections, slots, active[end]) == way:
             end += 1
-        if way == _ESTIMATED:
-            done += extend_estimated(handle, active[begin:end], finished[done:])
-        elif way == _COMPARED:
-            done += extend_comparing(batch, active[begin:end], finished[done:])
+        if way == _RABITQ:
+            done += extend_rabitq(handle, active[begin:end], finished[done:])
+        elif way == _SCAN:
+            done += extend_scan(batch, active[begin:end], finished[done:])
         else:
-            done += extend_scored(batch, active[begin:end], finished[done:])
+            done += extend_exact(batch, active[begin:end], finished[done:])
         begin = end
     return done
 
 
 @compiled
-def way_of(collections, slots, slot):  # type: ignore[no-untyped-def]
+def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
     """How a slot is extended."""
     if slots[slot, at.SCANNING]:
-        return _COMPARED
-    return _ESTIMATED if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _SCORED
+        return _SCAN
+    return _RABITQ if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _EXACT
 
 
 @compiled
-def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
+def extend_exact(batch, active, finished):  # type: ignore[no-untyped-def]
     """`extend` of slots whose candidates are all scored."""
     select_parents(batch, active)
     expand_neighbors(batch, active)
@@ -236,7 +236,7 @@ def extend_scored(batch, active, finished):  # type: ignore[no-untyped-def]
     for i in range(done):
         slot = finished[i]
         keep_allowed(batch, slot)
-        if not compare_instead(batch, slot, batch.slots[slot, at.FILLED]):
+        if not fall_back_to_scan(batch, slot, batch.slots[slot, at.FILLED]):
             rescore(batch, slot)
             finished[kept] = slot
             kept += 1

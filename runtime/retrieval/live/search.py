@@ -2,7 +2,7 @@
 
 Where only a part of a segment's rows may be results (a filter, deletions), either each of them is compared with the
 query, or the graph is walked with a list that is longer by as much as the part is smaller, so that it holds as many
-rows that may be results as it would without: the engine's own rule, `gpu.cpu.extend.passing`.
+rows that may be results as it would without: the engine's own rule, `gpu.cpu.extend.filtered`.
 """
 
 from typing import Any
@@ -72,14 +72,16 @@ def search_segment(
     top_m = max(k, top_m)
     if allowed is None:
         return index.search(queries, k, top_m, search_width, threads=threads)
-    from gpu.cpu.extend import passing
+    from gpu.cpu.extend import filtered
 
     rows, asked = np.flatnonzero(allowed), np.asarray(queries)
-    rows_a_step = passing.ROWS_A_STEP_TOGETHER if len(asked) >= passing.TOGETHER else passing.ROWS_A_STEP
-    longer = int(passing.walk_length(top_m, len(rows), index.size, MAX_TOP_M, rows_a_step))
+    rows_a_step = (
+        filtered.SCAN_ROWS_PER_ENTRY_BATCHED if len(asked) >= filtered.MIN_BATCH else filtered.SCAN_ROWS_PER_ENTRY
+    )
+    longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, rows_a_step))
     if not longer:
         return index.exact(queries, k, rows)
-    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, enough=top_m)
+    ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)
     short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
     if len(short):  # what passes is far from these queries
         ids[short], distances[short] = index.exact(asked[short], k, rows)

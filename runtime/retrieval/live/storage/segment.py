@@ -161,7 +161,7 @@ def write_segment(
             ids=np.array([document.row for document in documents], np.int64),
             threads=threads,
             progress=progress,
-            keep=keep,
+            checkpoint=keep,
         )
         progress("write", 0.0)
         index.save(building / _INDEX)

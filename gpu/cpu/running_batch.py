@@ -23,9 +23,9 @@ def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
+def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
     """Take a query, float32 [d], into a slot. Returns whether it is finite."""
-    if not write_query(query, batch.forms[collection], batch.queries[slot]):
+    if not write_query(query, batch.encodings[collection], batch.queries[slot]):
         return False
     line = batch.slots[slot]
     line[COLLECTION], line[K], line[TOP_M], line[WIDTH] = collection, k, top_m, width
@@ -35,7 +35,7 @@ def admit_to(batch, slot, query, collection, k, top_m, width, patience, bits):  
 
 
 @compiled
-def advance(handle, count):  # type: ignore[no-untyped-def]
+def extend_active(handle, count):  # type: ignore[no-untyped-def]
     """One extend of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
 
     Returns how many are done: `finished` begins with them, in order of admission, and their rows of nodes and found

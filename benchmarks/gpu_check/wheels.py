@@ -35,7 +35,7 @@ def fetch(requirements: Sequence[str], to: Path) -> None:
     subprocess.run([*command, *requirements], check=True)
 
 
-def carry(directory: Path, fetch: Fetch = fetch) -> None:
+def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
     """Write the pieces of each pack to a directory, and print what they hold and how they are put together again."""
     directory.mkdir(parents=True, exist_ok=True)
     held: set[str] = set()

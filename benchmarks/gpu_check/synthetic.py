@@ -18,7 +18,7 @@ _ROWS_A_CLUSTER = 1000
 _LEAST_CLUSTERS = 30
 
 
-def made_set(rows: int, dim: int, queries: int, seed: int, device: str) -> DataSet:
+def synthetic_set(rows: int, dim: int, queries: int, seed: int, device: str) -> DataSet:
     """Gaussian clusters of low intrinsic dimension, l2, every value one that float16 has; made by torch on a device."""
     import torch
 

@@ -13,14 +13,14 @@ import numpy.typing as npt
 from gpu import Engine, SearchParams
 from gpu.compiled import compiled
 from gpu.engine import RELEASE
-from gpu.instructions import call, monotonic_ns
+from gpu.intrinsics import call, monotonic_ns
 from gpu.slots import MAX_SLOTS
 
 _INVALID_QUERY, _ENGINE_FAILED = -1, -2
 
 
 @dataclass
-class Driven:
+class LoadResult:
     """ids int64 [q, k], distances float32 [q, k], latency_s [q] (NaN: not finished within the limit), and the whole."""
 
     ids: npt.NDArray[np.int64]
@@ -46,13 +46,13 @@ def poisson(rate: float, count: int, seed: int = 0) -> npt.NDArray[np.float64]:
     return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
 
 
-def drive(
+def run_load(
     engine: Engine,
     queries: npt.NDArray[np.float32],
     params: SearchParams,
     arrivals_s: npt.NDArray[np.float64] | None = None,
     limit_s: float = 20.0,
-) -> Driven:
+) -> LoadResult:
     """Search for each query from its arrival on (None: all at once), in the collection "docs".
 
     Latency is from the arrival, so waiting for a slot counts. host_s: time beside waiting for the device.
@@ -65,7 +65,7 @@ def drive(
     distances = np.full((count, params.k), np.inf, np.float32)
     took = np.full(count, -1, np.int64)
     owners = np.full(MAX_SLOTS, -1, np.int64)
-    functions = (backend.admit, backend.extend, backend.harvest, backend.change, backend.handle)
+    functions = (backend.admit, backend.extend, backend.read_result, backend.change_state, backend.handle)
     asked = (backend.number("docs"), params.k, params.top_m, params.search_width, params.patience or 0)
     waited_ns = getattr(engine, "waited_ns", 0)
     vectors = np.ascontiguousarray(queries, np.float32)
@@ -79,7 +79,7 @@ def drive(
         backend.check()
     waited_s = (getattr(engine, "waited_ns", 0) - waited_ns) / 1e9
     latency = np.where(took >= 0, took / 1e9, np.nan)
-    return Driven(ids, distances, latency, spent_ns / 1e9, steps, extends, spent_ns / 1e9 - waited_s)
+    return LoadResult(ids, distances, latency, spent_ns / 1e9, steps, extends, spent_ns / 1e9 - waited_s)
 
 
 @compiled
@@ -88,7 +88,7 @@ def _drive(
     owners: Any, report: Any, clock: Any,
 ) -> Any:  # fmt: skip
     """Queries that were done, or what went wrong; steps; extends of them all; nanoseconds that it took."""
-    admit, extend, harvest, change, handle = functions
+    admit, extend, read_result, change, handle = functions
     collection, k, top_m, width, patience = asked
     count = len(vectors)
     admitted = done = running = steps = extends = 0
@@ -114,7 +114,7 @@ def _drive(
             owners[slot] = -1
             extends += report[3 + 2 * i]
             call(
-                harvest,
+                read_result,
                 (
                     handle,
                     slot,

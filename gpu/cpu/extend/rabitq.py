@@ -11,10 +11,10 @@ import numpy as np
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
+from gpu.cpu.extend.filtered import count_parent, fall_back_to_scan, has_min_allowed
 from gpu.cpu.extend.keys import distance_of, insert, insert_by_chunks, key_of, may_be_result, node_of, row_distance
-from gpu.cpu.extend.passing import compare_instead, count_parent, found_enough
+from gpu.cpu.fast_scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.queries import TABLE_OFFSET, TABLE_STEP, padded_lanes
-from gpu.cpu.scan import below, estimate, lowest_bit, was_visited
 from gpu.cpu.simd import WAYS, dot_f32, l2_f32, load_f32, load_u32, load_u64, prefetch, visit
 from gpu.cpu.tables import batch_at
 
@@ -67,7 +67,7 @@ def fetch(start, size, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def extend_estimated(handle, active, finished):  # type: ignore[no-untyped-def]
+def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
     """One extend of every slot in `active`. Writes those that are done to `finished`; returns how many."""
     batch = batch_at(handle)
     slots = batch.slots
@@ -75,19 +75,19 @@ def extend_estimated(handle, active, finished):  # type: ignore[no-untyped-def]
     done = 0
     for slot in active:
         if slots[slot, at.FILLED] == 0:
-            changed = enter(handle, slot)
+            changed = start_search(handle, slot)
         else:
             changed = False
             for p in range(slots[slot, at.PARENTS]):
-                if expand(handle, slot, batch.parents[slot, p]):
+                if expand_parent(handle, slot, batch.parents[slot, p]):
                     changed = True
         slots[slot, at.EXTENDS] += 1
         slots[slot, at.UNCHANGED] = 0 if changed else slots[slot, at.UNCHANGED] + 1
         patience = slots[slot, at.PATIENCE]
-        weary = patience > 0 and slots[slot, at.UNCHANGED] >= patience
-        if next_parent(handle, slot) and not weary and not found_enough(batch, slot):
+        stalled = patience > 0 and slots[slot, at.UNCHANGED] >= patience
+        if next_parent(handle, slot) and not stalled and not has_min_allowed(batch, slot):
             continue
-        if complete(handle, slot):
+        if try_finish(handle, slot):
             finished[done] = slot
             done += 1
     return done
@@ -113,7 +113,7 @@ def next_parent(handle, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def enter(handle, slot):  # type: ignore[no-untyped-def]
+def start_search(handle, slot):  # type: ignore[no-untyped-def]
     """The first extend: the seeds are neighbours of the centre, unless the search begins at a node."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
@@ -123,29 +123,29 @@ def enter(handle, slot):  # type: ignore[no-untyped-def]
         slots[slot, at.FILLED] = 1
         return True
     full = np.uint64(slots[slot, at.QUERY] + collections[collection, at.QUERY_FULL])
-    form = batch.forms[collection]
-    lanes = padded_lanes(form[at.DIM])
+    encoding = batch.encodings[collection]
+    lanes = padded_lanes(encoding[at.DIM])
     l2 = (collections[collection, at.KIND] & 1) == 0
-    centre = np.uint64(form[at.CENTRE])
+    centre = np.uint64(encoding[at.CENTRE])
     base = l2_f32(centre, full, lanes) if l2 else -dot_f32(centre, full, lanes)
     seeds, count = collections[collection, at.SEEDS], collections[collection, at.SEED_COUNT]
     return merge_neighbors(handle, slot, base, collections[collection, at.ENTRY], seeds, count)
 
 
 @compiled
-def expand(handle, slot, node):  # type: ignore[no-untyped-def]
+def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
     """Score a parent, and estimate its neighbours from there. Whether top_m has changed."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     collection = slots[slot, at.COLLECTION]
-    base = score(handle, slot, node)
+    base = score_node(handle, slot, node)
     block = collections[collection, at.BLOCKS] + node * collections[collection, at.BLOCK_BYTES]
     degree = collections[collection, at.DEGREE]
     return merge_neighbors(handle, slot, base, block, collections[collection, at.GRAPH] + node * degree * 4, degree)
 
 
 @compiled
-def score(handle, slot, node):  # type: ignore[no-untyped-def]
+def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
     """A node's distance, which enters `exact` if it is among the k nearest that may be results."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
@@ -202,7 +202,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
 
 
 @compiled
-def complete(handle, slot):  # type: ignore[no-untyped-def]
+def try_finish(handle, slot):  # type: ignore[no-untyped-def]
     """A slot has no parent left, or no patience. Whether its search is over.
 
     Where fewer than k nodes were expanded, others are scored for the results. If top_m does not hold enough of them,
@@ -216,10 +216,10 @@ def complete(handle, slot):  # type: ignore[no-untyped-def]
     while slots[slot, at.SCORED] < wanted and position < slots[slot, at.FILLED]:
         node = np.int64(node_of(keys[slot, position]))
         if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, at.ALLOWED], node):
-            score(handle, slot, node)
+            score_node(handle, slot, node)
         position += 1
-    if slots[slot, at.PASSING] != 0:
-        return not compare_instead(batch, slot, slots[slot, at.SCORED])
+    if slots[slot, at.ALLOWED_COUNT] != 0:
+        return not fall_back_to_scan(batch, slot, slots[slot, at.SCORED])
     if slots[slot, at.SCORED] == wanted or slots[slot, at.DISTINCT]:
         return True
     slots[slot, at.DISTINCT] = 1
