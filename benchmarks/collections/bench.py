@@ -37,8 +37,8 @@ from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from runtime.retrieval.live.collection import create  # noqa: E402
-from runtime.retrieval.live.incoming import Upserted  # noqa: E402
 from runtime.retrieval.live.search import search_segment  # noqa: E402
+from runtime.retrieval.live.validation import UpsertDocument  # noqa: E402
 from runtime.retrieval.live.writer import LiveWriter  # noqa: E402
 
 K = 10
@@ -126,11 +126,11 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
     with LiveWriter(directory, background=False) as writer:
         for begin in range(0, count, 1024):
             numbers = range(begin, min(begin + 1024, count))
-            writer.upsert([Upserted(str(number), vector=base[number]) for number in numbers])
+            writer.upsert([UpsertDocument(str(number), vector=base[number]) for number in numbers])
         writer.flush()
         whole = dict(enumerate(range(count)))
         for number in range(rest):
-            writer.upsert([Upserted(str(number), vector=base[count + number])])
+            writer.upsert([UpsertDocument(str(number), vector=base[count + number])])
             whole[number] = count + number
             if writer.state.growing.count >= 4096:
                 writer.flush()
@@ -176,7 +176,7 @@ def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> di
     with LiveWriter(directory) as writer, (directory / "fsync").open("wb") as file:
         for batch in range(batches):
             documents = [
-                Upserted(str(row % len(base)), "x" * 800, vector=base[row % len(base)])
+                UpsertDocument(str(row % len(base)), "x" * 800, vector=base[row % len(base)])
                 for row in range(32 * batch, 32 * batch + 32)
             ]
             begin = time.perf_counter()

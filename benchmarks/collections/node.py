@@ -21,7 +21,7 @@ from benchmarks.common.report import table
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.live import build
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.node import Node
@@ -98,7 +98,7 @@ def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0)
     with LiveWriter(home / "notes", background=False, seal_rows=rows, threads=os.cpu_count() or 1) as writer:
         for begin in range(0, rows, 1000):
             part = vectors[begin : begin + 1000]
-            writer.upsert([Upserted(str(begin + n), "text", vector=vector) for n, vector in enumerate(part)])
+            writer.upsert([UpsertDocument(str(begin + n), "text", vector=vector) for n, vector in enumerate(part)])
             if (begin + 1000) % (rows // 3) == 0:
                 writer.flush()
     Collection.build(vectors, home / "plain", threads=os.cpu_count() or 1)

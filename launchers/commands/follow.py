@@ -14,8 +14,8 @@ import typer
 
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, ConfigError
-from runtime.integrations.follow.documents import Fields
-from runtime.integrations.follow.follower import BATCH, Caught, Follower
+from runtime.integrations.follow.document_mapper import FieldMapping
+from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
 from runtime.node.logs.log import plain
 from runtime.retrieval.embedding.loading import load_embedder, read_key
@@ -95,22 +95,22 @@ def follow(
         BuildProgress(sys.stderr) as progress,
     ):
         _check_followed(writer, followed)
-        fields = Fields(text, title, tuple(attribute or ()))
+        fields = FieldMapping(text, title, tuple(attribute or ()))
         follower = Follower(
-            source, writer, fields, version=version, embeds=embed, batch=batch, tell=_tell, progress=progress,
+            source, writer, fields, version=version, embeds=embed, batch=batch, report=_report, progress=progress,
             stopped=stop.is_set,
         )  # fmt: skip
-        follower.follow(lambda: not once and not stop.wait(every), lambda caught: _told(caught, writer.state.count))
+        follower.follow(lambda: not once and not stop.wait(every), lambda result: _told(result, writer.state.count))
 
 
-def _tell(words: str) -> None:
+def _report(words: str) -> None:
     print(plain(words), file=sys.stderr, flush=True)
 
 
-def _told(caught: Caught, count: int) -> None:
-    refused = f", {caught.refused:,} refused" if caught.refused else ""
-    counts = f"{caught.stored:,} stored, {caught.deleted:,} deleted, {caught.unchanged:,} unchanged{refused}"
-    if caught.changed or caught.first:
+def _told(result: SyncResult, count: int) -> None:
+    refused = f", {result.refused:,} refused" if result.refused else ""
+    counts = f"{result.stored:,} stored, {result.deleted:,} deleted, {result.unchanged:,} unchanged{refused}"
+    if result.changed or result.first:
         print(f"{counts}; {count:,} are there", flush=True)
 
 

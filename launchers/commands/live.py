@@ -14,12 +14,12 @@ from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
 from runtime.node.logs.log import plain
 from runtime.retrieval.attributes.filters import Filter, parse_filter
-from runtime.retrieval.collections.sources import complaint
+from runtime.retrieval.collections.sources import explain_decode_error
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
 from runtime.retrieval.live import collection
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.manifest import read_description
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 
 live_app = typer.Typer(help="Live collections: documents come and go while they are searched.", no_args_is_help=True)
@@ -77,7 +77,7 @@ def upsert(
     with LiveWriter(directory, embedder=embedder, threads=threads) as writer:
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)
-        waiting: list[Upserted] = []
+        waiting: list[UpsertDocument] = []
         for document in _documents(source):
             waiting.append(document)
             if len(waiting) == batch:
@@ -173,7 +173,7 @@ def show_verified(directory: Path) -> None:
         print(torn)
 
 
-def _stored(writer: LiveWriter, documents: list[Upserted]) -> int:
+def _stored(writer: LiveWriter, documents: list[UpsertDocument]) -> int:
     try:
         return writer.upsert(documents)
     except Overloaded:  # faster than segments are built beside
@@ -181,7 +181,7 @@ def _stored(writer: LiveWriter, documents: list[Upserted]) -> int:
         return writer.upsert(documents)
 
 
-def _documents(source: Path) -> Iterator[Upserted]:
+def _documents(source: Path) -> Iterator[UpsertDocument]:
     decoder = msgspec.json.Decoder(_Line)
     try:
         with sys.stdin.buffer if str(source) == "-" else source.open("rb") as file:
@@ -191,8 +191,8 @@ def _documents(source: Path) -> Iterator[Upserted]:
                 try:
                     found = decoder.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise InvalidDocument(f"{source}, line {number}: {complaint(line, error)}") from error
-                yield Upserted(found.id, found.text, found.title, found.attributes, found.vector)
+                    raise InvalidDocument(f"{source}, line {number}: {explain_decode_error(line, error)}") from error
+                yield UpsertDocument(found.id, found.text, found.title, found.attributes, found.vector)
     except OSError as error:
         raise CollectionError(f"{source} cannot be read: {error.strerror}") from error
 

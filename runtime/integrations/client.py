@@ -21,7 +21,7 @@ Hybrid = bool | float
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchHit:
     """A passage. `score` is higher the nearer it is; `metadata` has its attributes, and its title if it has one."""
 
     id: str
@@ -47,11 +47,11 @@ class CollectionClient:
         )
         self.close = weakref.finalize(self, self._http.close)
 
-    def search(self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False) -> list[Found]:
+    def search(self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False) -> list[SearchHit]:
         """The k nearest passages to a text that pass a filter, nearest first; with `hybrid` the best of both sides."""
         asked = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {}) | _ranking(hybrid)
         return [
-            Found(
+            SearchHit(
                 one["id"],
                 one["content"][0]["text"],
                 one["score"],

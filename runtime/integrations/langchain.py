@@ -12,7 +12,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore
 from pydantic import Field, SecretStr
 
-from runtime.integrations.client import CollectionClient, Filter, Found, Hybrid
+from runtime.integrations.client import CollectionClient, Filter, Hybrid, SearchHit
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
@@ -121,5 +121,5 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         return lambda score: score
 
 
-def _document(found: Found) -> Document:
+def _document(found: SearchHit) -> Document:
     return Document(found.text, id=found.id, metadata=found.metadata)

@@ -23,8 +23,8 @@ from runtime.node.metrics.worker_metrics import CacheEvent
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.storage.manifest import is_live
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.query import SearchResult
 
@@ -115,7 +115,7 @@ class AnswerStore:
         def work(writer: LiveWriter) -> None:
             first, now = writer.state.growing.next_row, self._now_ms()
             documents = [
-                Upserted(one.id, one.text, "", {KEY: one.key, STORED_MS: now, NUMBER: first + n}, one.vector)
+                UpsertDocument(one.id, one.text, "", {KEY: one.key, STORED_MS: now, NUMBER: first + n}, one.vector)
                 for n, one in enumerate({answer.id: answer for answer in answers}.values())
             ]
             self.count("stored", writer.upsert(documents))

@@ -28,7 +28,7 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
-from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocumentStore
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
 from runtime.retrieval.open_build import OpenBuild, directory_identity, documents_stamp, open_build
 from runtime.retrieval.passages import Passage
@@ -80,11 +80,11 @@ class CollectionBuilds:
 
     def _usable(self, build: OpenBuild) -> bool:
         check = build.check
-        if check is None or not check.over:
+        if check is None or not check.done:
             return not build.first_checked
-        if check.trouble:
+        if check.error_message:
             self._damaged = build.file
-            self.drop(build, check.trouble)
+            self.drop(build, check.error_message)
             return False
         return True
 
@@ -135,7 +135,11 @@ class CollectionBuilds:
     def _renew(self, identity: str) -> None:
         """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
         build = self.builds.get(identity)
-        if build is None or isinstance(build.documents, LiveDocuments) or build.file == documents_stamp(self.directory):
+        if (
+            build is None
+            or isinstance(build.documents, LiveDocumentStore)
+            or build.file == documents_stamp(self.directory)
+        ):
             return
         try:
             found = open_build(self.directory, self._verify, first_checked=True)
@@ -251,7 +255,7 @@ class CollectionRegistry:
         build = self.shelf(collection).current
         documents = None if build is None else build.documents
         try:
-            return bool(wanted) and isinstance(documents, LiveDocuments) and documents.fits(decode_filter(wanted))
+            return bool(wanted) and isinstance(documents, LiveDocumentStore) and documents.fits(decode_filter(wanted))
         except CollectionError:
             return False
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.built_words import BuiltWords
-from runtime.retrieval.collections.checksums import Checksums, open_unchanged
+from runtime.retrieval.collections.background_task import BackgroundTask
+from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.documents import DocumentStore
-from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, WORDS, Manifest, identity_in
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, WORDS, Manifest, read_identity
 from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
-from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocumentStore
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
 
@@ -29,26 +29,26 @@ class OpenBuild:
     """
 
     identity: str
-    documents: DocumentStore | LiveDocuments | None
-    words: BuiltWords | LiveDocuments | None
+    documents: DocumentStore | LiveDocumentStore | None
+    words: KeywordSearch | LiveDocumentStore | None
     embedder: EmbedderSpec | None
     dim: int
     about: CollectionSummary
     file: tuple[int, ...]
-    check: "Beside[None] | LiveVerification | None"
+    check: "BackgroundTask[None] | LiveVerification | None"
     first_checked: bool
 
     @property
     def now(self) -> CollectionSummary:
         """What it is by now: a live collection grows."""
         documents = self.documents
-        if not isinstance(documents, LiveDocuments):
+        if not isinstance(documents, LiveDocumentStore):
             return self.about
         return replace(self.about, size=documents.size, files=documents.size)
 
     def close(self) -> None:
         if self.check is not None:
-            self.check.stop()
+            self.check.cancel()
         if self.documents is not None:
             self.documents.close()
         if self.words is not None and self.words is not self.documents:  # a live collection is both
@@ -58,7 +58,7 @@ class OpenBuild:
 def directory_identity(directory: Path) -> str:
     """Of what lies in a directory now; "" if that cannot be read."""
     try:
-        return read_description(directory).identity if is_live(directory) else identity_in(directory)
+        return read_description(directory).identity if is_live(directory) else read_identity(directory)
     except CollectionError:
         return ""
 
@@ -88,14 +88,16 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> OpenBuil
 
     def opened(manifest: Manifest) -> OpenBuild:
         file, check, documents, words = documents_stamp(directory), None, None, None
-        if (facts := manifest.files.get(DOCUMENTS)) is not None:
+        if (checksum := manifest.files.get(DOCUMENTS)) is not None:
             documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
             try:
-                words = BuiltWords(directory, manifest) if WORDS in manifest.files else None
+                words = KeywordSearch(directory, manifest) if WORDS in manifest.files else None
                 if verify != "never":
                     files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, WORDS)}
                     sums = Checksums({path: told for path, told in files.items() if told is not None})
-                    check = Beside("documents", lambda work: sums.verify(work.hurry if first_checked else work.pace))
+                    check = BackgroundTask(
+                        "documents", lambda work: sums.verify(work.check_cancelled if first_checked else work.throttle)
+                    )
             except CollectionError:
                 documents.close()
                 if words is not None:
@@ -106,7 +108,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> OpenBuil
             here=True,
             size=manifest.size,
             files=(documents.file_count if documents else 0) or manifest.size,
-            document_bytes=facts.bytes if facts else 0,
+            document_bytes=checksum.bytes if checksum else 0,
             created_at=_built_at(directory),
             dim=manifest.dim,
             metric=manifest.metric,
@@ -116,7 +118,7 @@ def open_build(directory: Path, verify: Verify, first_checked: bool) -> OpenBuil
             manifest.identity, documents, words, manifest.embedder, manifest.dim, about, file, check, waits
         )
 
-    return open_unchanged(directory, opened, OpenBuild.close)
+    return open_consistent(directory, opened, OpenBuild.close)
 
 
 def check_documents(directory: Path, identity: str) -> None:
@@ -130,32 +132,34 @@ def check_documents(directory: Path, identity: str) -> None:
 class LiveVerification:
     """Compares the documents of a live collection beside everything else: of each segment, those that come later too.
 
-    `over`: those that were there at first are compared.
+    `done`: those that were there at first are compared.
     """
 
     def __init__(self, checksums: LiveChecksums, *, hurry: bool) -> None:
         self._checksums = checksums
-        self._work = Beside("documents", lambda work: checksums.verify(work.hurry if hurry else work.pace))
-        self._first_over = False
+        self._work = BackgroundTask(
+            "documents", lambda work: checksums.verify(work.check_cancelled if hurry else work.throttle)
+        )
+        self._first_done = False
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Also begins with what has come since."""
-        if not self._work.over:
-            return self._first_over
-        self._first_over = True
-        if self._checksums.pending and not self._work.trouble:
-            self._work = Beside("documents", lambda work: self._checksums.verify(work.pace))
+        if not self._work.done:
+            return self._first_done
+        self._first_done = True
+        if self._checksums.pending and not self._work.error_message:
+            self._work = BackgroundTask("documents", lambda work: self._checksums.verify(work.throttle))
         return True
 
     @property
-    def trouble(self) -> str:
+    def error_message(self) -> str:
         """What is damaged; "" as long as nothing was found."""
-        return self._work.trouble if self._work.over else ""
+        return self._work.error_message if self._work.done else ""
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Have it end soon."""
-        self._work.stop()
+        self._work.cancel()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for what runs."""
@@ -164,7 +168,7 @@ class LiveVerification:
 
 def _open_live(directory: Path, verify: Verify, first_checked: bool) -> OpenBuild:
     """A live collection is one build for ever: a row stands for one text."""
-    file, documents = documents_stamp(directory), LiveDocuments(directory)
+    file, documents = documents_stamp(directory), LiveDocumentStore(directory)
     told = documents.description
     about = CollectionSummary(
         here=True,

@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 
 from runtime.node.config import HttpSection
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.answer_cache import PromptAnswers
@@ -89,7 +89,7 @@ class Cluster:
         answers: PromptAnswers | None = None,
         search: SearchSource | None = None,
         catalogue: Catalogue | None = None,
-        writes: LiveWrites | None = None,
+        writes: WriterService | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
         readiness: Readiness | None = None,
         send_buffer: int = 0,

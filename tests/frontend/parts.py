@@ -11,8 +11,8 @@ from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, pa
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.reader import LiveReader, attributes_of
+from runtime.retrieval.live.reader import LiveReader, passage_attributes
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
@@ -22,7 +22,7 @@ KEY = "a-key"
 WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
 _COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
 DOCUMENTS = [
-    Upserted(
+    UpsertDocument(
         f"d{number}", " ".join(f"{word} " * int(n) for word, n in zip(WORDS, counts, strict=True)), "", {"n": number}
     )
     for number, counts in enumerate(_COUNTS)
@@ -32,7 +32,7 @@ DOCUMENTS = [
 class Part:
     """The collection `docs` of a node, of some documents, embedded by hashing and searched without a pool."""
 
-    def __init__(self, directory: Path, documents: list[Upserted]) -> None:
+    def __init__(self, directory: Path, documents: list[UpsertDocument]) -> None:
         create(directory, 64, degree=8)
         with LiveWriter(directory, background=False, embedder=HASHING) as writer:
             writer.upsert(documents)
@@ -52,7 +52,7 @@ class Part:
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
-            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
+            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
             for one, distance in zip(found, distances[0], strict=False)
             if one is not None
         ]

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from runtime.errors import CollectionBusy, Unavailable
 from runtime.retrieval.answer_store import NewAnswer
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import Disk, locked
+from runtime.retrieval.live.storage.disk import Disk, acquire_lock
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.answer_cache import MOST_CHARS, Asked
 from runtime.serving.frontend.requests import Relayed
@@ -269,7 +269,7 @@ def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
 
 def _unlocked(directory: Path) -> bool:
     with suppress(CollectionBusy):
-        os.close(locked(directory))
+        os.close(acquire_lock(directory))
         return True
     return False
 

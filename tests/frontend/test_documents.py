@@ -11,10 +11,10 @@ import pytest
 from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.live.writing import MOST_AT_ONCE, LiveWrites
+from runtime.retrieval.live.writer_service import MAX_CONCURRENT_WRITES, WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -43,14 +43,16 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def writes(directory: Path) -> Iterator[LiveWrites]:
-    made = LiveWrites({name: directory / name for name in ("notes", "bare", "sealed")}, Embeds().embedded, embedder_of)
+def writes(directory: Path) -> Iterator[WriterService]:
+    made = WriterService(
+        {name: directory / name for name in ("notes", "bare", "sealed")}, Embeds().embedded, embedder_of
+    )
     yield made
     made.close()
 
 
 @pytest.fixture
-def http(writes: LiveWrites) -> Iterator[httpx.Client]:
+def http(writes: WriterService) -> Iterator[httpx.Client]:
     settings = Settings(collections={"notes": DIM, "bare": DIM, "sealed": DIM})
     with Cluster(settings=settings, writes=writes) as cluster, cluster.http() as http:
         yield http
@@ -158,39 +160,39 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
     assert delete(http, filter={"type": "eq", "key": "n", "value": 1}).json()["error"]["code"] == "invalid_filter"
 
 
-def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: LiveWrites, directory: Path) -> None:
-    asyncio.run(writes.upsert("notes", [Upserted("a", "kept")]))
+def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: WriterService, directory: Path) -> None:
+    asyncio.run(writes.upsert("notes", [UpsertDocument("a", "kept")]))
     writes.close()
-    again = LiveWrites({"notes": directory / "notes"}, Embeds().embedded, embedder_of)
+    again = WriterService({"notes": directory / "notes"}, Embeds().embedded, embedder_of)
     assert asyncio.run(again.delete("notes", ["a"])) == 1
     again.close()
 
 
-def test_more_writes_than_may_be_under_way_are_refused(writes: LiveWrites) -> None:
+def test_more_writes_than_may_be_under_way_are_refused(writes: WriterService) -> None:
     async def many() -> list[int | BaseException]:
-        asked = (writes.upsert("notes", [Upserted(str(n), "t")]) for n in range(MOST_AT_ONCE + 5))
+        asked = (writes.upsert("notes", [UpsertDocument(str(n), "t")]) for n in range(MAX_CONCURRENT_WRITES + 5))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     ended = asyncio.run(many())
-    assert ended.count(1) == MOST_AT_ONCE
+    assert ended.count(1) == MAX_CONCURRENT_WRITES
     assert sum(isinstance(one, Overloaded) for one in ended) == 5
 
 
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
 def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes_on(
-    writes: LiveWrites, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
+    writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
 ) -> None:
     def fails(self: LiveWriter, documents: object, owner: object) -> int:
         raise error
 
     async def both() -> None:
-        await writes.upsert("notes", [Upserted("a", "t")])
+        await writes.upsert("notes", [UpsertDocument("a", "t")])
         with monkeypatch.context() as patch:
             patch.setattr(LiveWriter, "upsert", fails)
             with pytest.raises(CollectionError):
-                await writes.upsert("notes", [Upserted("b", "t")])
+                await writes.upsert("notes", [UpsertDocument("b", "t")])
         assert ("notes" in writes.states()) == kept
-        assert await writes.upsert("notes", [Upserted("b", "t")]) == 1
+        assert await writes.upsert("notes", [UpsertDocument("b", "t")]) == 1
 
     asyncio.run(both())
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 import runtime.serving.http.connections
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.serving.frontend.requests import ClientGone
 from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
 from runtime.serving.http.openai_fields import HINTS, REFUSED, hints_table, refused_table
@@ -96,7 +96,7 @@ def test_every_endpoint_is_on_the_page() -> None:
     from tests.frontend.cluster import Search, metrics
     from tests.frontend.links import Stand
 
-    stand, writes = Stand(), cast(LiveWrites, object())  # of which only the routes' existence is asked
+    stand, writes = Stand(), cast(WriterService, object())  # of which only the routes' existence is asked
     try:
         app = create_app(Service(stand.link, Search(), metrics, writes=writes, drain=_drain), Settings())
     finally:

@@ -11,7 +11,7 @@ from runtime.errors import InvalidDocument, InvalidFilter, InvalidRequest, Trini
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.write_client import WriteClient
 from runtime.serving.http.service import Settings
@@ -27,7 +27,7 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(notes: Path) -> Iterator[str]:
-    writes = LiveWrites({"notes": notes}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
+    writes = WriterService({"notes": notes}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
     settings = Settings(collections={"notes": DIM}, api_keys=("key",))
     with Cluster(settings=settings, writes=writes) as cluster:
         yield cluster.url

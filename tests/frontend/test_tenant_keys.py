@@ -11,7 +11,7 @@ from runtime.retrieval.attributes.filters import AttributeBinding, decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.serving.http.guard import Access
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
@@ -46,7 +46,9 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cluster(directory: Path) -> Iterator[Cluster]:
-    writes = LiveWrites({name: directory / name for name in NAMES}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
+    writes = WriterService(
+        {name: directory / name for name in NAMES}, Embeds().embedded, lambda _: HashingEmbedder(DIM)
+    )
     access = {
         ACME: Access({"notes": AttributeBinding("tenant", "acme"), "manuals": None}),
         BLUE: Access({"notes": AttributeBinding("tenant", "blue")}),

@@ -11,9 +11,9 @@ from runtime.retrieval.attributes.filters import decode_filter, filter_bytes
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.reader import LiveReader, attributes_of
-from runtime.retrieval.live.words import LiveWords
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.keyword_search import LiveKeywordSearch
+from runtime.retrieval.live.reader import LiveReader, passage_attributes
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.neighbors import fuse_ranks
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
@@ -40,13 +40,13 @@ class Notes:
         with LiveReader(self._directory) as reader:
             rows, distances = (one[0] for one in reader.search(query, asked.k, wanted=wanted))
             if asked.hybrid:
-                words = LiveWords(reader.state)
+                words = LiveKeywordSearch(reader.state)
                 by_words = words.nearest(text, query[0], asked.k, wanted, 1 << 62)
                 words.close()
                 rows, distances = fuse_ranks((rows, distances), by_words, asked.k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())
         return [
-            Passage(one.id, one.title, float(distance), one.text, attributes_of(one))
+            Passage(one.id, one.title, float(distance), one.text, passage_attributes(one))
             for one, distance in zip(found, distances, strict=False)
             if one is not None
         ]
@@ -72,7 +72,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     """Of a node with an empty live collection `notes` that wants `KEY`."""
     create(tmp_path / "notes", 64, degree=8)
     notes = Notes(tmp_path / "notes")
-    writes = LiveWrites({"notes": tmp_path / "notes"}, notes.embedded, lambda name: HASHING)
+    writes = WriterService({"notes": tmp_path / "notes"}, notes.embedded, lambda name: HASHING)
     settings = Settings(collections={"notes": 64}, api_keys=(KEY,))
     with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes) as cluster:
         yield cluster.url

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError, ConfigError, Unavailable
-from runtime.integrations.follow.documents import Fields
-from runtime.integrations.follow.follower import Caught, Follower
-from runtime.integrations.follow.source import retried
+from runtime.integrations.follow.document_mapper import FieldMapping
+from runtime.integrations.follow.follower import Follower, SyncResult
+from runtime.integrations.follow.source import call_with_retries
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from tests.integrations.followed import (
     DIM,
@@ -56,20 +56,20 @@ def test_what_is_new_changed_or_gone_is_taken_and_nothing_else_is_written(
 ) -> None:
     for key in range(5):
         database.put(key, UP if key else RIGHT, text=f"text {key}", n=key)
-    follower = Follower(database.source(), writer, Fields(), batch=2)
-    assert follower.catch_up() == Caught(first=True, stored=5, complete=True)
+    follower = Follower(database.source(), writer, FieldMapping(), batch=2)
+    assert follower.sync() == SyncResult(first=True, stored=5, complete=True)
     assert contents(writer) == {str(key): f"text {key}" for key in range(5)}
     assert _nearest(writer, RIGHT)[0] == "0"
 
     before = writer.state.sequence
-    assert follower.catch_up() == Caught(unchanged=5, complete=True)
+    assert follower.sync() == SyncResult(unchanged=5, complete=True)
     assert writer.state.sequence == before
 
     database.put(1, UP, text="another text", n=1)
     database.put(2, UP, text="text 2", n=22)
     database.put(9, BACK, text="text 9", n=9)
     database.remove(3)
-    assert follower.catch_up() == Caught(stored=3, deleted=1, unchanged=2, complete=True)
+    assert follower.sync() == SyncResult(stored=3, deleted=1, unchanged=2, complete=True)
     assert contents(writer) == {"0": "text 0", "1": "another text", "2": "text 2", "4": "text 4", "9": "text 9"}
     assert _nearest(writer, UP, wanted=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
 
@@ -79,38 +79,38 @@ def test_a_vector_that_changes_alone_is_taken_from_the_log_and_from_a_segment(
 ) -> None:
     for key in range(40):
         database.put(key, UP, text="text", n=key)
-    follower = Follower(database.source(), writer, Fields())
-    follower.catch_up()
+    follower = Follower(database.source(), writer, FieldMapping())
+    follower.sync()
     writer.flush()
     database.put(7, RIGHT, text="text", n=7)
     database.put(40, UP, text="text", n=40)
-    assert follower.catch_up() == Caught(stored=2, unchanged=39, complete=True)
+    assert follower.sync() == SyncResult(stored=2, unchanged=39, complete=True)
     assert _nearest(writer, RIGHT)[0] == "7"
     database.put(40, BACK, text="text", n=40)
-    assert follower.catch_up() == Caught(stored=1, unchanged=40, complete=True)
+    assert follower.sync() == SyncResult(stored=1, unchanged=40, complete=True)
     assert _nearest(writer, BACK)[0] == "40"
 
 
 def test_of_a_filter_what_does_not_pass_any_more_is_deleted(database: Database, writer: LiveWriter) -> None:
     for key in range(4):
         database.put(key, UP, text="text", n=key)
-    follower = Follower(database.source(least_n=2), writer, Fields())
-    assert follower.catch_up().stored == 2
+    follower = Follower(database.source(least_n=2), writer, FieldMapping())
+    assert follower.sync().stored == 2
     database.put(2, UP, text="text", n=0)
-    assert follower.catch_up() == Caught(deleted=1, unchanged=1, complete=True)
+    assert follower.sync() == SyncResult(deleted=1, unchanged=1, complete=True)
     assert list(contents(writer)) == ["3"]
 
 
 def test_by_a_version_only_what_changed_is_read(database: Database, writer: LiveWriter) -> None:
     for key in range(4):
         database.put(key, UP, text=f"text {key}", n=1, other="x")
-    follower = Follower(database.source(), writer, Fields(attributes=("other",)), version="n", batch=3)
-    assert follower.catch_up().stored == 4
+    follower = Follower(database.source(), writer, FieldMapping(attributes=("other",)), version="n", batch=3)
+    assert follower.sync().stored == 4
     if isinstance(database, Fake):
         database.read.clear()
     database.put(2, RIGHT, text="new", n=2, other="x")
     database.remove(0)
-    assert follower.catch_up() == Caught(stored=1, deleted=1, unchanged=2, complete=True)
+    assert follower.sync() == SyncResult(stored=1, deleted=1, unchanged=2, complete=True)
     assert contents(writer) == {"1": "text 1", "2": "new", "3": "text 3"}
     assert _nearest(writer, RIGHT)[0] == "2"
     if isinstance(database, Fake):
@@ -121,12 +121,12 @@ def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_
     database: Database, writer: LiveWriter
 ) -> None:
     told: list[str] = []
-    fields = Fields(text="meta.body", title="meta.head")
+    fields = FieldMapping(text="meta.body", title="meta.head")
     meta = {"body": "the text", "head": "the title", "year": 2024, "deep": {"er": ["a", "b"]}}
     database.put(1, UP, text="-", meta=meta, mixed=[1, "a"], n=1)
     database.put(2, UP, text="-", meta={"body": "two", "year": "unknown"}, n=2)
-    follower = Follower(database.source(), writer, fields, tell=told.append)
-    assert follower.catch_up().stored == 2
+    follower = Follower(database.source(), writer, fields, report=told.append)
+    assert follower.sync().stored == 2
     rows = writer.state.rows_of(["1", "2"])
     one, two = (writer.state.documents([rows[name]])[0] for name in ("1", "2"))
     assert one is not None
@@ -135,7 +135,7 @@ def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_
     assert one.attributes == {"text": "-", "meta.year": 2024, "meta.deep.er": ["a", "b"], "n": 1}
     assert two.attributes == {"text": "-", "n": 2}
     assert [("mixed" in words, "meta.year" in words) for words in told] == [(True, False), (False, True)]
-    follower.catch_up()
+    follower.sync()
     assert len(told) == 2
 
 
@@ -145,9 +145,9 @@ def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Databas
     with LiveWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
         database.put(1, UP, text="cats purr", n=1)
         database.put(2, UP, text="dogs bark", n=2)
-        follower = Follower(database.source(), writer, Fields(), embeds=True)
-        assert follower.catch_up().stored == 2
-        assert follower.catch_up().unchanged == 2
+        follower = Follower(database.source(), writer, FieldMapping(), embeds=True)
+        assert follower.sync().stored == 2
+        assert follower.sync().unchanged == 2
         assert _nearest(writer, hashing.embed(["dogs bark"], "query")[0])[0] == "2"
 
 
@@ -155,24 +155,24 @@ def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Databas
 
 
 def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: LiveWriter) -> None:
-    fake, told, caught = Fake(), list[str](), list[Caught]()
+    fake, told, result = Fake(), list[str](), list[SyncResult]()
     for key in range(6):
         fake.put(key, UP, text=f"text {key}")
-    follower = Follower(fake.source(), writer, Fields(), batch=2, tell=told.append)
+    follower = Follower(fake.source(), writer, FieldMapping(), batch=2, report=told.append)
     looks = iter([True, True, False])
 
     def look() -> bool:
-        if len(caught) == 1 and not told:
+        if len(result) == 1 and not told:
             fake.put(0, UP, text="new")
             fake.remove(5)
             fake.failures = [Unavailable("gone for now")]
         return next(looks)
 
-    follower.follow(look, caught.append)
+    follower.follow(look, result.append)
     assert told == ["gone for now; tried again at the next pass"]
-    assert caught == [
-        Caught(first=True, stored=6, complete=True),
-        Caught(stored=1, deleted=1, unchanged=4, complete=True),
+    assert result == [
+        SyncResult(first=True, stored=6, complete=True),
+        SyncResult(stored=1, deleted=1, unchanged=4, complete=True),
     ]
 
 
@@ -180,7 +180,7 @@ def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_
     fake = Fake()
     for key in range(4):
         fake.put(key, UP, text="text")
-    follower = Follower(fake.source(), writer, Fields(), batch=2)
+    follower = Follower(fake.source(), writer, FieldMapping(), batch=2)
     pages = fake.pages
 
     def broken(*shape: Any) -> Iterator[Any]:
@@ -189,9 +189,9 @@ def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_
 
     fake.pages = broken  # type: ignore[assignment, method-assign]
     with pytest.raises(Unavailable, match="gone"):
-        follower.follow(lambda: False, lambda caught: None)
+        follower.follow(lambda: False, lambda result: None)
     fake.pages = pages  # type: ignore[method-assign]
-    assert follower.catch_up() == Caught(stored=2, unchanged=2, complete=True)
+    assert follower.sync() == SyncResult(stored=2, unchanged=2, complete=True)
 
 
 def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
@@ -199,10 +199,10 @@ def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer
     for key in range(6):
         fake.put(key, UP, text="text")
     stops = iter([False, False, False, True])
-    follower = Follower(fake.source(), writer, Fields(), batch=2, stopped=lambda: next(stops))
-    follower.catch_up()
+    follower = Follower(fake.source(), writer, FieldMapping(), batch=2, stopped=lambda: next(stops))
+    follower.sync()
     fake.remove(5)
-    assert follower.catch_up() == Caught(unchanged=2)
+    assert follower.sync() == SyncResult(unchanged=2)
     assert len(contents(writer)) == 6
 
 
@@ -213,8 +213,8 @@ def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: 
     fake.put(3, (1.0, float("nan"), 0.0), text="no number")
     fake.put(4, UP, text=["no text"])
     fake.put(5, RIGHT, text="fine too")
-    caught = Follower(fake.source(), writer, Fields(), tell=told.append).catch_up()
-    assert (caught.stored, caught.refused) == (2, 3)
+    result = Follower(fake.source(), writer, FieldMapping(), report=told.append).sync()
+    assert (result.stored, result.refused) == (2, 3)
     assert sorted(contents(writer)) == ["1", "5"]
     assert len(told) == 3
 
@@ -225,7 +225,7 @@ def test_a_backlog_of_rows_to_seal_is_sealed_and_then_gone_on_with(tmp_path: Pat
     for key in range(80):
         fake.put(key, (1.0, key, 0.0), text="text")
     with LiveWriter(tmp_path / "small", background=False, seal_rows=2) as writer:
-        assert Follower(fake.source(), writer, Fields(), batch=16).catch_up().stored == 80
+        assert Follower(fake.source(), writer, FieldMapping(), batch=16).sync().stored == 80
         assert writer.state.count == 80
 
 
@@ -239,17 +239,17 @@ def test_a_client_is_asked_again_until_it_answers_but_not_when_it_refuses() -> N
             raise answer
         return str(answer)
 
-    assert retried("it", call, sleep=slept.append) == "fine"
+    assert call_with_retries("it", call, sleep=slept.append) == "fine"
     assert slept == [0.5, 1.0]
 
     refusal = ValueError("bad filter")
     refusal.status_code = 400  # type: ignore[attr-defined]
     answers[:] = [refusal] * 9
     with pytest.raises(Unavailable, match="it: ValueError: bad filter"):
-        retried("it", call, sleep=slept.append)
+        call_with_retries("it", call, sleep=slept.append)
     answers[:] = [OSError("reset")] * 9
     with pytest.raises(Unavailable, match="it: OSError: reset"):
-        retried("it", call, sleep=slept.append)
+        call_with_retries("it", call, sleep=slept.append)
     assert slept == [0.5, 1.0, 0.5, 1.0, 2.0, 4.0]
 
 
@@ -273,7 +273,7 @@ def test_a_vector_of_several_in_qdrant_is_named(tmp_path: Path, writer: LiveWrit
         Qdrant(database.client, "a", '{"mast": 1}')
     source = Qdrant(database.client, "b", vector="small")
     assert (source.dim, source.metric) == (DIM, "ip")
-    assert Follower(source, writer, Fields()).catch_up().stored == 1
+    assert Follower(source, writer, FieldMapping()).sync().stored == 1
     assert _nearest(writer, RIGHT) == ["1"]
     database.close()
 
@@ -322,7 +322,7 @@ def test_the_command_follows_and_does_not_take_a_collection_that_has_other_docum
 
     create(tmp_path / "notes", DIM)
     with LiveWriter(tmp_path / "notes", background=False) as writer:
-        writer.upsert([Upserted("mine", "text", vector=UP)])
+        writer.upsert([UpsertDocument("mine", "text", vector=UP)])
     notes = ("index", "follow", "qdrant", tmp_path / "notes", *follow[4:], "a")
     with pytest.raises(ConfigError, match="1 documents and follows nothing"):
         trinity(*notes)

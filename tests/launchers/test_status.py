@@ -14,11 +14,11 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
 from runtime.retrieval.embedding.embedder import HashingEmbedder
-from runtime.retrieval.live.build import Parts
+from runtime.retrieval.live.build import SegmentProgress
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.state import WriterState
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.validation import UpsertDocument
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.serving.http.process import tell_writes
 from tests.frontend.test_documents import Embeds
 
@@ -91,14 +91,14 @@ def test_standby_workers_are_shown_below_the_workers() -> None:
 
 def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
-    writes = LiveWrites({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
+    writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     tell_writes(table, writes.states())
     assert Written.of(table) is None
-    asyncio.run(writes.upsert("notes", [Upserted(str(n), "t") for n in range(5)]))
+    asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
-    asyncio.run(writes.upsert("notes", [Upserted("new", "t")]))
+    asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
     tell_writes(table, writes.states())
     found = Written.of(table)
     assert found is not None
@@ -112,7 +112,7 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     states = {
         name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
-        for name, done in (("a", Parts(1.0, 0.5, 0.0)), ("b", None), ("c", Parts(1.0, 0.25, 0.0)))
+        for name, done in (("a", SegmentProgress(1.0, 0.5, 0.0)), ("b", None), ("c", SegmentProgress(1.0, 0.25, 0.0)))
     }
     tell_writes(table, states)
     found = Written.of(table)

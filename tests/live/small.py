@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.maintenance import Build
+from runtime.retrieval.live.maintenance import BuildSegment
 from runtime.retrieval.live.storage.disk import Disk
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 
 DIM = 8
@@ -20,11 +20,11 @@ def vector_of(seed: int, dim: int = DIM) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(dim).astype(np.float32)
 
 
-def document(name: str, seed: int, **attributes: Any) -> Upserted:
-    return Upserted(name, f"text {seed}", f"title {seed}", attributes, vector_of(seed))
+def document(name: str, seed: int, **attributes: Any) -> UpsertDocument:
+    return UpsertDocument(name, f"text {seed}", f"title {seed}", attributes, vector_of(seed))
 
 
-def documents(names: range, **attributes: Any) -> list[Upserted]:
+def documents(names: range, **attributes: Any) -> list[UpsertDocument]:
     return [document(str(number), number, **attributes) for number in names]
 
 
@@ -48,6 +48,6 @@ def contents(writer: Any) -> dict[str, str]:
     return {one.id: one.text for one in found}
 
 
-def maintain(writer: Any, build: Build) -> bool:
+def maintain(writer: Any, build: BuildSegment) -> bool:
     """What the writer's own threads do: whether a segment was due, and is taken."""
     return bool(writer.seal_if_due(build) or writer.merge_if_due(build))

@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from runtime.errors import CollectionError, Overloaded
-from runtime.retrieval.live.build import Job, build, parts_of
+from runtime.retrieval.live.build import BuildJob, build, progress_of_stage
 from runtime.retrieval.live.maintenance import (
-    MERGED,
-    MOST_DELETED,
-    MOST_SEGMENTS,
+    MAX_DELETED_SHARE,
+    MAX_SEGMENTS_PER_SHARD,
+    MERGE_FAN_IN,
     RETRY_S,
-    Build,
-    Builder,
-    Process,
-    to_merge,
+    BuildProcess,
+    BuildSegment,
+    BuildThread,
+    pick_merge,
 )
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk
@@ -47,7 +47,7 @@ def test_segments_of_flushes_are_merged_too(tmp_path: Path) -> None:
 def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for_that(tmp_path: Path) -> None:
     moments = [("rows", 1.0), ("write", 0.0), ("write", 1.0)]  # before, while and after there is a directory of it
     with new_writer(tmp_path / "a") as writer:
-        for number in range(MERGED):
+        for number in range(MERGE_FAN_IN):
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
             writer.flush()
 
@@ -62,7 +62,7 @@ def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for
         expected = contents(writer)
         assert expected["31"] == "text 2"
         assert set(expected) == {f"new {number}" for number in range(3)} | {str(number) for number in range(3, 32)}
-        assert sorted(segment.size for segment in writer.state.segments) == [2, 2, 2, 8 * MERGED]
+        assert sorted(segment.size for segment in writer.state.segments) == [2, 2, 2, 8 * MERGE_FAN_IN]
         assert sorted(path.name for path in (tmp_path / "a" / "segments").iterdir()) == ["4", "5", "6", "7"]
     with open_writer(tmp_path / "a") as writer:
         assert contents(writer) == expected
@@ -80,7 +80,7 @@ def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
 
         with Background([partial(write, 0), partial(write, 1000)]):
             until(lambda: writer.state.count == 144)
-        until(lambda: writer.state.growing.count < 16 and not to_merge(writer.state.segments, 16))
+        until(lambda: writer.state.growing.count < 16 and not pick_merge(writer.state.segments, 16))
         expected = contents(writer)
         reader.poll()
         assert contents(reader) == expected
@@ -92,30 +92,30 @@ def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
 
 def test_a_flush_has_segments_merged_first_where_there_are_as_many_as_who_searches_has_room_for(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:  # nobody merges beside it
-        for number in range(MOST_SEGMENTS + 8):
+        for number in range(MAX_SEGMENTS_PER_SHARD + 8):
             writer.upsert([document(str(number), number)])
             writer.flush()
             assert writer.state.growing.count == 0
-            assert len(writer.state.segments) <= MOST_SEGMENTS
-        assert len(contents(writer)) == MOST_SEGMENTS + 8
+            assert len(writer.state.segments) <= MAX_SEGMENTS_PER_SHARD
+        assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
 def test_what_was_written_waits_for_a_merge_where_there_are_too_many_segments_to_seal_it(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=4) as writer:
-        for number in range(MOST_SEGMENTS):
+        for number in range(MAX_SEGMENTS_PER_SHARD):
             writer.upsert([document(str(number), number)])
             writer.flush()
         writer.upsert(documents(range(1000, 1008)))
         assert not writer.seal_if_due(writer.build_here)
         assert writer.merge_if_due(writer.build_here)
         assert writer.seal_if_due(writer.build_here)
-        assert len(contents(writer)) == MOST_SEGMENTS + 8
+        assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
 def test_a_build_that_failed_is_not_tried_again_at_once_however_often_documents_come() -> None:
     done: list[object] = []
 
-    def due(build: Build) -> bool:
+    def due(build: BuildSegment) -> bool:
         done.append("tried")
         builder.wake()  # a document came
         raise CollectionError("the disk is full")
@@ -126,7 +126,7 @@ def test_a_build_that_failed_is_not_tried_again_at_once_however_often_documents_
             enough.set()
 
     enough = threading.Event()
-    builder = Builder(due, "test", rest)
+    builder = BuildThread(due, "test", rest)
     builder.wake()
     builder.start()
     assert enough.wait(60)
@@ -154,10 +154,10 @@ def test_segments_stay_few_however_often_updates_of_the_same_documents_are_flush
             writer.upsert([document(str(number), number) for number in chance.sample(range(40), 6)])
             writer.flush()
             maintain(writer, writer.build_here)  # as often as is sealed, and no oftener
-            assert len(writer.state.segments) <= 2 * MERGED
+            assert len(writer.state.segments) <= 2 * MERGE_FAN_IN
         while maintain(writer, writer.build_here):
             pass
-        assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MOST_DELETED)
+        assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MAX_DELETED_SHARE)
 
 
 def test_how_far_a_merge_is_goes_from_its_rows_over_its_graph_to_what_is_written(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_how_far_a_merge_is_goes_from_its_rows_over_its_graph_to_what_is_written
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
             writer.flush()
         writer.compact(lambda stage, part: told.append((stage, part)))
-    parts = [parts_of(stage, part) for stage, part in told]
+    parts = [progress_of_stage(stage, part) for stage, part in told]
     assert parts == sorted(parts)
     assert parts[0] == (0, 0, 0)
     assert {(0.5, 0, 0), (1, 1, 0.5)} <= set(parts)
@@ -180,8 +180,8 @@ def test_the_process_beside_the_writer_tells_how_far_it_is(tmp_path: Path) -> No
         writer.flush()
         writer.upsert(documents(range(8, 16)))
         writer.flush()
-        numbers = [segment.facts.number for segment in writer.state.segments]
-        process = Process(tmp_path / "a", Job(99, writer.state.sequence, 16, numbers))
+        numbers = [segment.info.number for segment in writer.state.segments]
+        process = BuildProcess(tmp_path / "a", BuildJob(99, writer.state.sequence, 16, numbers))
         assert process.progress == (0, 0, 0)
         assert process.wait() is not None
         assert process.progress == (1, 1, 1)

@@ -22,12 +22,12 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live import incoming
+from runtime.retrieval.live import validation
 from runtime.retrieval.live import writer as writer_module
 from runtime.retrieval.live.collection import create, info, verify
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.disk import LOCK, Disk, locked
+from runtime.retrieval.live.storage.disk import LOCK, Disk, acquire_lock
+from runtime.retrieval.live.validation import UpsertDocument
 from tests.live.small import DIM, contents, document, documents, maintain, new_writer, open_writer, vector_of
 
 
@@ -60,7 +60,7 @@ def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(t
         if len(pauses) == 3:
             os.close(childs)
 
-    os.close(locked(tmp_path, pause))
+    os.close(acquire_lock(tmp_path, pause))
     assert len(pauses) == 3
 
 
@@ -68,7 +68,7 @@ def test_a_lock_that_nobody_alive_has_written_into_is_refused_in_the_end(tmp_pat
     childs = _lock_of_a_gone_process(tmp_path)
     pauses: list[float] = []
     with pytest.raises(CollectionBusy, match=f"process {_GONE}"):
-        locked(tmp_path, pauses.append)
+        acquire_lock(tmp_path, pauses.append)
     os.close(childs)
     assert 1.0 <= sum(pauses) <= 5.0
 
@@ -155,21 +155,24 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
     [
         ([document("a", 1), document("a", 2)], "'a' comes twice"),
         ([document("", 1)], "empty id"),
-        ([Upserted("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} numbers"),
-        ([Upserted("a", vector=[[1.0] * DIM])], "shape"),
-        ([Upserted("ok", vector=[1] * DIM), Upserted("a", vector=[float("nan")] * DIM)], "'a' holds nan at position 0"),
-        ([Upserted("a", vector=["x"] * DIM)], "is none"),
-        ([Upserted("a", "no vector")], "no embedder"),
-        ([Upserted("a" * 513, vector=vector_of(1))], "513 bytes"),
-        ([Upserted("\ud800", vector=vector_of(1))], "surrogate"),
-        ([Upserted(7, vector=vector_of(1))], "must be a string"),  # type: ignore[arg-type]
+        ([UpsertDocument("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} numbers"),
+        ([UpsertDocument("a", vector=[[1.0] * DIM])], "shape"),
+        (
+            [UpsertDocument("ok", vector=[1] * DIM), UpsertDocument("a", vector=[float("nan")] * DIM)],
+            "'a' holds nan at position 0",
+        ),
+        ([UpsertDocument("a", vector=["x"] * DIM)], "is none"),
+        ([UpsertDocument("a", "no vector")], "no embedder"),
+        ([UpsertDocument("a" * 513, vector=vector_of(1))], "513 bytes"),
+        ([UpsertDocument("\ud800", vector=vector_of(1))], "surrogate"),
+        ([UpsertDocument(7, vector=vector_of(1))], "must be a string"),  # type: ignore[arg-type]
         ([document("a", 1, year="x")], "'year' is a string.*integer before"),
         ([document("a", 1, **{"a b": 1})], "cannot be a name"),
-        ([document(str(number), 1) for number in range(incoming.MAX_BATCH + 1)], "limit is 4096"),
+        ([document(str(number), 1) for number in range(validation.MAX_BATCH + 1)], "limit is 4096"),
     ],
 )
 def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_is_stored(
-    tmp_path: Path, batch: list[Upserted], said: str
+    tmp_path: Path, batch: list[UpsertDocument], said: str
 ) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert([document("first", 0, year=1)])

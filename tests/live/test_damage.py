@@ -11,9 +11,9 @@ from runtime.errors import (
     CollectionError,
 )
 from runtime.retrieval.live.collection import verify
-from runtime.retrieval.live.incoming import Upserted
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.log import HEADER, RECORD, header_of, log_path
+from runtime.retrieval.live.validation import UpsertDocument
 from tests.live.small import contents, document, documents, new_writer, open_writer, vector_of
 
 
@@ -109,7 +109,7 @@ def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
     stolen = log_path(tmp_path / "a", 0).read_bytes()[HEADER.size :]
     with new_writer(tmp_path / "b") as writer:
         writer.upsert([document("0", 0)])
-        writer.upsert([Upserted("1", stolen.decode("latin-1"), vector=vector_of(1))])
+        writer.upsert([UpsertDocument("1", stolen.decode("latin-1"), vector=vector_of(1))])
     path = log_path(tmp_path / "b", 0)
     path.write_bytes(path.read_bytes()[:-1])
     with open_writer(tmp_path / "b") as writer:

@@ -11,11 +11,11 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runtime.retrieval.attributes.filters import Filter, parse_filter
-from runtime.retrieval.live.build import Job
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.maintenance import to_merge
+from runtime.retrieval.live.build import BuildJob
+from runtime.retrieval.live.maintenance import pick_merge
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.manifest import SegmentInfo
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from tests.live.small import DIM, contents, document, maintain, new_writer, open_writer, vector_of
 
@@ -31,7 +31,7 @@ class Model(RuleBasedStateMachine):
         self.directory = type(self).directories() / "collection"
         self.writer: LiveWriter = new_writer(self.directory, seal_rows=8, shards=shards)
         self.reader = LiveReader(self.directory)
-        self.expected: dict[str, Upserted] = {}
+        self.expected: dict[str, UpsertDocument] = {}
         self.seeds = itertools.count()
 
     def teardown(self) -> None:
@@ -72,18 +72,18 @@ class Model(RuleBasedStateMachine):
     def maintain(self) -> None:
         while maintain(self.writer, self.writer.build_here):
             pass
-        assert not to_merge(self.writer.state.segments, 8)
+        assert not pick_merge(self.writer.state.segments, 8)
 
     @rule(names=some.lists(_NAMES, unique=True, min_size=1, max_size=6), colour=_COLOURS, size=some.integers(0, 3))
     def seal_while_segments_are_merged(self, names: list[str], colour: str, size: int) -> None:
-        def build(directory: Path, job: Job) -> SegmentFacts | None:
+        def build(directory: Path, job: BuildJob) -> SegmentInfo | None:
             self.delete(names[1:])
             self.upsert(names, colour, size)
             self.writer.flush()
-            facts = self.writer.build_here(directory, job)
+            info = self.writer.build_here(directory, job)
             self.delete(names[:1])
             self.writer.flush()
-            return facts
+            return info
 
         self.writer.merge_if_due(build)
 
@@ -128,7 +128,7 @@ class Model(RuleBasedStateMachine):
     def a_sealed_row_is_of_its_segments_shard(self) -> None:
         for segment in self.writer.state.segments if hasattr(self, "writer") else ():
             assert {self.writer.state.description.shard_of(one.id) for one in segment.documents.all()} == {
-                segment.facts.shard
+                segment.info.shard
             }
 
     @invariant()

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocumentStore
 from tests.live.small import documents, new_writer
 
 
 def test_documents_of_segments_that_were_sealed_since_the_last_look_are_there(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
-        reading = LiveDocuments(tmp_path / "a")
+        reading = LiveDocumentStore(tmp_path / "a")
         for part in range(3):
             writer.upsert(documents(range(10 * part, 10 * part + 10)))
             writer.flush()  # the log that it was in goes
@@ -21,6 +21,6 @@ def test_documents_of_segments_that_were_sealed_since_the_last_look_are_there(tm
 def test_a_row_that_nobody_has_written_is_no_document(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(3)))
-        reading = LiveDocuments(tmp_path / "a")
+        reading = LiveDocumentStore(tmp_path / "a")
         assert reading.get([7]) == [None]
         reading.close()

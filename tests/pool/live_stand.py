@@ -9,7 +9,7 @@ import numpy as np
 from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.live.collection import create
-from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
@@ -37,7 +37,7 @@ class Stand:
     def upsert(self, *names: str, **attributes: Any) -> None:
         vectors = clustered(self._random, len(names), DIM)
         documents = [
-            Upserted(name, f"text of {name}", attributes=attributes, vector=vector)
+            UpsertDocument(name, f"text of {name}", attributes=attributes, vector=vector)
             for name, vector in zip(names, vectors, strict=True)
         ]
         self.writer.upsert(documents)

@@ -20,7 +20,7 @@ from runtime.node.config import CollectionSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool.collections.shard import Shard, open_shard
 from runtime.pool.process import Timing
-from runtime.retrieval.collections.checksums import Checksums, Pace, at_once
+from runtime.retrieval.collections.checksums import Checksums, Throttle, unthrottled
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
@@ -134,7 +134,7 @@ class HeldChecksums(Checksums):
     def pending(self) -> bool:
         return not self.begun.is_set()
 
-    def verify(self, pace: Pace = at_once) -> None:
+    def verify(self, pace: Throttle = unthrottled) -> None:
         self.begun.set()
         assert self.end.wait(60)
         raise CollectionError("altered")

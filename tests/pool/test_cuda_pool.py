@@ -15,7 +15,7 @@ from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
-from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
@@ -135,7 +135,7 @@ def test_longer_vectors_than_those_of_the_other_collections_are_sealed_to_a_devi
         make_pool(plan, make_arena=lambda worker, dim: None).start()
         client = attached(make_client(plan))
         vectors = np.random.default_rng(0).standard_normal((SEALED, 200)).astype(np.float32)
-        writer.upsert([Upserted(str(row), vector=vector) for row, vector in enumerate(vectors)])
+        writer.upsert([UpsertDocument(str(row), vector=vector) for row, vector in enumerate(vectors)])
         writer.flush()
         until(lambda: client.search(vectors[7], 1, collection="notes").ids.tolist() == [7])
         until(lambda: any(name.startswith("notes") and name.endswith("/0") for name in opened[0].dims))

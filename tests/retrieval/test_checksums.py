@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import Checksums, open_unchanged
+from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.manifest import Manifest, facts_of, read_manifest
+from runtime.retrieval.collections.manifest import Manifest, checksum_file, read_manifest
 from tests.pool.generations import build
 
 
@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> None:
-    checksums = Checksums({file: facts_of(file)})
+    checksums = Checksums({file: checksum_file(file)})
     file.rename(file.with_name("moved"))
     file.write_bytes(b"another")
     paces: list[int] = []
@@ -31,23 +31,23 @@ def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> 
 
 def test_the_pace_is_kept_every_256_kib_for_a_loop_on_the_same_core_waits_that_long(file: Path) -> None:
     paces: list[int] = []
-    Checksums({file: facts_of(file)}).verify(paces.append)
+    Checksums({file: checksum_file(file)}).verify(paces.append)
     assert max(paces) == 256 << 10
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"x" + b[1:], lambda b: b""])
 def test_a_file_that_is_cut_grown_or_altered_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
-    facts = facts_of(file)
+    checksum = checksum_file(file)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CollectionError, match=r"codes\.npy is damaged: its checksum"):
-        Checksums({file: facts}).verify()
+        Checksums({file: checksum}).verify()
 
 
 def test_a_file_that_cannot_be_opened_or_read_is_named(tmp_path: Path, file: Path) -> None:
     with pytest.raises(CollectionError, match=r"missing\.npy cannot be read"):
-        Checksums({file: facts_of(file), tmp_path / "missing.npy": facts_of(file)})
+        Checksums({file: checksum_file(file), tmp_path / "missing.npy": checksum_file(file)})
     with pytest.raises(CollectionError, match="cannot be read: Is a directory"):
-        Checksums({tmp_path: facts_of(file)}).verify()
+        Checksums({tmp_path: checksum_file(file)}).verify()
 
 
 def test_an_identity_covers_every_array(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path
         return manifest.identity
 
     closed: list[str] = []
-    found = open_unchanged(tmp_path / "docs", opened, closed.append)
+    found = open_consistent(tmp_path / "docs", opened, closed.append)
     assert found == seen[1] == read_manifest(tmp_path / "docs").identity
     assert seen[0] != seen[1]
     assert closed == seen[:1]
@@ -93,5 +93,5 @@ def test_a_collection_that_is_another_one_at_every_look_is_not_opened(tmp_path: 
     closed: list[int] = []
 
     with pytest.raises(CollectionError, match="was replaced by another collection while it was opened, 3 times"):
-        open_unchanged(tmp_path / "docs", opened, closed.append)
+        open_consistent(tmp_path / "docs", opened, closed.append)
     assert closed == [2, 3, 4]

@@ -15,7 +15,7 @@ import pytest
 from runtime.errors import CollectionError, ModelError, TrinityError
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import FileFacts, read_manifest, write_manifest
+from runtime.retrieval.collections.manifest import FileChecksum, read_manifest, write_manifest
 from runtime.retrieval.embedding.embedder import embedding_text
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.neighbors import recall
@@ -318,7 +318,7 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_checksum_fits(
 ) -> None:
     manifest = read_manifest(copy)
     if "files" in change:
-        change = {"files": {name: FileFacts(*facts) for name, facts in change["files"].items()}}
+        change = {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
     write_manifest(copy, msgspec.structs.replace(manifest, **change))
     for call in (Collection.open, Collection.info, Collection.verify):
         with pytest.raises(CollectionError, match=says):

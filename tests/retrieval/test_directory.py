@@ -14,7 +14,7 @@ import pytest
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionError
 from runtime.retrieval.collections.collection import Collection
-from runtime.retrieval.collections.directory import new_directory
+from runtime.retrieval.collections.directory import atomic_directory
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 VECTORS = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
@@ -53,7 +53,7 @@ def test_too_little_room_is_told_from_what_would_not_help_to_try_again(
 ) -> None:
     with (
         pytest.raises(CollectionError, match="docs cannot be built") as raised,
-        new_directory(tmp_path / "docs", replace=False),
+        atomic_directory(tmp_path / "docs", replace=False),
     ):
         raise error
     assert raised.value.exit_code == code
@@ -87,14 +87,14 @@ def test_an_interrupt_just_after_the_directory_was_made_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fcntl, "flock", interrupted)
-    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "docs", replace=False):
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "docs", replace=False):
         pytest.fail("the block ran")
     assert os.listdir(tmp_path) == []
 
 
 def test_what_a_build_that_lives_has_written_is_left_to_it(tmp_path: Path) -> None:
     out = tmp_path / "docs"
-    with new_directory(out, replace=True) as building:
+    with atomic_directory(out, replace=True) as building:
         (building / "documents.sqlite").touch()
         build(out)
         assert os.listdir(building) == ["documents.sqlite"]

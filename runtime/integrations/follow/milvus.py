@@ -6,14 +6,14 @@ from typing import Any
 from pymilvus import DataType, MilvusClient
 
 from runtime.errors import ConfigError
-from runtime.integrations.follow.source import Point, retried
+from runtime.integrations.follow.source import Point, call_with_retries
 
 _METRICS = {"COSINE": "cosine", "L2": "l2", "IP": "ip"}
 
 
 def connect(url: str, key: str = "") -> MilvusClient:
     """url: of a server, or a file of Milvus Lite (with the package milvus-lite)."""
-    return retried(url, MilvusClient, url, token=key)
+    return call_with_retries(url, MilvusClient, url, token=key)
 
 
 class Milvus:
@@ -23,7 +23,7 @@ class Milvus:
         """Raises `ConfigError` for what cannot be followed, `Unavailable`."""
         self._client, self._collection, self._filter = client, collection, wanted
         self._what = f"Milvus' collection {collection!r}"
-        told = retried(self._what, client.describe_collection, collection)["fields"]
+        told = call_with_retries(self._what, client.describe_collection, collection)["fields"]
         fields = {field["name"]: DataType(field["type"]) for field in told}
         self._key = next(field["name"] for field in told if field.get("is_primary"))
         self._vectors = [name for name, kind in fields.items() if "VECTOR" in kind.name]
@@ -36,7 +36,7 @@ class Milvus:
             )
         self._vector = vector
         self.dim = int(next(field["params"]["dim"] for field in told if field["name"] == vector))
-        index = retried(self._what, client.describe_index, collection, vector) or {}
+        index = call_with_retries(self._what, client.describe_index, collection, vector) or {}
         measured = str(index.get("metric_type", "COSINE"))
         if measured not in _METRICS:
             raise ConfigError(f"{self._what} measures by {measured}; known: {', '.join(_METRICS)}")
@@ -44,7 +44,7 @@ class Milvus:
 
     def count(self) -> int:
         asked: dict[str, Any] = {"filter": self._filter, "output_fields": ["count(*)"]}
-        return int(retried(self._what, self._client.query, self._collection, **asked)[0]["count(*)"])
+        return int(call_with_retries(self._what, self._client.query, self._collection, **asked)[0]["count(*)"])
 
     def pages(self, size: int, fields: Sequence[str] | None, vectors: bool) -> Iterator[list[Point]]:
         asked: dict[str, Any] = {
@@ -52,16 +52,16 @@ class Milvus:
             "filter": self._filter,
             "output_fields": self._shape(fields, vectors),
         }
-        rows = retried(self._what, self._client.query_iterator, self._collection, **asked)
+        rows = call_with_retries(self._what, self._client.query_iterator, self._collection, **asked)
         try:
-            while page := retried(self._what, rows.next):
+            while page := call_with_retries(self._what, rows.next):
                 yield [self._point(row, vectors) for row in page]
         finally:
             rows.close()
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
         shape = self._shape(None, vectors)
-        found = retried(self._what, self._client.get, self._collection, list(keys), output_fields=shape)
+        found = call_with_retries(self._what, self._client.get, self._collection, list(keys), output_fields=shape)
         return [self._point(row, vectors) for row in found]
 
     def _shape(self, fields: Sequence[str] | None, vectors: bool) -> list[str]:

@@ -8,7 +8,7 @@ from qdrant_client import QdrantClient
 from qdrant_client.models import Filter
 
 from runtime.errors import ConfigError
-from runtime.integrations.follow.source import Point, retried
+from runtime.integrations.follow.source import Point, call_with_retries
 
 _METRICS = {"Cosine": "cosine", "Euclid": "l2", "Dot": "ip"}
 
@@ -16,7 +16,7 @@ _METRICS = {"Cosine": "cosine", "Euclid": "l2", "Dot": "ip"}
 def connect(url: str, key: str = "") -> QdrantClient:
     """url: of a server, or a directory of the client's local mode."""
     if not url.startswith(("http://", "https://")):
-        return retried(url, QdrantClient, path=url)
+        return call_with_retries(url, QdrantClient, path=url)
     return QdrantClient(url=url, api_key=key or None, check_compatibility=False)
 
 
@@ -30,7 +30,7 @@ class Qdrant:
             self._filter = Filter.model_validate(json.loads(wanted)) if wanted else None
         except ValueError as error:
             raise ConfigError(f"the filter is none of Qdrant's: {error}") from error
-        found = retried(self._what, client.get_collection, collection).config.params.vectors
+        found = call_with_retries(self._what, client.get_collection, collection).config.params.vectors
         named = dict(found) if isinstance(found, Mapping) else {"": found}
         if not vector and len(named) == 1:
             vector = next(iter(named))
@@ -45,20 +45,20 @@ class Qdrant:
 
     def count(self) -> int:
         asked: dict[str, Any] = {"count_filter": self._filter, "exact": False}
-        return int(retried(self._what, self._client.count, self._collection, **asked).count)
+        return int(call_with_retries(self._what, self._client.count, self._collection, **asked).count)
 
     def pages(self, size: int, fields: Sequence[str] | None, vectors: bool) -> Iterator[list[Point]]:
         asked: dict[str, Any] = {"scroll_filter": self._filter, "limit": size, **self._shape(fields, vectors)}
         offset: Any = None
         while True:
-            found, offset = retried(self._what, self._client.scroll, self._collection, offset=offset, **asked)
+            found, offset = call_with_retries(self._what, self._client.scroll, self._collection, offset=offset, **asked)
             yield [self._point(record) for record in found]
             if offset is None:
                 return
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
         shape = self._shape(None, vectors)
-        found = retried(self._what, self._client.retrieve, self._collection, list(keys), **shape)
+        found = call_with_retries(self._what, self._client.retrieve, self._collection, list(keys), **shape)
         return [self._point(record) for record in found]
 
     def _shape(self, fields: Sequence[str] | None, vectors: bool) -> dict[str, Any]:

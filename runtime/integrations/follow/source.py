@@ -39,7 +39,7 @@ class Source(Protocol):
         """The points with these ids that are there."""
 
 
-def retried(
+def call_with_retries(
     what: str, call: Callable[..., _T], *given: Any, sleep: Callable[[float], None] = time.sleep, **named: Any
 ) -> _T:
     """What a database's client answers, asked again a few times. Raises `Unavailable` with its last complaint.

@@ -22,7 +22,7 @@ from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
 from runtime.node.placement.plan import ANSWERS
 from runtime.pool.collections.shard import OpenShard, Shard, open_shard
-from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.open_build import check_documents, directory_identity
 
 _JOIN_S = 5.0
@@ -38,8 +38,8 @@ class _Entry:
     signature: Signature | None = None  # of the files that were found bad
     tried: list[Signature] = field(default_factory=list)  # of those that are being opened
     refused: str = ""  # why the last reload has changed nothing
-    checking: Beside[None] | None = None
-    opening: Beside[Shard | None] | None = None
+    checking: BackgroundTask[None] | None = None
+    opening: BackgroundTask[Shard | None] | None = None
     wanted: bool = False  # a reload was asked for and is not over
     offered: bool = False  # a new shard was handed out and not answered yet
     look_ns: int = 0
@@ -158,10 +158,10 @@ class PoolCatalogue:
         """What has changed since the last call. A change with a `new` shard is to be answered: `accept` or `refuse`."""
         changes = []
         for name, entry in self._entries.items():
-            if entry.checking is not None and entry.checking.over:
+            if entry.checking is not None and entry.checking.done:
                 changes += self._checked(name, entry)
             changes += self._outdated(name, entry)
-            if entry.opening is not None and entry.opening.over:
+            if entry.opening is not None and entry.opening.done:
                 changes += self._reopened(name, entry)
             due = entry.wanted or (entry.lost and now_ns >= entry.look_ns)
             if due and entry.opening is None and not entry.offered:
@@ -197,12 +197,12 @@ class PoolCatalogue:
         for entry in self._entries.values():
             if entry.shard is not None and entry.shard.checksums.pending:
                 checksums = entry.shard.checksums
-                entry.checking = Beside("checksums", lambda work: checksums.verify(work.pace))  # noqa: B023
+                entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
                 return
 
     def _checked(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.checking is not None
-        trouble, entry.checking, old = entry.checking.trouble, None, entry.shard
+        trouble, entry.checking, old = entry.checking.error_message, None, entry.shard
         if not trouble:
             self._log.info("collection %s: every checksum is right", name)
             return []
@@ -225,7 +225,7 @@ class PoolCatalogue:
         identity = "" if entry.shard is None else entry.shard.served.identity
         tried = entry.tried = []
 
-        def opened(work: Beside[Shard | None]) -> Shard | None:
+        def opened(work: BackgroundTask[Shard | None]) -> Shard | None:
             tried.append(signature_of(Path(section.path)))  # first: what comes while it is read is another attempt's
             if tried[0] == bad:
                 return None
@@ -233,7 +233,7 @@ class PoolCatalogue:
             if section.verify == "never":
                 shard.checksums.close()
             else:
-                shard.checksums.verify(work.hurry)
+                shard.checksums.verify(work.check_cancelled)
             if shard.served.identity == identity:
                 if shard.live is not None:
                     shard.live.close()
@@ -243,19 +243,19 @@ class PoolCatalogue:
             shard.touch()
             return shard
 
-        entry.opening = Beside("opening", opened)
+        entry.opening = BackgroundTask("opening", opened)
 
     def _reopened(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.opening is not None
         ended, entry.opening = entry.opening, None
-        if ended.trouble:
+        if ended.error_message:
             old = entry.shard
             if old is not None and directory_identity(Path(entry.section.path)) == old.served.identity:
                 # The very files that are served: they have been altered since they were opened.
-                entry.wanted, entry.refused = False, ended.trouble
-                self._take_out(entry, ended.trouble, entry.tried[0] if entry.tried else None)
+                entry.wanted, entry.refused = False, ended.error_message
+                self._take_out(entry, ended.error_message, entry.tried[0] if entry.tried else None)
                 return [Change(name, old, None)]
-            self._failed(entry, ended.trouble)
+            self._failed(entry, ended.error_message)
         elif ended.result is not None:
             entry.offered = True
             return [Change(name, entry.shard, ended.result)]
@@ -281,7 +281,7 @@ class PoolCatalogue:
     def _let_go(self, entry: _Entry) -> None:
         """Of the files that were still to be read."""
         if entry.checking is not None:
-            entry.checking.stop()  # and closes them
+            entry.checking.cancel()  # and closes them
             entry.checking = None
         elif entry.shard is not None:
             entry.shard.checksums.close()
@@ -290,7 +290,7 @@ class PoolCatalogue:
         """End what is done beside the loop."""
         works = [w for e in self._entries.values() for w in (e.checking, e.opening) if w is not None]
         for work in works:
-            work.stop()
+            work.cancel()
         for entry in self._entries.values():
             self._let_go(entry)
         for work in works:

@@ -20,10 +20,10 @@ from runtime.pool.collections.scopes import LIVE, Filtered, InUse, Part, Parts, 
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.live.growing import Growing
+from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.applied import Applied
-from runtime.retrieval.live.storage.manifest import Description, SegmentFacts
+from runtime.retrieval.live.storage.delete_barrier import ReaderPosition
+from runtime.retrieval.live.storage.manifest import Description, SegmentInfo
 from runtime.retrieval.live.storage.segment import Segment
 
 POLL_NS = 20_000_000
@@ -36,7 +36,7 @@ _SEEDS = 128  # as many as searches of a large index begin at
 Forget = Callable[[Iterable[int]], None]
 
 
-def index_of(growing: Growing) -> GraphIndex:
+def index_of(growing: GrowingSegment) -> GraphIndex:
     """The growing rows as an index without edges, with room for those to come."""
     rows = growing.rows
     room = len(rows.codes)
@@ -80,14 +80,14 @@ class LiveIndexes:
         self._key, self.reader, self._engine, self._scopes = key, reader, engine, scopes
         self._number_of = engine.backend().number
         self._segments: dict[int, _Own] = {}
-        self._fresh: dict[SegmentFacts, _Own | None] = {}  # of segments to come; None: the engine has a part of it
+        self._fresh: dict[SegmentInfo, _Own | None] = {}  # of segments to come; None: the engine has a part of it
         self._refused: GpuError | None = None
-        reader.ready = self._take_in
+        reader.segments_ready = self._take_in
         self._growing: _Own | None = None
         self._grown = 0
         self._leaving: dict[str, int] = {}
         self._stale = False
-        self._applied: Applied | None = None
+        self._applied: ReaderPosition | None = None
         parts = self._parts()
         self._scope = scopes.reserve(parts)
         self._current = parts
@@ -103,7 +103,7 @@ class LiveIndexes:
     def step(self, in_use: Callable[[], InUse], forget: Forget) -> None:
         """Take in what was written. Raises `CollectionError`, `GpuError`; what was served goes on being served."""
         if self._applied is None:  # before the log is read: a writer that sees nobody waits for nobody
-            self._applied = Applied(self.reader.directory)
+            self._applied = ReaderPosition(self.reader.directory)
         stale, self._stale = self._stale, True  # also where something was taken in before an error
         self._stale = self.reader.poll() or stale
         if self._stale:  # also what the engine had no room for the last time
@@ -116,7 +116,7 @@ class LiveIndexes:
                 self._current = parts
             forget(self._scopes.changed(self.served_as))
             self._stale = False
-        self._applied.tell(self.reader.state.sequence)
+        self._applied.publish(self.reader.state.sequence)
         if self._leaving:
             self._unload(self._scopes.indexes(in_use()))
         if self._refused is not None:
@@ -130,24 +130,24 @@ class LiveIndexes:
     def _take_in(self, segments: Sequence[Segment]) -> bool:
         """Have the engine load new segments, a part at a time. Whether it has them all."""
         self._refused = None
-        for facts in set(self._fresh) - {segment.facts for segment in segments}:  # merged away before they were there
-            del self._fresh[facts]
-            self._engine.unload(self._name(facts))
+        for info in set(self._fresh) - {segment.info for segment in segments}:  # merged away before they were there
+            del self._fresh[info]
+            self._engine.unload(self._name(info))
         for segment in segments:
-            name = self._name(segment.facts)
-            if self._fresh.get(segment.facts) is None:
+            name = self._name(segment.info)
+            if self._fresh.get(segment.info) is None:
                 try:
                     whole = self._engine.load_part(name, segment.index)
                 except GpuError as error:
                     self._refused = error
                     return False
-                self._fresh[segment.facts] = self._own(name, segment.index, segment) if whole else None
+                self._fresh[segment.info] = self._own(name, segment.index, segment) if whole else None
                 if not whole:
                     return False
         return True
 
-    def _name(self, facts: SegmentFacts) -> str:
-        return f"{self._key}/{facts.number}"
+    def _name(self, info: SegmentInfo) -> str:
+        return f"{self._key}/{info.number}"
 
     @property
     def indexes(self) -> dict[str, GraphIndex]:
@@ -162,8 +162,8 @@ class LiveIndexes:
         self._scopes.release(self._scope)
         for own in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._leaving[own.key] = own.number
-        for facts in self._fresh:
-            self._engine.unload(self._name(facts))
+        for info in self._fresh:
+            self._engine.unload(self._name(info))
         self._segments, self._growing, self._fresh = {}, None, {}
         self.reader.close()
 
@@ -188,18 +188,18 @@ class LiveIndexes:
         """Every index that has rows which are there; the growing one if none has."""
         state = self.reader.state
         for segment in state.segments:
-            number = segment.facts.number
+            number = segment.info.number
             if number not in self._segments:
-                self._segments[number] = self._fresh.pop(segment.facts, None) or self._load(
-                    self._name(segment.facts), segment.index, segment
+                self._segments[number] = self._fresh.pop(segment.info, None) or self._load(
+                    self._name(segment.info), segment.index, segment
                 )
-        there = [segment.facts.number for segment in state.segments]
+        there = [segment.info.number for segment in state.segments]
         for number in set(self._segments) - set(there):
             own = self._segments.pop(number)
             self._leaving[own.key] = own.number
         self._segments = {number: self._segments[number] for number in there}
         for segment in state.segments:
-            own = self._segments[segment.facts.number]
+            own = self._segments[segment.info.number]
             if own.deletions != segment.deletions:
                 own.deletions = segment.deletions
                 own.tell(segment.alive)
@@ -207,7 +207,7 @@ class LiveIndexes:
         found = [own.part() for own in self._all() if own.count]
         return Parts(found or [self._all()[-1].part()])
 
-    def _own_growing(self, growing: Growing) -> _Own:
+    def _own_growing(self, growing: GrowingSegment) -> _Own:
         codes = growing.rows.codes
         own = self._growing
         if own is None or own.source is not codes:
@@ -231,7 +231,7 @@ class LiveIndexes:
     def _parts_passing(self, wanted: Filter) -> Sequence[Part]:
         state = self.reader.state
         found = [
-            part_of(self._segments[segment.facts.number].number, segment.alive & segment.passing(wanted))
+            part_of(self._segments[segment.info.number].number, segment.alive & segment.passing(wanted))
             for segment in state.segments
         ]
         own = self._own_growing(state.growing)

@@ -13,9 +13,9 @@ from runtime.node.config import CollectionSection
 from runtime.pool.collections.scopes import Filtered, Part, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.checksums import Checksums, open_unchanged
+from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.collection import index_errors
-from runtime.retrieval.collections.manifest import ATTRIBUTES, FileFacts, Manifest
+from runtime.retrieval.collections.manifest import ATTRIBUTES, FileChecksum, Manifest
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
@@ -84,24 +84,24 @@ def open_shard(section: CollectionSection, worker: int) -> Shard:
         with index_errors():
             index = GraphIndex.load(folder)
             index.check_graph()
-            arrays = {folder / name: FileFacts(*facts) for name, facts in index.files().items()}
+            arrays = {folder / name: FileChecksum(*checksum) for name, checksum in index.files().items()}
         if (index.dim, index.metric) != (manifest.dim, manifest.metric) or index.size > manifest.size:
             raise CollectionError(f"{folder} is not the index that {directory}'s manifest describes")
         columns = _columns(directory, manifest)
         schema = {} if columns is None else {name: str(kind) for name, kind in columns.schema.items()}
         _check_demand(section, schema)
         served = Served(section.name, index.dim, shard, section.shards, manifest.identity, schema, section.demand)
-        own = {directory / name: facts for name, facts in manifest.files.items() if _is_own(name, folder.name)}
+        own = {directory / name: checksum for name, checksum in manifest.files.items() if _is_own(name, folder.name)}
         return Shard(served, index, Checksums({**own, **arrays}), columns)
 
-    return open_unchanged(directory, opened, lambda shard: shard.checksums.close())
+    return open_consistent(directory, opened, lambda shard: shard.checksums.close())
 
 
 def _open_live(section: CollectionSection, directory: Path, worker: int) -> Shard:
     if (made := read_description(directory).shard_count) != section.shards:
         raise CollectionError(f"{directory} was made with {made} shards, not {section.shards}")
     shard = worker % section.shards
-    reader = LiveReader(directory, beside=True, shard=shard)
+    reader = LiveReader(directory, background=True, shard=shard)
     about, schema = reader.description, {name: str(kind) for name, kind in reader.state.schema.items()}
     if section.demand:
         _check_demand(section, schema)

@@ -9,13 +9,13 @@ from runtime.retrieval.attributes.schema import AttributeType, extend_schema
 from runtime.retrieval.collections.documents import Document
 
 
-class AttributesSeen:
+class AttributeCollector:
     """The attributes of documents that go by, by column."""
 
     def __init__(self) -> None:
         self._columns, self._schema = Columns(), dict[str, AttributeType]()
 
-    def told(self, documents: Iterable[Document]) -> Iterator[Document]:
+    def collect(self, documents: Iterable[Document]) -> Iterator[Document]:
         """The documents. Raises `CollectionError` for an attribute that is of another type than before."""
         for number, document in enumerate(documents, 1):
             if document.attributes:

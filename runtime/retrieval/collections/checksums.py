@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.manifest import FileFacts, Manifest, facts_of, read_manifest
+from runtime.retrieval.collections.manifest import FileChecksum, Manifest, checksum_file, read_manifest
 
-Pace = Callable[[int], None]
+Throttle = Callable[[int], None]
 """Told how many bytes were read just now, and in no hurry to return."""
 
 _CHUNK_BYTES = 1 << 18  # 0.15 ms: a pool's loop on the same core waits that long
 
 
-def at_once(read_bytes: int) -> None:
+def unthrottled(read_bytes: int) -> None:
     """The pace of who waits for the result."""
 
 
@@ -26,11 +26,11 @@ class Checksums:
     Files that are replaced, moved or removed meanwhile are read all the same.
     """
 
-    def __init__(self, files: Mapping[Path, FileFacts]) -> None:
+    def __init__(self, files: Mapping[Path, FileChecksum]) -> None:
         """Raises `CollectionError` for a file that cannot be opened."""
         self._facts = dict(files)
         self._open: dict[Path, int] = {}
-        self.total_bytes = sum(facts.bytes for facts in files.values())
+        self.total_bytes = sum(checksum.bytes for checksum in files.values())
         self.read_bytes = 0
         try:
             for path in files:
@@ -44,17 +44,17 @@ class Checksums:
         """Whether there is something to compare."""
         return bool(self._open)
 
-    def verify(self, pace: Pace = at_once) -> None:
+    def verify(self, pace: Throttle = unthrottled) -> None:
         """Read every file and close it. Raises `CollectionError` that names the first that is not as it was built."""
         try:
             for path, fd in self._open.items():
-                facts = self._facts[path]
-                if _digest(path, fd, facts.bytes, self._count(pace)) != facts.sha256:
+                checksum = self._facts[path]
+                if _digest(path, fd, checksum.bytes, self._count(pace)) != checksum.sha256:
                     raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
         finally:
             self.close()
 
-    def _count(self, pace: Pace) -> Pace:
+    def _count(self, pace: Throttle) -> Throttle:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
             pace(read_bytes)
@@ -67,7 +67,7 @@ class Checksums:
             os.close(self._open.popitem()[1])
 
 
-def _digest(path: Path, fd: int, size: int, pace: Pace) -> str:
+def _digest(path: Path, fd: int, size: int, pace: Throttle) -> str:
     digest, offset = hashlib.sha256(), 0
     try:
         while chunk := os.pread(fd, _CHUNK_BYTES, offset):
@@ -88,7 +88,7 @@ _ATTEMPTS = 3
 _T = TypeVar("_T")
 
 
-def open_unchanged(directory: Path, opened: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
+def open_consistent(directory: Path, opened: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
     """`opened(manifest)`, which opens files of the collection at `directory`: all of them are of that manifest's build.
 
     What is opened of a build that is replaced meanwhile is closed again by `close`.
@@ -120,8 +120,8 @@ def open_unchanged(directory: Path, opened: Callable[[Manifest], _T], close: Cal
 
 def _damaged_description(directory: Path, manifest: Manifest, place: tuple[int, int]) -> Path | None:
     """A description that is not the one that the collection was sealed with, though the directory is the same."""
-    for name, facts in manifest.files.items():
-        if name.endswith(".json") and facts_of(directory / name) != facts and _place(directory) == place:
+    for name, checksum in manifest.files.items():
+        if name.endswith(".json") and checksum_file(directory / name) != checksum and _place(directory) == place:
             return directory / name
     return None
 

@@ -20,10 +20,11 @@ from gpu import GpuError, GraphIndex
 from gpu.build.params import BuildDevice, BuildParams, check_within
 from gpu.index.storage import CODE_FILES
 from runtime.errors import BuildRefused, CollectionError
-from runtime.retrieval.collections.attributes import AttributesSeen
-from runtime.retrieval.collections.checksums import open_unchanged
-from runtime.retrieval.collections.directory import new_directory
+from runtime.retrieval.collections.attributes import AttributeCollector
+from runtime.retrieval.collections.checksums import open_consistent
+from runtime.retrieval.collections.directory import atomic_directory
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
+from runtime.retrieval.collections.keyword_index import KeywordIndex
 from runtime.retrieval.collections.manifest import (
     ATTRIBUTES,
     DOCUMENTS,
@@ -31,7 +32,7 @@ from runtime.retrieval.collections.manifest import (
     MAX_SHARDS,
     WORDS,
     Manifest,
-    facts_of,
+    checksum_file,
     index_folders,
     read_manifest,
     write_manifest,
@@ -44,7 +45,6 @@ from runtime.retrieval.collections.sources import (
     read_ids,
     read_vectors,
 )
-from runtime.retrieval.collections.words import WordIndex
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
 from runtime.retrieval.neighbors import merge_neighbors
@@ -52,7 +52,7 @@ from runtime.retrieval.neighbors import merge_neighbors
 Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
-Known = Callable[[], tuple[NDArray[np.int64], Vectors]]
+KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
 _EMBED_AT_ONCE = 64  # texts a thread between two words of progress
 
 
@@ -97,7 +97,7 @@ class Collection:
 
         Raises `CollectionError` that names what is missing, foreign or damaged.
         """
-        return open_unchanged(directory, lambda manifest: cls._open(directory, manifest), cls.close)
+        return open_consistent(directory, lambda manifest: cls._open(directory, manifest), cls.close)
 
     @classmethod
     def _open(cls, directory: Path, manifest: Manifest) -> Self:
@@ -140,7 +140,7 @@ class Collection:
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
         """The vectors of these rows, float32 [n, d], as exactly as the index keeps them."""
-        return vectors_of(self.shards, rows)
+        return gather_vectors(self.shards, rows)
 
     def close(self) -> None:
         """Let go of the documents' file; the index's memory goes with its last user."""
@@ -181,8 +181,8 @@ class Collection:
     def verify(directory: Path) -> None:
         """Read every file and compare its checksum. Raises `CollectionError` that names the damaged file."""
         manifest = read_manifest(directory)
-        for name, facts in manifest.files.items():
-            if facts_of(directory / name) != facts:
+        for name, checksum in manifest.files.items():
+            if checksum_file(directory / name) != checksum:
                 raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
         with index_errors():
             for folder in manifest.indexes:
@@ -198,7 +198,7 @@ class Collection:
         embedder: EmbedderSpec | None = None,
         model: Embedder | None = None,
         sources: Sources | None = None,
-        known: Known | None = None,
+        known_vectors: KnownVectors | None = None,
         vectors: Path | NDArray[Any] | None = None,
         ids: Path | NDArray[np.int64] | None = None,
         degree: int = 32,
@@ -219,8 +219,8 @@ class Collection:
             so that queries may come as text.
         model: that embedder, where it is loaded already (`choose_embedder`).
         sources: the files that the documents are read from, filled in meanwhile.
-        known: called when all documents are read: rows of theirs that have a vector already, and these.
-        vectors: the documents' vectors, row by row, where they are known already; may be a .npy file.
+        known_vectors: called when all documents are read: rows of theirs that have a vector already, and these.
+        vectors: the documents' vectors, row by row, where they are known_vectors already; may be a .npy file.
         ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
         shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
         degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; codes are made by default, but
@@ -247,26 +247,26 @@ class Collection:
             _check_embedder(embedder, given)
             _check_shards(shards, len(given))
         own_ids = read_ids(ids) if isinstance(ids, Path) else ids
-        columns = AttributesSeen()
-        with new_directory(out, replace=force) as building:
+        columns = AttributeCollector()
+        with atomic_directory(out, replace=force) as building:
             if bare is not None:
                 matrix = bare
             elif given is not None:
                 matrix = given
-                told = columns.told(_documents(source, progress))
+                told = columns.collect(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, told) as documents:
                     if len(matrix) != documents.size:
                         raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
-                    WordIndex.create(building / WORDS, documents.texts())
+                    KeywordIndex.create(building / WORDS, documents.texts())
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 # First: it may be missing, and reading may take long.
                 model = model or load_embedder(embedder, threads=threads, for_a_build=True)
-                read = columns.told(_documents(source, progress))
+                read = columns.collect(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
-                    WordIndex.create(building / WORDS, documents.texts())
-                    matrix = _embedded(documents, model, known, threads, progress)
+                    KeywordIndex.create(building / WORDS, documents.texts())
+                    matrix = _embedded(documents, model, known_vectors, threads, progress)
             columns.write(building / ATTRIBUTES)
             if own_ids is None and shards > 1:
                 own_ids = np.arange(len(matrix))
@@ -291,7 +291,7 @@ class Collection:
             _seal(building, index, len(matrix), shards, embedder)
 
 
-def vectors_of(shards: Sequence[GraphIndex], rows: NDArray[np.int64]) -> Vectors:
+def gather_vectors(shards: Sequence[GraphIndex], rows: NDArray[np.int64]) -> Vectors:
     """The vectors of some rows of a collection with documents, float32 [n, d], as exactly as its indexes keep them."""
     found = np.empty((len(rows), shards[0].dim), np.float32)
     for shard, index in enumerate(shards):
@@ -306,7 +306,7 @@ def _part(progress: Progress, shard: int, shards: int) -> Progress:
 
 
 def check_arguments(check: Callable[..., object], *arguments: object) -> None:
-    """The index's complaint about an argument as `BuildRefused`."""
+    """The index's explain_decode_error about an argument as `BuildRefused`."""
     try:
         check(*arguments)
     except GpuError as error:
@@ -342,12 +342,12 @@ def _documents(source: Source, progress: Progress) -> Iterable[Document]:
 
 
 def _embedded(
-    documents: DocumentStore, model: Embedder, known: Known | None, threads: int, progress: Progress
+    documents: DocumentStore, model: Embedder, known_vectors: KnownVectors | None, threads: int, progress: Progress
 ) -> Vectors:
     vectors = np.empty((documents.size, model.dim), np.float32)
     wanted = np.arange(documents.size)
-    if known is not None:
-        rows, had = known()
+    if known_vectors is not None:
+        rows, had = known_vectors()
         vectors[rows] = had
         wanted = np.setdiff1d(wanted, rows)
     at_once = _EMBED_AT_ONCE * threads
@@ -378,7 +378,7 @@ def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: E
         dtype=index.dtype,
         degree=index.degree,
         embedder=embedder,
-        files={name: facts_of(building / name) for name in files},
+        files={name: checksum_file(building / name) for name in files},
         shards=msgspec.UNSET if shards == 1 else shards,
     )
     write_manifest(building, manifest)

@@ -24,7 +24,7 @@ _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
 
 @contextlib.contextmanager
-def new_directory(out: Path, *, replace: bool) -> Iterator[Path]:
+def atomic_directory(out: Path, *, replace: bool) -> Iterator[Path]:
     """Fill the directory that this yields; it becomes `out` if the block ends well, and is removed if it does not.
 
     replace: a collection that is at `out` is deleted once the new one is complete. Whatever else is there is refused,

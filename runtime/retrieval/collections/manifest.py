@@ -29,7 +29,7 @@ _NAME = re.compile(r"(index(-\d)?/)?[a-z]{1,32}\.[a-z]{1,8}")
 MAX_SHARDS = 8
 
 
-class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's size and the SHA-256 of its content, in hexadecimal."""
 
     bytes: int
@@ -48,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     degree: int
     embedder: EmbedderSpec | None
-    files: dict[str, FileFacts]
+    files: dict[str, FileChecksum]
     shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
@@ -74,33 +74,33 @@ def index_folders(shards: int) -> tuple[str, ...]:
     return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
 
 
-def facts_of(path: Path) -> FileFacts:
+def checksum_file(path: Path) -> FileChecksum:
     """A file's size and checksum, from reading all of it. Raises `CollectionError`."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileFacts(file.tell(), digest)
+            return FileChecksum(file.tell(), digest)
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Seal `directory`: nothing in it may change after this."""
-    (directory / MANIFEST).write_bytes(sealed(manifest))
+    (directory / MANIFEST).write_bytes(encode_with_checksum(manifest))
 
 
-def sealed(content: msgspec.Struct) -> bytes:
+def encode_with_checksum(content: msgspec.Struct) -> bytes:
     """A file of this, with a checksum of itself in its field `sha256`."""
-    whole = msgspec.structs.replace(content, sha256=digest_of(content))
+    whole = msgspec.structs.replace(content, sha256=compute_digest(content))
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
-def digest_of(content: msgspec.Struct) -> str:
+def compute_digest(content: msgspec.Struct) -> str:
     """What its field `sha256` is to be."""
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
-def identity_in(directory: Path) -> str:
+def read_identity(directory: Path) -> str:
     """Of the build that lies in a directory now, as its manifest has it; "" if that cannot be read."""
     try:
         return read_manifest(directory).identity
@@ -130,7 +130,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if manifest.version != _VERSION:
         raise CollectionError(f"{path} has version {manifest.version}, this Trinity reads {_VERSION}: build it again")
-    if manifest.sha256 != digest_of(manifest):
+    if manifest.sha256 != compute_digest(manifest):
         raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
     if manifest.shards is not msgspec.UNSET and not 1 <= manifest.shards <= MAX_SHARDS:
         raise CollectionError(f"{path} is damaged: shards is {manifest.shards}, outside 1..{MAX_SHARDS}")
@@ -138,12 +138,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(lacking))}")
     if strange := [name for name in manifest.files if not _NAME.fullmatch(name)]:
         raise CollectionError(f"{path} is damaged: it lists {strange[0][:64]!r}, which is no file of a collection")
-    for name, facts in manifest.files.items():
+    for name, checksum in manifest.files.items():
         status = _status(directory / name)
         if status is None or not stat.S_ISREG(status.st_mode):
             raise CollectionError(f"{directory / name} is missing")
-        if status.st_size != facts.bytes:
-            raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {facts.bytes}")
+        if status.st_size != checksum.bytes:
+            raise CollectionError(f"{directory / name} is damaged: it has {status.st_size} bytes, not {checksum.bytes}")
     return manifest
 
 

@@ -121,7 +121,7 @@ def _document(line: bytes, where: str) -> Document:
     try:
         found = _decode_line(line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CollectionError(f"{where}: {complaint(line, error)}") from error
+        raise CollectionError(f"{where}: {explain_decode_error(line, error)}") from error
     identity = str(found.id)
     if not 1 <= len(identity) <= MAX_ID_CHARACTERS:
         raise CollectionError(f"{where}: an id has 1 to {MAX_ID_CHARACTERS} characters, not {len(identity)}")
@@ -130,7 +130,7 @@ def _document(line: bytes, where: str) -> Document:
     return Document(identity, found.title or "", found.text, found.attributes or {})
 
 
-def complaint(line: bytes, error: Exception) -> str:
+def explain_decode_error(line: bytes, error: Exception) -> str:
     """What is wrong with a line; msgspec's own words mislead at an unpaired surrogate ("truncated")."""
     try:
         json.dumps(json.loads(line), ensure_ascii=False).encode()

@@ -123,7 +123,7 @@ def add(
             embedder=old.embedder,
             model=embedder,
             sources=job.sources,
-            known=job.known,
+            known_vectors=job.known,
             threads=threads,
             force=True,
             progress=progress,

@@ -16,14 +16,14 @@ from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.manifest import SegmentFacts, read_manifest
+from runtime.retrieval.live.storage.manifest import SegmentInfo, read_manifest
+from runtime.retrieval.live.storage.resumable_merge import ResumableMerge
 from runtime.retrieval.live.storage.segment import write_segment
-from runtime.retrieval.live.storage.unfinished import Unfinished
 
 NICENESS = 10
 
 
-class Job(msgspec.Struct, frozen=True):
+class BuildJob(msgspec.Struct, frozen=True):
     """A segment to build. From the growing rows before `next_row`, which the log's records before `until` brought; or,
     where `merged` names segments, from those. It has the rows of one shard."""
 
@@ -35,17 +35,17 @@ class Job(msgspec.Struct, frozen=True):
     shard: int = 0
 
 
-class Told(msgspec.Struct, frozen=True):
+class BuildReport(msgspec.Struct, frozen=True):
     """A line of the process: how far it is, or how it ended."""
 
     stage: str = ""
     part: float = 0.0
     ended: bool = False
-    segment: SegmentFacts | None = None
+    segment: SegmentInfo | None = None
     error: str = ""
 
 
-class Parts(NamedTuple):
+class SegmentProgress(NamedTuple):
     """What of a build is done, each from 0 to 1: its rows read, its graph built, the segment written."""
 
     rows: float
@@ -57,26 +57,26 @@ _GRAPH = {"neighbors": (0.0, 0.4), "graph": (0.4, 0.1), "better neighbors": (0.5
 """Stages of a graph: where in it they begin, and about how much of it they are."""
 
 
-def parts_of(stage: str, part: float) -> Parts:
+def progress_of_stage(stage: str, part: float) -> SegmentProgress:
     """What of a build is done when a stage is so far."""
     if stage in _GRAPH:
         begin, share = _GRAPH[stage]
-        return Parts(1.0, begin + share * part, 0.0)
-    return Parts(1.0, 1.0, part) if stage == "write" else Parts(part, 0.0, 0.0)
+        return SegmentProgress(1.0, begin + share * part, 0.0)
+    return SegmentProgress(1.0, 1.0, part) if stage == "write" else SegmentProgress(part, 0.0, 0.0)
 
 
-def build(disk: Disk, state: State, job: Job, progress: Progress = no_progress) -> SegmentFacts | None:
+def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
     """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
     parts, keep = [], None
     progress("rows", 0.0)
     if job.merged:
-        merged = [segment for segment in state.segments if segment.facts.number in job.merged]
+        merged = [segment for segment in state.segments if segment.info.number in job.merged]
         checksums = LiveChecksums(state.directory)
         checksums.add(merged)
         checksums.verify()  # what is altered is not to be sealed anew
         try:
-            keep = Unfinished(disk, state.directory, [segment.facts for segment in merged]).keep
+            keep = ResumableMerge(disk, state.directory, [segment.info for segment in merged]).get_or_compute
         except OSError as error:
             raise storage_error(error, f"{state.directory} cannot be written") from error
         # Rows that were deleted since another process began this merge are in it: tombstones hide them.
@@ -99,7 +99,7 @@ def build(disk: Disk, state: State, job: Job, progress: Progress = no_progress) 
     if not documents:
         return None
     order = np.argsort([document.row for document in documents], kind="stable")
-    facts = write_segment(
+    info = write_segment(
         disk,
         state.directory,
         job.number,
@@ -111,10 +111,10 @@ def build(disk: Disk, state: State, job: Job, progress: Progress = no_progress) 
         progress,
         keep,
     )
-    return msgspec.structs.replace(facts, shard=job.shard)
+    return msgspec.structs.replace(info, shard=job.shard)
 
 
-def _replayed(directory: Path, job: Job) -> State:
+def _replayed(directory: Path, job: BuildJob) -> State:
     """What a job builds from. Raises `CollectionError`."""
     while True:
         generation = read_manifest(directory).generation
@@ -126,10 +126,10 @@ def _replayed(directory: Path, job: Job) -> State:
             # a segment was taken meanwhile, and what it was built from is gone
 
 
-def main(directory: Path, job: Job, writer_pid: int) -> None:
+def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
     """Build, and tell it in lines of JSON. Nothing is built for a writer that is gone: another one may be there."""
 
-    def tell(told: Told) -> None:
+    def tell(told: BuildReport) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
         sys.stdout.buffer.flush()
 
@@ -137,10 +137,14 @@ def main(directory: Path, job: Job, writer_pid: int) -> None:
     os.nice(NICENESS)
     try:
         state = _replayed(directory, job)
-        tell(Told(ended=True, segment=build(Disk(), state, job, lambda stage, part: tell(Told(stage, part)))))
+        tell(
+            BuildReport(
+                ended=True, segment=build(Disk(), state, job, lambda stage, part: tell(BuildReport(stage, part)))
+            )
+        )
     except TrinityError as error:
-        tell(Told(ended=True, error=error.message))
+        tell(BuildReport(ended=True, error=error.message))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Job), int(sys.argv[3]))
+    main(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=BuildJob), int(sys.argv[3]))

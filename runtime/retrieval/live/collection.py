@@ -26,7 +26,7 @@ from runtime.retrieval.live.storage.manifest import (
     new_identity,
     read_description,
     read_manifest,
-    write_sealed,
+    write_with_checksum,
 )
 from runtime.retrieval.live.storage.segment import verify_segment
 
@@ -82,12 +82,12 @@ def create(
         for folder in ("log", "segments", "tombstones"):
             (directory / folder).mkdir()
         LogWriter(disk, log_path(directory, 0), identity, 0).close()
-        write_sealed(disk, directory / MANIFEST, Manifest(0, [], 0, 0, 0, known))
+        write_with_checksum(disk, directory / MANIFEST, Manifest(0, [], 0, 0, 0, known))
         description = Description(
             identity, dim, metric, dtype, degree, embedder, demanded, known,
             shards=msgspec.UNSET if shards == 1 else shards,
         )  # fmt: skip
-        write_sealed(disk, directory / DESCRIPTION, description)
+        write_with_checksum(disk, directory / DESCRIPTION, description)
         disk.sync_directory(directory)
         disk.sync_directory(directory.absolute().parent)
     except OSError as error:
@@ -103,7 +103,7 @@ def info(directory: Path) -> LiveInfo:
         return LiveInfo(
             state.description,
             state.count,
-            [(s.facts.number, s.size, int(s.size - s.alive.sum())) for s in state.segments],
+            [(s.info.number, s.size, int(s.size - s.alive.sum())) for s in state.segments],
             state.growing.count,
             state.schema,
             sum(path.stat().st_size for path in (directory / "log").iterdir()),
@@ -128,8 +128,8 @@ def collection_info(directory: Path) -> CollectionInfo:
 def verify(directory: Path) -> str:
     """Read everything. Raises `CollectionError` that names what is damaged. What a crash left, in words; or ""."""
     description, manifest = read_description(directory), read_manifest(directory)
-    for facts in manifest.segments:
-        verify_segment(directory, facts, description, manifest.schema)
+    for info in manifest.segments:
+        verify_segment(directory, info, description, manifest.schema)
     found = replay(directory)
     found.state.close()
     if read_manifest(directory).generation != manifest.generation:

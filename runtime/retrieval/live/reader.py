@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, InvalidFilter
 from runtime.retrieval.attributes.filters import Filter, check_filter
-from runtime.retrieval.collections.beside import Beside
+from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.live.keyword_search import LiveKeywordSearch
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import Loaded, State
 from runtime.retrieval.live.storage.checksums import LiveChecksums
@@ -29,7 +30,6 @@ from runtime.retrieval.live.storage.manifest import (
 )
 from runtime.retrieval.live.storage.operations import decode
 from runtime.retrieval.live.storage.segment import DOCUMENTS, Segment
-from runtime.retrieval.live.words import LiveWords
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Attributes
 
@@ -51,19 +51,19 @@ class LiveReader:
         self,
         directory: Path,
         *,
-        beside: bool = False,
-        compared: Collection[str] | None = None,
+        background: bool = False,
+        checksum_files: Collection[str] | None = None,
         shard: int | None = None,
     ) -> None:
         """beside: have `poll` open new segments on a thread, and take them in later, so that it never waits.
-        compared: which of a segment's files `checksums` has; None: all. shard: have the rows of this one only.
+        checksum_files: which of a segment's files `checksums` has; None: all. shard: have the rows of this one only.
 
         Raises `CollectionError`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
-        self.ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
-        self._loads_beside = beside
-        self._loading: tuple[Manifest, Beside[Loaded]] | None = None
+        self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
+        self._loads_in_background = background
+        self._loading: tuple[Manifest, BackgroundTask[Loaded]] | None = None
         self.description = read_description(directory)
         try:
             self._description_fd = os.open(directory / DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC)  # tells copies apart
@@ -75,7 +75,7 @@ class LiveReader:
             os.close(self._description_fd)
             raise
         self._generation = manifest.generation
-        self.checksums = LiveChecksums(directory, compared)
+        self.checksums = LiveChecksums(directory, checksum_files)
         self.checksums.add(self.state.segments)
         try:
             self.poll()
@@ -136,8 +136,8 @@ class LiveReader:
 
     def _log_is_another(self) -> bool:
         """Whether the file of the log that is read is the collection's no more, though it was not sealed."""
-        in_place = self._follower.in_place
-        return read_manifest(self.directory).sequence <= self._follower.first if in_place is None else not in_place
+        is_current = self._follower.is_current
+        return read_manifest(self.directory).sequence <= self._follower.first if is_current is None else not is_current
 
     def _restored(self) -> CollectionError:
         self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is opened anew"
@@ -155,8 +155,8 @@ class LiveReader:
 
     def _advance(self, manifest: Manifest) -> bool:
         """Take over a newer manifest, if its segments are there. Whether they are."""
-        fresh = self._loaded(manifest) if self._loads_beside else None
-        if self._loads_beside and fresh is None:
+        fresh = self._loaded(manifest) if self._loads_in_background else None
+        if self._loads_in_background and fresh is None:
             return False
         had = set(self.state.segments)
         behind = self._follower.sequence < manifest.sequence
@@ -179,17 +179,17 @@ class LiveReader:
         had: Loaded = {}
         if self._loading is not None:
             wanted, work = self._loading
-            if not work.over:
+            if not work.done:
                 return None
-            if wanted.generation == manifest.generation and not self.ready(list((work.result or {}).values())):
+            if wanted.generation == manifest.generation and not self.segments_ready(list((work.result or {}).values())):
                 return None
             self._loading = None
             if wanted.generation == manifest.generation:
-                if work.trouble:
-                    raise CollectionError(work.trouble)
+                if work.error_message:
+                    raise CollectionError(work.error_message)
                 return work.result
             had = work.result or {}
-        self._loading = manifest, Beside("segments", lambda _: self.state.load(manifest, had))
+        self._loading = manifest, BackgroundTask("segments", lambda _: self.state.load(manifest, had))
         return None
 
     def search(
@@ -236,14 +236,14 @@ class LiveReader:
 # ---- the documents of a live collection for who answers with them: as of now, whatever the pool has found a moment ago
 
 
-class LiveDocuments:
+class LiveDocumentStore:
     """As `DocumentStore`, but a row may be gone. Any number of threads may ask."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
-        self._reader = LiveReader(directory, beside=True, compared=(DOCUMENTS,))
-        self._words = LiveWords(self._reader.state)
+        self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,))
+        self._words = LiveKeywordSearch(self._reader.state)
 
     @property
     def checksums(self) -> LiveChecksums:
@@ -279,14 +279,14 @@ class LiveDocuments:
             gone = state.deleted(rows)
             found = state.documents(rows)
         return [
-            None if one is None or dead else Document(one.id, one.title, one.text, attributes_of(one))
+            None if one is None or dead else Document(one.id, one.title, one.text, passage_attributes(one))
             for one, dead in zip(found, gone, strict=True)
         ]
 
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """What a text's words find: see `LiveWords.nearest`."""
+        """What a text's words find: see `LiveKeywordSearch.nearest`."""
         with self._lock:
             self._reader.poll()
         return self._words.nearest(text, vector, depth, wanted, deadline_ns)
@@ -296,7 +296,7 @@ class LiveDocuments:
         self._reader.close()
 
 
-def attributes_of(document: StoredDocument) -> Attributes:
+def passage_attributes(document: StoredDocument) -> Attributes:
     """As passages have them."""
     return {
         name: value if isinstance(value, str | int | float) else list(value)

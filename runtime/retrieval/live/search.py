@@ -1,8 +1,8 @@
-"""Search over a state: sealed segments by their graphs, growing rows exactly, the nearest of all.
+"""Search over the state of a live collection: sealed segments by their graphs, growing rows exactly, then a merge.
 
-Where only a part of a segment's rows may be results (a filter, deletions), either each of them is compared with the
-query, or the graph is walked with a list that is longer by as much as the part is smaller, so that it holds as many
-rows that may be results as it would without: the engine's own rule, `gpu.cpu.extend.filtered`.
+Where only a share of a segment's rows may be results (because of a filter or deletions), either each of those rows is
+compared with the query, or the graph is walked with a candidate list that is longer in inverse proportion to that
+share. The rule is the engine's: `gpu.cpu.extend.filtered`.
 """
 
 from typing import Any

@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, extend_schema
-from runtime.retrieval.collections.manifest import FileFacts, facts_of
-from runtime.retrieval.live.growing import Growing
+from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
+from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.log import log_files, read_log
 from runtime.retrieval.live.storage.manifest import (
     Description,
     Manifest,
-    SegmentFacts,
+    SegmentInfo,
     read_description,
     read_manifest,
 )
 from runtime.retrieval.live.storage.operations import Operation, Upsert, decode
-from runtime.retrieval.live.storage.segment import Segment, places
+from runtime.retrieval.live.storage.segment import Segment, locate_rows
 
 Rows = NDArray[np.int64]
-Loaded = dict[SegmentFacts, Segment]
+Loaded = dict[SegmentInfo, Segment]
 
 
 class State:
@@ -45,7 +45,7 @@ class State:
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
-        self.growing = Growing(manifest.next_row, description.dim, description.metric)
+        self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
         self.schema: Schema = {}
         self.sequence = 0
         self.advance(manifest)
@@ -75,30 +75,30 @@ class State:
             shards = np.array([self.description.shard_of(name) for name in operation.ids])
             self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
 
-    def _own(self, manifest: Manifest) -> list[SegmentFacts]:
-        return [facts for facts in manifest.segments if self.shard in (None, facts.shard)]
+    def _own_segments(self, manifest: Manifest) -> list[SegmentInfo]:
+        return [info for info in manifest.segments if self.shard in (None, info.shard)]
 
     def load(self, manifest: Manifest, had: "Loaded | None" = None) -> "Loaded":
         """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`.
 
         had: what was opened for a manifest before, and not taken over; it is used or closed.
         """
-        known = {segment.facts for segment in self.segments}
-        wanted = [facts for facts in self._own(manifest) if facts not in known]
-        kept = {facts: segment for facts, segment in (had or {}).items() if facts in wanted}
-        close([segment for facts, segment in (had or {}).items() if facts not in kept])
+        known = {segment.info for segment in self.segments}
+        wanted = [info for info in self._own_segments(manifest) if info not in known]
+        kept = {info: segment for info, segment in (had or {}).items() if info in wanted}
+        close([segment for info, segment in (had or {}).items() if info not in kept])
         try:
-            return kept | self.opened([facts for facts in wanted if facts not in kept], manifest.schema)
+            return kept | self.open_segments([info for info in wanted if info not in kept], manifest.schema)
         except CollectionError:
             close(list(kept.values()))
             raise
 
-    def opened(self, wanted: Sequence[SegmentFacts], schema: Schema) -> "Loaded":
+    def open_segments(self, wanted: Sequence[SegmentInfo], schema: Schema) -> "Loaded":
         """Open these. Raises `CollectionError`."""
         fresh: Loaded = {}
         try:
-            for facts in wanted:
-                fresh[facts] = Segment.load(self.directory, facts, self.description, schema)
+            for info in wanted:
+                fresh[info] = Segment.load(self.directory, info, self.description, schema)
         except CollectionError:
             close(list(fresh.values()))
             raise
@@ -110,10 +110,10 @@ class State:
         fresh: of the manifest's segments those that `load` has opened; the others are opened now. Raises
         `CollectionError`, with nothing changed.
         """
-        known = {segment.facts: segment for segment in self.segments}
+        known = {segment.info: segment for segment in self.segments}
         dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
         opened = known | (self.load(manifest) if fresh is None else fresh)
-        segments = [opened[facts] for facts in self._own(manifest)]
+        segments = [opened[info] for info in self._own_segments(manifest)]
         with self.lock:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
@@ -132,8 +132,8 @@ class State:
 
     def dead_rows_in(self, manifest: Manifest, fresh: "Loaded") -> Rows:
         """The deleted rows of the segments that a manifest names; `fresh` are those that are not taken yet."""
-        known, dead = {segment.facts: segment for segment in self.segments}, self.dead_rows()
-        taken = [_deleted(known[facts]) for facts in manifest.segments if facts in known]
+        known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
+        taken = [_deleted(known[info]) for info in manifest.segments if info in known]
         found = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
         return np.concatenate([np.empty(0, np.int64), *taken, *found])
 
@@ -157,7 +157,7 @@ class State:
             grown = rows >= self.growing.first
             found[grown] = self.growing.vectors(rows[grown] - self.growing.first)
             for segment in self.segments:
-                here, at = places(segment.rows, rows)
+                here, at = locate_rows(segment.rows, rows)
                 found[here] = segment.vectors(at)
             return found
 
@@ -230,12 +230,12 @@ def close(segments: Sequence[Segment]) -> None:
         segment.documents.close()
 
 
-def tombstones_content(rows: Rows) -> tuple[bytes, FileFacts]:
+def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
     """A file of tombstones."""
     file = io.BytesIO()
     np.save(file, np.sort(rows), allow_pickle=False)
     content = file.getvalue()
-    return content, FileFacts(len(content), hashlib.sha256(content).hexdigest())
+    return content, FileChecksum(len(content), hashlib.sha256(content).hexdigest())
 
 
 def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
@@ -243,7 +243,7 @@ def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
     if manifest.tombstones is None:
         return np.empty(0, np.int64)
     path = manifest.tombstones_path(directory)
-    if facts_of(path) != manifest.tombstones:
+    if checksum_file(path) != manifest.tombstones:
         raise CollectionError(f"{path} is damaged: its checksum is not the manifest's")
     try:
         rows = np.lib.format.read_array(io.BytesIO(path.read_bytes()), allow_pickle=False)
@@ -260,7 +260,7 @@ def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
 class WriterState(NamedTuple):
     """What a writer has. documents: that are there; growing: rows of the log; tombstones: deleted rows of segments.
     sealed, merged: segments built since it was opened, from the log and from others; build: of the one that is being
-    built, the parts that are done: `build.Parts`."""
+    built, the parts that are done: `build.SegmentProgress`."""
 
     documents: int
     segments: int
@@ -272,7 +272,7 @@ class WriterState(NamedTuple):
     build: tuple[float, float, float] | None
 
 
-def state_of(
+def writer_state(
     directory: Path, state: State, sealed: int, merged: int, build: tuple[float, float, float] | None
 ) -> WriterState:
     """Of a collection as its writer has it."""

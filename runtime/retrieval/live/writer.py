@@ -18,17 +18,23 @@ from runtime.retrieval.attributes.schema import extend_schema
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
-from runtime.retrieval.live.build import Job, Parts, parts_of
-from runtime.retrieval.live.incoming import Upserted, check, check_owner, plain, vectors_of
-from runtime.retrieval.live.maintenance import Build, Maintenance, crowded, to_merge
+from runtime.retrieval.live.build import BuildJob, SegmentProgress, progress_of_stage
+from runtime.retrieval.live.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import Loaded, WriterState, close, replay, state_of, tombstones_content
-from runtime.retrieval.live.storage.applied import Serving
-from runtime.retrieval.live.storage.disk import Disk, holds, locked, storage_error
+from runtime.retrieval.live.state import Loaded, WriterState, close, replay, tombstones_content, writer_state
+from runtime.retrieval.live.storage.delete_barrier import DeleteBarrier
+from runtime.retrieval.live.storage.disk import Disk, acquire_lock, lock_is_current, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
-from runtime.retrieval.live.storage.manifest import MANIFEST, Manifest, SegmentFacts, read_description, write_sealed
-from runtime.retrieval.live.storage.operations import Delete, Group, Operation, Pending, Upsert, encode
-from runtime.retrieval.live.storage.unfinished import leftovers, unfinished_merge
+from runtime.retrieval.live.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    SegmentInfo,
+    read_description,
+    write_with_checksum,
+)
+from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
+from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
+from runtime.retrieval.live.validation import UpsertDocument, check, check_owner, plain, resolve_vectors
 from runtime.retrieval.neighbors import Neighbors
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
@@ -62,7 +68,7 @@ class LiveWriter:
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
         read_description(directory)  # where there is no live collection no lock is left
-        self.lock_fd = locked(directory)
+        self.lock_fd = acquire_lock(directory)
         try:
             self.state, self._manifest, first, end, torn = replay(directory)
             try:
@@ -80,21 +86,21 @@ class LiveWriter:
             _log.warning("%s", self.repaired)
         self._log_first = first
         self._sealed_at = seal_rows * self.state.description.shard_count  # growing rows
-        self._serving = Serving(directory)
+        self._delete_barrier = DeleteBarrier(directory)
         self._broken = ""
         self._closed = False
-        self._pending: list[Pending] = []
+        self._pending: list[PendingWrite] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
         self.sealing, self.merging = threading.RLock(), threading.RLock()  # one build of each kind at a time
-        self._under_way: set[int] = set()  # segments that are being built
-        self._flushed: Parts | None = None  # how far `flush` is
+        self._building: set[int] = set()  # segments that are being built
+        self._flushed: SegmentProgress | None = None  # how far `flush` is
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
-        self._remove_leftovers()
+        self._remove_obsolete_files()
         self.maintenance = Maintenance(self.seal_if_due, self.merge_if_due, start=background)
         self.maintenance.wake()
 
-    def upsert(self, documents: Sequence[Upserted], owner: AttributeBinding | None = None) -> int:
+    def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
         """Store documents, in the place of those with their ids. All of them or, with an error, none. How many.
 
         owner: what has to hold of them and of those in whose place they come, else `Forbidden`. Raises
@@ -106,12 +112,14 @@ class LiveWriter:
         check(documents)
         if owner is not None:
             check_owner(documents, owner)
-        vectors = vectors_of(documents, self.state.description, self._embedder)
+        vectors = resolve_vectors(documents, self.state.description, self._embedder)
         if self.state.growing.count >= _MOST_GROWING * self._sealed_at:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
-        alone = owner is not None  # whose the documents are that are replaced is looked up in what is stored
-        return self._write(Pending(lambda group: self._decide_upsert(group, documents, vectors, owner), alone))
+        exclusive = owner is not None  # whose the documents are that are replaced is looked up in what is stored
+        return self._write(
+            PendingWrite(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
+        )
 
     def delete(self, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
         """Delete documents by id; those that are not there, or not the owner's, are passed over. How many were there.
@@ -123,17 +131,19 @@ class LiveWriter:
             raise InvalidDocument("ids is a string; a list of them is needed", "ids")
         if not ids:
             return 0
-        return self._hide(Pending(lambda group: self._decide_delete(group, ids, owner), alone=owner is not None))
+        return self._write_and_wait(
+            PendingWrite(lambda group: self._prepare_delete(group, ids, owner), exclusive=owner is not None)
+        )
 
     def delete_where(self, wanted: Filter) -> int:
         """Delete the documents that pass a filter. How many. Returns and raises as `delete`, and `InvalidFilter`."""
 
-        def decide(group: Group) -> int:
+        def prepare(group: WriteGroup) -> int:
             rows = self.state.rows_passing(wanted)
             group.operations += [Delete(rows)] if rows else []
             return len(rows)
 
-        return self._hide(Pending(decide, alone=True))
+        return self._write_and_wait(PendingWrite(prepare, exclusive=True))
 
     def search(
         self,
@@ -149,18 +159,18 @@ class LiveWriter:
     def statistics(self) -> WriterState:
         """Counters; cheap but for large collections' tombstones."""
         running = [found for found in (self._flushed, self.maintenance.progress) if found is not None]
-        return state_of(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
+        return writer_state(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
 
     def flush(self) -> None:
         """Seal all growing rows, and wait for that; for a merge only where a shard has too many segments.
 
         Raises `CollectionError`, `NoRoom`.
         """
-        while crowded(self.state.segments) and self.merge_if_due(self.build_here):
+        while too_many_segments(self.state.segments) and self.merge_if_due(self.build_here):
             pass
         with self.sealing:
             try:
-                self._seal(partial(self.build_here, progress=self._tell))
+                self._seal(partial(self.build_here, progress=self._report_progress))
             finally:
                 self._flushed = None
         self.maintenance.wake()  # there may be a segment too many by now
@@ -174,25 +184,27 @@ class LiveWriter:
         with self.merging, self.sealing:
             self._seal(build)
             for shard in range(self.state.description.shard_count):
-                segments = [segment for segment in self.state.segments if segment.facts.shard == shard]
+                segments = [segment for segment in self.state.segments if segment.info.shard == shard]
                 if len(segments) > 1 or any(not segment.alive.all() for segment in segments):
-                    self._merge([segment.facts.number for segment in segments], build)
+                    self._merge([segment.info.number for segment in segments], build)
 
-    def seal_if_due(self, build: Build) -> bool:
+    def seal_if_due(self, build: BuildSegment) -> bool:
         """Have the growing rows built into segments by `build`, if there are enough, and take them. Whether so."""
         with self.sealing:
-            if self._closed or self.state.growing.count < self._sealed_at or crowded(self.state.segments):
+            if self._closed or self.state.growing.count < self._sealed_at or too_many_segments(self.state.segments):
                 return False
             self._seal(build)
         self.maintenance.wake()
         return True
 
-    def merge_if_due(self, build: Build) -> bool:
+    def merge_if_due(self, build: BuildSegment) -> bool:
         """Have one segment built of others by `build`, if one is due, and take it. Whether one was."""
         with self.merging:
             if self._closed:
                 return False
-            numbers = unfinished_merge(self.directory, self._manifest) or to_merge(self.state.segments, self._seal_rows)
+            numbers = resumable_segments(self.directory, self._manifest) or pick_merge(
+                self.state.segments, self._seal_rows
+            )
             if not numbers:
                 return False
             self._merge(numbers, build)
@@ -222,7 +234,7 @@ class LiveWriter:
 
     # --- writing
 
-    def _write(self, pending: Pending) -> int:
+    def _write(self, pending: PendingWrite) -> int:
         with self._pending_lock:
             self._pending.append(pending)
         with self._commit_lock:
@@ -234,34 +246,34 @@ class LiveWriter:
             self.maintenance.wake()
         return pending.result
 
-    def _hide(self, pending: Pending) -> int:
+    def _write_and_wait(self, pending: PendingWrite) -> int:
         """Write, and wait until everyone who serves the collection has it."""
         count = self._write(pending)
-        self._serving.wait(self.state.sequence)
+        self._delete_barrier.wait(self.state.sequence)
         return count
 
     def _commit(self) -> None:
         """Make a record of what waits."""
-        group = Group(self.state.growing.next_row, self.state.schema)
-        taken: list[Pending] = []
+        group = WriteGroup(self.state.growing.next_row, self.state.schema)
+        taken: list[PendingWrite] = []
         with self._pending_lock:
             waiting = list(self._pending)
         for pending in waiting:
-            if taken and (pending.alone or group.size > MAX_BATCH_BYTES):
+            if taken and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
             taken.append(pending)
             kept = (group.next_row, group.schema, len(group.operations))
             try:
                 if self._closed or self._broken:
                     raise CollectionError(self._broken or f"{self.directory} was closed")
-                pending.result = pending.decide(group)
+                pending.result = pending.prepare(group)
             except Exception as error:  # a fault of our own must not stay in the queue either
                 group.next_row, group.schema = kept[:2]
                 del group.operations[kept[2] :]
                 pending.error = (
                     error if isinstance(error, TrinityError) else InternalError(f"a write failed: {error!r}")
                 )
-            if pending.alone:
+            if pending.exclusive:
                 break
         failed = self._append(group.operations) if group.operations else None
         for pending in taken:
@@ -274,7 +286,7 @@ class LiveWriter:
         """Log a record, have it last, and let it take effect."""
         path = self.log.path
         try:
-            self._check_place()
+            self._check_directory()
         except CollectionError as error:
             return error
         try:
@@ -289,14 +301,18 @@ class LiveWriter:
         self.state.apply(operations)
         return None
 
-    def _check_place(self) -> None:
+    def _check_directory(self) -> None:
         """Raise `CollectionError` where another collection, a restored copy, or none, is in this one's place."""
-        if not (holds(self.lock_fd, self.directory) and self.log.in_place):
+        if not (lock_is_current(self.lock_fd, self.directory) and self.log.is_current):
             self._broken = f"{self.directory} was replaced or moved while it was written to: open it again"
             raise CollectionError(self._broken)
 
-    def _decide_upsert(
-        self, group: Group, documents: Sequence[Upserted], vectors: NDArray[np.float32], owner: AttributeBinding | None
+    def _prepare_upsert(
+        self,
+        group: WriteGroup,
+        documents: Sequence[UpsertDocument],
+        vectors: NDArray[np.float32],
+        owner: AttributeBinding | None,
     ) -> int:
         schema = group.schema
         for document in documents:
@@ -323,48 +339,57 @@ class LiveWriter:
         group.next_row, group.schema = group.next_row + len(ids), schema
         return len(ids)
 
-    def _decide_delete(self, group: Group, ids: Sequence[str], owner: AttributeBinding | None) -> int:
+    def _prepare_delete(self, group: WriteGroup, ids: Sequence[str], owner: AttributeBinding | None) -> int:
         rows = self._rows_of(group, list(dict.fromkeys(ids)))
         rows = rows if owner is None else self.state.owned(rows, owner)
         group.operations += [Delete(sorted(rows.values()))] if rows else []
         group.rows |= dict.fromkeys(rows)
         return len(rows)
 
-    def _rows_of(self, group: Group, ids: list[str]) -> dict[str, int]:
+    def _rows_of(self, group: WriteGroup, ids: list[str]) -> dict[str, int]:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])
         decided = {name: row for name in ids if (row := group.rows.get(name)) is not None}
         return stored | decided
 
     # --- segments
 
-    def build_here(self, directory: Path, job: Job, progress: Progress = no_progress) -> SegmentFacts | None:
-        """Build a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
+    def build_here(self, directory: Path, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
+        """BuildSegment a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
 
-    def _tell(self, stage: str, part: float) -> None:
-        self._flushed = parts_of(stage, part)
+    def _report_progress(self, stage: str, part: float) -> None:
+        self._flushed = progress_of_stage(stage, part)
 
-    def _seal(self, build: Build) -> None:
+    def _seal(self, build: BuildSegment) -> None:
         with self._commit_lock:
             if not self.state.growing.count:
                 return
-            self._check_place()
+            self._check_directory()
             self._rotate()
             until, next_row = self.state.sequence, self.state.growing.next_row
             shards = range(self.state.description.shard_count)
-            jobs = [Job(self._number(), until, next_row, [], self._threads, shard) for shard in shards]
-        self._build_and_take(jobs, build)
+            jobs = [
+                BuildJob(self._next_segment_number(), until, next_row, [], self._threads, shard) for shard in shards
+            ]
+        self._build_and_install(jobs, build)
 
-    def _merge(self, numbers: list[int], build: Build) -> None:
+    def _merge(self, numbers: list[int], build: BuildSegment) -> None:
         with self._commit_lock:
-            self._check_place()
-            shard = next(facts.shard for facts in self._manifest.segments if facts.number == numbers[0])
-            job = Job(self._number(), self._manifest.sequence, self._manifest.next_row, numbers, self._threads, shard)
-        self._build_and_take([job], build)
+            self._check_directory()
+            shard = next(info.shard for info in self._manifest.segments if info.number == numbers[0])
+            job = BuildJob(
+                self._next_segment_number(),
+                self._manifest.sequence,
+                self._manifest.next_row,
+                numbers,
+                self._threads,
+                shard,
+            )
+        self._build_and_install([job], build)
 
-    def _number(self) -> int:
+    def _next_segment_number(self) -> int:
         self._next_segment += 1
-        self._under_way.add(self._next_segment - 1)
+        self._building.add(self._next_segment - 1)
         return self._next_segment - 1
 
     def _rotate(self) -> None:
@@ -381,25 +406,25 @@ class LiveWriter:
         self.log.close()
         self.log, self._log_first = following, sequence
 
-    def _build_and_take(self, jobs: Sequence[Job], build: Build) -> None:
+    def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
         """Put segments in the place of what they are built from, all at once."""
         try:
-            self._take(jobs[0], [facts for job in jobs if (facts := build(self.directory, job)) is not None])
+            self._install(jobs[0], [info for job in jobs if (info := build(self.directory, job)) is not None])
         finally:
-            self._under_way.difference_update(job.number for job in jobs)
-        self._remove_leftovers(sealed=not jobs[0].merged)
+            self._building.difference_update(job.number for job in jobs)
+        self._remove_obsolete_files(sealed=not jobs[0].merged)
 
-    def _take(self, job: Job, built: Sequence[SegmentFacts]) -> None:
-        fresh = self.state.opened(built, dict(self.state.schema))
+    def _install(self, job: BuildJob, built: Sequence[SegmentInfo]) -> None:
+        fresh = self.state.open_segments(built, dict(self.state.schema))
         try:
-            self._put(job, fresh)
+            self._publish(job, fresh)
         except BaseException:
             close(list(fresh.values()))
             raise
 
-    def _put(self, job: Job, fresh: Loaded) -> None:
+    def _publish(self, job: BuildJob, fresh: Loaded) -> None:
         with self._commit_lock:
-            self._check_place()
+            self._check_directory()
             before = self._manifest  # others may have been sealed, or merged, since this job began
             self._generation += 1
             manifest = Manifest(
@@ -416,7 +441,7 @@ class LiveWriter:
                     content, tombstones = tombstones_content(dead)
                     self._disk.write_file(manifest.tombstones_path(self.directory), content)
                     manifest = msgspec.structs.replace(manifest, tombstones=tombstones)
-                write_sealed(self._disk, self.directory / MANIFEST, manifest)
+                write_with_checksum(self._disk, self.directory / MANIFEST, manifest)
             except OSError as error:
                 raise storage_error(error, f"{self.directory / MANIFEST} cannot be written") from error
             self.state.advance(manifest, fresh)
@@ -424,9 +449,9 @@ class LiveWriter:
             self._merged += bool(job.merged)
             self._sealed += not job.merged
 
-    def _remove_leftovers(self, sealed: bool = False) -> None:
+    def _remove_obsolete_files(self, sealed: bool = False) -> None:
         """sealed: a merge may run, so what it has made is none."""
         with self._commit_lock:  # no segment is begun or taken meanwhile
-            found = leftovers(self.directory, self._manifest, self._under_way, sealed)
+            found = obsolete_files(self.directory, self._manifest, self._building, sealed)
         for path in found:
             self._disk.remove(path)

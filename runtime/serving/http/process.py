@@ -29,7 +29,7 @@ from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.live.state import WriterState
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import PromptAnswers
@@ -134,7 +134,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     writes = None
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
-        writes = LiveWrites(
+        writes = WriterService(
             places, search.embedded, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
         )
     answers = None
@@ -269,7 +269,7 @@ async def _beat(
     server: _Server,
     readiness: Readiness,
     search: AsyncRetriever | None,
-    writes: LiveWrites | None,
+    writes: WriterService | None,
     answers: PromptAnswers | None,
 ) -> None:
     """The loop's sign of life, written by the loop itself."""

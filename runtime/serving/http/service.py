@@ -22,7 +22,7 @@ from runtime.errors import (
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
@@ -151,7 +151,7 @@ class Service:
     answers: PromptAnswers | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
     catalogue: Catalogue = field(default_factory=NoCollections)
-    writes: LiveWrites | None = None  # None on a node without collections
+    writes: WriterService | None = None  # None on a node without collections
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
     responded: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.checksums import Checksums, Pace, at_once
-from runtime.retrieval.collections.manifest import FileFacts
+from runtime.retrieval.collections.checksums import Checksums, Throttle, unthrottled
+from runtime.retrieval.collections.manifest import FileChecksum
 from runtime.retrieval.live.storage.manifest import read_manifest
 from runtime.retrieval.live.storage.segment import Segment, segment_path
 
@@ -35,7 +35,7 @@ class LiveChecksums:
                 self.total_bytes += self._bytes(segment)
                 self._due.append(segment)
 
-    def verify(self, pace: Pace = at_once) -> None:
+    def verify(self, pace: Throttle = unthrottled) -> None:
         """Compare what is pending. Raises `CollectionError` that names the first file that is not as it was sealed."""
         while self._due:
             segment, before = self._due.popleft(), self.read_bytes
@@ -48,23 +48,23 @@ class LiveChecksums:
 
     def _still_has(self, segment: Segment) -> bool:
         try:
-            return segment.facts in read_manifest(self._directory).segments
+            return segment.info in read_manifest(self._directory).segments
         except CollectionError:  # that is the reader's to tell
             return False
 
-    def _compare(self, segment: Segment, pace: Pace) -> None:
+    def _compare(self, segment: Segment, pace: Throttle) -> None:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
             pace(read_bytes)
 
-        path = segment_path(self._directory, segment.facts.number)
-        Checksums({path / name: facts for name, facts in self._files(segment).items()}).verify(counted)
+        path = segment_path(self._directory, segment.info.number)
+        Checksums({path / name: info for name, info in self._files(segment).items()}).verify(counted)
 
-    def _files(self, segment: Segment) -> dict[str, FileFacts]:
-        return {name: facts for name, facts in segment.files.items() if self._names is None or name in self._names}
+    def _files(self, segment: Segment) -> dict[str, FileChecksum]:
+        return {name: info for name, info in segment.files.items() if self._names is None or name in self._names}
 
     def _bytes(self, segment: Segment) -> int:
-        return sum(facts.bytes for facts in self._files(segment).values())
+        return sum(info.bytes for info in self._files(segment).values())
 
     def close(self) -> None:
         """Nothing is compared any more. Idempotent."""

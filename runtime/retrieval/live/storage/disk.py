@@ -88,7 +88,7 @@ def storage_error(error: OSError, what: str) -> CollectionError:
 LOCK = "writer.lock"
 
 
-def locked(directory: Path, sleep: Callable[[float], None] = time.sleep) -> int:
+def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -> int:
     """The descriptor that holds the writer's lock, which goes with this process.
 
     Raises `CollectionBusy` if another process has it.
@@ -138,7 +138,7 @@ def _runs(owner: str) -> bool:
     return True
 
 
-def holds(fd: int, directory: Path) -> bool:
+def lock_is_current(fd: int, directory: Path) -> bool:
     """Whether a lock is still that of what is at `directory`, which may have been replaced or moved."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(directory / LOCK))

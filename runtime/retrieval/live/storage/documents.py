@@ -80,8 +80,8 @@ class SegmentDocuments:
         found: dict[str, int] = {}
         for begin in range(0, len(ids), _AT_ONCE):
             part = tuple(ids[begin : begin + _AT_ONCE])
-            places = ", ".join("?" * len(part))
-            found.update(self._rows(f"SELECT id, row FROM documents WHERE id IN ({places})", part))
+            placeholders = ", ".join("?" * len(part))
+            found.update(self._rows(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", part))
         return found
 
     def close(self) -> None:

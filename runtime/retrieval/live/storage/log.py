@@ -156,7 +156,7 @@ class LogWriter:
         self.end += len(content)
 
     @property
-    def in_place(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the file that is written to is the one at its path, with all that was written to it."""
         with contextlib.suppress(OSError):
             there = os.stat(self.path)
@@ -207,7 +207,7 @@ class LogFollower:
                 self._fd, self.first, self._offset = fd, self.sequence, 0
 
     @property
-    def in_place(self) -> bool | None:
+    def is_current(self) -> bool | None:
         """Whether the file that is read is the one at its path, with all that was read of it. None: there is none."""
         try:
             there = os.stat(log_path(self._directory, self.first))

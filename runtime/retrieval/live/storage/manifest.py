@@ -14,10 +14,10 @@ from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.collections.manifest import (
     LIVE_FORMAT,
     MAX_SHARDS,
-    FileFacts,
-    digest_of,
+    FileChecksum,
+    compute_digest,
+    encode_with_checksum,
     is_collection,
-    sealed,
 )
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 from runtime.retrieval.live.storage.disk import Disk, storage_error
@@ -61,7 +61,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return zlib.crc32(name.encode()) % self.shard_count
 
 
-class SegmentFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A sealed segment: its directory's number, its rows, the checksum of its own description, and its shard."""
 
     number: int
@@ -75,12 +75,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     begins with it. next_row, next_segment: the first that were never used as of then."""
 
     generation: int
-    segments: list[SegmentFacts]
+    segments: list[SegmentInfo]
     sequence: int
     next_row: int
     next_segment: int
     schema: dict[str, AttributeType]
-    tombstones: FileFacts | None = None
+    tombstones: FileChecksum | None = None
     format: str = FORMAT
     version: int = VERSION
     sha256: str = ""
@@ -93,9 +93,9 @@ def new_identity() -> str:
     return secrets.token_hex(16)
 
 
-def write_sealed(disk: Disk, path: Path, content: Description | Manifest) -> None:
+def write_with_checksum(disk: Disk, path: Path, content: Description | Manifest) -> None:
     """Replace a file by this, with a checksum of itself. Raises `OSError`."""
-    disk.write_file(path, sealed(content))
+    disk.write_file(path, encode_with_checksum(content))
 
 
 def is_live(directory: Path) -> bool:
@@ -149,6 +149,6 @@ def _read(path: Path, kind: type[_T]) -> _T:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if found.format != FORMAT or found.version != VERSION:
         raise CollectionError(f"{path} has format {found.format!r:.40} {found.version}; this Trinity reads {VERSION}")
-    if found.sha256 != digest_of(found):
+    if found.sha256 != compute_digest(found):
         raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
     return found  # type: ignore[no-any-return]

@@ -56,7 +56,7 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
     return operations
 
 
-def vectors_of(operation: Upsert, dim: int) -> NDArray[np.float32]:
+def decode_vectors(operation: Upsert, dim: int) -> NDArray[np.float32]:
     """float32 [documents, d]."""
     return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
 
@@ -65,7 +65,7 @@ def vectors_of(operation: Upsert, dim: int) -> NDArray[np.float32]:
 
 
 @dataclass
-class Group:
+class WriteGroup:
     """Operations that become one record: what has been decided in it so far."""
 
     next_row: int
@@ -76,11 +76,11 @@ class Group:
 
 
 @dataclass
-class Pending:
+class PendingWrite:
     """A write that waits for its record."""
 
-    decide: Callable[[Group], int]
-    alone: bool  # decided by what is stored: nothing may stand before it in a record
+    prepare: Callable[[WriteGroup], int]
+    exclusive: bool  # it depends on stored state, so no other write may precede it in its record
     result: int = 0
     error: TrinityError | None = None
     done: bool = False

@@ -23,11 +23,11 @@ from runtime.errors import CollectionError, NoRoom
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.manifest import FileFacts, facts_of
+from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import SegmentDocuments, StoredDocument
-from runtime.retrieval.live.storage.manifest import Description, SegmentFacts
+from runtime.retrieval.live.storage.manifest import Description, SegmentInfo
 
 _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
@@ -38,7 +38,7 @@ Keep = Callable[[str, Callable[[], NDArray[Any]]], NDArray[Any]]
 
 class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
-    files: dict[str, FileFacts]
+    files: dict[str, FileChecksum]
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -58,15 +58,15 @@ class Segment:
 
     def __init__(
         self,
-        facts: SegmentFacts,
+        info: SegmentInfo,
         index: GraphIndex,
         columns: Columns,
         documents: SegmentDocuments,
-        files: dict[str, FileFacts],
+        files: dict[str, FileChecksum],
     ) -> None:
         """Use `load`."""
         assert index.data.ids is not None
-        self.facts, self.index, self.columns, self.documents, self.files = facts, index, columns, documents, files
+        self.info, self.index, self.columns, self.documents, self.files = info, index, columns, documents, files
         self.rows: NDArray[np.int64] = index.data.ids
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
@@ -75,27 +75,27 @@ class Segment:
         """Whether each row passes a filter. The last filters' answers are kept."""
 
     @classmethod
-    def load(cls, directory: Path, facts: SegmentFacts, description: Description, schema: Schema) -> "Segment":
+    def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> "Segment":
         """Open a segment of the collection at `directory`. Raises `CollectionError`."""
-        path = segment_path(directory, facts.number)
-        contents = _contents(path, facts)
+        path = segment_path(directory, info.number)
+        contents = _contents(path, info)
         try:
             index = GraphIndex.load(path / _INDEX)
             index.check_graph()
-            arrays = {f"{_INDEX}/{name}": FileFacts(*told) for name, told in index.files().items()}
+            arrays = {f"{_INDEX}/{name}": FileChecksum(*told) for name, told in index.files().items()}
         except GpuError as error:
             raise CollectionError(str(error)) from error
         ids = index.data.ids
-        if ids is None or len(ids) != facts.size or ids[0] < 0 or (np.diff(ids) <= 0).any():
-            raise CollectionError(f"{path / _INDEX} is damaged: its ids are not the rows of {facts.size} documents")
+        if ids is None or len(ids) != info.size or ids[0] < 0 or (np.diff(ids) <= 0).any():
+            raise CollectionError(f"{path / _INDEX} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
             raise CollectionError(f"{path / _INDEX} is not an index of this collection")
-        if facts_of(path / _ATTRIBUTES) != contents.files[_ATTRIBUTES]:
+        if checksum_file(path / _ATTRIBUTES) != contents.files[_ATTRIBUTES]:
             raise CollectionError(f"{path / _ATTRIBUTES} is damaged: its checksum is not the one it was sealed with")
         columns = Columns.decode((path / _ATTRIBUTES).read_bytes(), schema)
-        if columns.size != facts.size:
-            raise CollectionError(f"{path / _ATTRIBUTES} has {columns.size} rows, not {facts.size}")
-        return cls(facts, index, columns, SegmentDocuments(path / DOCUMENTS), {**contents.files, **arrays})
+        if columns.size != info.size:
+            raise CollectionError(f"{path / _ATTRIBUTES} has {columns.size} rows, not {info.size}")
+        return cls(info, index, columns, SegmentDocuments(path / DOCUMENTS), {**contents.files, **arrays})
 
     @property
     def size(self) -> int:
@@ -103,7 +103,7 @@ class Segment:
 
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where those of some rows are that are here."""
-        return places(self.rows, rows)[1]
+        return locate_rows(self.rows, rows)[1]
 
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Hide those of some rows that are here."""
@@ -120,7 +120,7 @@ class Segment:
         return found
 
 
-def places(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
+def locate_rows(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
     """Which of some wanted rows are among others, ascending, and where these stand there."""
     found = np.searchsorted(rows, wanted)
     here = found < len(rows)
@@ -139,7 +139,7 @@ def write_segment(
     threads: int = 1,
     progress: Progress = no_progress,
     keep: Keep | None = None,
-) -> SegmentFacts:
+) -> SegmentInfo:
     """Seal documents, by ascending row, and their vectors float32 [n, d]. It is there whole and lasts, or not at all.
 
     Raises `CollectionError`, `NoRoom`.
@@ -166,7 +166,7 @@ def write_segment(
         progress("write", 0.0)
         index.save(building / _INDEX)
         progress("write", 0.5)
-        contents = _Contents(len(documents), {name: facts_of(building / name) for name in _FILES})
+        contents = _Contents(len(documents), {name: checksum_file(building / name) for name in _FILES})
         text = msgspec.json.encode(contents)
         (building / _DESCRIPTION).write_bytes(text)
         disk.sync_tree(building)
@@ -183,16 +183,16 @@ def write_segment(
     except GpuError as error:
         disk.remove(building)
         raise CollectionError(f"{path} cannot be built: {error}") from error
-    return SegmentFacts(number, len(documents), hashlib.sha256(text).hexdigest())
+    return SegmentInfo(number, len(documents), hashlib.sha256(text).hexdigest())
 
 
-def verify_segment(directory: Path, facts: SegmentFacts, description: Description, schema: Schema) -> None:
+def verify_segment(directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> None:
     """Read a segment to the end. Raises `CollectionError` that names what is damaged."""
-    path = segment_path(directory, facts.number)
-    for name, known in _contents(path, facts).files.items():
-        if facts_of(path / name) != known:
+    path = segment_path(directory, info.number)
+    for name, known in _contents(path, info).files.items():
+        if checksum_file(path / name) != known:
             raise CollectionError(f"{path / name} is damaged: its checksum is not the one it was sealed with")
-    segment = Segment.load(directory, facts, description, schema)
+    segment = Segment.load(directory, info, description, schema)
     try:
         segment.index.verify()
         if [document.row for document in segment.documents.all()] != segment.rows.tolist():
@@ -203,15 +203,15 @@ def verify_segment(directory: Path, facts: SegmentFacts, description: Descriptio
         segment.documents.close()
 
 
-def _contents(path: Path, facts: SegmentFacts) -> _Contents:
+def _contents(path: Path, info: SegmentInfo) -> _Contents:
     try:
         with (path / _DESCRIPTION).open("rb") as file:
             text = file.read(_MAX_BYTES)
-        if hashlib.sha256(text).hexdigest() != facts.sha256:
+        if hashlib.sha256(text).hexdigest() != info.sha256:
             raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum is not the manifest's")
         contents = msgspec.json.decode(text, type=_Contents)
-        if contents.size != facts.size or set(contents.files) != set(_FILES):
-            raise CollectionError(f"{path / _DESCRIPTION} is damaged: it has {contents.size} rows, not {facts.size}")
+        if contents.size != info.size or set(contents.files) != set(_FILES):
+            raise CollectionError(f"{path / _DESCRIPTION} is damaged: it has {contents.size} rows, not {info.size}")
         for name, known in contents.files.items():
             if (path / name).stat().st_size != known.bytes:
                 raise CollectionError(f"{path / name} is damaged: it does not have {known.bytes} bytes")

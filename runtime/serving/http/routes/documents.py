@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
-from runtime.retrieval.live.incoming import MAX_BATCH, Upserted
-from runtime.retrieval.live.writing import LiveWrites
+from runtime.retrieval.live.validation import MAX_BATCH, UpsertDocument
+from runtime.retrieval.live.writer_service import WriterService
 from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
 from runtime.serving.http.guard import ReadBody, access_of
@@ -52,7 +52,7 @@ class DeleteBody(StrictModel):
 class DocumentRoutes:
     """The routes. `collections` are the names, `read` reads a request's body."""
 
-    def __init__(self, writes: LiveWrites, read: ReadBody, collections: Mapping[str, int]) -> None:
+    def __init__(self, writes: WriterService, read: ReadBody, collections: Mapping[str, int]) -> None:
         self._writes, self._read, self._collections = writes, read, collections
 
     def add_to(self, app: Starlette) -> None:
@@ -67,7 +67,7 @@ class DocumentRoutes:
         body = parse(PutBody, await self._read(http))
         owner = access_of(http).bound(name)
         own = {} if owner is None else {owner.key: owner.value}
-        documents = [Upserted(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
+        documents = [UpsertDocument(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
         count = await self._writes.upsert(name, documents, owner)
         return json_response({"object": "documents.stored", "collection": name, "count": count})
 

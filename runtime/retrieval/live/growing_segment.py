@@ -9,12 +9,12 @@ from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.storage.documents import StoredDocument
-from runtime.retrieval.live.storage.operations import Upsert, vectors_of
+from runtime.retrieval.live.storage.operations import Upsert, decode_vectors
 
 _LEAST = 8192  # memory is only what rows touch
 
 
-class Growing:
+class GrowingSegment:
     """Rows `first`, `first + 1`, …, of which `count` are here."""
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
@@ -56,7 +56,7 @@ class Growing:
             alive = np.ones(len(matrix), bool)
             alive[: self.count] = self._alive[: self.count]
             self._matrix, self._alive = matrix, alive  # searches go on with the one that they have
-        self._matrix[self.count : total, : self._dim] = vectors_of(operation, self._dim)
+        self._matrix[self.count : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         for position, (name, title, text, attributes) in enumerate(parts, self.count):
             self.documents.append(StoredDocument(self.first + position, name, title, text, attributes))
@@ -77,11 +77,11 @@ class Growing:
     def passing(self, wanted: Filter) -> Bits:
         return self._columns.passing(wanted)
 
-    def tail(self, first: int, schema: Schema) -> "Growing":
+    def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """What is left when the rows before `first` are sealed."""
         if first <= self.first:
             return self
-        rest = Growing(first, self._dim, self._metric)
+        rest = GrowingSegment(first, self._dim, self._metric)
         begin = rest.first - self.first
         if begin < self.count:
             documents = self.documents[begin:]

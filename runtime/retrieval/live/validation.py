@@ -19,7 +19,7 @@ MAX_ID_BYTES = 512
 MAX_TEXT_BYTES = 4 << 20
 
 
-class Upserted(msgspec.Struct, frozen=True):
+class UpsertDocument(msgspec.Struct, frozen=True):
     """A document to store. `vector`: d numbers, or None to have it embedded from title and text."""
 
     id: str
@@ -29,7 +29,7 @@ class Upserted(msgspec.Struct, frozen=True):
     vector: ArrayLike | None = None
 
 
-def check(documents: Sequence[Upserted]) -> None:
+def check(documents: Sequence[UpsertDocument]) -> None:
     """Raises `InvalidDocument` for a batch, an id or a text that cannot be stored."""
     if len(documents) > MAX_BATCH:
         raise InvalidDocument(f"the batch has {len(documents)} documents; the limit is {MAX_BATCH}", "documents")
@@ -55,7 +55,7 @@ def check(documents: Sequence[Upserted]) -> None:
         seen.add(document.id)
 
 
-def check_owner(documents: Sequence[Upserted], owner: AttributeBinding) -> None:
+def check_owner(documents: Sequence[UpsertDocument], owner: AttributeBinding) -> None:
     """Raises `Forbidden` for a document that is not the owner's."""
     for document in documents:
         if not owner.holds(document.attributes):
@@ -67,7 +67,7 @@ def plain(value: object) -> "str | int | float | bool | list[str]":
     return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
-def _bad_vector(documents: Sequence[Upserted], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
+def _bad_vector(documents: Sequence[UpsertDocument], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
     """Of the first document whose vector cannot be stored."""
     for document, vector in zip(documents, matrix, strict=True):
         try:
@@ -78,8 +78,8 @@ def _bad_vector(documents: Sequence[Upserted], matrix: NDArray[np.float32], metr
     raise AssertionError("each vector can be stored")
 
 
-def vectors_of(
-    documents: Sequence[Upserted], description: Description, embedder: Embedder | None
+def resolve_vectors(
+    documents: Sequence[UpsertDocument], description: Description, embedder: Embedder | None
 ) -> NDArray[np.float32]:
     """float32 [documents, d], as the metric wants them. Raises `InvalidDocument`."""
     matrix = np.empty((len(documents), description.dim), np.float32)

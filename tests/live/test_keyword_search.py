@@ -9,8 +9,8 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.incoming import Upserted
-from runtime.retrieval.live.reader import LiveDocuments
+from runtime.retrieval.live.reader import LiveDocumentStore
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.testing.waiting import until
 from tests.live.small import new_writer, vector_of
@@ -21,11 +21,12 @@ LATER_NS = 1 << 62
 class Stand:
     def __init__(self, directory: Path) -> None:
         self.writer: LiveWriter = new_writer(directory, seal_rows=1 << 20)
-        self.documents = LiveDocuments(directory)
+        self.documents = LiveDocumentStore(directory)
 
     def upsert(self, *names: str, words: str = "entry", **attributes: Any) -> None:
         self.writer.upsert([
-            Upserted(name, f"{words} {name}", attributes=attributes, vector=vector_of(len(name))) for name in names
+            UpsertDocument(name, f"{words} {name}", attributes=attributes, vector=vector_of(len(name)))
+            for name in names
         ])  # fmt: skip
 
     def find(self, text: str, depth: int = 1000, wanted: dict[str, Any] | None = None) -> list[str]:
@@ -111,7 +112,7 @@ def test_the_distance_is_that_to_the_text_s_vector(stand: Stand) -> None:
 
 
 def test_an_index_of_which_most_is_deleted_is_begun_anew(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.live.words._SPARE", 10)
+    monkeypatch.setattr("runtime.retrieval.live.keyword_search._SPARE", 10)
     for round_number in range(30):
         stand.upsert("a", "b", words=f"round{round_number}")
         assert sorted(stand.find(f"round{round_number}")) == ["a", "b"]

@@ -30,7 +30,7 @@ Texts = Iterable[tuple[int, str, str]]  # row, title, text
 Allowed = Callable[[Rows], NDArray[np.bool_]]
 
 
-class WordIndex:
+class KeywordIndex:
     """Rows by their words. Any number of threads may ask one; they take turns."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
@@ -44,19 +44,19 @@ class WordIndex:
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            index = WordIndex(_prepared(connection), str(path))
+            index = KeywordIndex(_prepared(connection), str(path))
             index._insert(texts)
             connection.execute("INSERT INTO words(words) VALUES ('optimize')")
         finally:
             connection.close()
 
     @classmethod
-    def open(cls, path: Path) -> "WordIndex":
+    def open(cls, path: Path) -> "KeywordIndex":
         """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged one."""
         return cls(open_table(path, _APPLICATION_ID, "words", _TABLE), str(path))
 
     @classmethod
-    def temporary(cls) -> "WordIndex":
+    def temporary(cls) -> "KeywordIndex":
         """An empty one in a file of its own, which has no name and goes with it."""
         connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         return cls(_prepared(connection), "the temporary index of words")

@@ -9,15 +9,15 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.storage.applied import WAIT_S, Applied, Serving
+from runtime.retrieval.live.storage.delete_barrier import WAIT_S, DeleteBarrier, ReaderPosition
 from tests.live.small import contents, documents, new_writer
 
 _SERVES = """
 import sys
 from pathlib import Path
-from runtime.retrieval.live.storage.applied import Applied
-applied = Applied(Path(sys.argv[1]))
-applied.tell(3)
+from runtime.retrieval.live.storage.delete_barrier import ReaderPosition
+applied = ReaderPosition(Path(sys.argv[1]))
+applied.publish(3)
 print("serves", flush=True)
 sys.stdin.read()
 """
@@ -44,20 +44,20 @@ def time() -> Time:
 
 
 @pytest.fixture
-def serving(tmp_path: Path, time: Time) -> Serving:
-    return Serving(tmp_path, clock=time.clock, sleep=time.sleep)
+def serving(tmp_path: Path, time: Time) -> DeleteBarrier:
+    return DeleteBarrier(tmp_path, clock=time.clock, sleep=time.sleep)
 
 
-def test_nobody_is_waited_for_where_nobody_serves(serving: Serving, time: Time) -> None:
+def test_nobody_is_waited_for_where_nobody_serves(serving: DeleteBarrier, time: Time) -> None:
     serving.wait(7)
     assert time.slept == 0
 
 
-def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: Serving, time: Time) -> None:
-    first, second = Applied(tmp_path), Applied(tmp_path)
-    first.tell(7)
+def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+    first, second = ReaderPosition(tmp_path), ReaderPosition(tmp_path)
+    first.publish(7)
     told = iter([6, 7])
-    time.meanwhile = lambda: second.tell(next(told))
+    time.meanwhile = lambda: second.publish(next(told))
     serving.wait(7)
     assert time.slept == 2
     first.close()
@@ -65,14 +65,14 @@ def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: Ser
     assert list((tmp_path / "served").iterdir()) == []
 
 
-def test_who_ends_meanwhile_is_not_waited_for(tmp_path: Path, serving: Serving, time: Time) -> None:
-    one = Applied(tmp_path)
+def test_who_ends_meanwhile_is_not_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+    one = ReaderPosition(tmp_path)
     time.meanwhile = one.close
     serving.wait(1)
     assert time.slept == 1
 
 
-def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serving: Serving, time: Time) -> None:
+def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _SERVES, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -87,15 +87,15 @@ def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serv
     assert list((tmp_path / "served").iterdir()) == []
 
 
-def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: Serving, time: Time) -> None:
-    one = Applied(tmp_path)
+def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+    one = ReaderPosition(tmp_path)
     with pytest.raises(Unavailable, match=r"it is stored, but process \d+ serves .* has not taken it in for 10 s"):
         serving.wait(1)
     assert time.now_s == pytest.approx(WAIT_S, abs=0.1)
     one.close()
 
 
-def test_other_files_there_are_nobody(tmp_path: Path, serving: Serving, time: Time) -> None:
+def test_other_files_there_are_nobody(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     folder = tmp_path / "served"
     folder.mkdir()
     (folder / "1-a").write_bytes(b"")
@@ -107,9 +107,9 @@ def test_other_files_there_are_nobody(tmp_path: Path, serving: Serving, time: Ti
 
 def test_upserts_wait_for_nobody_and_deletes_do(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
-        served = Applied(tmp_path / "a")
+        served = ReaderPosition(tmp_path / "a")
         writer.upsert(documents(range(3), tenant="acme"))
-        served.tell(3)  # two records more than there are: deletes come back
+        served.publish(3)  # two records more than there are: deletes come back
         assert writer.delete(["1"]) == 1
         assert writer.delete_where(parse_filter({"type": "eq", "key": "tenant", "value": "acme"})) == 2
         writer.upsert(documents(range(5, 6)))

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.live.build import Job, build
-from runtime.retrieval.live.maintenance import MERGED, Build
+from runtime.retrieval.live.build import BuildJob, build
+from runtime.retrieval.live.maintenance import MERGE_FAN_IN, BuildSegment
 from runtime.retrieval.live.state import replay
 from runtime.retrieval.live.storage.disk import Disk
-from runtime.retrieval.live.storage.manifest import SegmentFacts
+from runtime.retrieval.live.storage.manifest import SegmentInfo
+from runtime.retrieval.live.storage.resumable_merge import merging_path
 from runtime.retrieval.live.storage.segment import segment_path
-from runtime.retrieval.live.storage.unfinished import merging_path
 from runtime.retrieval.live.writer import LiveWriter
 from tests.forked import FORKSERVER
 from tests.live.small import contents, documents, maintain, new_writer, open_writer
@@ -30,7 +30,7 @@ ROWS = 60
 def sealed(tmp_path: Path) -> Path:
     """A collection with as many segments as are merged."""
     with new_writer(tmp_path / "a") as writer:
-        for part in range(MERGED):
+        for part in range(MERGE_FAN_IN):
             writer.upsert(documents(range(ROWS * part, ROWS * (part + 1))))
             writer.flush()
         writer.delete([str(3 * number) for number in range(20)])
@@ -39,13 +39,13 @@ def sealed(tmp_path: Path) -> Path:
 
 def test_a_build_begins_nothing_for_a_writer_that_is_gone(sealed: Path) -> None:
     there = sorted(sealed.rglob("*"))
-    job = msgspec.json.encode(Job(99, 0, 0, list(range(MERGED)))).decode()
+    job = msgspec.json.encode(BuildJob(99, 0, 0, list(range(MERGE_FAN_IN)))).decode()
     ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.live.build", str(sealed), job, "1"])
     assert ended.returncode == 1
     assert sorted(sealed.rglob("*")) == there
 
 
-def _build_until(directory: Path, job: Job, last: str) -> None:
+def _build_until(directory: Path, job: BuildJob, last: str) -> None:
     """A build that is killed when this stage begins."""
 
     def progress(stage: str, part: float) -> None:
@@ -55,8 +55,8 @@ def _build_until(directory: Path, job: Job, last: str) -> None:
     build(Disk(), replay(directory).state, job, progress)
 
 
-def killed(last: str) -> Build:
-    def run(directory: Path, job: Job) -> SegmentFacts | None:
+def killed(last: str) -> BuildSegment:
+    def run(directory: Path, job: BuildJob) -> SegmentInfo | None:
         process = FORKSERVER.Process(target=_build_until, args=(directory, job, last))
         process.start()
         process.join()
@@ -83,14 +83,14 @@ def made(directory: Path) -> Made:
 def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes:
     """Merge, and `look` before it is taken. The graph."""
 
-    def run(directory: Path, job: Job) -> SegmentFacts | None:
-        facts = build(Disk(), writer.state, job)
+    def run(directory: Path, job: BuildJob) -> SegmentInfo | None:
+        info = build(Disk(), writer.state, job)
         look()
-        return facts
+        return info
 
     assert maintain(writer, run)
     (segment,) = writer.state.segments
-    return (segment_path(writer.directory, segment.facts.number) / "index" / "graph.npy").read_bytes()
+    return (segment_path(writer.directory, segment.info.number) / "index" / "graph.npy").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_what_was_written_between_holds_in_the_segment_of_a_merge_that_went_on(s
             pass
         assert contents(writer) == expected
         assert writer.state.rows_of(["70", "71"]) == {}
-        assert [segment.size for segment in writer.state.segments] == [2, MERGED * ROWS - 20]
+        assert [segment.size for segment in writer.state.segments] == [2, MERGE_FAN_IN * ROWS - 20]
     assert before
     assert not merging_path(sealed).exists()
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.storage.log import log_files
-from runtime.retrieval.live.storage.manifest import Manifest, SegmentFacts
+from runtime.retrieval.live.storage.manifest import Manifest, SegmentInfo
 from runtime.retrieval.live.storage.segment import building_path, segment_path
 
 MERGING = ".merging"
@@ -29,13 +29,13 @@ _MAX_BYTES = 1 << 20
 
 class _Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
-    merged: list[SegmentFacts]
+    merged: list[SegmentInfo]
 
 
-class Unfinished:
+class ResumableMerge:
     """A merge of some segments of the collection at `directory`."""
 
-    def __init__(self, disk: Disk, directory: Path, merged: Sequence[SegmentFacts]) -> None:
+    def __init__(self, disk: Disk, directory: Path, merged: Sequence[SegmentInfo]) -> None:
         """Go on with it, or begin it in the place of another one. Raises `OSError`."""
         self._disk, self._path = disk, merging_path(directory)
         job = _Job(_VERSION, list(merged))
@@ -44,7 +44,7 @@ class Unfinished:
             self._path.mkdir()
             disk.write_file(self._path / _JOB, msgspec.json.encode(job))
 
-    def keep(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    def get_or_compute(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """The array of this name: what was kept of it, or what `make` makes, which is kept if there is room."""
         path = self._path / f"{name}.npy"
         found = _read(path)
@@ -70,23 +70,23 @@ def merging_path(directory: Path) -> Path:
     return directory / "segments" / MERGING
 
 
-def unfinished_merge(directory: Path, manifest: Manifest) -> list[int]:
+def resumable_segments(directory: Path, manifest: Manifest) -> list[int]:
     """The numbers of the segments of a merge that can go on; none where there is none."""
     job = _job_at(merging_path(directory))
-    if job is None or not job.merged or any(facts not in manifest.segments for facts in job.merged):
+    if job is None or not job.merged or any(info not in manifest.segments for info in job.merged):
         return []
-    return [facts.number for facts in job.merged]
+    return [info.number for info in job.merged]
 
 
-def leftovers(directory: Path, manifest: Manifest, building: Collection[int], merging: bool) -> list[Path]:
+def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int], merging: bool) -> list[Path]:
     """What a manifest does not name: what was merged, sealed, or left by a build that was killed. Not the segments that
     are being built, by number, nor what a merge has made that can go on, or (`merging`) may be going on."""
-    kept = {segment_path(directory, facts.number) for facts in manifest.segments}
+    kept = {segment_path(directory, info.number) for info in manifest.segments}
     kept |= {
         path for number in building for path in (segment_path(directory, number), building_path(directory, number))
     }
     kept.add(manifest.tombstones_path(directory))
-    if merging or unfinished_merge(directory, manifest):
+    if merging or resumable_segments(directory, manifest):
         kept.add(merging_path(directory))
     found: list[Path] = []
     with contextlib.suppress(OSError):

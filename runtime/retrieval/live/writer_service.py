@@ -25,12 +25,12 @@ from runtime.errors import (
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
-from runtime.retrieval.live.incoming import Upserted, check
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
+from runtime.retrieval.live.validation import UpsertDocument, check
 from runtime.retrieval.live.writer import LiveWriter
 
-MOST_AT_ONCE = 32
+MAX_CONCURRENT_WRITES = 32
 """Writes that are under way; more are refused."""
 _THREADS = 8  # that wait for the disk together: writes which come at once share a record, and its sync
 _EMBEDDED_AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
@@ -40,8 +40,8 @@ Embed = Callable[[Embedder, Sequence[str], TextKind], Awaitable[tuple[Vectors, i
 """The texts' vectors [n, dim], and how many tokens they have."""
 
 
-class LiveWrites:
-    """The writers of the live collections among `places`, directories by name.
+class WriterService:
+    """The writers of the live collections among `directories`, directories by name.
 
     embedder_of: a collection's own, for documents that come without vectors. observe: is told how many seconds each
     write took until it was acknowledged.
@@ -49,19 +49,21 @@ class LiveWrites:
 
     def __init__(
         self,
-        places: Mapping[str, Path],
+        directories: Mapping[str, Path],
         embed: Embed,
         embedder_of: Callable[[str], Embedder],
         observe: Observe = lambda seconds: None,
     ) -> None:
-        self._places, self._embed, self._embedder_of, self._observe = places, embed, embedder_of, observe
+        self._directories, self._embed, self._embedder_of, self._observe = directories, embed, embedder_of, observe
         self._writers: dict[str, LiveWriter] = {}
-        self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
-        self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in places}
+        self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
+        self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
         self._running = 0
 
-    async def upsert(self, name: str, documents: Sequence[Upserted], owner: AttributeBinding | None = None) -> int:
+    async def upsert(
+        self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None
+    ) -> int:
         """Store documents, in the place of those with their ids; all of them or none. How many.
 
         Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is none of these, `Overloaded`.
@@ -97,10 +99,13 @@ class LiveWrites:
         self._writers.clear()
 
     async def _write(
-        self, name: str, write: Callable[[LiveWriter, Sequence[Upserted]], _T], documents: Sequence[Upserted] = ()
+        self,
+        name: str,
+        write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
+        documents: Sequence[UpsertDocument] = (),
     ) -> _T:
-        if self._running >= MOST_AT_ONCE:
-            raise Overloaded(f"{self._running} writes are under way, the limit is {MOST_AT_ONCE}")
+        if self._running >= MAX_CONCURRENT_WRITES:
+            raise Overloaded(f"{self._running} writes are under way, the limit is {MAX_CONCURRENT_WRITES}")
         begin = time.monotonic()
         self._running += 1
         try:
@@ -111,7 +116,10 @@ class LiveWrites:
         return done
 
     async def _acknowledged(
-        self, name: str, write: Callable[[LiveWriter, Sequence[Upserted]], _T], documents: Sequence[Upserted]
+        self,
+        name: str,
+        write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
+        documents: Sequence[UpsertDocument],
     ) -> _T:
         writer = await self._writer(name)
         given = await self._with_vectors(name, documents)
@@ -123,7 +131,7 @@ class LiveWrites:
             await self._drop(name)
             raise
 
-    async def _with_vectors(self, name: str, documents: Sequence[Upserted]) -> Sequence[Upserted]:
+    async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
         bare = [number for number, document in enumerate(documents) if document.vector is None]
         if not bare:
             return documents
@@ -144,7 +152,7 @@ class LiveWrites:
 
     def _known(self, name: str) -> str:
         """A live collection's. Raises `InvalidRequest`, and `Unavailable` where its directory was removed or moved."""
-        directory = self._places.get(name)
+        directory = self._directories.get(name)
         if directory is not None and not directory.exists():
             raise Unavailable(f"collection {name!r} is unavailable: {directory} is not there")
         if directory is None or not is_live(directory):
@@ -152,7 +160,7 @@ class LiveWrites:
         return name
 
     async def _writer(self, name: str) -> LiveWriter:
-        directory = self._places[self._known(name)]
+        directory = self._directories[self._known(name)]
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:

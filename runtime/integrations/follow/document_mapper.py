@@ -7,12 +7,12 @@ from typing import Any
 from runtime.errors import InvalidDocument
 from runtime.integrations.follow.source import Point
 from runtime.retrieval.attributes.schema import Schema, extend_schema
-from runtime.retrieval.live.incoming import Upserted
+from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.passages import Attribute
 
 
 @dataclass(frozen=True)
-class Fields:
+class FieldMapping:
     """Of a point: `text` and `title` name the fields with these, `attributes` those that become attributes (empty: all
     that can). A field within an object is named with dots: `metadata.source`."""
 
@@ -21,14 +21,14 @@ class Fields:
     attributes: tuple[str, ...] = ()
 
 
-class Documents:
-    """Makes documents of points. What cannot be an attribute of this collection is left out, and `tell` told once."""
+class DocumentMapper:
+    """Makes documents of points. What cannot be an attribute of this collection is left out, and `report` told once."""
 
-    def __init__(self, fields: Fields, tell: Callable[[str], None]) -> None:
-        self._fields, self._tell = fields, tell
+    def __init__(self, fields: FieldMapping, report: Callable[[str], None]) -> None:
+        self._fields, self._report = fields, report
         self._told: set[str] = set()
 
-    def of(self, point: Point, schema: Schema) -> Upserted:
+    def to_document(self, point: Point, schema: Schema) -> UpsertDocument:
         """schema: of the attributes that the collection knows. Raises `InvalidDocument` where the text is none."""
         flat = dict(flattened(point.fields))
         text, title = flat.pop(self._fields.text, ""), flat.pop(self._fields.title, "")
@@ -44,12 +44,12 @@ class Documents:
                     attributes[name] = value
                 except InvalidDocument as error:
                     self._say(name, f"point {point.key!r}: {error.message}; such are left out")
-        return Upserted(str(point.key), text, str(title), attributes, point.vector)
+        return UpsertDocument(str(point.key), text, str(title), attributes, point.vector)
 
     def _say(self, name: str, words: str) -> None:
         if name not in self._told:
             self._told.add(name)
-            self._tell(words)
+            self._report(words)
 
 
 def flattened(fields: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError, Unavailable
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.beside import Beside
-from runtime.retrieval.collections.words import Rows, WordIndex, distances
+from runtime.retrieval.collections.background_task import BackgroundTask
+from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
 from runtime.retrieval.live.state import State
-from runtime.retrieval.live.storage.segment import places
+from runtime.retrieval.live.storage.segment import locate_rows
 from runtime.retrieval.neighbors import Neighbors
 
 _AT_ONCE = 256  # rows that are taken in while a query waits, some 20 ms; of more at a time between two queries
@@ -26,27 +26,27 @@ _SPARE = 8192  # deleted rows that are always borne with
 
 
 class _Part(NamedTuple):
-    """A segment, or the growing rows: its rows, ascending, which of them may be found, and the vectors of places."""
+    """A segment, or the growing rows: its rows, ascending, which of them may be found, and the vectors at positions."""
 
     rows: Rows
     allowed: Bits
     vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 
-class LiveWords:
+class LiveKeywordSearch:
     """Of a state that somebody else brings forward. Any number of threads may ask."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._lock = threading.Lock()
-        self._index: WordIndex | None = None
+        self._index: KeywordIndex | None = None
         self._next_row = self._taken = 0
-        self._filling: Beside[tuple[WordIndex, int, int]] | None = None
+        self._filling: BackgroundTask[tuple[KeywordIndex, int, int]] | None = None
 
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """As `BuiltWords.nearest`. Raises `Unavailable` until the index is made."""
+        """As `KeywordSearch.nearest`. Raises `Unavailable` until the index is made."""
         index = self._followed()
         state = self._state
         with state.lock:
@@ -60,25 +60,25 @@ class LiveWords:
         def allowed(rows: Rows) -> Bits:
             found = np.zeros(len(rows), bool)
             for part in parts:
-                here, at = places(part.rows, rows)
+                here, at = locate_rows(part.rows, rows)
                 found[here] = part.allowed[at]
             return found
 
         rows = index.search(text, depth, allowed, deadline_ns)
         vectors = np.empty((len(rows), len(vector)), np.float32)
         for part in parts:
-            here, at = places(part.rows, rows)
+            here, at = locate_rows(part.rows, rows)
             vectors[here] = part.vectors(at)
         return rows, distances(vectors, vector, state.description.metric)
 
-    def _followed(self) -> WordIndex:
+    def _followed(self) -> KeywordIndex:
         """The index, with the rows that are there now; of many new ones, soon. Raises `Unavailable`."""
         with self._lock:
-            if self._filling is not None and self._filling.over:
+            if self._filling is not None and self._filling.done:
                 done, self._filling = self._filling, None
                 if done.result is None:
                     self._forget()
-                    raise Unavailable(f"the words of a live collection cannot be searched: {done.trouble}")
+                    raise Unavailable(f"the words of a live collection cannot be searched: {done.error_message}")
                 self._take(*done.result)
             if self._filling is None:
                 self._take_in()
@@ -91,7 +91,7 @@ class LiveWords:
         with self._state.lock:
             alive, next_row = self._state.count, self._state.growing.next_row
         anew = self._index is None or self._taken > 2 * alive + _SPARE
-        index, first = (WordIndex.temporary(), 0) if self._index is None or anew else (self._index, self._next_row)
+        index, first = (KeywordIndex.temporary(), 0) if self._index is None or anew else (self._index, self._next_row)
         size = alive if anew else next_row - first
         if size <= _AT_ONCE:
             try:
@@ -100,15 +100,15 @@ class LiveWords:
                 self._forget()
                 raise Unavailable(f"the words of a live collection cannot be searched: {error.message}") from error
         else:
-            self._filling = Beside("words", lambda work: self._filled(index, first, work.hurry))
+            self._filling = BackgroundTask("words", lambda work: self._filled(index, first, work.check_cancelled))
 
-    def _take(self, index: WordIndex, next_row: int, taken: int) -> None:
+    def _take(self, index: KeywordIndex, next_row: int, taken: int) -> None:
         before = self._taken if index is self._index else 0
         self._index, self._next_row, self._taken = index, next_row, before + taken
 
     def _filled(
-        self, index: WordIndex, first: int, pace: Callable[[int], None] = lambda rows: None
-    ) -> tuple[WordIndex, int, int]:
+        self, index: KeywordIndex, first: int, pace: Callable[[int], None] = lambda rows: None
+    ) -> tuple[KeywordIndex, int, int]:
         """An index with the rows from `first` on; the row that comes next, and how many were taken in."""
         with self._state.lock:
             growing, segments = self._state.growing, self._state.segments
@@ -138,7 +138,7 @@ class LiveWords:
         """End what is being read. Idempotent."""
         with self._lock:
             if self._filling is not None:
-                self._filling.stop()
+                self._filling.cancel()
                 self._filling.join()
                 self._filling = None
             if self._index is not None:

@@ -11,20 +11,20 @@ from gpu import GpuError, GraphIndex
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
-from runtime.retrieval.collections.collection import vectors_of
+from runtime.retrieval.collections.collection import gather_vectors
+from runtime.retrieval.collections.keyword_index import KeywordIndex, distances
 from runtime.retrieval.collections.manifest import ATTRIBUTES, WORDS, Manifest
-from runtime.retrieval.collections.words import WordIndex, distances
 from runtime.retrieval.neighbors import Neighbors
 
 _FILTERS_KEPT = 16
 
 
-class BuiltWords:
+class KeywordSearch:
     """A build's words, the vectors of its rows, and their attributes. Any number of threads may ask."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Open what the manifest names. Raises `CollectionError`."""
-        self._index = WordIndex.open(directory / WORDS)
+        self._index = KeywordIndex.open(directory / WORDS)
         self._attributes = -1
         self._passing = lru_cache(_FILTERS_KEPT)(self._evaluated)
         self._columns: Columns | None = None
@@ -43,10 +43,10 @@ class BuiltWords:
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
     ) -> Neighbors:
         """The rows that have words of a text and pass a filter, the best by BM25 first, int64 [≤ depth], and how far
-        their vectors are from the text's `vector`, float32 [≤ depth]. Raises as `WordIndex.search` does."""
+        their vectors are from the text's `vector`, float32 [≤ depth]. Raises as `KeywordIndex.search` does."""
         bits = None if wanted is None else self._passing(wanted)
         rows = self._index.search(text, depth, None if bits is None else bits.__getitem__, deadline_ns)
-        return rows, distances(vectors_of(self._shards, rows), vector, self._shards[0].metric)
+        return rows, distances(gather_vectors(self._shards, rows), vector, self._shards[0].metric)
 
     def _evaluated(self, wanted: Filter) -> Bits:
         if self._columns is None:

@@ -24,11 +24,11 @@ _BYTES = 8
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-class Applied:
+class ReaderPosition:
     """This process serves the collection in a directory. Where it may not write, writers do not wait for it."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `CollectionError`. It has applied nothing: read the log then, and `tell`."""
+        """Raises `CollectionError`. It has applied nothing: read the log then, and `publish`."""
         self._map: mmap.mmap | None = None
         folder, name = directory / "served", f"{os.getpid()}-{secrets.token_hex(8)}"
         made = folder / f".{name}"
@@ -51,7 +51,7 @@ class Applied:
             self._map = None
             raise storage_error(error, f"{made} cannot be written") from error
 
-    def tell(self, sequence: int) -> None:
+    def publish(self, sequence: int) -> None:
         """The records before this one show in every search that begins from now on."""
         if self._map is not None:
             with memoryview(self._map).cast("q") as words:
@@ -67,7 +67,7 @@ class Applied:
             os.close(self._fd)
 
 
-class Serving:
+class DeleteBarrier:
     """The processes that serve a collection, for its writer. Any number of threads may wait."""
 
     def __init__(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.collection import Metric
-from runtime.retrieval.collections.words import MAX_ROWS, MAX_WORDS, WordIndex, distances
+from runtime.retrieval.collections.keyword_index import MAX_ROWS, MAX_WORDS, KeywordIndex, distances
 
 LATER_NS = 1 << 62
 TEXTS = [
@@ -25,18 +25,18 @@ TEXTS = [
 
 
 @pytest.fixture
-def index() -> Iterator[WordIndex]:
-    made = WordIndex.temporary()
+def index() -> Iterator[KeywordIndex]:
+    made = KeywordIndex.temporary()
     made.add(TEXTS)
     yield made
     made.close()
 
 
-def search(index: WordIndex, text: str, depth: int = 10) -> list[int]:
+def search(index: KeywordIndex, text: str, depth: int = 10) -> list[int]:
     return [int(row) for row in index.search(text, depth, None, LATER_NS)]
 
 
-def test_the_row_with_the_rarer_words_comes_first_whatever_their_endings(index: WordIndex) -> None:
+def test_the_row_with_the_rarer_words_comes_first_whatever_their_endings(index: KeywordIndex) -> None:
     assert search(index, "the board games of a player") == [2, 3, 1]
     assert search(index, "Volcano?") == [1]
     assert sorted(search(index, "nothing of that")) == [0, 3]
@@ -44,7 +44,7 @@ def test_the_row_with_the_rarer_words_comes_first_whatever_their_endings(index: 
 
 
 @pytest.mark.parametrize("text", ["", "?!", "xylophone", "__", "\0"])
-def test_a_text_without_known_words_finds_nothing(index: WordIndex, text: str) -> None:
+def test_a_text_without_known_words_finds_nothing(index: KeywordIndex, text: str) -> None:
     assert search(index, text) == []
 
 
@@ -55,7 +55,7 @@ WORDS = ["cats", "game", "title", "text", "rowid", "rank", "AND", "OR", "NOT", "
 @settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(SYNTAX + WORDS) | st.text(max_size=4), max_size=20), blank=st.booleans())
 def test_nothing_in_a_text_is_syntax(parts: list[str], blank: bool) -> None:
-    index = WordIndex.temporary()
+    index = KeywordIndex.temporary()
     index.add(TEXTS)
     try:
         text = (" " if blank else "").join(parts)
@@ -67,7 +67,7 @@ def test_nothing_in_a_text_is_syntax(parts: list[str], blank: bool) -> None:
 
 
 def test_words_that_many_rows_have_are_left_out_and_no_more_rows_are_ranked_than_may() -> None:
-    index = WordIndex.temporary()
+    index = KeywordIndex.temporary()
     index.add((row, "", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
     assert search(index, "the common rare") == [77]
     assert search(index, "common") == []
@@ -76,7 +76,7 @@ def test_words_that_many_rows_have_are_left_out_and_no_more_rows_are_ranked_than
     index.close()
 
 
-def test_only_the_first_words_of_a_text_are_looked_for(index: WordIndex) -> None:
+def test_only_the_first_words_of_a_text_are_looked_for(index: KeywordIndex) -> None:
     assert search(index, "zzz " * 1000 + "mammals") == []
     others = " ".join(f"w{number}" for number in range(MAX_WORDS - 1))
     assert search(index, f"{others} mammals") == [0]
@@ -85,7 +85,7 @@ def test_only_the_first_words_of_a_text_are_looked_for(index: WordIndex) -> None
 
 
 def test_what_is_not_allowed_gives_its_place_to_what_is() -> None:
-    index = WordIndex.temporary()
+    index = KeywordIndex.temporary()
     index.add((row, "", "word " * (1 + (row < 600))) for row in range(700))
     allowed = np.zeros(700, bool)
     allowed[[3, 650, 660]] = True
@@ -94,7 +94,7 @@ def test_what_is_not_allowed_gives_its_place_to_what_is() -> None:
 
 
 def test_a_query_ends_at_its_deadline_and_the_next_is_answered() -> None:
-    index = WordIndex.temporary()
+    index = KeywordIndex.temporary()
     index.add((row, "", "word") for row in range(3000))
     now = iter(range(10**9))
     with pytest.raises(DeadlineExceeded, match="words"):
@@ -107,9 +107,9 @@ def test_a_query_ends_at_its_deadline_and_the_next_is_answered() -> None:
 def test_a_file_is_what_was_written_and_what_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "words.sqlite"
     with pytest.raises(CollectionError, match=r"words\.sqlite is missing"):
-        WordIndex.open(path)
-    WordIndex.create(path, TEXTS)
-    index = WordIndex.open(path)
+        KeywordIndex.open(path)
+    KeywordIndex.create(path, TEXTS)
+    index = KeywordIndex.open(path)
     assert search(index, "football") == [3]
     with pytest.raises(CollectionError, match="cannot be written"):
         index.add([(4, "", "more")])
@@ -119,27 +119,27 @@ def test_a_file_is_what_was_written_and_what_is_none_is_named(tmp_path: Path) ->
     for content in (b"", b"no database" * 100, path.read_bytes()[:5000]):
         path.write_bytes(content)
         with pytest.raises(CollectionError, match=r"damaged|cannot be read"):
-            search(WordIndex.open(path), "football")
+            search(KeywordIndex.open(path), "football")
     path.unlink()
     foreign = sqlite3.connect(path)
     foreign.execute("CREATE TABLE words (title TEXT)")
     foreign.close()
     with pytest.raises(CollectionError, match="not the one that was made"):
-        WordIndex.open(path)
+        KeywordIndex.open(path)
 
 
 def test_a_file_that_may_not_be_opened_is_a_collections_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "words.sqlite"
-    WordIndex.create(path, TEXTS)
+    KeywordIndex.create(path, TEXTS)
 
     def refuse(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("unable to open database file")
 
     monkeypatch.setattr("runtime.retrieval.collections.documents.sqlite3.connect", refuse)
     with pytest.raises(CollectionError, match=r"words\.sqlite is damaged: unable to open"):
-        WordIndex.open(path)
+        KeywordIndex.open(path)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
