@@ -30,7 +30,7 @@ from benchmarks.gateway.standin import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
 from runtime.serving.frontend.requests import Relayed, Request, RequestTable
-from runtime.serving.http.answers import ChatAnswer
+from runtime.serving.http.responses import ChatResponse
 from runtime.serving.messages import Generation, Sampling
 from runtime.testing.node import running
 
@@ -115,7 +115,7 @@ def parts() -> dict[str, float]:
     told: list[Any] = []
     relay = Relay("1", told.append, time.monotonic_ns, chat=True, sent={})
     relay.begin()
-    answer = ChatAnswer("1", MODEL, 0)
+    answer = ChatResponse("1", MODEL, 0)
     piece = Relayed("1", WORD, (12345,), choices=(choice,))
     found = {}
 

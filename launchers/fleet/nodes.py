@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from runtime.errors import Unavailable, UsageError
-from runtime.serving.http.answers import error_json
+from runtime.serving.http.responses import error_json
 
 CONVERSATION = "x-conversation-id"
 """The header that `--sticky conversation` goes by."""

@@ -27,7 +27,7 @@ from runtime.node.config_file import load_config
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import find_node
-from runtime.serving.http.guard import bounded_body, error_response
+from runtime.serving.http.middleware import bounded_body, error_response
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 _OF_ONE_NODE = ("/drain", "/metrics")  # asked of that node, not through what stands in front of several

@@ -47,7 +47,7 @@ class FrontendLink:
             try:
                 message = decode_to_worker(self.socket.recv_multipart()[-1])
             except MALFORMED as error:
-                self.malformed.dropped("the frontend", error)
+                self.malformed.record("the frontend", error)
                 continue
             if isinstance(message, Release):
                 self.released = True

@@ -163,7 +163,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
     The first piece carries the stages' times so far, and the prompt's tokens as the model saw them (3 KB and 30 µs for
     a thousand): with them the answer can go on elsewhere even if its collection has been replaced since. `probes` are
-    those that ended since the last piece; the last that was asked was after `asked_at` tokens of the answer.
+    those that ended since the last piece; the last that was asked was after `last_probe_at` tokens of the answer.
     """
 
     request_id: str
@@ -175,7 +175,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: tuple[int, ...] = ()
     stalled_ns: int = 0  # with the last piece: how long the answer stood still for probes
     probes: tuple[Probe, ...] = ()
-    asked_at: int = 0
+    last_probe_at: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -210,7 +210,8 @@ class Resume(msgspec.Struct, frozen=True):
     `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` ones and what probes
     inserted between them. `seen_passages` are the ids of the passages in it; the first token left decode at
     `first_token_ns`. `last_token`, if given, is the answer's last one, not among `tokens` and `generated`: the probe
-    that it called for was lost with the worker, and is asked again. The last probe before was after `asked_at` tokens.
+    that it called for was lost with the worker, and is retried. The last probe before it was after `last_probe_at`
+    tokens.
     """
 
     tokens: tuple[int, ...]
@@ -219,7 +220,7 @@ class Resume(msgspec.Struct, frozen=True):
     seen_passages: tuple[str, ...]
     first_token_ns: int
     last_token: int | None = None
-    asked_at: int = 0
+    last_probe_at: int = 0
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
@@ -279,11 +280,11 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     """All that decode needs beside the KV: `tokens` are those in it, `first_token` the one prefill sampled after them.
 
     `blocks` are the prefill worker's, in order, and `model` its model's identity. Without blocks there is no KV: decode
-    computes it, and draws the first token unless that is given. `prompt_tokens` of the tokens are the
-    prompt; `generated` are the answer's so far, without `first_token` (none, unless the answer is resumed). If
-    `first_is_told`, the first token has been told before, too. `build` is that of the collection that the passages are
-    from, "" if there are none: what probes add is from the same. A resumed answer's last probe was after `asked_at`
-    tokens; whether the first token calls for one, prefill has seen (`first_asks`).
+    computes it, and samples the first token unless it is given. `prompt_tokens` of the tokens are the prompt;
+    `generated` are those of the answer so far, without `first_token` (empty unless the answer is resumed).
+    `first_token_sent`: the client has received the first token already. `build` is the build of the collection that the
+    passages are from, "" without passages; probes search the same build. The last probe of a resumed answer was after
+    `last_probe_at` tokens; `probe_after_first`: the first token triggers a probe, as prefill has determined.
     """
 
     request_id: str
@@ -298,11 +299,11 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     model: bytes
     prompt_tokens: int
     generated: tuple[int, ...] = ()
-    first_is_told: bool = False
+    first_token_sent: bool = False
     build: str = ""
     salt: bytes = b""
-    asked_at: int = 0
-    first_asks: bool = False
+    last_probe_at: int = 0
+    probe_after_first: bool = False
 
 
 ToFrontend = Hello | Report | Retrieved | Tokens | Failed
@@ -317,7 +318,7 @@ decode_handover = msgspec.msgpack.Decoder(Reserve | Decode).decode
 # ---- messages that are none of the protocol's: all are counted, and one line is logged for many
 
 
-_EVERY_NS = 10_000_000_000
+_LOG_INTERVAL_NS = 10_000_000_000
 
 
 class MalformedMessages:
@@ -328,16 +329,16 @@ class MalformedMessages:
         self._log = log
         self._clock = clock
         self._next_ns = 0
-        self._unsaid = 0
+        self._suppressed = 0
         self.count = 0
 
-    def dropped(self, sender: str, reason: object) -> None:
+    def record(self, sender: str, reason: object) -> None:
         """One from `sender` was dropped: counted, and logged unless another one was within ten seconds."""
         self.count += 1
         now = self._clock()
         if now < self._next_ns:
-            self._unsaid += 1
+            self._suppressed += 1
             return
-        more = f" (and {self._unsaid} more since the last such line)" if self._unsaid else ""
+        more = f" (and {self._suppressed} more since the last such line)" if self._suppressed else ""
         self._log.warning("dropped a malformed message from %s: %s%s", sender, reason, more)
-        self._next_ns, self._unsaid = now + _EVERY_NS, 0
+        self._next_ns, self._suppressed = now + _LOG_INTERVAL_NS, 0

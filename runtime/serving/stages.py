@@ -49,7 +49,7 @@ TPOT = Stage("tpot", (FIRST_TOKEN,), END, DecodeMetrics.TPOT, "each later token"
 ALL = (*STAGES, *SUMS, TPOT)
 
 
-def stages_of(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Iterator[tuple[Stage, int, int]]:
+def completed_stages(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Iterator[tuple[Stage, int, int]]:
     """Begin and end in ns of every stage that is over, in the order of a request's life."""
     for stage in stages:
         begin = next((stamps[begin] for begin in stage.begins if begin in stamps), None)
@@ -57,9 +57,9 @@ def stages_of(stamps: dict[str, int], stages: tuple[Stage, ...] = STAGES) -> Ite
             yield stage, begin, stamps[stage.end]
 
 
-def spans_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, float]:
+def stage_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, float]:
     """Stage times in seconds from stamps in ns; a stage that did not happen is left out. `tpot` is per output token."""
-    spans = {stage.name: (end - begin) / 1e9 for stage, begin, end in stages_of(stamps, STAGES + SUMS)}
+    spans = {stage.name: (end - begin) / 1e9 for stage, begin, end in completed_stages(stamps, STAGES + SUMS)}
     if completion_tokens > 1 and FIRST_TOKEN in stamps and END in stamps:
         spans[TPOT.name] = (stamps[END] - stamps[FIRST_TOKEN]) / 1e9 / (completion_tokens - 1)
     return spans
@@ -68,7 +68,7 @@ def spans_seconds(stamps: dict[str, int], completion_tokens: int) -> dict[str, f
 def observe(table: WorkerTable, stamps: dict[str, int], completion_tokens: int = 0, *, computed: bool = True) -> None:
     """Write the times of those stages that a worker's table has a histogram of. `computed`: the prompt was, by this
     worker; else another one has written the times of that."""
-    spans = spans_seconds(stamps, completion_tokens)
+    spans = stage_seconds(stamps, completion_tokens)
     for stage in ALL:
         if stage.name in spans and stage.time in table and (computed or stage.end not in (PREFILL_BEGIN, PREFILL_END)):
             table.observe(stage.time, spans[stage.name])

@@ -16,38 +16,40 @@ from runtime.serving.messages import Retrieval
 
 
 class Trigger(Protocol):
-    """When a row asks. `reads_scores`: whether `asks` looks at the logits."""
+    """When a row asks. `needs_logits`: whether `asks` looks at the logits."""
 
-    reads_scores: ClassVar[bool]
+    needs_logits: ClassVar[bool]
 
-    def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:
-        """Whether to ask now: a row has `generated` tokens, of which it had `asked_at` when it asked last (0: it has
-        not). `scores`: the logits float32 [vocabulary] that the last token was drawn from, where they are known."""
+    def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
+        """Return whether to probe now. The row has `generated` tokens and last probed after `last_probe_at` (0: never).
+
+        `scores`: the logits, float32 [vocabulary], that the last token was sampled from; None if they are unknown.
+        """
         ...
 
-    def takes(self, found: Sequence[Passage], used: Container[str]) -> bool:
+    def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
         """Whether what was found, nearest first, goes in, beside the passages in use (their ids)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class PeriodicTrigger:
     """Each `tokens` tokens."""
 
-    reads_scores: ClassVar[bool] = False
+    needs_logits: ClassVar[bool] = False
     tokens: int
 
-    def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:
+    def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """See `Trigger`."""
         return generated % self.tokens == 0
 
-    def takes(self, found: Sequence[Passage], used: Container[str]) -> bool:
+    def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
         """See `Trigger`."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
-class Drift(Every):
+class DriftTrigger(PeriodicTrigger):
     """The same, but nothing goes in as long as a passage in use is within `distance` of the text's last words.
 
     Their distance is the pool's: the search has compared them with all passages there are. One in use that is not among
@@ -56,21 +58,21 @@ class Drift(Every):
 
     distance: float
 
-    def takes(self, found: Sequence[Passage], used: Container[str]) -> bool:
+    def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
         """See `Trigger`."""
         return not any(passage.id in used and passage.distance <= self.distance for passage in found)
 
 
 @dataclass(frozen=True, slots=True)
-class Unsure(Every):
+class EntropyTrigger(PeriodicTrigger):
     """`tokens` tokens after the last time at the earliest, once the model hesitates between tokens by over `nats`."""
 
-    reads_scores: ClassVar[bool] = True
+    needs_logits: ClassVar[bool] = True
     nats: float
 
-    def asks(self, generated: int, asked_at: int, scores: npt.ArrayLike | None) -> bool:
+    def should_probe(self, generated: int, last_probe_at: int, scores: npt.ArrayLike | None) -> bool:
         """See `Trigger`."""
-        return generated - asked_at >= self.tokens and scores is not None and entropy(scores) > self.nats
+        return generated - last_probe_at >= self.tokens and scores is not None and entropy(scores) > self.nats
 
 
 def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
@@ -79,11 +81,11 @@ def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
         return None
     match retrieval.trigger:
         case "every":
-            return Every(retrieval.every_tokens)
+            return PeriodicTrigger(retrieval.every_tokens)
         case "drift":
-            return Drift(retrieval.every_tokens, retrieval.threshold)
+            return DriftTrigger(retrieval.every_tokens, retrieval.threshold)
         case "unsure":
-            return Unsure(retrieval.every_tokens, retrieval.threshold)
+            return EntropyTrigger(retrieval.every_tokens, retrieval.threshold)
 
 
 def entropy(scores: npt.ArrayLike) -> float:

@@ -121,7 +121,7 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
             )
             told = await whole(request)
             assert len(told.ids) == 24
-            return sequence(request.told.prompt, told)
+            return sequence(request.delivered.prompt, told)
 
         found = await asyncio.gather(*(answered(text) for text in prompts(50)))
         running.cancel()

@@ -24,7 +24,7 @@ from runtime.node.engine_config import OpenAiSection, Stage
 from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.engine import RestartLimits
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
@@ -70,7 +70,7 @@ class Stand:
     fakes: list[FakeServer]
     library: Library
     clock: Clock
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[RequestOutcome] = field(default_factory=list)
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
@@ -115,7 +115,7 @@ async def stand(
     fakes = [FakeServer(replace(how, breaks_after=None, hangs_after=None, refuses=None)) for how in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
     settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
-    clock, library, ended = Clock(), Library(), list[Ended]()
+    clock, library, ended = Clock(), Library(), list[RequestOutcome]()
     listening: list[asyncio.Server] = []
     networks: list[Http] = []
     for fake in fakes:

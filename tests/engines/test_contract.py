@@ -11,7 +11,7 @@ import pytest
 
 from runtime.errors import DeadlineExceeded, Overloaded, TrinityError, Unavailable, WorkerLost
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
@@ -29,7 +29,7 @@ class Stage(Protocol):
 
     engine: Engine
     clock: Clock
-    ended: list[Ended]
+    ended: list[RequestOutcome]
     deadline_s: float
 
     def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
@@ -54,7 +54,7 @@ class TrinityStage:
     deadline_s = 5.0  # sooner than a worker is taken for lost
 
     def __init__(self, max_in_flight: int) -> None:
-        self.clock, self.ended = Clock(), list[Ended]()
+        self.clock, self.ended = Clock(), list[RequestOutcome]()
         self.link = WorkerLink(
             endpoint(),
             Router(max_in_flight=max_in_flight),
@@ -88,7 +88,7 @@ class TrinityStage:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for role in ROLES:
-            self.link.lost(f"{role}-0", "killed")
+            self.link.worker_lost(f"{role}-0", "killed")
 
     def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
         self._asked += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import Choices
 from runtime.serving.http.app import create_app
 from runtime.serving.http.service import Service, Settings
@@ -27,7 +27,7 @@ DOCS = {"collection": "docs", "k": 2}
 
 @asynccontextmanager
 async def client(
-    *behaviours: Behaviour, answers: PromptAnswers | None = None
+    *behaviours: Behaviour, answers: AnswerCache | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
     async with stand(*behaviours) as at:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)

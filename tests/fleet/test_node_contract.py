@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from runtime.serving.http.connections import Readiness
+from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import Settings
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL
@@ -103,50 +103,50 @@ def at(clock: Clock) -> Readiness:
 def test_a_node_that_is_watched_takes_requests_until_its_watchers_have_seen_it_drain() -> None:
     clock = Clock()
     readiness = at(clock)
-    readiness.say_ready()
+    readiness.record_ready()
     clock.forward(29)
-    readiness.say_ready()
+    readiness.record_ready()
     readiness.drain(True)
-    assert (readiness.draining, readiness.noticed) == (True, False)
+    assert (readiness.draining, readiness.notice_elapsed) == (True, False)
     clock.forward(4.5)
     readiness.drain(True)  # asked again: the notice does not begin anew
-    assert not readiness.noticed
+    assert not readiness.notice_elapsed
     clock.forward(0.5)
-    assert readiness.noticed
+    assert readiness.notice_elapsed
 
 
 @pytest.mark.parametrize("looks", [0, 1])
 def test_a_node_that_nobody_watches_closes_its_port_at_once(looks: int) -> None:
     readiness = at(Clock())
     for _ in range(looks):
-        readiness.say_ready()
+        readiness.record_ready()
     readiness.drain(True)
-    assert readiness.noticed
+    assert readiness.notice_elapsed
 
 
 def test_looks_of_long_ago_are_no_watch() -> None:
     clock = Clock()
     readiness = at(clock)
-    readiness.say_ready()
+    readiness.record_ready()
     clock.forward(31)
-    readiness.say_ready()
+    readiness.record_ready()
     readiness.drain(True)
-    assert readiness.noticed
+    assert readiness.notice_elapsed
 
 
 def test_a_drain_that_was_taken_back_gives_its_notice_again() -> None:
     clock = Clock()
     readiness = at(clock)
-    readiness.say_ready()
-    readiness.say_ready()
+    readiness.record_ready()
+    readiness.record_ready()
     readiness.drain(True)
     clock.forward(6)
     readiness.drain(False)
     assert not readiness.draining
-    readiness.say_ready()
-    readiness.say_ready()
+    readiness.record_ready()
+    readiness.record_ready()
     readiness.drain(True)
-    assert not readiness.noticed
+    assert not readiness.notice_elapsed
 
 
 # ---- what passes through

@@ -16,13 +16,14 @@ from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
-from runtime.serving.frontend.answer_cache import PromptAnswers
-from runtime.serving.frontend.requests import Ended
+from runtime.serving.frontend.answer_cache import AnswerCache
+from runtime.serving.frontend.requests import RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import HttpConfig, Readiness
-from runtime.serving.http.guard import id_source
+from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.middleware import id_source
+from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import Catalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import (
     Role,
@@ -86,7 +87,7 @@ class Cluster:
         decodes: int = 1,
         max_in_flight: int = 64,
         settings: Settings | None = None,
-        answers: PromptAnswers | None = None,
+        answers: AnswerCache | None = None,
         search: SearchSource | None = None,
         catalogue: Catalogue | None = None,
         writes: WriterService | None = None,
@@ -103,7 +104,7 @@ class Cluster:
         self.clock = Clock()
         self.search: Any = search or Search()
         self.players: dict[str, Player] = {}
-        self.ended: list[Ended] = []
+        self.ended: list[RequestOutcome] = []
         self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
         self._max_in_flight = max_in_flight
         self._changed = threading.Condition()
@@ -233,6 +234,6 @@ class Cluster:
             self.changed()
             await asyncio.sleep(0.02)
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: RequestOutcome) -> None:
         self.ended.append(ended)
         self.changed()

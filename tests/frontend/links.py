@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.errors import TrinityError
 from runtime.serving.frontend.engine import RestartLimits
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Role, Sampling
@@ -26,7 +26,7 @@ class Stand:
         self, max_in_flight: int = 64, at: str = "", kind: type[WorkerLink] = WorkerLink, restarts: int = 0
     ) -> None:
         self.clock = Clock()
-        self.ended: list[Ended] = []
+        self.ended: list[RequestOutcome] = []
         self.router = Router(max_in_flight=max_in_flight)
         self.link = kind(
             at or endpoint(),

@@ -15,7 +15,7 @@ from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.embedding.embedder import TextKind
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.search.query import SearchResult
-from runtime.serving.frontend.answer_cache import Asked, Hit, PromptAnswers, Vector
+from runtime.serving.frontend.answer_cache import AnswerCache, CacheHit, CacheKey, Vector
 from runtime.serving.frontend.requests import Piece
 from runtime.testing.waiting import until
 from tests.frontend.fakes import run
@@ -75,19 +75,19 @@ class Stand:
         self.client = Direct(directory)
         self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now)
         self.stored.tend()
-        self.answers = PromptAnswers(self.stored, Letters(), self.client)
+        self.answers = AnswerCache(self.stored, Letters(), self.client)
 
     def _count(self, event: CacheEvent, times: int) -> None:
         if times:
             self.counts[event] += times
 
-    def store(self, asked: Asked, pieces: Sequence[Piece]) -> None:
+    def store(self, asked: CacheKey, pieces: Sequence[Piece]) -> None:
         before = self.counts["stored"]
         vector = Letters().embed([asked.question])[0]
         self.answers.store(asked, vector, pieces)
         until(lambda: self.counts["stored"] > before)
 
-    def find(self, asked: Asked) -> Hit | None:
+    def find(self, asked: CacheKey) -> CacheHit | None:
         _, hit = run(self.answers.find(asked))
-        assert hit is None or isinstance(hit, Hit)
+        assert hit is None or isinstance(hit, CacheHit)
         return hit

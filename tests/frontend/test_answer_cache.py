@@ -19,7 +19,7 @@ from runtime.retrieval.answer_store import NewAnswer
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk, acquire_lock
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.answer_cache import MOST_CHARS, Asked
+from runtime.serving.frontend.answer_cache import MOST_CHARS, CacheKey
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
@@ -38,9 +38,9 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
     made.answers.close()
 
 
-def asked(prompt: Any = "why?", tenant: str = "", sampling: Sampling = GREEDY, **options: Any) -> Asked:
+def asked(prompt: Any = "why?", tenant: str = "", sampling: Sampling = GREEDY, **options: Any) -> CacheKey:
     model, seeded = options.get("model", "m"), options.get("seeded", False)
-    made = Asked.of(tenant, model, prompt, sampling, options.get("retrieval"), seeded=seeded)
+    made = CacheKey.of(tenant, model, prompt, sampling, options.get("retrieval"), seeded=seeded)
     assert made is not None
     return made
 
@@ -98,7 +98,7 @@ def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(s
         asked(retrieval=Retrieval("docs", hybrid=0.5)),
     ],
 )
-def test_whatever_else_differs_is_another_answer(stand: Stand, other: Asked) -> None:
+def test_whatever_else_differs_is_another_answer(stand: Stand, other: CacheKey) -> None:
     stand.store(asked(), ONE)
     assert stand.find(other) is None
     assert stand.find(asked()) is not None
@@ -116,7 +116,7 @@ def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_rand
     "prompt", [(1, 2, 3), "", " ", "x" * (MOST_CHARS + 1), (Message("user", "a"), Message("assistant", "b"))]
 )
 def test_what_an_embedder_cannot_judge_is_not_looked_up(prompt: Any) -> None:
-    assert Asked.of("", "m", prompt, GREEDY, None, seeded=False) is None
+    assert CacheKey.of("", "m", prompt, GREEDY, None, seeded=False) is None
 
 
 def test_an_expired_answer_is_not_found_and_is_deleted(stand: Stand) -> None:

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message, Scope
 
-from runtime.serving.http.guard import BodyTooLarge, bounded_body, error_response
+from runtime.serving.http.middleware import BodyTooLarge, bounded_body, error_response
 from tests.frontend.bad import COMPLETION, SETTINGS, problem
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import WAIT

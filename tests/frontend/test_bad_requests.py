@@ -15,7 +15,7 @@ from runtime.node.retrieval_config import ProbesSection
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
-from runtime.serving.http.openai_fields import REFUSED
+from runtime.serving.http.unsupported_fields import UNSUPPORTED
 from tests.frontend.bad import CHAT, COMPLETION, SEARCH, SETTINGS, problem
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import PASSAGES
@@ -151,12 +151,12 @@ def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], s
 def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, field: str, value: Any) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {field: value})
     problem(answer, 400, "invalid_request", field, f"{field} is not supported")
-    assert answer.json()["error"]["message"].endswith(f": {REFUSED[field].why}")
+    assert answer.json()["error"]["message"].endswith(f": {UNSUPPORTED[field].reason}")
 
 
-@pytest.mark.parametrize("field", sorted(name for name in REFUSED if "." not in name))
+@pytest.mark.parametrize("field", sorted(name for name in UNSUPPORTED if "." not in name))
 def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_with_no_other(field: str) -> None:
-    for value in (None, *REFUSED[field].neutral):
+    for value in (None, *UNSUPPORTED[field].neutral):
         parse(ChatBody, json.dumps(CHAT | {field: value}).encode())
     with pytest.raises(InvalidRequest, match=f"^{field} is not supported"):
         parse(ChatBody, json.dumps(CHAT | {field: ["something", "else"]}).encode())
@@ -364,7 +364,7 @@ def test_any_json_becomes_a_body_or_a_refusal(kind: tuple[Any, dict[str, Any]], 
     with contextlib.suppress(InvalidRequest):
         parsed = parse(model, json.dumps(body | change).encode())
         if not isinstance(parsed, RetrievalBody):
-            parsed.sampling(16, 1)
+            parsed.to_sampling(16, 1)
 
 
 FILTERED = [
@@ -396,7 +396,7 @@ def test_hybrid_is_yes_no_or_the_words_share(kind: Any, body: dict[str, Any], at
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
         found = parse(kind, json.dumps(whole).encode())
-        return found.searches(ProbesSection(), "system").hybrid if at else found.hybrid
+        return found.to_retrieval(ProbesSection(), "system").hybrid if at else found.hybrid
 
     assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
     wrongs: list[Any] = ["yes", 1.5, -1, [], {}]

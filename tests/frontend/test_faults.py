@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from runtime.errors import ConfigError, TrinityError
-from runtime.serving.http.answers import ChatAnswer
+from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import WAIT, run
@@ -230,10 +230,10 @@ def test_many_requests_of_every_kind_at_once_all_end_and_leave_nothing(cluster: 
 def test_a_fault_of_our_own_within_a_stream_is_an_error_event_without_its_traceback(
     cluster: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: ChatAnswer) -> bytes:
+    def broken(self: ChatResponse) -> bytes:
         raise ZeroDivisionError("a secret of the house")
 
-    monkeypatch.setattr(ChatAnswer, "closing", broken)
+    monkeypatch.setattr(ChatResponse, "closing", broken)
     answer = http.post("/v1/chat/completions", json=body("say=1"))
     assert "internal_error" in answer.text
     assert "secret" not in answer.text

@@ -14,9 +14,9 @@ import runtime.serving.http.connections
 from runtime.errors import InternalError, TrinityError
 from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
-from runtime.serving.http.openai_fields import HINTS, REFUSED, hints_table, refused_table
+from runtime.serving.http.unsupported_fields import IGNORED, UNSUPPORTED, ignored_table, unsupported_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -34,7 +34,7 @@ def named(title: str) -> set[str]:
     return {name for row in cells(title) for name in re.findall(r"`([^`]+)`", row[0])}
 
 
-@pytest.mark.parametrize("table", [refused_table, hints_table])
+@pytest.mark.parametrize("table", [unsupported_table, ignored_table])
 def test_the_page_has_the_tables_of_the_code(table: object) -> None:
     assert callable(table)
     assert table() in PAGE, f"put this into docs/http.md:\n{table()}"
@@ -59,7 +59,7 @@ def test_every_field_that_is_taken_is_on_the_page(title: str, fields: set[str]) 
 def test_openais_own_client_has_no_field_of_which_nothing_is_said(module: object, body: type[BaseModel]) -> None:
     theirs = get_type_hints(module.CompletionCreateParamsBase)  # type: ignore[attr-defined]
     assert {"model", "n", "user"} <= set(theirs)
-    assert set(theirs) - set(body.model_fields) - set(REFUSED) - set(HINTS) == set()
+    assert set(theirs) - set(body.model_fields) - set(UNSUPPORTED) - set(IGNORED) == set()
 
 
 def test_every_error_a_client_can_meet_is_on_the_page() -> None:
@@ -67,7 +67,7 @@ def test_every_error_a_client_can_meet_is_on_the_page() -> None:
     for codes, statuses, _ in cells("Errors"):
         names, numbers = re.findall(r"`([^`]+)`", codes), [int(number) for number in statuses.split(", ")]
         said |= dict(zip(names, numbers if len(numbers) > 1 else numbers * len(names), strict=True))
-    kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - {ClientGone} | {InternalError}
+    kinds = {kind for kind in _family(TrinityError) if kind.status != 500} - {ClientDisconnected} | {InternalError}
     of_the_server = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not_supported"}
     assert of_the_server == runtime.serving.http.connections.CODES
     by_hand = {"not_found": 404, "method_not_allowed": 405} | {code: status for status, code in of_the_server.items()}

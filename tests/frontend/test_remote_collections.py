@@ -16,7 +16,7 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
-from runtime.serving.http.remote_collections import WithRemote
+from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
 from tests.frontend.fakes import run
@@ -24,10 +24,10 @@ from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, 
 
 
 @contextlib.asynccontextmanager
-async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[WithRemote]:
+async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[CollectionRouter]:
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
-    found = WithRemote(NoCollections(), NoCollections(), [section])
+    found = CollectionRouter(NoCollections(), NoCollections(), [section])
     looking = asyncio.create_task(found.remote.run())
     try:
         yield found
@@ -203,7 +203,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
     _, even = part(DOCUMENTS[::2])
 
     async def test() -> None:
-        found = WithRemote(NoCollections(), NoCollections(), [RemoteSection("all", (even,), "docs")])
+        found = CollectionRouter(NoCollections(), NoCollections(), [RemoteSection("all", (even,), "docs")])
         looking = asyncio.create_task(found.remote.run())
         with pytest.raises(TrinityError, match="API key"):
             await ask(found)
@@ -212,7 +212,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 
     run(test())
     with pytest.raises(ConfigError, match="remote all: the key cannot be read"):
-        WithRemote(
+        CollectionRouter(
             NoCollections(), NoCollections(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))]
         )
 

@@ -39,12 +39,12 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
             first = await sent(workers, request)
             prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
             await workers[request.placement.prefill].say(Retrieved("r1", PASSAGES[:1]))
-            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), asked_at=2))
+            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), last_probe_at=2))
             await decode.say(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
-            await decode.say(Tokens("r1", "c", (12,), asked_at=2))
+            await decode.say(Tokens("r1", "c", (12,), last_probe_at=2))
             await pieces(request, 4)
             dead = first.decode_worker
-            stand.link.lost(dead, "killed")
+            stand.link.worker_lost(dead, "killed")
             again = await sent(workers, request)
             assert again.decode_worker != dead
             assert again.request_id == "r1~1"
@@ -55,7 +55,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
                 generated=(10, 11, 12),
                 seen_passages=tuple(passage.id for passage in PASSAGES),
                 first_token_ns=stand.clock(),
-                asked_at=2,
+                last_probe_at=2,
             )
             await prefill.say(Tokens("r1", "c again", (12,)))  # the dead one, late
             await workers[again.decode_worker].say(Tokens("r1~1", "d", (13,), "length", 3))
@@ -75,7 +75,7 @@ def test_before_its_first_token_a_request_starts_as_if_for_the_first_time() -> N
             dead = request.placement.prefill
             await workers[dead].say(Retrieved("r1", PASSAGES[:1]))
             await workers[dead].settle()
-            stand.link.lost(dead, "killed")
+            stand.link.worker_lost(dead, "killed")
             again = await sent(workers, request)
             assert request.placement.prefill != dead
             assert (again.request_id, again.resume, again.generation) == ("r1~1", None, first.generation)
@@ -110,7 +110,7 @@ def test_without_another_worker_a_request_waits_for_one() -> None:
             await stand.worker("decode", "d0")
             request = stand.submit()
             await prefill.hear_prefill()
-            stand.link.lost("d0", "killed")
+            stand.link.worker_lost("d0", "killed")
             stand.clock.forward(RESTART_WAIT / 2)
             await prefill.report(77)
             await prefill.settle()
@@ -129,7 +129,7 @@ def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
             await stand.worker("prefill", "p0")
             await stand.worker("decode", "d0")
             request = stand.submit(timeout_s=600)
-            stand.link.lost("d0", "killed")
+            stand.link.worker_lost("d0", "killed")
             stand.clock.forward(RESTART_WAIT)
             stand.link.tick()
             error = await ending(request)
@@ -146,7 +146,7 @@ def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() ->
             await stand.worker("prefill", "p0")
             await stand.worker("decode", "d0")
             late, gone = stand.submit("r1", timeout_s=5), stand.submit("r2")
-            stand.link.lost("d0", "killed")
+            stand.link.worker_lost("d0", "killed")
             stand.link.cancel(gone)
             stand.clock.forward(5)
             stand.link.tick()

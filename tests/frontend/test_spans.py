@@ -19,9 +19,9 @@ from opentelemetry.trace import SpanKind
 
 from runtime.serving import stages
 from runtime.serving.frontend.observability import Traces, trace_context
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
-from runtime.serving.frontend.spans import Spans, otlp_provider
+from runtime.serving.frontend.spans import RequestSpans, otlp_provider
 from runtime.serving.messages import Generation, Message, Probe, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from runtime.testing.waiting import until
@@ -40,7 +40,7 @@ class Stand:
         self.clock, self.exporter = Clock(), InMemorySpanExporter()
         self.provider = TracerProvider(shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.spans = Spans(self.provider, "tiny", self.clock, lambda: WALL + self.clock.now)
+        self.spans = RequestSpans(self.provider, "tiny", self.clock, lambda: WALL + self.clock.now)
         self.traces = Traces(4, self.clock)
         self.traces.spans = self.spans
 
@@ -62,18 +62,18 @@ def _no_context() -> Iterator[None]:
 def answered(stand: Stand) -> dict[str, Any]:
     """The spans of a request that began at `clock.now`, with a retrieval and two probes."""
     begin, request = stand.clock.now, stand.request()
-    stand.traces.begun(request)
+    stand.traces.start(request)
     found = {stages.DEQUEUED: begin + MS, stages.EMBEDDED: begin + 3 * MS, stages.SEARCHED: begin + 5 * MS}
-    stand.traces.told(request, Retrieved("r-1", (), stages=found))
+    stand.traces.record(request, Retrieved("r-1", (), stages=found))
     probes = (
         Probe(2, begin + 10 * MS, begin + 12 * MS, MS, 1, "answered"),
         Probe(4, begin + 14 * MS, begin + 16 * MS, MS, 0, "late"),
     )
     last = {**found, stages.FIRST_TOKEN: begin + 8 * MS, stages.END: begin + 20 * MS}
     piece = Tokens("r-1", "a secret answer", (1, 2), "stop", 3, last, probes=probes)
-    request.told.add(piece)
-    stand.traces.told(request, piece)
-    stand.traces.ended(Ended("r-1", "stop", 3, 2, last))
+    request.delivered.add(piece)
+    stand.traces.record(request, piece)
+    stand.traces.end(RequestOutcome("r-1", "stop", 3, 2, last))
     return stand.told()
 
 
@@ -111,9 +111,9 @@ def test_a_chat_is_a_span_with_its_stages_and_each_probe_as_children() -> None:
 def test_a_request_goes_on_with_its_clients_trace_and_hands_its_own_span_on() -> None:
     stand = Stand()
     trace_context.set({"traceparent": PARENT, "tracestate": "vendor=1"})
-    stand.traces.begun(stand.request())
+    stand.traces.start(stand.request())
     sent_on = trace_context.get()
-    stand.traces.ended(Ended("r-1", "stop", 3, 2, {}))
+    stand.traces.end(RequestOutcome("r-1", "stop", 3, 2, {}))
     (span,) = stand.exporter.get_finished_spans()
     _, trace_id, parent_id, _ = PARENT.split("-")
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (trace_id, parent_id)
@@ -129,8 +129,8 @@ def test_what_its_client_does_not_sample_is_not_told_and_goes_on_unsampled() -> 
 
 def test_a_request_that_failed_says_how() -> None:
     stand = Stand()
-    stand.traces.begun(stand.request())
-    stand.traces.ended(Ended("r-1", "worker_lost", 0, 0, {}))
+    stand.traces.start(stand.request())
+    stand.traces.end(RequestOutcome("r-1", "worker_lost", 0, 0, {}))
     root = stand.told()["chat tiny"]
     assert root.attributes["error.type"] == "worker_lost"
     assert not root.status.is_ok
@@ -192,20 +192,20 @@ def spans_to(server: Any, monkeypatch: pytest.MonkeyPatch) -> Traces:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     traces = Traces(4, Clock())
-    traces.spans = Spans(otlp_provider("my-node"), "tiny")
+    traces.spans = RequestSpans(otlp_provider("my-node"), "tiny")
     return traces
 
 
 def end_one(traces: Traces) -> None:
-    traces.search_begun("ret-1", "", DOCS)
-    traces.search_ended("ret-1", "found", 2)
+    traces.start_search("ret-1", "", DOCS)
+    traces.end_search("ret-1", "found", 2)
 
 
 def test_spans_go_to_the_collector_that_the_standard_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as server:
         traces = spans_to(server, monkeypatch)
         end_one(traces)
-        assert isinstance(traces.spans, Spans)
+        assert isinstance(traces.spans, RequestSpans)
         traces.spans.close()
         ((path, told),) = server.taken
     assert path == "/v1/traces"
@@ -222,7 +222,7 @@ def test_a_collector_that_refuses_is_a_line_in_the_log(
     with collector(400) as server:
         traces = spans_to(server, monkeypatch)
         end_one(traces)
-        assert isinstance(traces.spans, Spans)
+        assert isinstance(traces.spans, RequestSpans)
         traces.spans.close()
     assert "400" in caplog.text
 

@@ -2,7 +2,7 @@
 
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
-from runtime.serving.http.answers import ChatAnswer, events
+from runtime.serving.http.responses import ChatResponse, events
 from runtime.serving.messages import Generation, Retrieval, Retrieved, Sampling, Tokens
 from tests.frontend.fakes import run
 
@@ -15,7 +15,7 @@ def parts(asked: Request) -> list[bytes]:
     """The parts of a stream whose pieces are all there after the first."""
 
     async def stream() -> list[bytes]:
-        answer, first = ChatAnswer("r", "m", 0), Tokens("r", "one", (1,))
+        answer, first = ChatResponse("r", "m", 0), Tokens("r", "one", (1,))
         answer.add(first)
         return [part async for part in events(answer, asked, first, lambda: None)]
 
@@ -50,7 +50,7 @@ def test_what_came_before_an_error_is_written_before_it() -> None:
 
 def test_an_answer_says_that_its_passages_are_partial() -> None:
     for partial in (False, True):
-        answer = ChatAnswer("r", "m", 0, Retrieval("docs"))
+        answer = ChatResponse("r", "m", 0, Retrieval("docs"))
         for piece in (Retrieved("r", ()), Retrieved("r", (), 8, partial=partial), Tokens("r", "one", (1,), "stop")):
             answer.add(piece)
         assert answer.whole()["retrieval"].get("partial", False) is partial

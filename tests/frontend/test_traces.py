@@ -7,7 +7,7 @@ import pytest
 from runtime.errors import InvalidRequest, Unavailable, UnknownRequest
 from runtime.serving import stages
 from runtime.serving.frontend.observability import MAX_PROBES, Traces
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Placement
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Generation, Probe, Retrieved, Sampling, Tokens
@@ -22,17 +22,17 @@ def request(request_id: str = "r-1", received_ns: int = 0) -> Request:
     return Request(request_id, asked, Placement("prefill-0", "decode-1", "ipc://@x"))
 
 
-def ended(request_id: str = "r-1", code: str = "stop", stamps: dict[str, int] | None = None) -> Ended:
-    return Ended(request_id, code, 3, 2, stamps or {})
+def ended(request_id: str = "r-1", code: str = "stop", stamps: dict[str, int] | None = None) -> RequestOutcome:
+    return RequestOutcome(request_id, code, 3, 2, stamps or {})
 
 
 def test_a_request_in_flight_is_traced_as_far_as_it_has_come() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=clock.now)
-    traces.begun(running)
+    traces.start(running)
     stamps = {stages.DEQUEUED: clock.now + MS, stages.EMBEDDED: clock.now + 3 * MS}
-    traces.told(running, Retrieved("r-1", (), stages=stamps))
+    traces.record(running, Retrieved("r-1", (), stages=stamps))
     clock.forward(0.5)
     found = traces.trace("r-1")
     assert (found.state, found.elapsed_s, found.first_token_s) == ("running", 0.5, None)
@@ -44,10 +44,10 @@ def test_probes_are_told_one_by_one_and_counted_beyond_the_limit() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=0)
-    traces.begun(running)
+    traces.start(running)
     for number in range(MAX_PROBES + 5):
         probe = Probe(number, 2 * MS, 5 * MS, MS, 2, "answered")
-        traces.told(running, Tokens("r-1", "x", (1,), probes=(probe,)))
+        traces.record(running, Tokens("r-1", "x", (1,), probes=(probe,)))
     found = traces.trace("r-1")
     assert (len(found.probes), found.probes_left_out) == (MAX_PROBES, 5)
     first = found.probes[0]
@@ -58,10 +58,10 @@ def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=clock.now)
-    traces.begun(running)
-    traces.told(running, Retrieved("r-1", (), stages={stages.DEQUEUED: clock.now + MS}))
+    traces.start(running)
+    traces.record(running, Retrieved("r-1", (), stages={stages.DEQUEUED: clock.now + MS}))
     clock.forward(2)
-    traces.ended(ended(code="worker_lost"))
+    traces.end(ended(code="worker_lost"))
     clock.forward(60)
     found = traces.trace("r-1")
     assert (found.state, found.elapsed_s) == ("worker_lost", 2.0)
@@ -71,8 +71,8 @@ def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
 def test_only_the_last_that_ended_are_kept() -> None:
     traces = Traces(2, Clock())
     for number in range(5):
-        traces.begun(request(f"r-{number}"))
-        traces.ended(ended(f"r-{number}"))
+        traces.start(request(f"r-{number}"))
+        traces.end(ended(f"r-{number}"))
     for number in range(3):
         with pytest.raises(UnknownRequest, match=f"no trace of request 'r-{number}'.* 2 others"):
             traces.trace(f"r-{number}")
@@ -81,9 +81,9 @@ def test_only_the_last_that_ended_are_kept() -> None:
 
 def test_without_room_for_any_nothing_that_ended_is_kept() -> None:
     traces = Traces(0, Clock())
-    traces.begun(request())
+    traces.start(request())
     assert traces.trace("r-1").state == "running"
-    traces.ended(ended())
+    traces.end(ended())
     with pytest.raises(UnknownRequest):
         traces.trace("r-1")
 
@@ -122,14 +122,14 @@ SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
 def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
     clock = Clock()
     traces = Traces(4, clock)
-    traces.search_begun("ret-1")
+    traces.start_search("ret-1")
     clock.forward(0.001)
     traces.stamp("ret-1", stages.EMBEDDED)
     assert (traces.trace("ret-1").state, traces.trace("ret-1").kind) == ("running", "search")
     clock.forward(0.002)
     traces.stamp("ret-1", stages.SEARCHED)
     clock.forward(0.001)
-    assert traces.search_ended("ret-1", "found", 3) == 4 * MS
+    assert traces.end_search("ret-1", "found", 3) == 4 * MS
     found = traces.trace("ret-1")
     assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.004)
     assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("embed", 0.0, 0.001), ("retrieval", 0.001, 0.003)]
@@ -137,27 +137,27 @@ def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
 
 def test_searches_alone_share_the_room_of_the_generations() -> None:
     traces = Traces(2, Clock())
-    traces.begun(request("r-1"))
-    traces.ended(ended("r-1"))
+    traces.start(request("r-1"))
+    traces.end(ended("r-1"))
     for number in range(2):
-        traces.search_begun(f"ret-{number}")
-        traces.search_ended(f"ret-{number}", "found", 1)
+        traces.start_search(f"ret-{number}")
+        traces.end_search(f"ret-{number}", "found", 1)
     with pytest.raises(UnknownRequest):
         traces.trace("r-1")
 
 
 def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
     traces = Traces(2, Clock())
-    traces.begun(request("r-1"), "mine")
+    traces.start(request("r-1"), "mine")
     assert (traces.trace("mine").id, traces.trace("mine").client_id) == ("r-1", "mine")
-    traces.ended(ended("r-1"))
-    traces.search_begun("ret-2", "mine")
+    traces.end(ended("r-1"))
+    traces.start_search("ret-2", "mine")
     assert traces.trace("mine").id == "ret-2", "the later one of two with one name"
-    traces.search_ended("ret-2", "found", 1)
+    traces.end_search("ret-2", "found", 1)
     for number in (3, 4):
         assert traces.trace("mine").id == "ret-2"
-        traces.search_begun(f"ret-{number}", "r-1")  # the name of an older one of ours
-        traces.search_ended(f"ret-{number}", "found", 1)
+        traces.start_search(f"ret-{number}", "r-1")  # the name of an older one of ours
+        traces.end_search(f"ret-{number}", "found", 1)
     with pytest.raises(UnknownRequest):
         traces.trace("mine")
     assert traces.trace("r-1").id == "ret-4"
@@ -166,8 +166,8 @@ def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
 
 def test_a_name_that_a_client_takes_hides_no_other_trace() -> None:
     traces = Traces(2, Clock())
-    traces.begun(request("r-1"))
-    traces.begun(request("r-2"), "r-1")
+    traces.start(request("r-1"))
+    traces.start(request("r-2"), "r-1")
     assert traces.trace("r-1").id == "r-1"
 
 

@@ -14,7 +14,7 @@ from runtime.errors import (
     UnknownCollection,
     WorkerLost,
 )
-from runtime.serving.frontend.requests import ClientGone, Ended
+from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
 from runtime.serving.messages import Cancel, Failed, Retrieval, Retrieved, Tokens, encode
 from tests.frontend.fakes import PASSAGES, Worker, run
 from tests.frontend.links import EPOCH, Stand, ending, standing
@@ -40,7 +40,7 @@ def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
             last = Tokens("r1", "b", (6, 7), "stop", 3, {"end": 9})
             await decode.say(last)
             assert await request.next() == last
-            assert stand.ended == [Ended("r1", "stop", 3, 3, {"end": 9})]
+            assert stand.ended == [RequestOutcome("r1", "stop", 3, 3, {"end": 9})]
             assert (len(stand.link.requests), stand.router.in_flight) == (0, 0)
 
     run(test())
@@ -95,7 +95,7 @@ def test_a_cancelled_request_is_forgotten_by_both_workers_and_late_pieces_are_an
             await prefill.hear_prefill()
             stand.link.cancel(request)
             stand.link.cancel(request)
-            assert isinstance(await ending(request), ClientGone)
+            assert isinstance(await ending(request), ClientDisconnected)
             assert [await prefill.hear(), await decode.hear()] == [Cancel("r1"), Cancel("r1")]
             # The hand-over overtook the Cancel: decode goes on with what is over.
             await decode.say(Tokens("r1", "a", (5,)))

@@ -87,7 +87,7 @@ def test_a_prefill_worker_that_is_lost_before_its_passages_are_heard_ends_the_re
             request = stand.submit(retrieval=Retrieval("docs"))
             await decode.say(Tokens("r1", "a", (5,), "stop"))
             await decode.settle()
-            stand.link.lost("p0", "killed")
+            stand.link.worker_lost("p0", "killed")
             assert isinstance(await ending(request), WorkerLost)
             assert stand.codes == ["worker_lost"]
             assert await decode.hear() == Cancel("r1")
@@ -115,7 +115,7 @@ def test_a_prefill_worker_is_not_needed_any_more_once_decode_speaks() -> None:
             request = stand.submit()
             await decode.say(Tokens("r1", "a", (5,)))
             await request.next()
-            stand.link.lost("p0", "killed")
+            stand.link.worker_lost("p0", "killed")
             await decode.say(Tokens("r1", "b", (6,), "stop", 1))
             await request.next()
             assert stand.codes == ["stop"]
@@ -133,7 +133,7 @@ def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> No
             error = await ending(request)
             assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was started anew")
             assert await prefill.hear() == Cancel("r1")
-            stand.link.lost("d0", "the supervisor says so too")
+            stand.link.worker_lost("d0", "the supervisor says so too")
             await again.hello()
             assert stand.codes == ["worker_lost"]
             stand.submit("r2")
@@ -204,7 +204,7 @@ def test_workers_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPa
             await third.say(third.me)
             await third.settle()
             assert stand.link.statistics().workers["prefill"] == 2
-            stand.link.lost("p0", "killed")
+            stand.link.worker_lost("p0", "killed")
             await third.hello()
             assert stand.link.statistics().workers["prefill"] == 2
 

@@ -78,7 +78,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
         assert isinstance(link, Wired)
 
         def hear(name: str, message: Any) -> None:
-            link.hear([name.encode(), encode(message)])
+            link.handle([name.encode(), encode(message)])
 
         def recent(back: int, sender: str = "") -> tuple[str, str]:
             """A request's id, and who speaks of it."""
@@ -113,7 +113,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                     case "disconnect", name:
                         link.dead.add(name.encode())
                     case "lost", name:
-                        link.lost(name, "killed")
+                        link.worker_lost(name, "killed")
                     case "forward", seconds:
                         stand.clock.forward(seconds)
                         link.tick()
@@ -202,7 +202,7 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
         wires: dict[str, deque[ToFrontend]] = {name: deque() for name in NAMES}
 
         def hear(name: str, message: ToFrontend) -> None:
-            link.hear([name.encode(), encode(message)])
+            link.handle([name.encode(), encode(message)])
             link.tick()
             for identity, sent in link.sent:
                 if isinstance(sent, Prefill):
@@ -223,7 +223,7 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
                 case "arrive" if wires[what]:
                     hear(what, wires[what].popleft())
                 case "lost":
-                    link.lost(what, "killed")
+                    link.worker_lost(what, "killed")
                 case "hello":
                     epochs[what] += 1
                     hear(what, _hello(what, epochs[what]))
@@ -240,7 +240,7 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
             for event, what in events:
                 act(event, what)
                 for request in requests:
-                    assert request.told.tokens == list(range(len(request.told.tokens)))
+                    assert request.delivered.tokens == list(range(len(request.delivered.tokens)))
             for name in NAMES:
                 act("hello", name)
             for _ in range(200):  # far more than what is on the wires

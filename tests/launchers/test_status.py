@@ -19,7 +19,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.serving.http.process import tell_writes
+from runtime.serving.http.process import report_live_collections
 from tests.frontend.test_documents import Embeds
 
 NAMES = ("frontend-0", "prefill-0", "prefill-10", "decode-0", "pool-0")
@@ -93,13 +93,13 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
     writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
-    tell_writes(table, writes.states())
+    report_live_collections(table, writes.states())
     assert Written.of(table) is None
     asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
-    tell_writes(table, writes.states())
+    report_live_collections(table, writes.states())
     found = Written.of(table)
     assert found is not None
     assert found.log_bytes > 0
@@ -114,11 +114,11 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
         name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
         for name, done in (("a", SegmentProgress(1.0, 0.5, 0.0)), ("b", None), ("c", SegmentProgress(1.0, 0.25, 0.0)))
     }
-    tell_writes(table, states)
+    report_live_collections(table, states)
     found = Written.of(table)
     assert found is not None
     assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the one that is least far"
-    tell_writes(table, {"b": states["b"]})
+    report_live_collections(table, {"b": states["b"]})
     found = Written.of(table)
     assert found is not None
     assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))

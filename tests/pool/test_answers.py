@@ -19,7 +19,7 @@ from runtime.retrieval.answer_store import AnswerStore, CachedAnswer, NewAnswer
 from runtime.retrieval.embedding.loading import load_embedder
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.serving.frontend.answer_cache import Asked, PromptAnswers
+from runtime.serving.frontend.answer_cache import AnswerCache, CacheKey
 from runtime.serving.messages import Sampling, Tokens
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakeClient, MakePool
@@ -137,8 +137,8 @@ def test_a_collection_that_was_removed_or_begun_anew_is_served_again(
 
 def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClient, make_stored: MakeStored) -> None:
     client = AsyncSearchClient(make_client(plan(tmp_path)))
-    answers = PromptAnswers(make_stored(), load_embedder(LIMITS.embedder), client)
-    asked = Asked.of("", "m", "why?", Sampling(8), None, seeded=False)
+    answers = AnswerCache(make_stored(), load_embedder(LIMITS.embedder), client)
+    asked = CacheKey.of("", "m", "why?", Sampling(8), None, seeded=False)
     assert asked is not None
 
     async def look_up() -> Any:

@@ -18,7 +18,7 @@ def test_each_is_counted_and_a_line_every_ten_seconds_tells_of_those_between(cap
     for second in range(100, 125):
         now_s = second
         for number in range(1000):
-            messages.dropped("worker decode-0", f"odd at {second}.{number}")
+            messages.record("worker decode-0", f"odd at {second}.{number}")
     assert messages.count == 25_000
     assert [record.getMessage() for record in caplog.records] == [
         "dropped a malformed message from worker decode-0: odd at 100.0",

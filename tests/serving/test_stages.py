@@ -3,7 +3,7 @@
 import itertools
 
 from runtime.serving import stages
-from runtime.serving.stages import spans_seconds, stages_of
+from runtime.serving.stages import completed_stages, stage_seconds
 
 WHOLE = {
     stages.RECEIVED: 0,
@@ -20,7 +20,7 @@ WHOLE = {
 
 
 def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None:
-    found = list(stages_of(WHOLE))
+    found = list(completed_stages(WHOLE))
     assert [stage.name for stage, _, _ in found] == [
         "queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode",
     ]  # fmt: skip
@@ -31,16 +31,16 @@ def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None
 
 def test_without_retrieval_the_wait_for_admission_begins_when_prefill_takes_it_up() -> None:
     stamps = {name: at for name, at in WHOLE.items() if name not in (stages.EMBEDDED, stages.SEARCHED)}
-    assert ("admission", 10, 100) in [(stage.name, begin, end) for stage, begin, end in stages_of(stamps)]
-    assert "retrieval" not in spans_seconds(stamps, 1)
+    assert ("admission", 10, 100) in [(stage.name, begin, end) for stage, begin, end in completed_stages(stamps)]
+    assert "retrieval" not in stage_seconds(stamps, 1)
 
 
 def test_spans_are_seconds_and_tpot_is_per_later_token() -> None:
-    spans = spans_seconds(WHOLE, 11)
+    spans = stage_seconds(WHOLE, 11)
     assert spans["handover"] == spans["room"] + spans["pull"] == 130e-9
     assert (spans["ttft"], spans["e2e"], spans["tpot"]) == (280e-9, 1280e-9, 100e-9)
-    assert "tpot" not in spans_seconds(WHOLE, 1)
+    assert "tpot" not in stage_seconds(WHOLE, 1)
 
 
 def test_what_was_not_stamped_has_no_span() -> None:
-    assert spans_seconds({stages.RECEIVED: 0}, 0) == {}
+    assert stage_seconds({stages.RECEIVED: 0}, 0) == {}

@@ -27,31 +27,31 @@ def test_without_every_tokens_nothing_asks_whatever_the_trigger_is() -> None:
 
 @pytest.mark.parametrize("kind", ["every", "drift"])
 def test_after_so_many_tokens_a_row_asks_however_sure_the_model_is(kind: str) -> None:
-    asked = [n for n in range(1, 13) if trigger(kind, 0.5).asks(n, 0, SURE)]
+    asked = [n for n in range(1, 13) if trigger(kind, 0.5).should_probe(n, 0, SURE)]
     assert asked == [4, 8, 12]
 
 
 def test_a_row_that_is_sure_never_asks_and_one_that_is_not_asks_so_many_tokens_after_the_last_time() -> None:
     unsure = trigger("unsure", 1.0)
-    assert not any(unsure.asks(n, 0, SURE) for n in range(40))
-    asked_at = 0
+    assert not any(unsure.should_probe(n, 0, SURE) for n in range(40))
+    last_probe_at = 0
     places = []
     for n in range(1, 16):
         scores = SURE if n in (4, 5) else TORN
-        if unsure.asks(n, asked_at, scores):
-            places.append(asked_at := n)
+        if unsure.should_probe(n, last_probe_at, scores):
+            places.append(last_probe_at := n)
     assert places == [6, 10, 14]
-    assert not unsure.asks(9, 0, None), "of a token without scores nobody knows how sure the model was"
+    assert not unsure.should_probe(9, 0, None), "of a token without scores nobody knows how sure the model was"
 
 
 def test_a_drifting_answer_takes_passages_only_when_none_in_use_is_near() -> None:
     drift = trigger("drift", 0.5)
     found = [Passage("new", "", 0.2), Passage("used", "", 0.5), Passage("other", "", 0.7)]
-    assert not drift.takes(found, {"used"})
-    assert drift.takes(found, {"other"}), "in use, but farther than the limit"
-    assert drift.takes(found, {"elsewhere"}), "in use, but not among the nearest"
-    assert drift.takes(found, set())
-    assert trigger("every").takes(found, {"used"})
+    assert not drift.accepts(found, {"used"})
+    assert drift.accepts(found, {"other"}), "in use, but farther than the limit"
+    assert drift.accepts(found, {"elsewhere"}), "in use, but not among the nearest"
+    assert drift.accepts(found, set())
+    assert trigger("every").accepts(found, {"used"})
 
 
 def test_entropy_is_that_of_the_softmax_and_knows_what_is_impossible() -> None:
@@ -69,7 +69,7 @@ def test_a_trigger_without_a_threshold_of_its_request_has_the_nodes() -> None:
     def threshold(kind: str, **own: float) -> float:
         retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
         asked = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = asked.searches(node, "system")
+        found = asked.to_retrieval(node, "system")
         assert found is not None
         return found.threshold
 

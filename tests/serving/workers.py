@@ -15,7 +15,7 @@ from benchmarks.common.stepped_workers import EPOCH, SteppedWorkers
 from runtime.errors import TrinityError, error_of
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult
-from runtime.serving.frontend.requests import ClientGone, Piece, Request, RequestTable
+from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
 
@@ -158,14 +158,14 @@ class Workers(SteppedWorkers):
         """Its decode worker died: go on with another, from what was told."""
         request = self._requests[request_id]
         self._call_off(request)
-        self._table.renew(request)
+        self._table.start_attempt(request)
         placement = Placement("prefill-0", decode, self.plan.endpoint(decode))
         self.send("prefill-0", request.message(EPOCH, placement, request.resume()))
 
     def cancel(self, request_id: str) -> None:
         request = self._requests[request_id]
         self._call_off(request)
-        self._table.fail(request, ClientGone("nobody waits for it"))
+        self._table.fail(request, ClientDisconnected("nobody waits for it"))
 
     def _call_off(self, request: Request) -> None:
         for name in ("prefill-0", *self.decodes):

@@ -18,9 +18,9 @@ from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.placement.plan import read_engine_key
 from runtime.node.worker import Worker
 from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
-from runtime.serving.frontend.observability import Measures
-from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
-from runtime.serving.http.forwarded import needs_one_request
+from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
+from runtime.serving.http.passthrough import single_request_field
 from runtime.serving.http.service import SearchSource
 from runtime.serving.model.text import last_question
 
@@ -33,7 +33,7 @@ class OpenAiEngine(Engine):
     """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`. `handover_tokens`: see
     `handover.Costs`."""
 
-    forwards = True
+    passthrough = True
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class OpenAiEngine(Engine):
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
         handover_tokens: int | Literal["auto"] = "auto",
         clock: Callable[[], int] = time.monotonic_ns,
-        on_end: Callable[[Ended], None] | None = None,
+        on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
         keep_traces: int = 0,
     ) -> None:
@@ -71,7 +71,7 @@ class OpenAiEngine(Engine):
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the engine's counters."""
-        restarts = self._restarts + sum(one.sent_again for one in self.requests.all())
+        restarts = self._restarts + sum(one.resends for one in self.requests.all())
         return EngineStatistics(in_flight=len(self.requests), restarts=restarts)
 
     # ---- the loop
@@ -92,8 +92,8 @@ class OpenAiEngine(Engine):
 
     def tick(self) -> None:
         """End what is late; have servers that are down asked again."""
-        for request in self.requests.late(self._clock()):
-            told = request.told.count
+        for request in self.requests.expired(self._clock()):
+            told = request.delivered.count
             self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
         for look in (*self.servers.due(), *self.servers.loads_due(), *self.servers.quiet()):
             task = asyncio.create_task(look)
@@ -109,7 +109,7 @@ class OpenAiEngine(Engine):
         except TrinityError as error:
             self.requests.fail(request, error)
         except asyncio.CancelledError:
-            self.requests.fail(request, ClientGone("the request was cancelled"))
+            self.requests.fail(request, ClientDisconnected("the request was cancelled"))
             raise
         except Exception:
             log.exception("a request failed", extra={"request": request.id})
@@ -141,7 +141,7 @@ class OpenAiEngine(Engine):
                 'probe_trigger "unsure": this engine does not tell how sure its model is; "every" and "drift" work',
                 "retrieval.probe_trigger",
             )
-        if probes and (field := needs_one_request(sent)):
+        if probes and (field := single_request_field(sent)):
             raise InvalidRequest(
                 f"{field} cannot be combined with retrieval.every_tokens: this engine writes an answer with probes in "
                 "several requests; leave one of the two out",
@@ -154,7 +154,7 @@ class OpenAiEngine(Engine):
     # ---- what is told
 
     def _tell(self, request: Request, piece: Piece) -> None:
-        self.traces.told(request, piece)
+        self.traces.record(request, piece)
         self.requests.deliver(piece)
 
     def _fail(self, request: Request, error: TrinityError) -> None:
@@ -163,8 +163,8 @@ class OpenAiEngine(Engine):
         if task is not None:
             task.cancel()
 
-    def _ended(self, ended: Ended, request: Request) -> None:
-        self._restarts += request.sent_again
+    def _ended(self, ended: RequestOutcome, request: Request) -> None:
+        self._restarts += request.resends
         super()._ended(ended, request)
 
 
@@ -172,7 +172,7 @@ class OpenAiEngine(Engine):
 
 
 async def openai_engine(
-    worker: Worker, section: OpenAiSection, measures: Measures, search: SearchSource
+    worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
     """Over the servers at the section's URLs. Raises as `engine_over`."""
     key = read_engine_key(section)
@@ -182,11 +182,11 @@ async def openai_engine(
         advice="start it, or mend model.url",
         overlap_weight=worker.plan.config.http.overlap_weight,
     )
-    return await engine_over(servers, worker, section, measures, search)
+    return await engine_over(servers, worker, section, metrics, search)
 
 
 async def engine_over(
-    servers: Servers, worker: Worker, section: ServedSection, measures: Measures, search: SearchSource
+    servers: Servers, worker: Worker, section: ServedSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
     """All servers are asked first. Raises ConfigError for one that can never serve what is configured; one that does
     not answer now is waited for meanwhile.
@@ -201,7 +201,7 @@ async def engine_over(
         max_in_flight=http.max_in_flight,
         restarts=RestartLimits(http.restarts, int(http.restart_wait_s * 1e9)),
         handover_tokens=section.handover_tokens if isinstance(section, VllmSection) else "auto",
-        on_end=measures.relayed,
-        on_refused=measures.refused,
+        on_end=metrics.record_relayed,
+        on_refused=metrics.record_refusal,
         keep_traces=http.traces,
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from runtime.engines.openai.assembly import BYTES_PER_TOKEN
 from runtime.engines.openai.servers import Member, Servers
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
-from runtime.serving.http.forwarded import first_asked
+from runtime.serving.http.passthrough import first_set
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Handovers:
         `overlap` of it."""
         if member.server.stage != "decode":
             return False
-        if first_asked(body, _AT_ONCE):
+        if first_set(body, _AT_ONCE):
             return False
         missing = prompt_tokens(body) * (1.0 - overlap)
         return missing >= max(1, self.costs.tokens)

@@ -70,7 +70,7 @@ class Probing:
         self._asking = None
         if isinstance(found, PartialPassages):
             self._tell(Retrieved(self._request_id, (), self._asked_at, partial=True))
-        if outcome == "answered" and self._trigger is not None and not self._trigger.takes(found, self.seen):
+        if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self.seen):
             outcome, found = "near", []
         new = [passage for passage in found if passage.id not in self.seen]
         return new, Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, outcome)

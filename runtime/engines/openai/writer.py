@@ -32,7 +32,7 @@ from runtime.serving import stages
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Piece, Request
 from runtime.serving.frontend.router import prefix_blocks
-from runtime.serving.http.forwarded import needs_one_request
+from runtime.serving.http.passthrough import single_request_field
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, Retrieved
 from runtime.serving.model.text import last_question
@@ -91,7 +91,7 @@ class AnswerWriter:
         self._relay.stamps[stages.RECEIVED] = asked.received_ns
         if isinstance(asked.prompt, tuple):
             self._relay.script.prompt_ids = list(asked.prompt)
-        self._one_request = bool(needs_one_request(sent))
+        self._one_request = bool(single_request_field(sent))
 
     async def run(self) -> None:
         """Write the answer."""
@@ -205,9 +205,9 @@ class AnswerWriter:
         """Raise, unless the request may be sent once more."""
         request, limits = self._request, self._means.restarts
         goes_on = not self._relay.told or (self._way and not self._one_request)
-        if last or not goes_on or request.sent_again >= limits.times:
+        if last or not goes_on or request.resends >= limits.times:
             raise self._lost(error) from error
-        request.sent_again += 1
+        request.resends += 1
         log.info("goes on after %d tokens: %s", self._relay.told, error.message, extra={"request": request.id})
 
     def _lost(self, error: TrinityError) -> TrinityError:

@@ -9,13 +9,15 @@ from runtime.engines.openai.server import Server
 from runtime.engines.openai.servers import Servers
 from runtime.node.engine_config import VllmSection
 from runtime.node.worker import Worker
-from runtime.serving.frontend.observability import Measures
+from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.http.service import SearchSource
 
 _LOOK_S = 0.5  # it costs nothing to ask whether the node's own is back
 
 
-async def vllm_engine(worker: Worker, section: VllmSection, measures: Measures, search: SearchSource) -> OpenAiEngine:
+async def vllm_engine(
+    worker: Worker, section: VllmSection, metrics: RequestMetrics, search: SearchSource
+) -> OpenAiEngine:
     """The instances are found when they are ready; the node's health says so."""
     instances = [
         Server(
@@ -31,4 +33,4 @@ async def vllm_engine(worker: Worker, section: VllmSection, measures: Measures, 
         look_s=_LOOK_S,
         overlap_weight=worker.plan.config.http.overlap_weight,
     )
-    return await engine_over(servers, worker, section, measures, search)
+    return await engine_over(servers, worker, section, metrics, search)

@@ -47,7 +47,7 @@ class Row:
     seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
     build: str = ""  # of their collection: what probes add is from the same
     ticket: int | None = None
-    asked_at: int = 0  # tokens generated when its last probe was asked
+    last_probe_at: int = 0  # tokens generated when its last probe was asked
     asked_ns: int = 0
     stalled_ns: int = 0
     probes: list[Probe] = field(default_factory=list)  # that are over, not yet told to the frontend
@@ -76,7 +76,7 @@ class Row:
         """Whether it is to ask, with the token that it has just got, drawn from `scores` (None: not here)."""
         if self.trigger is None or self.ticket is not None:
             return False
-        return self.trigger.asks(self.generated, self.asked_at, scores)
+        return self.trigger.should_probe(self.generated, self.last_probe_at, scores)
 
 
 class Batch:

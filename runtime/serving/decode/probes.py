@@ -40,7 +40,7 @@ class Probes:
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval are due"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.asked_at, row.asked_ns = row.generated, self.clock()
+        row.last_probe_at, row.asked_ns = row.generated, self.clock()
         try:
             row.ticket = self.retriever.ask(
                 window, retrieval.collection, retrieval.k, stage="decode",
@@ -78,7 +78,7 @@ class Probes:
         retrieval, trigger = row.request.retrieval, row.trigger
         assert retrieval is not None, "only rows with retrieval ask"
         assert trigger is not None, "and with probes"
-        near = not trigger.takes(found.passages, row.seen)
+        near = not trigger.accepts(found.passages, row.seen)
         new = () if near else tuple(passage for passage in found.passages if passage.id not in row.seen)
         left = row.request.sampling.max_tokens - row.generated
         allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
@@ -98,6 +98,6 @@ class Probes:
         stalled = now - row.asked_ns if row.stalled else 0
         row.stalled_ns += stalled
         row.ticket = None
-        row.probes.append(Probe(row.asked_at, row.asked_ns, now, stalled, passages, outcome))
+        row.probes.append(Probe(row.last_probe_at, row.asked_ns, now, stalled, passages, outcome))
         self._table.observe(DecodeMetrics.PROBE_STALL, stalled / 1e9)
         self._table.observe(DecodeMetrics.PROBE_TIME, (now - row.asked_ns) / 1e9)

@@ -177,7 +177,7 @@ class DecodeWorker:
             token_ns=now if request.first_token is not None else 0,
             seen=set(request.seen_passages),
             build=request.build,
-            asked_at=request.asked_at,
+            last_probe_at=request.last_probe_at,
         )
         for token in request.generated:  # told already, by the worker that had the request before
             row.text.push([token])
@@ -186,8 +186,8 @@ class DecodeWorker:
         if request.first_token is None:
             return
         request.stages.setdefault(stages.FIRST_TOKEN, now)
-        if not request.first_is_told:
-            self._accept(row, request.first_token, asks=request.first_asks)
+        if not request.first_token_sent:
+            self._accept(row, request.first_token, asks=request.probe_after_first)
             return
         row.text.push([request.first_token])
         row.context.append(request.first_token)
@@ -210,7 +210,7 @@ class DecodeWorker:
         tokens = self._model.step(
             [chunk for _, chunk in batch],
             [row.sampler if end else None for (row, _), end in zip(batch, ends, strict=True)],
-            [row.trigger is not None and row.trigger.reads_scores for row, _ in batch],
+            [row.trigger is not None and row.trigger.needs_logits for row, _ in batch],
         )
         took = time.monotonic_ns() - begin
         self._step_ns += (took - self._step_ns) // 8
@@ -278,7 +278,7 @@ class DecodeWorker:
                     request.tokens if first else (),
                     row.stalled_ns if row.finish else 0,
                     tuple(row.probes),
-                    row.asked_at,
+                    row.last_probe_at,
                 )
             )
             self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.fresh))

@@ -1,7 +1,7 @@
 """Answers to prompts like ones that were answered before, given without running the model. Off unless configured.
 
 A prompt is looked up by the embedding of its question: the last user turn, or a completion's text. Everything else
-must be equal (`Asked.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. The
+must be equal (`CacheKey.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. The
 answers are a live collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
 
 A lookup that cannot be made is a miss, and what cannot be stored is not: no request fails by it, or waits for a write.
@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(tuple[Retrieved | Tokens | Relayed, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CacheKey:
     """A prompt as the cache sees it: `question` may be like another's, `key` must be equal."""
 
     question: str
@@ -57,7 +57,7 @@ class Asked:
         retrieval: Retrieval | None,
         *,
         seeded: bool,
-    ) -> "Asked | None":
+    ) -> "CacheKey | None":
         """None for what is not looked up: a long question, tokens, or a chat whose last turn is not the user's.
 
         `tenant` is the API key ("" without keys). A seed matters if the request brought it and draws at random.
@@ -78,7 +78,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class CacheHit:
     """A stored answer: its pieces, how alike the questions are (cosine), and how old it is."""
 
     pieces: tuple[Piece, ...]
@@ -98,17 +98,17 @@ class Lookup(Protocol):
         """The collections that no pool can serve, and why."""
 
 
-class PromptAnswers:
+class AnswerCache:
     """Looks prompts up and keeps answers. Embedding and writing run in threads of their own: the event loop goes on."""
 
     def __init__(self, stored: AnswerStore, embedder: Embedder, client: Lookup) -> None:
         self._stored, self._embedder, self._client = stored, embedder, client
         self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
-        self._waiting: deque[tuple[Asked, Vector, Sequence[Piece]]] = deque()
+        self._waiting: deque[tuple[CacheKey, Vector, Sequence[Piece]]] = deque()
         self._closed = False
 
-    async def find(self, asked: Asked) -> tuple[Vector, Hit | None]:
+    async def find(self, asked: CacheKey) -> tuple[Vector, CacheHit | None]:
         """The question's vector, and the answer to the most similar question with its key, if that is alike."""
         loop = asyncio.get_running_loop()
         vector = (await loop.run_in_executor(self._embedding, self._embedder.embed, [asked.question]))[0]
@@ -116,21 +116,21 @@ class PromptAnswers:
         self._stored.count("miss" if hit is None else "hit", 1)
         return vector, hit
 
-    async def _look_up(self, key: str, vector: Vector) -> Hit | None:
+    async def _look_up(self, key: str, vector: Vector) -> CacheHit | None:
         try:
             async with asyncio.timeout(_LOOKUP_S):
                 result = await self._client.search(
                     vector, 1, collection=ANSWERS, filter=self._stored.wanted(key), deadline_ms=_LOOKUP_S * 1e3
                 )
             found = self._stored.found(result)
-            hit = found and Hit(_decoder.decode(found.text), found.similarity, found.age_s)
+            hit = found and CacheHit(_decoder.decode(found.text), found.similarity, found.age_s)
         except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
             self._stored.say("found", str(error) or "the pools have not answered in time")
             return None
         self._stored.say("found", "")
         return hit
 
-    def store(self, asked: Asked, vector: Vector, pieces: Sequence[Piece]) -> None:
+    def store(self, asked: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
         """Keep a whole answer, in a moment; not where it is too large, too many wait, or nodes of its collection were
         missing."""
         if any(isinstance(piece, Retrieved) and piece.partial for piece in pieces):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from runtime.errors import Overloaded, TrinityError, Unavailable, WorkerLost
 from runtime.serving.frontend.observability import Traces
-from runtime.serving.frontend.requests import ClientGone, Ended, Request, RequestTable
+from runtime.serving.frontend.requests import ClientDisconnected, Request, RequestOutcome, RequestTable
 from runtime.serving.frontend.router import Router, known_prefix, prefix_blocks
 from runtime.serving.messages import Generation, Prefill
 
@@ -34,19 +34,19 @@ class Engine(ABC):
     """Lives in one event loop. `epoch` is this process's own, not 0; `traces` has where each request's time went, of
     the last `keep_traces` that ended too.
 
-    `forwards`: it takes OpenAI's bodies as they are sent, with fields that Trinity does not know; its pieces are
+    `passthrough`: it takes OpenAI's bodies as they are sent, with fields that Trinity does not know; its pieces are
     `Relayed` then. `on_end` is told of every accepted request's end, once; `on_refused` of those that were not
     accepted.
     """
 
-    forwards: ClassVar[bool] = False
+    passthrough: ClassVar[bool] = False
 
     def __init__(
         self,
         *,
         epoch: int,
         clock: Callable[[], int],
-        on_end: Callable[[Ended], None] | None,
+        on_end: Callable[[RequestOutcome], None] | None,
         on_refused: Callable[[TrinityError], None] | None,
         keep_traces: int,
     ) -> None:
@@ -81,14 +81,14 @@ class Engine(ABC):
                 self._on_refused(error)
             raise
         self.requests.open(request)
-        self.traces.begun(request, client_id)
+        self.traces.start(request, client_id)
         self._begin(request, body)
         return request
 
     def cancel(self, request: Request) -> None:
         """The consumer is gone: free all that the request holds. Does nothing when it has ended."""
         if not request.ended:
-            self._fail(request, ClientGone("the client has closed the connection"))
+            self._fail(request, ClientDisconnected("the client has closed the connection"))
 
     def end_all(self, error: TrinityError) -> None:
         """End every request that is in flight with `error`."""
@@ -122,13 +122,13 @@ class Engine(ABC):
     def _fail(self, request: Request, error: TrinityError) -> None:
         """End a request with an error, and free what it holds. Does nothing when it has ended."""
 
-    def _ended(self, ended: Ended, request: Request) -> None:
+    def _ended(self, ended: RequestOutcome, request: Request) -> None:
         """It has left the table."""
         log.info(
             "ended: %s, %d + %d tokens", ended.code, ended.prompt_tokens, ended.completion_tokens,
             extra={"request": request.id},
         )  # fmt: skip
-        self.traces.ended(ended)
+        self.traces.end(ended)
         if self._on_end is not None:
             self._on_end(ended)
 
@@ -215,7 +215,7 @@ class Starts:
                 error = WorkerLost(f"{error.message}; the limit of {self._limits.times} new starts is reached")
             self._end(request, error)
             return
-        self._requests.renew(request)
+        self._requests.start_attempt(request)
         self._waiting[request] = (min(request.deadline_ns, self._clock() + self._limits.wait_ns), error)
         self._try(request, avoid)
 
@@ -240,4 +240,4 @@ class Starts:
             if not request.attempts:
                 return
             self.restarts += 1
-            log.info("request %s starts again after %d tokens", request.id, request.told.count)
+            log.info("request %s starts again after %d tokens", request.id, request.delivered.count)

@@ -18,11 +18,11 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo, StatusClass
 from runtime.serving import stages
-from runtime.serving.frontend.requests import ClientGone, Ended, Piece, Request
+from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestOutcome
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
-from runtime.serving.stages import observe, spans_seconds
+from runtime.serving.stages import observe, stage_seconds
 
-SENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
+CLIENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
 MAX_PROBES = 256  # kept of one request; of the others only their number
 RUNNING = "running"
 
@@ -71,17 +71,17 @@ class Trace(msgspec.Struct, frozen=True):
     client_id: str = ""
 
 
-class SpanMaker(Protocol):
+class SpanRecorder(Protocol):
     """Who tells somebody else of every request, too."""
 
-    def begun(
+    def start(
         self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
     ) -> Callable[[Trace], None]:
         """A request was accepted, or a search alone (no `generation`); what is called with its trace at its end."""
 
 
 @dataclass(slots=True)
-class _Notes:
+class _RunningTrace:
     id: str
     client_id: str
     stamps: dict[str, int]
@@ -101,21 +101,23 @@ class Traces:
 
     def __init__(self, keep: int, clock: Callable[[], int]) -> None:
         self._keep, self._clock = keep, clock
-        self._running: dict[str, _Notes] = {}
+        self._running: dict[str, _RunningTrace] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
         self.client_names: dict[str, str] = {}  # client's id → ours, of those above
-        self.spans: SpanMaker | None = None
+        self.spans: SpanRecorder | None = None
 
-    def begun(self, request: Request, client_id: str = "") -> None:
+    def start(self, request: Request, client_id: str = "") -> None:
         """A request was accepted."""
         asked = request.generation
-        self._begin(_Notes(request.id, client_id, {stages.RECEIVED: asked.received_ns}, request), asked.retrieval)
+        self._begin(
+            _RunningTrace(request.id, client_id, {stages.RECEIVED: asked.received_ns}, request), asked.retrieval
+        )
 
-    def search_begun(self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None) -> None:
+    def start_search(self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None) -> None:
         """A search alone was accepted."""
-        self._begin(_Notes(search_id, client_id, {stages.RECEIVED: self._clock()}), retrieval)
+        self._begin(_RunningTrace(search_id, client_id, {stages.RECEIVED: self._clock()}), retrieval)
 
-    def told(self, request: Request, piece: Piece) -> None:
+    def record(self, request: Request, piece: Piece) -> None:
         """A worker has said something of it."""
         notes = self._running.get(request.id)
         if notes is None:
@@ -132,14 +134,14 @@ class Traces:
         """A search alone has come to a moment of `runtime.serving.stages`."""
         self._running[search_id].stamps[moment] = self._clock()
 
-    def ended(self, ended: Ended) -> None:
+    def end(self, ended: RequestOutcome) -> None:
         """It has ended, in whatever way."""
         notes = self._running.pop(ended.request_id, None)
         if notes is not None:
             notes.stamps.setdefault(stages.END, self._clock())
             self._end(notes, ended.code)
 
-    def search_ended(self, search_id: str, state: str, passages: int) -> int:
+    def end_search(self, search_id: str, state: str, passages: int) -> int:
         """A search alone has ended, in whatever way; returns how long it took, in ns."""
         notes = self._running.pop(search_id)
         notes.passages = passages
@@ -150,7 +152,7 @@ class Traces:
     def trace(self, request_id: str) -> Trace:
         """By its id or the client's own. Raises InvalidRequest for what can be neither, UnknownRequest for what is not
         kept."""
-        if not SENT_ID.fullmatch(request_id):
+        if not CLIENT_ID.fullmatch(request_id):
             raise InvalidRequest("a request id has 1 to 128 visible ASCII characters", "request_id")
         for name in (request_id, self.client_names.get(request_id, "")):
             if notes := self._running.get(name):
@@ -161,15 +163,15 @@ class Traces:
             f"no trace of request {request_id!r}: it never was, or {self._keep} others have ended since", "request_id"
         )
 
-    def _begin(self, notes: _Notes, retrieval: Retrieval | None) -> None:
+    def _begin(self, notes: _RunningTrace, retrieval: Retrieval | None) -> None:
         self._running[notes.id] = notes
         if self.spans is not None:
             asked = None if notes.request is None else notes.request.generation
-            notes.span_ended = self.spans.begun(notes.stamps[stages.RECEIVED], asked, retrieval)
+            notes.span_ended = self.spans.start(notes.stamps[stages.RECEIVED], asked, retrieval)
         if notes.client_id:
             self.client_names[notes.client_id] = notes.id
 
-    def _end(self, notes: _Notes, state: str) -> None:
+    def _end(self, notes: _RunningTrace, state: str) -> None:
         found = self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
         if notes.span_ended is not None:
             notes.span_ended(found)
@@ -179,7 +181,7 @@ class Traces:
                 del self.client_names[forgotten.client_id]
 
 
-def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
+def _trace(notes: _RunningTrace, state: str, now_ns: int) -> Trace:
     request, zero = notes.request, notes.stamps[stages.RECEIVED]
 
     def since(moment_ns: int) -> float:
@@ -191,13 +193,14 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
         state=state,
         prefill_worker=request.placement.prefill if request else "",
         decode_worker=request.placement.decode if request else "",
-        restarts=request.attempts + request.sent_again if request else 0,
-        prompt_tokens=len(request.told.prompt) if request else 0,
-        completion_tokens=request.told.count if request else 0,
+        restarts=request.attempts + request.resends if request else 0,
+        prompt_tokens=len(request.delivered.prompt) if request else 0,
+        completion_tokens=request.delivered.count if request else 0,
         elapsed_s=since(now_ns),
         first_token_s=None if first is None else since(first),
         stages=tuple(
-            StageTime(stage.name, since(begin), since(end)) for stage, begin, end in stages.stages_of(notes.stamps)
+            StageTime(stage.name, since(begin), since(end))
+            for stage, begin, end in stages.completed_stages(notes.stamps)
         ),
         probes=tuple(
             ProbeTime(
@@ -221,21 +224,21 @@ def _trace(notes: _Notes, state: str, now_ns: int) -> Trace:
 # It is a context variable: a request's task has its own, and so have the tasks that it starts.
 
 
-_FORMS = {
+_HEADER_PATTERNS = {
     "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
-_NONE: Mapping[str, str] = {}
+_NO_CONTEXT: Mapping[str, str] = {}
 
-trace_context: ContextVar[Mapping[str, str]] = ContextVar("trace_context", default=_NONE)
+trace_context: ContextVar[Mapping[str, str]] = ContextVar("trace_context", default=_NO_CONTEXT)
 """The headers to send on; empty where the client sent none, or some that are not of their form."""
 
 
 def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
     """Those of a request's headers; `tracestate` means nothing without `traceparent`."""
-    if not _FORMS["traceparent"].fullmatch(headers.get("traceparent", "")):
-        return _NONE
-    return {name: headers[name] for name, form in _FORMS.items() if form.fullmatch(headers.get(name, ""))}
+    if not _HEADER_PATTERNS["traceparent"].fullmatch(headers.get("traceparent", "")):
+        return _NO_CONTEXT
+    return {name: headers[name] for name, form in _HEADER_PATTERNS.items() if form.fullmatch(headers.get(name, ""))}
 
 
 # ---- the frontend's own metrics: how requests ended, and whether the node kept what it promises (its SLOs)
@@ -244,73 +247,73 @@ def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
 # client went away, and those that asked for what cannot be.
 
 
-_WHOLE = ("stop", "length")
-_PROMISES: tuple[Slo, ...] = ("ttft", "tpot", "all")  # to a generation
-_STATUS: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
-_LOOKS = ("/health", "/ready")
+_COMPLETED = ("stop", "length")
+_GENERATION_SLOS: tuple[Slo, ...] = ("ttft", "tpot", "all")  # to a generation
+_STATUS_CLASSES: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
+_HEALTH_PATHS = ("/health", "/ready")
 _SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
 
 
-class Measures:
+class RequestMetrics:
     """Writes them into the frontend's table."""
 
     def __init__(self, table: WorkerTable, slo: SloSection) -> None:
         self._table = table
         self._slo = slo
 
-    def ended(self, ended: Ended) -> None:
+    def record_end(self, ended: RequestOutcome) -> None:
         """A generation that was accepted has ended."""
-        if ended.code in _WHOLE:
+        if ended.code in _COMPLETED:
             self._table.add(FrontendMetrics.REQUESTS["finished"])
-            self._judge_answer(ended)
-        elif ended.code == ClientGone.code:
+            self._check_slos(ended)
+        elif ended.code == ClientDisconnected.code:
             self._table.add(FrontendMetrics.REQUESTS["cancelled"])
         else:
-            self._went_wrong("failed", error_of(ended.code, ""))
+            self._record_failure("failed", error_of(ended.code, ""))
 
-    def relayed(self, ended: Ended) -> None:
-        """As `ended`, of an engine that keeps no table of its own: its times go into this one."""
-        self.ended(ended)
+    def record_relayed(self, ended: RequestOutcome) -> None:
+        """As `record_end`, of an engine that keeps no table of its own: its times go into this one."""
+        self.record_end(ended)
         observe(self._table, ended.stages, ended.completion_tokens)
         self._table.add(FrontendMetrics.PROMPT_TOKENS, ended.prompt_tokens)
         self._table.add(FrontendMetrics.GENERATION_TOKENS, ended.completion_tokens)
 
-    def refused(self, error: TrinityError) -> None:
+    def record_refusal(self, error: TrinityError) -> None:
         """A generation was not accepted."""
-        self._went_wrong("refused", error)
+        self._record_failure("refused", error)
 
-    def responded(self, path: str, status: int, seconds: float) -> None:
+    def record_response(self, path: str, status: int, seconds: float) -> None:
         """An HTTP answer is out. Looks at the node's health are no traffic, and fail as they should while it drains."""
-        if path in _LOOKS:
+        if path in _HEALTH_PATHS:
             return
-        if status // 100 in _STATUS:
-            self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS[status // 100]])
+        if status // 100 in _STATUS_CLASSES:
+            self._table.add(FrontendMetrics.HTTP_RESPONSES[_STATUS_CLASSES[status // 100]])
         if not _SEARCH_PATH.fullmatch(path):
             return
         if status == 200:
             self._table.observe(FrontendMetrics.SEARCH_TIME, seconds)
-            self._judge("search", seconds <= self._slo.search_s)
+            self._count_slo("search", seconds <= self._slo.search_s)
         elif status >= 500:
-            self._judge("search", False)
+            self._count_slo("search", False)
 
-    def _judge_answer(self, ended: Ended) -> None:
-        spans = spans_seconds(ended.stages, ended.completion_tokens)
+    def _check_slos(self, ended: RequestOutcome) -> None:
+        spans = stage_seconds(ended.stages, ended.completion_tokens)
         kept = [spans["ttft"] <= self._slo.ttft_s]
-        self._judge("ttft", kept[0])
+        self._count_slo("ttft", kept[0])
         if "tpot" in spans:  # an answer of one token has no later ones
             kept.append(spans["tpot"] <= self._slo.tpot_s)
-            self._judge("tpot", kept[1])
-        self._judge("all", all(kept))
+            self._count_slo("tpot", kept[1])
+        self._count_slo("all", all(kept))
 
-    def _went_wrong(self, outcome: Literal["failed", "refused"], error: TrinityError) -> None:
+    def _record_failure(self, outcome: Literal["failed", "refused"], error: TrinityError) -> None:
         if error.status < 500:
             self._table.add(FrontendMetrics.REQUESTS["invalid"])
             return
         self._table.add(FrontendMetrics.REQUESTS[outcome])
-        for slo in _PROMISES:
-            self._judge(slo, False)
+        for slo in _GENERATION_SLOS:
+            self._count_slo(slo, False)
 
-    def _judge(self, slo: Slo, kept: bool) -> None:
+    def _count_slo(self, slo: Slo, kept: bool) -> None:
         self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
         if not kept:
             self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
-from runtime.serving.frontend.router import NOWHERE, Placement
+from runtime.serving.frontend.router import UNPLACED, Placement
 from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tokens
 
 # ---- pieces of an answer that another server writes: its choices go on as they came, with all that it put into them
@@ -16,7 +16,7 @@ from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tok
 
 Json = dict[str, Any]
 
-_GROWING = frozenset({"content", "text", "reasoning_content", "reasoning", "refusal", "arguments"})
+_CONCATENATED = frozenset({"content", "text", "reasoning_content", "reasoning", "refusal", "arguments"})
 
 
 class Relayed(Tokens, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Choices:
         merged: dict[int, Json] = {}
         for choice in self.pieces:
             index = choice.get("index", 0)
-            merged[index] = _grown(merged[index], choice) if index in merged else choice
+            merged[index] = _merge_delta(merged[index], choice) if index in merged else choice
         return tuple(choice for _, choice in sorted(merged.items()))
 
     def whole(self) -> list[Json]:
@@ -65,7 +65,7 @@ def _with_message(choice: Json) -> Json:
     return rest | {"message": message}
 
 
-def _grown(old: Json, new: Json) -> Json:
+def _merge_delta(old: Json, new: Json) -> Json:
     """A piece behind what there is: text grows, lists too (of things with an `index` by it), the rest is replaced."""
     grown = dict(old)
     for name, value in new.items():
@@ -73,30 +73,30 @@ def _grown(old: Json, new: Json) -> Json:
         if value is None:
             grown.setdefault(name, None)
         elif isinstance(value, dict) and isinstance(before, dict):
-            grown[name] = _grown(before, value)
+            grown[name] = _merge_delta(before, value)
         elif isinstance(value, list) and isinstance(before, list):
-            grown[name] = _longer(before, value)
-        elif isinstance(value, str) and isinstance(before, str) and name in _GROWING:
+            grown[name] = _merge_lists(before, value)
+        elif isinstance(value, str) and isinstance(before, str) and name in _CONCATENATED:
             grown[name] = before + value
         else:
             grown[name] = value
     return grown
 
 
-def _longer(old: list[Any], new: list[Any]) -> list[Any]:
+def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
     if not all(isinstance(entry, dict) and "index" in entry for entry in (*old, *new)):
         return old + new
     by_index = {entry["index"]: entry for entry in old}
     for entry in new:
         index = entry["index"]
-        by_index[index] = _grown(by_index[index], entry) if index in by_index else entry
+        by_index[index] = _merge_delta(by_index[index], entry) if index in by_index else entry
     return [entry for _, entry in sorted(by_index.items())]
 
 
 Piece = Retrieved | Tokens
 
 
-class ClientGone(TrinityError):
+class ClientDisconnected(TrinityError):
     """Nobody waits for the answer any more."""
 
     code = "client_closed_request"
@@ -104,7 +104,7 @@ class ClientGone(TrinityError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RequestOutcome:
     """How a request ended: `code` is "stop", "length" or an error's code; `stages` are stamps in monotonic ns."""
 
     request_id: str
@@ -123,14 +123,14 @@ class Progress:
     inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after how many tokens → what a probe brought
     passages: list[str] = field(default_factory=list)
     count: int = 0  # of tokens; of an answer whose tokens nobody tells, of its pieces
-    asked_at: int = 0  # after how many tokens the last probe was asked
+    last_probe_at: int = 0  # after how many tokens the last probe was asked
 
     def add(self, piece: Piece) -> None:
         """Take note of a piece."""
         if isinstance(piece, Tokens):
             self.prompt = piece.prompt_token_ids or self.prompt
             self.tokens += piece.token_ids
-            self.asked_at = piece.asked_at or self.asked_at
+            self.last_probe_at = piece.last_probe_at or self.last_probe_at
             self.count = piece.completion_tokens if isinstance(piece, Relayed) else len(self.tokens)
         else:
             self.passages += [passage.id for passage in piece.passages]
@@ -144,13 +144,19 @@ class Progress:
         finds nothing again.)
         """
         told, last = self.tokens, None
-        if told and len(told) == self.asked_at and len(told) not in self.inserted:
+        if told and len(told) == self.last_probe_at and len(told) not in self.inserted:
             told, last = told[:-1], told[-1]
         sequence = list(self.prompt)
         for number, token in enumerate(told, start=1):
             sequence += [*self.inserted.get(number, ()), token]
         return Resume(
-            tuple(sequence), len(self.prompt), tuple(told), tuple(self.passages), first_token_ns, last, self.asked_at
+            tuple(sequence),
+            len(self.prompt),
+            tuple(told),
+            tuple(self.passages),
+            first_token_ns,
+            last,
+            self.last_probe_at,
         )
 
 
@@ -161,23 +167,23 @@ class Request:
     What waits here is bounded by the request's own max_tokens, or by the context, so a slow reader needs no other
     limit. A request with retrieval has its passages from the prefill worker, over a connection of its own, so the
     decode worker's first pieces can be here sooner: all are `held` until both are there. Until then it can be started
-    again as if nothing had happened; after that (`opened`) it can be resumed, from what it `told`.
+    again as if nothing had happened; after that (`opened`) it can be resumed, from what it `delivered`.
 
     `placement` is where it runs, or ran last (then it is not `placed`). `attempts` counts how often it was started
-    again, `sent_again` how often within one attempt: by an engine that looks after this itself.
+    again, `resends` how often within one attempt: by an engine that looks after this itself.
     """
 
     id: str
     generation: Generation
-    placement: Placement = NOWHERE
+    placement: Placement = UNPLACED
     placed: bool = False
     attempts: int = 0
-    sent_again: int = 0
+    resends: int = 0
     prefilled: bool = False
     opened: bool = False
     ended: bool = False
     first_token_ns: int = 0
-    told: Progress = field(default_factory=Progress)
+    delivered: Progress = field(default_factory=Progress)
     held: list[Piece] = field(default_factory=list)
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
 
@@ -201,7 +207,7 @@ class Request:
         """Where its next start goes on; None if that is the beginning."""
         if not self.opened:
             return None
-        return self.told.resume(self.first_token_ns)
+        return self.delivered.resume(self.first_token_ns)
 
     def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
         """What the prefill worker of a placement is told."""
@@ -219,7 +225,7 @@ class Request:
             raise piece
         return piece
 
-    async def next_ones(self) -> list[Piece]:
+    async def next_batch(self) -> list[Piece]:
         """The next piece and all behind it that are there already, in order. Raises what ended the request."""
         found = [await self.next()]
         while not self._pieces.empty():
@@ -238,7 +244,7 @@ class Request:
 class RequestTable:
     """Requests in flight, by their ids for the workers. `on_end` is called once for each, when it has left."""
 
-    def __init__(self, on_end: Callable[[Ended, Request], None]) -> None:
+    def __init__(self, on_end: Callable[[RequestOutcome, Request], None]) -> None:
         self._requests: dict[str, Request] = {}
         self._on_end = on_end
 
@@ -255,7 +261,7 @@ class RequestTable:
         """The request in flight with this id for the workers, or None when it never was or has ended."""
         return self._requests.get(attempt_id)
 
-    def renew(self, request: Request) -> None:
+    def start_attempt(self, request: Request) -> None:
         """The request is to be started again: what still comes of the last attempt is not its own any more."""
         del self._requests[request.attempt_id]
         request.attempts += 1
@@ -271,7 +277,7 @@ class RequestTable:
         if request is None:
             return False
         if request.opened:
-            self._pass_on(request, piece)
+            self._forward(request, piece)
             return True
         request.held.append(piece)
         found = [piece for piece in request.held if isinstance(piece, Retrieved) and piece.at_token == 0]
@@ -279,11 +285,11 @@ class RequestTable:
             request.opened = True
             pieces, request.held = request.held, []
             for piece in (*found, *(piece for piece in pieces if piece not in found)):
-                self._pass_on(request, piece)
+                self._forward(request, piece)
         return True
 
-    def _pass_on(self, request: Request, piece: Piece) -> None:
-        request.told.add(piece)
+    def _forward(self, request: Request, piece: Piece) -> None:
+        request.delivered.add(piece)
         request.put(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
             self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
@@ -300,7 +306,7 @@ class RequestTable:
         """The requests that would be lost with this worker."""
         return [request for request in self._requests.values() if request.runs_on(name)]
 
-    def late(self, now_ns: int) -> list[Request]:
+    def expired(self, now_ns: int) -> list[Request]:
         """The requests whose deadline has passed."""
         return [request for request in self._requests.values() if request.deadline_ns <= now_ns]
 
@@ -311,4 +317,4 @@ class RequestTable:
     def _end(self, request: Request, code: str, prompt_tokens: int, stages: dict[str, int]) -> None:
         del self._requests[request.attempt_id]
         request.ended = True
-        self._on_end(Ended(request.id, code, prompt_tokens, request.told.count, stages), request)
+        self._on_end(RequestOutcome(request.id, code, prompt_tokens, request.delivered.count, stages), request)

@@ -113,7 +113,7 @@ class Placement:
     decode_load: DecodeLoad = UNKNOWN_LOAD
 
 
-NOWHERE = Placement("", "", "")
+UNPLACED = Placement("", "", "")
 
 
 @dataclass(slots=True)

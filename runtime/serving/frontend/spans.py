@@ -22,13 +22,13 @@ from runtime.serving.frontend.observability import Trace, trace_context
 from runtime.serving.messages import Generation, Retrieval
 
 _PROVIDER = "trinity"
-_CLOSE_S = 2.0
-_GOOD = ("stop", "length", "found")
+_SHUTDOWN_TIMEOUT_S = 2.0
+_SUCCESS = ("stop", "length", "found")
 Attributes = dict[str, str | int | float | list[str]]
 
 
 def otlp_provider(node: str) -> TracerProvider:
-    """Spans to the collector that the standard OTEL_* variables name, http://localhost:4318 without any."""
+    """RequestSpans to the collector that the standard OTEL_* variables name, http://localhost:4318 without any."""
     told = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     own = {} if told else {SERVICE_NAME: _PROVIDER}
     provider = TracerProvider(resource=Resource.create({SERVICE_INSTANCE_ID: node, **own}), shutdown_on_exit=False)
@@ -36,7 +36,7 @@ def otlp_provider(node: str) -> TracerProvider:
     return provider
 
 
-class Spans:
+class RequestSpans:
     """Makes spans of one node's requests. `clock` and `wall` give monotonic ns and ns of Unix time."""
 
     def __init__(
@@ -50,18 +50,18 @@ class Spans:
         self._tracer = provider.get_tracer("trinity")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begun(
+    def start(
         self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
     ) -> Callable[[Trace], None]:
         """A request, or a search alone (without `generation`), was accepted; servers that are asked for it are told
         the span. To be called with its whole trace when it has ended."""
         zero = self._wall() - self._clock() + received_ns
-        found = {} if retrieval is None else _retrieval(retrieval)
+        found = {} if retrieval is None else _retrieval_attributes(retrieval)
         if generation is None:
             name, attributes = f"retrieval {found.get('gen_ai.data_source.id', '')}".rstrip(), found
         else:
             operation = "chat" if generation.messages else "text_completion"
-            name, attributes = f"{operation} {self._model}", _generation(operation, self._model, generation)
+            name, attributes = f"{operation} {self._model}", _generation_attributes(operation, self._model, generation)
         parent = self._propagator.extract(dict(trace_context.get()))
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=zero)
         sent_on: dict[str, str] = {}
@@ -71,8 +71,8 @@ class Spans:
         def ended(trace: Trace) -> None:
             if span.is_recording():
                 self._children(span, zero, trace, found)
-                span.set_attributes(_outcome(trace))
-                _fail(span, trace.state)
+                span.set_attributes(_outcome_attributes(trace))
+                _set_error(span, trace.state)
             span.end(zero + _ns(trace.elapsed_s))
 
         return ended
@@ -95,17 +95,17 @@ class Spans:
             }
             start = zero + _ns(probe.begin_s)
             child = self._tracer.start_span(asks, context, SpanKind.CLIENT, {**found, **told}, start_time=start)
-            _fail(child, "stop" if probe.outcome in ("answered", "near") else probe.outcome)
+            _set_error(child, "stop" if probe.outcome in ("answered", "near") else probe.outcome)
             child.end(zero + _ns(probe.end_s))
 
     def close(self) -> None:
         """Send what waits; a collector that does not answer is given up after two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="close-spans", daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(_SHUTDOWN_TIMEOUT_S)
 
 
-def _retrieval(retrieval: Retrieval) -> Attributes:
+def _retrieval_attributes(retrieval: Retrieval) -> Attributes:
     return {
         "gen_ai.operation.name": "retrieval",
         "gen_ai.provider.name": _PROVIDER,
@@ -114,7 +114,7 @@ def _retrieval(retrieval: Retrieval) -> Attributes:
     }
 
 
-def _generation(operation: str, model: str, generation: Generation) -> Attributes:
+def _generation_attributes(operation: str, model: str, generation: Generation) -> Attributes:
     sampling = generation.sampling
     return {
         "gen_ai.operation.name": operation,
@@ -126,7 +126,7 @@ def _generation(operation: str, model: str, generation: Generation) -> Attribute
     }
 
 
-def _outcome(trace: Trace) -> Attributes:
+def _outcome_attributes(trace: Trace) -> Attributes:
     """What is known of a request when it has ended."""
     if trace.kind == "search":
         return {"trinity.request.id": trace.id, "trinity.passages": trace.passages}
@@ -139,11 +139,11 @@ def _outcome(trace: Trace) -> Attributes:
     }
     if trace.prompt_tokens:  # a server that writes the answer need not tell
         told["gen_ai.usage.input_tokens"] = trace.prompt_tokens
-    return told | ({"gen_ai.response.finish_reasons": [trace.state]} if trace.state in _GOOD else {})
+    return told | ({"gen_ai.response.finish_reasons": [trace.state]} if trace.state in _SUCCESS else {})
 
 
-def _fail(span: Span, state: str) -> None:
-    if state not in _GOOD:
+def _set_error(span: Span, state: str) -> None:
+    if state not in _SUCCESS:
         span.set_attribute("error.type", state)
         span.set_status(StatusCode.ERROR)
 

@@ -24,7 +24,7 @@ from ipc.endpoints import bind
 from ipc.errors import MALFORMED
 from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
 from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits, Starts
-from runtime.serving.frontend.requests import Ended, Request
+from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.messages import (
     Cancel,
@@ -87,7 +87,7 @@ class WorkerLink(Engine):
         epoch: int,
         clock: Callable[[], int] = time.monotonic_ns,
         lost_after_ns: int = 10_000_000_000,
-        on_end: Callable[[Ended], None] | None = None,
+        on_end: Callable[[RequestOutcome], None] | None = None,
         on_refused: Callable[[TrinityError], None] | None = None,
         restarts: RestartLimits = RestartLimits(),  # noqa: B008
         keep_traces: int = 0,
@@ -102,7 +102,7 @@ class WorkerLink(Engine):
             epoch=epoch,
             clock=clock,
             send=self._send,
-            lost=self.lost,
+            lost=self.worker_lost,
             end=self._fail,
         )
         self._peers: dict[str, Peer] = {}
@@ -110,10 +110,10 @@ class WorkerLink(Engine):
         self._lost_workers = self._stale = 0
         self._malformed = MalformedMessages(log, clock)
         self.endpoint = endpoint
-        self._plain = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
-        self._plain.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
-        self._plain.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
-        self._socket = zmq.asyncio.Socket(self._plain)
+        self._zmq_socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
+        self._zmq_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
+        self._zmq_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
+        self._socket = zmq.asyncio.Socket(self._zmq_socket)
 
     # ---- for the routes
 
@@ -128,7 +128,7 @@ class WorkerLink(Engine):
         except Unavailable as error:
             self._starts.wait(request, error)
 
-    def lost(self, name: str, reason: str) -> None:
+    def worker_lost(self, name: str, reason: str) -> None:
         """A worker is gone: end its requests. Called by the link itself; a supervisor that knows sooner may call it."""
         peer = self._peers.get(name)
         if peer is None or peer.lost:
@@ -140,7 +140,7 @@ class WorkerLink(Engine):
         self.router.remove(name)
         for request in self.requests.of_worker(name):
             if request.runs_on(name):  # and was not moved meanwhile
-                self._start_again(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
+                self._restart(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
 
     def statistics(self) -> LinkStatistics:
         """A snapshot of the link's counters."""
@@ -155,11 +155,11 @@ class WorkerLink(Engine):
 
     async def run(self) -> None:
         """Receive until cancelled; requests still in flight then end with WorkerLost."""
-        ticking = asyncio.create_task(self._tick_on())
+        ticking = asyncio.create_task(self._tick_forever())
         try:
             while True:
                 for _ in range(BURST):
-                    self.hear(await self._socket.recv_multipart())
+                    self.handle(await self._socket.recv_multipart())
                 await asyncio.sleep(0)  # receiving what is there already does not yield: let the answers out
         finally:
             ticking.cancel()
@@ -173,38 +173,40 @@ class WorkerLink(Engine):
         for name, peer in list(self._peers.items()):
             silent = now - peer.heard_ns
             if not peer.lost and silent > self._lost_after_ns:
-                self.lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s")
+                self.worker_lost(
+                    name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s"
+                )
             elif not peer.lost and silent > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
-                self.lost(name, "its connection is gone")
+                self.worker_lost(name, "its connection is gone")
         self._starts.retry()
-        for request in self.requests.late(now):
+        for request in self.requests.expired(now):
             where = "decode" if request.prefilled else "prefill"
             self._fail(
                 request,
-                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.told.count} tokens"),
+                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.delivered.count} tokens"),
             )
 
     def close(self) -> None:
         """Close the socket; nothing is waited for."""
         self._socket.close()
-        self._plain.close()
+        self._zmq_socket.close()
 
-    async def _tick_on(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
 
     # ---- what workers say
 
-    def hear(self, frames: list[bytes]) -> None:
+    def handle(self, frames: list[bytes]) -> None:
         identity = frames[0]
         try:
             message = decode_to_frontend(frames[1]) if len(frames) == 2 else None
         except MALFORMED as error:
-            self._malformed.dropped(self._named(identity), error)
+            self._malformed.record(self._sender(identity), error)
             return
         if message is None:
-            self._malformed.dropped(self._named(identity), f"{len(frames) - 1} frames")
+            self._malformed.record(self._sender(identity), f"{len(frames) - 1} frames")
         elif isinstance(message, Hello):
             self._hello(identity, message)
         elif isinstance(message, Report):
@@ -212,16 +214,16 @@ class WorkerLink(Engine):
         else:
             self._answer(identity, message)
 
-    def _named(self, identity: bytes) -> str:
+    def _sender(self, identity: bytes) -> str:
         return f"worker {self._names.get(identity, '?')}"
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         known = self._peers.get(hello.worker)
         if known is None and len(self._peers) >= MAX_WORKERS:
-            self._forget_lost()
+            self._evict_lost()
         if len(hello.worker) > MAX_NAME or hello.slots < 1 or (known is None and len(self._peers) >= MAX_WORKERS):
-            self._malformed.dropped(
-                self._named(identity), f"a worker of {hello.slots} slots that calls itself {hello.worker[:40]!r}"
+            self._malformed.record(
+                self._sender(identity), f"a worker of {hello.slots} slots that calls itself {hello.worker[:40]!r}"
             )
             return
         if known is not None and known.hello == hello and known.identity == identity and not known.lost:
@@ -230,7 +232,7 @@ class WorkerLink(Engine):
             if known is not None:
                 # Another process, or another connection: whatever the last one held or sent may be gone with it.
                 renewed = "its connection was renewed" if hello.epoch == known.hello.epoch else "it was started anew"
-                self.lost(hello.worker, renewed)
+                self.worker_lost(hello.worker, renewed)
                 self._names.pop(known.identity, None)
             self._peers[hello.worker] = Peer(hello, identity, self._clock())
             self._names[identity] = hello.worker
@@ -240,7 +242,7 @@ class WorkerLink(Engine):
     def _report(self, identity: bytes, report: Report) -> None:
         peer = self._peers.get(report.worker)
         if peer is None or peer.hello.epoch != report.epoch:
-            self._stranger(identity)
+            self._welcome_unknown(identity)
             return
         if peer.identity != identity:
             self._hello(identity, peer.hello)  # ZeroMQ has reconnected; the worker itself did not notice
@@ -260,7 +262,7 @@ class WorkerLink(Engine):
     def _answer(self, identity: bytes, message: Retrieved | Tokens | Failed) -> None:
         name = self._names.get(identity)
         if name is None:
-            self._stranger(identity)
+            self._welcome_unknown(identity)
             return
         peer = self._peers[name]
         peer.heard_ns = self._clock()
@@ -272,7 +274,7 @@ class WorkerLink(Engine):
         elif isinstance(message, Failed):
             error = error_of(message.code, message.message, message.param)
             if isinstance(error, WorkerLost):
-                self._start_again(request, error, reported_by=name)
+                self._restart(request, error, reported_by=name)
             else:
                 self._fail(request, error, reported_by=name)
         else:
@@ -280,16 +282,16 @@ class WorkerLink(Engine):
                 request.prefilled = True
                 request.first_token_ns = request.first_token_ns or self._clock()
                 self.router.prefilled(request.placement)
-            self.traces.told(request, message)
+            self.traces.record(request, message)
             self.requests.deliver(message)
 
-    def _forget_lost(self) -> None:
+    def _evict_lost(self) -> None:
         for name, peer in list(self._peers.items()):
             if peer.lost:
                 del self._peers[name]
                 self._names.pop(peer.identity, None)
 
-    def _stranger(self, identity: bytes) -> None:
+    def _welcome_unknown(self, identity: bytes) -> None:
         """A worker that this frontend does not know: it served the last one, and has yet to say Hello to this."""
         self._stale += 1
         self._send_to(identity, Welcome(self.epoch))
@@ -298,22 +300,22 @@ class WorkerLink(Engine):
 
     def _fail(self, request: Request, error: TrinityError, reported_by: str = "") -> None:
         """End a request with an error, and have both its workers forget it."""
-        self._call_off(request, reported_by)
+        self._cancel_on_workers(request, reported_by)
         self.requests.fail(request, error)
 
-    def _start_again(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
+    def _restart(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
         """Have both its workers forget a request, and start it anew."""
         log.info("is to start again: %s", error.message, extra={"request": request.id})
-        self._call_off(request, reported_by)
+        self._cancel_on_workers(request, reported_by)
         # Prefill tells of decode workers that it cannot reach before they are known to be lost.
         self._starts.again(request, error, avoid=request.placement.decode if reported_by else "")
 
-    def _call_off(self, request: Request, reported_by: str) -> None:
+    def _cancel_on_workers(self, request: Request, reported_by: str) -> None:
         if request.placed:
             for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
                 self._send(name, Cancel(request.attempt_id))
 
-    def _ended(self, ended: Ended, request: Request) -> None:
+    def _ended(self, ended: RequestOutcome, request: Request) -> None:
         self._starts.leave(request)
         super()._ended(ended, request)
 

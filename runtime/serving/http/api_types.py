@@ -1,7 +1,7 @@
 """What the HTTP interface takes: bodies as pydantic models, strict, and how they become the workers' messages.
 
 A field that is null counts as absent. What becomes of OpenAI's fields that Trinity does not have stands in
-`openai_fields.py`; a field that nobody has is refused with the name of the nearest one.
+`unsupported_fields.py`; a field that nobody has is refused with the name of the nearest one.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError, from_json
 from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.node.retrieval_config import PassagePlace, ProbesSection, ProbeTrigger
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
-from runtime.serving.http import openai_fields
+from runtime.serving.http import unsupported_fields
 from runtime.serving.messages import Message, ProbeMode, Retrieval, Sampling
 
 MAX_STOPS = 4
@@ -23,8 +23,8 @@ MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-_OURS = "trinity"
-HALF = 0.5  # of the ranks are the words', where nothing else is said
+_CUSTOM = "trinity"
+DEFAULT_HYBRID = 0.5  # of the ranks are the words', where nothing else is said
 FLOAT32_MAX = 3.4028234663852886e38
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -32,11 +32,11 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse(kind: type[Body], body: bytes) -> Body:
     """A JSON body as a model. Raises InvalidRequest that names the parameter."""
-    known = {name: value for name, value in json_object(body).items() if value is not None}
+    known = {name: value for name, value in parse_object(body).items() if value is not None}
     for name in [name for name in known if name not in kind.model_fields]:
-        if not openai_fields.check(name, known.pop(name)):
-            raise InvalidRequest(f"unknown field {name[:64]!r}{_nearest(name, kind.model_fields)}", name[:64])
-    return validated(kind, known)
+        if not unsupported_fields.accept(name, known.pop(name)):
+            raise InvalidRequest(f"unknown field {name[:64]!r}{_suggestion(name, kind.model_fields)}", name[:64])
+    return validate(kind, known)
 
 
 def check_bytes(size: int, most: int, param: str) -> None:
@@ -45,7 +45,7 @@ def check_bytes(size: int, most: int, param: str) -> None:
         raise InvalidRequest(f"{param} has {size} bytes, the limit is {most}", param)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     """A body as JSON. Raises InvalidRequest unless it is an object."""
     try:
         data = from_json(body)
@@ -56,17 +56,17 @@ def json_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
+def validate(kind: type[Body], fields: dict[str, Any]) -> Body:
     """Fields as a model. Raises InvalidRequest that names the parameter."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = _param(first["loc"])
-        raise InvalidRequest(_explained(first["type"], first["msg"], first["input"], param), param) from None
+        raise InvalidRequest(_error_message(first["type"], first["msg"], first["input"], param), param) from None
 
 
-def _nearest(name: str, fields: Iterable[str]) -> str:
+def _suggestion(name: str, fields: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -77,8 +77,8 @@ def _param(location: tuple[int | str, ...]) -> str:
     return path.removeprefix(".")
 
 
-def _explained(kind: str, message: str, value: object, param: str) -> str:
-    if kind == _OURS:
+def _error_message(kind: str, message: str, value: object, param: str) -> str:
+    if kind == _CUSTOM:
         return message
     if kind == "extra_forbidden":
         return f"unknown field {param[:128]}"
@@ -95,10 +95,10 @@ def _json_name(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def wrong(message: str) -> PydanticCustomError:
+def field_error(message: str) -> PydanticCustomError:
     """For validators: an error with a message of our own."""
     # The message is a template to pydantic: braces of the caller's own must not be taken for its fields.
-    return PydanticCustomError(_OURS, "{message}", {"message": message})
+    return PydanticCustomError(_CUSTOM, "{message}", {"message": message})
 
 
 # ---- fields that take more than one form
@@ -120,115 +120,115 @@ def filter_at(param: str) -> Callable[[object], object]:
     return validate
 
 
-def _hybrid(value: object) -> object:
+def _validate_hybrid(value: object) -> object:
     if isinstance(value, bool):
-        return HALF * value
+        return DEFAULT_HYBRID * value
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise wrong(f"hybrid must be true, false or the words' share between 0 and 1, not {str(value)[:64]}")
+        raise field_error(f"hybrid must be true, false or the words' share between 0 and 1, not {str(value)[:64]}")
     return float(value)
 
 
-Hybrid = Annotated[float, BeforeValidator(_hybrid)]
+Hybrid = Annotated[float, BeforeValidator(_validate_hybrid)]
 """The share of what a text's words find, beside what its vector finds; 0 for none."""
 
 
-def _stops(value: object) -> object:
+def _validate_stop(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise wrong("stop must be a string or an array of strings")
+        raise field_error("stop must be a string or an array of strings")
     if len(stops) > MAX_STOPS:
-        raise wrong(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}")
+        raise field_error(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}")
     for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise wrong(f"a stop string has {len(stop)} characters, allowed are 1 to {MAX_STOP_CHARS}")
+            raise field_error(f"a stop string has {len(stop)} characters, allowed are 1 to {MAX_STOP_CHARS}")
     return stops
 
 
-def _prompt(value: object) -> object:
+def _validate_prompt(value: object) -> object:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            raise wrong(f"prompt has {len(value)} prompts, the limit is 1 a request")
+            raise field_error(f"prompt has {len(value)} prompts, the limit is 1 a request")
         value = value[0]
     if isinstance(value, list):
         for token in value:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
-                raise wrong(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
+                raise field_error(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
     elif not isinstance(value, str):
-        raise wrong(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
+        raise field_error(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
     if not value:
-        raise wrong("prompt is empty")
+        raise field_error("prompt is empty")
     return value
 
 
-def _content(value: object) -> object:
+def _validate_content(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise wrong(f"content must be a string or an array of text parts, not {_json_name(value)}")
+        raise field_error(f"content must be a string or an array of text parts, not {_json_name(value)}")
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise wrong('content parts must be {"type": "text", "text": ...}; others are not supported')
+            raise field_error('content parts must be {"type": "text", "text": ...}; others are not supported')
         for name in part.keys() - {"type", "text"}:
-            if f"messages[].content[].{name}" not in openai_fields.HINTS:
-                raise wrong(f"content parts with {name[:64]!r} are not supported")
+            if f"messages[].content[].{name}" not in unsupported_fields.IGNORED:
+                raise field_error(f"content parts with {name[:64]!r} are not supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _role(value: object) -> object:
+def _validate_role(value: object) -> object:
     if value == "developer":  # OpenAI's newer word for it
         return "system"
     if value not in ("system", "user", "assistant"):
-        raise wrong(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
+        raise field_error(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
     return value
 
 
 def chat_message(value: object) -> object:
     """A turn with what Trinity reads of it; what would change the answer is refused."""
     if not isinstance(value, dict):
-        raise wrong(f"a message must be an object, not {_json_name(value)}")
+        raise field_error(f"a message must be an object, not {_json_name(value)}")
     for name, entry in value.items():
         if name not in ("role", "content", "name") and entry not in (None, [], {}, ""):
-            raise wrong(f"messages with {name[:64]!r} are not supported")
+            raise field_error(f"messages with {name[:64]!r} are not supported")
     return {name: entry for name, entry in value.items() if name in ("role", "content")}
 
 
-def _stream_options(value: object) -> object:
+def _validate_stream_options(value: object) -> object:
     if not isinstance(value, dict):
-        raise wrong(f"stream_options must be an object, not {_json_name(value)}")
+        raise field_error(f"stream_options must be an object, not {_json_name(value)}")
     for name in value.keys() - StreamOptions.model_fields:
         try:
-            known = value[name] is None or openai_fields.check(f"stream_options.{name}", value[name])
+            known = value[name] is None or unsupported_fields.accept(f"stream_options.{name}", value[name])
         except InvalidRequest as error:
-            raise wrong(error.message) from None
+            raise field_error(error.message) from None
         if not known:
-            near = _nearest(name, StreamOptions.model_fields)
-            raise wrong(f"stream_options: unknown field {name[:64]!r}{near}")
+            near = _suggestion(name, StreamOptions.model_fields)
+            raise field_error(f"stream_options: unknown field {name[:64]!r}{near}")
     return value
 
 
-def _retrieval(value: object) -> object:
+def _validate_retrieval(value: object) -> object:
     if value is False:
         return None
     if not isinstance(value, dict):
-        raise wrong(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
+        raise field_error(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
     for name in value:
         if name not in RetrievalOptions.model_fields:
-            raise wrong(f"retrieval has no field {name[:64]!r}{_nearest(name, RetrievalOptions.model_fields)}")
+            raise field_error(f"retrieval has no field {name[:64]!r}{_suggestion(name, RetrievalOptions.model_fields)}")
     return value
 
 
-def _vector(value: object) -> object:
+def _validate_vector(value: object) -> object:
     if not isinstance(value, list):
-        raise wrong(f"vector must be an array of numbers, not {_json_name(value)}")
+        raise field_error(f"vector must be an array of numbers, not {_json_name(value)}")
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise wrong(f"vector[{index}] must be a number, not {_json_name(number)}")
+            raise field_error(f"vector[{index}] must be a number, not {_json_name(number)}")
         if abs(number) > FLOAT32_MAX:  # first: an integer may be beyond any float
-            raise wrong(f"vector[{index}] is beyond float32")
+            raise field_error(f"vector[{index}] is beyond float32")
         if math.isnan(number):
-            raise wrong(f"vector[{index}] is not a number (NaN)")
+            raise field_error(f"vector[{index}] is not a number (NaN)")
     return value
 
 
@@ -272,8 +272,8 @@ class RetrievalOptions(StrictModel):
 class ChatMessage(StrictModel):
     """One turn of a chat; content parts are joined."""
 
-    role: Annotated[str, BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_content)]
+    role: Annotated[str, BeforeValidator(_validate_role)]
+    content: Annotated[str, BeforeValidator(_validate_content)]
 
 
 class GenerateBody(StrictModel):
@@ -281,25 +281,25 @@ class GenerateBody(StrictModel):
 
     model: str
     stream: bool = False
-    stream_options: Annotated[StreamOptions | None, BeforeValidator(_stream_options)] = None
+    stream_options: Annotated[StreamOptions | None, BeforeValidator(_validate_stream_options)] = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop: Annotated[list[str], BeforeValidator(_validate_stop)] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     answer_cache: bool = True
-    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_retrieval)] = None
+    retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
 
-    def limit(self, default: int) -> int:
+    def token_limit(self, default: int) -> int:
         """How many tokens the answer may have; `default` when the body does not say."""
         return self.max_tokens if self.max_tokens is not None else default
 
-    def sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
+    def to_sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
         """For the workers; a body without a seed gets `random_seed`, negative ones are folded into 0..2^63-1."""
         return Sampling(
-            max_tokens=self.limit(default_max_tokens),
+            max_tokens=self.token_limit(default_max_tokens),
             temperature=float(self.temperature),
             top_p=float(self.top_p),
             seed=(random_seed if self.seed is None else self.seed) & (2**63 - 1),
@@ -307,7 +307,7 @@ class GenerateBody(StrictModel):
             ignore_eos=self.ignore_eos,
         )
 
-    def searches(self, probes: ProbesSection, place: PassagePlace) -> Retrieval | None:
+    def to_retrieval(self, probes: ProbesSection, place: PassagePlace) -> Retrieval | None:
         """For the workers, with the node's own trigger, and place of passages, where it names none; None without
         retrieval. Raises InvalidRequest for a threshold that no trigger has."""
         options = self.retrieval
@@ -338,11 +338,11 @@ class ChatLimits(GenerateBody):
 
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
 
-    def limit(self, default: int) -> int:
+    def token_limit(self, default: int) -> int:
         """`max_completion_tokens` is the newer name of `max_tokens`. Raises InvalidRequest when the two disagree."""
         new = self.max_completion_tokens
         if new is None:
-            return super().limit(default)
+            return super().token_limit(default)
         if self.max_tokens not in (None, new):
             raise InvalidRequest(
                 f"max_tokens is {self.max_tokens} and max_completion_tokens is {new}; set one of them",
@@ -356,7 +356,7 @@ class ChatBody(ChatLimits):
 
     messages: list[Annotated[ChatMessage, BeforeValidator(chat_message)]] = Field(min_length=1)
 
-    def turns(self) -> tuple[Message, ...]:
+    def to_messages(self) -> tuple[Message, ...]:
         """For the workers."""
         return tuple(Message(message.role, message.content) for message in self.messages)
 
@@ -364,7 +364,7 @@ class ChatBody(ChatLimits):
 class CompletionBody(GenerateBody):
     """POST /v1/completions; `prompt` is text or token ids."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[str | list[int], BeforeValidator(_validate_prompt)]
 
 
 class RetrievalBody(StrictModel):
@@ -372,7 +372,7 @@ class RetrievalBody(StrictModel):
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)
-    vector: Annotated[list[float], BeforeValidator(_vector)] | None = None
+    vector: Annotated[list[float], BeforeValidator(_validate_vector)] | None = None
     k: int = Field(4, ge=1, le=MAX_TOKENS)
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
     hybrid: Hybrid = 0.0

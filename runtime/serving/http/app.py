@@ -21,22 +21,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from runtime.errors import InvalidRequest, TrinityError, Unavailable, UnknownCollection, UnknownModel
 from runtime.retrieval.passages import PartialPassages
-from runtime.serving.frontend.answer_cache import Asked, Hit
+from runtime.serving.frontend.answer_cache import CacheHit, CacheKey
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.requests import ClientGone
+from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.frontend.requests import Request as InFlight
-from runtime.serving.http.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    EventStream,
-    Json,
-    error_json,
-    events,
-    first_tokens,
-    json_response,
-    passage_json,
-)
 from runtime.serving.http.api_types import (
     COMPLETION_TOKENS,
     ChatBody,
@@ -46,22 +34,34 @@ from runtime.serving.http.api_types import (
     check_bytes,
     parse,
 )
-from runtime.serving.http.connections import DrainRoute
-from runtime.serving.http.forwarded import ForwardedChat, ForwardedCompletion, may_be_stored, parse_forwarded
-from runtime.serving.http.guard import (
-    HEADER,
+from runtime.serving.http.middleware import (
+    REQUEST_ID_HEADER,
     Access,
-    Encoded,
-    Envelope,
-    Guard,
+    AuthMiddleware,
+    CompressedBody,
+    RequestContextMiddleware,
     access_of,
+    client_id_of,
     error_response,
     id_source,
     read_body,
     request_id,
-    sent_id,
+)
+from runtime.serving.http.passthrough import PassthroughChat, PassthroughCompletion, is_cacheable, parse_passthrough
+from runtime.serving.http.responses import (
+    ChatResponse,
+    CompletionResponse,
+    EventStream,
+    GenerationResponse,
+    Json,
+    error_json,
+    events,
+    first_tokens,
+    json_response,
+    passage_json,
 )
 from runtime.serving.http.routes.documents import DocumentRoutes
+from runtime.serving.http.routes.drain import DrainRoute
 from runtime.serving.http.routes.embeddings import EmbeddingsRoute
 from runtime.serving.http.routes.tokenize import TokenizeRoute
 from runtime.serving.http.routes.vector_stores import StoreRoutes
@@ -70,7 +70,7 @@ from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
-Other = TypeVar("Other", bound=GenerateBody)
+Passthrough = TypeVar("Passthrough", bound=GenerateBody)
 
 
 def create_app(
@@ -86,7 +86,11 @@ def create_app(
     app = Starlette()
     app.router.redirect_slashes = False
     app.add_middleware(
-        Guard, keys=settings.api_keys, open_paths=settings.open_paths, host=settings.host, access=settings.access
+        AuthMiddleware,
+        keys=settings.api_keys,
+        open_paths=settings.open_paths,
+        host=settings.host,
+        access=settings.access,
     )
     if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
         app.add_middleware(
@@ -94,11 +98,14 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=("GET", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
-            expose_headers=(HEADER, "retry-after", "x-trinity-cache"),
+            expose_headers=(REQUEST_ID_HEADER, "retry-after", "x-trinity-cache"),
         )
-    new_id = new_id or id_source(service.link.epoch)
+    new_id = new_id or id_source(service.engine.epoch)
     app.add_middleware(
-        Envelope, new_id=new_id, draining=lambda: service.readiness.draining, responded=service.responded
+        RequestContextMiddleware,
+        new_id=new_id,
+        draining=lambda: service.readiness.draining,
+        on_response=service.on_response,
     )
     app.add_exception_handler(TrinityError, _trinity_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -118,12 +125,12 @@ def create_app(
         ("/metrics", routes.metrics),
     ):
         app.add_route(path, route, methods=["GET"])  # and HEAD with it
-    routes.add_catalogue(app)
+    routes.add_collection_routes(app)
     TokenizeRoute(
         service.tokens, routes.read_bytes, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
     ).add_to(app)
     if service.drain is not None:
-        DrainRoute(service.readiness, service.drain, lambda: service.link.statistics().in_flight).add_to(app)
+        DrainRoute(service.readiness, service.drain, lambda: service.engine.statistics().in_flight).add_to(app)
     return app
 
 
@@ -132,25 +139,27 @@ class _Routes:
         self._service = service
         self._settings = settings
         self._now = now
-        self._started = int(now())
+        self._created = int(now())
         self._seeds = seeds
-        self._searches = Searches(service.search, service.link.traces, settings.max_searches, settings.search_timeout_s)
+        self._searches = Searches(
+            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s
+        )
 
     # ---- answers
 
     async def chat(self, http: Request) -> Response:
-        body, sent = await self._read_for_engine(http, ChatBody, ForwardedChat)
-        turns = body.turns()
+        body, sent = await self._read_for_engine(http, ChatBody, PassthroughChat)
+        turns = body.to_messages()
         self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
-        answer = ChatAnswer(**self._answer_options(http, body))
+        answer = ChatResponse(**self._answer_options(http, body))
         return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns, sent=sent)
 
     async def complete(self, http: Request) -> Response:
-        body, sent = await self._read_for_engine(http, CompletionBody, ForwardedCompletion)
+        body, sent = await self._read_for_engine(http, CompletionBody, PassthroughCompletion)
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
             self._check_prompt_bytes(len(prompt.encode()), "prompt")
-        answer = CompletionAnswer(**self._answer_options(http, body))
+        answer = CompletionResponse(**self._answer_options(http, body))
         return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
     def _answer_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
@@ -161,8 +170,8 @@ class _Routes:
             "id": request_id(http),
             "model": self._settings.model,
             "created": int(self._now()),
-            "retrieval": self._checked(
-                body.searches(self._settings.probes, self._settings.prompts.passages), access_of(http)
+            "retrieval": self._authorized_retrieval(
+                body.to_retrieval(self._settings.probes, self._settings.prompts.passages), access_of(http)
             ),
             "include_usage": body.stream_options is not None and bool(body.stream_options.include_usage),
             "continuous_usage": body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
@@ -173,35 +182,35 @@ class _Routes:
         self,
         http: Request,
         body: GenerateBody,
-        answer: Answer,
+        answer: GenerationResponse,
         default_max_tokens: int,
         *,
         prompt: str | tuple[int, ...] = "",
         messages: tuple[Message, ...] = (),
         sent: dict[str, Any] | None = None,
     ) -> Response:
-        link, answers = self._service.link, self._service.answers
+        link, answers = self._service.engine, self._service.answers
         received_ns = link.now_ns()
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
-        sampling = body.sampling(default_max_tokens, self._seeds.getrandbits(63))
+        sampling = body.to_sampling(default_max_tokens, self._seeds.getrandbits(63))
         store: Callable[[], None] = _nothing
         if (
             answers is not None
             and body.answer_cache
-            and (sent is None or may_be_stored(sent))
-            and (asked := self._asked(http, body, answer.retrieval, sampling, messages or prompt))
+            and (sent is None or is_cacheable(sent))
+            and (asked := self._cache_key(http, body, answer.retrieval, sampling, messages or prompt))
         ):
             vector, hit = await answers.find(asked)
             if hit is not None:
-                return self._stored(answer, hit, body.stream)
+                return self._cached_response(answer, hit, body.stream)
             store = lambda: answers.store(asked, vector, answer.pieces())  # noqa: E731
         request = link.submit(
             answer.id,
             Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval, access_of(http).salt),
-            client_id=sent_id(http),
+            client_id=client_id_of(http),
             sent=sent,
         )
-        watch = asyncio.create_task(_cancel_when_gone(http, link, request))
+        watch = asyncio.create_task(_cancel_on_disconnect(http, link, request))
 
         def release() -> None:
             watch.cancel()
@@ -220,19 +229,19 @@ class _Routes:
         store()
         return json_response(answer.whole())
 
-    def _asked(
+    def _cache_key(
         self,
         http: Request,
         body: GenerateBody,
         retrieval: Retrieval | None,
         sampling: Sampling,
         prompt: str | tuple[int, ...] | tuple[Message, ...],
-    ) -> Asked | None:
+    ) -> CacheKey | None:
         """What to look up; None if the answer cannot be a stored one. With API keys each has answers of its own."""
         tenant = http.headers.get("authorization", "") if self._settings.api_keys else ""
-        return Asked.of(tenant, self._settings.model, prompt, sampling, retrieval, seeded=body.seed is not None)
+        return CacheKey.of(tenant, self._settings.model, prompt, sampling, retrieval, seeded=body.seed is not None)
 
-    def _stored(self, answer: Answer, hit: Hit, stream: bool) -> Response:
+    def _cached_response(self, answer: GenerationResponse, hit: CacheHit, stream: bool) -> Response:
         """An answer from the cache; it says so."""
         answer.cached = {"similarity": round(hit.similarity, 4), "age_s": round(hit.age_s, 3)}
         for piece in hit.pieces:
@@ -258,12 +267,12 @@ class _Routes:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
-        passages = await self._searches.run(body, collection, access_of(http), request_id(http), sent_id(http))
+        passages = await self._searches.run(body, collection, access_of(http), request_id(http), client_id_of(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         told: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
         return json_response(told | {"partial": True} if isinstance(passages, PartialPassages) else told)
 
-    def add_catalogue(self, app: Starlette) -> None:
+    def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections and their embedders."""
         settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
@@ -285,13 +294,13 @@ class _Routes:
         return json_response(self._model_json())
 
     async def trace(self, http: Request) -> Response:
-        found = self._service.link.traces.trace(http.path_params["traced"])
+        found = self._service.engine.traces.trace(http.path_params["traced"])
         return json_response(found)
 
     async def health(self, http: Request) -> Response:
         missing, readiness = missing_roles(self._service, self._settings), self._service.readiness
         if not missing and not readiness.draining:
-            readiness.say_ready()
+            readiness.record_ready()
             return json_response({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
         why = f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
         status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
@@ -306,19 +315,19 @@ class _Routes:
         return parse(kind, await self.read_bytes(http))
 
     async def _read_for_engine(
-        self, http: Request, ours: type[Body], forwarded: type[Other]
-    ) -> tuple[Body | Other, dict[str, Any] | None]:
+        self, http: Request, ours: type[Body], forwarded: type[Passthrough]
+    ) -> tuple[Body | Passthrough, dict[str, Any] | None]:
         """The body as `ours`, or, for an engine that takes it as it was sent, as `forwarded` and as it was sent."""
-        if self._service.link.forwards:
-            return parse_forwarded(forwarded, await self.read_bytes(http))
+        if self._service.engine.passthrough:
+            return parse_passthrough(forwarded, await self.read_bytes(http))
         return await self._read(http, ours), None
 
     async def read_bytes(self, http: Request) -> bytes:
-        """A request's body, within its limits. Raises `ClientGone`."""
+        """A request's body, within its limits. Raises `ClientDisconnected`."""
         try:
             return await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientDisconnect:
-            raise ClientGone("the client closed the connection within its request") from None
+            raise ClientDisconnected("the client closed the connection within its request") from None
 
     def _check_model(self, model: str) -> None:
         served = self._settings.model
@@ -329,7 +338,7 @@ class _Routes:
     def _check_prompt_bytes(self, size: int, param: str) -> None:
         check_bytes(size, self._settings.max_prompt_bytes, param)
 
-    def _checked(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
+    def _authorized_retrieval(self, retrieval: Retrieval | None, access: Access) -> Retrieval | None:
         if retrieval is None:
             return None
         collection = self._collection(retrieval, access, "retrieval.")
@@ -338,28 +347,28 @@ class _Routes:
             raise InvalidRequest(
                 f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
             )
-        return replace(retrieval, collection=collection, filter=access.wanted_bytes(collection, retrieval.filter))
+        return replace(retrieval, collection=collection, filter=access.restrict_bytes(collection, retrieval.filter))
 
     def _collection(self, asked: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
         """The collection that is meant: the only one that the key reaches, where none is named. Raises Forbidden."""
-        names = access.some(known := self._settings.collections)
+        names = access.visible(known := self._settings.collections)
         if not known:
             raise UnknownCollection("this node has no collections", f"{prefix}collection")
         if not asked.collection and len(names) != 1:
             loaded = ", ".join(names) or "none"
             raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
-        collection = access.named(asked.collection or names[0], known, f"{prefix}collection")
+        collection = access.resolve(asked.collection or names[0], known, f"{prefix}collection")
         if asked.k > self._settings.max_k:
             raise InvalidRequest(f"k is {asked.k}, the limit is {self._settings.max_k}", f"{prefix}k")
         return collection
 
     def _model_json(self) -> Json:
-        model = {"id": self._settings.model, "object": "model", "created": self._started, "owned_by": "trinity"}
+        model = {"id": self._settings.model, "object": "model", "created": self._created, "owned_by": "trinity"}
         context = self._settings.context_tokens
         return model | {"max_model_len": context} if context else model
 
 
-async def _cancel_when_gone(http: Request, link: Engine, request: InFlight) -> None:
+async def _cancel_on_disconnect(http: Request, link: Engine, request: InFlight) -> None:
     """The body is read, so what still comes from the client is nothing but its disconnect."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
@@ -374,7 +383,7 @@ async def _trinity_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, TrinityError), "registered for this family"
     if error.status == 500:
         log.error("%s: %s", error.code, error.message, extra={"request": request_id(http)})
-    if isinstance(error, Encoded):
+    if isinstance(error, CompressedBody):
         return error_response(error, {"Accept-Encoding": "identity"})
     return error_response(error, {"Retry-After": "1"} if error.status in (429, 503) else {})
 

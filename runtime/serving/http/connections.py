@@ -13,24 +13,20 @@ import logging
 import math
 import re
 import sys
-import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from runtime.errors import InvalidRequest, Overloaded, TrinityError
 from runtime.node.config import HttpSection
-from runtime.serving.http.answers import error_json, json_response, to_json
-from runtime.serving.http.guard import HEADER, RequestTooSlow, access_of
+from runtime.serving.http.middleware import REQUEST_ID_HEADER, RequestTooSlow
+from runtime.serving.http.responses import error_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +158,7 @@ class BoundedConnection(H11Protocol):
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"connection", b"close"),
-                (HEADER.encode(), request_id.encode()),
+                (REQUEST_ID_HEADER.encode(), request_id.encode()),
                 *([(b"retry-after", b"1")] if error.status == 503 else []),
             ]
             self._bounds.refused(error.status)
@@ -246,82 +242,3 @@ class _Timer:
     def _over(self) -> None:
         self._handle = None
         self._act()
-
-
-# ---- whether the node wants new requests: what /health and /ready say, and POST /drain for operators
-#
-# A node that drains says so first and goes on to answer what comes: whoever routes requests to it learns of it before
-# the port closes, and none is refused meanwhile.
-
-
-WATCHED_S = 30.0
-_NOT_THE_OPERATORS = ("forwarded", "x-forwarded-for", "via", "origin")  # a balancer's, and a page's in a browser
-
-
-class NotDirect(InvalidRequest):
-    """What concerns one node was asked through a balancer, which may have sent it to any, or by a page in a browser."""
-
-    code = "not_direct"
-    status = 403
-
-
-class Readiness:
-    """Whether the node drains. `notice_s`: for how long a node that is watched takes requests after it began to say so.
-
-    It is watched if it has said twice within the last 30 s that it is ready: people look once, balancers again and
-    again. One that nobody watches need not wait for anybody to notice. `clock` gives seconds.
-    """
-
-    def __init__(self, notice_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._notice_s, self._clock = notice_s, clock
-        self._said_ready: deque[float] = deque(maxlen=2)
-        self._until: float | None = None  # set while it drains
-
-    @property
-    def draining(self) -> bool:
-        return self._until is not None
-
-    @property
-    def noticed(self) -> bool:
-        """Whether it drains, and those who watch have had the time to see it."""
-        return self._until is not None and self._clock() >= self._until
-
-    def say_ready(self) -> None:
-        """Somebody was told that the node is ready."""
-        self._said_ready.append(self._clock())
-
-    def drain(self, wanted: bool) -> None:
-        """Begin, or take it back; does nothing where it is so already."""
-        if not wanted:
-            self._until = None
-        elif self._until is None:
-            now = self._clock()
-            watched = len(self._said_ready) == 2 and now - self._said_ready[0] <= WATCHED_S
-            self._until = now + (self._notice_s if watched else 0.0)
-
-
-class DrainRoute:
-    """`POST /drain` begins, `DELETE /drain` takes it back, `GET /drain` shows.
-
-    `tell` has the supervisor keep it, for it is to outlive this process; `in_flight` counts the requests that have not
-    ended.
-    """
-
-    def __init__(
-        self, readiness: Readiness, tell: Callable[[bool], Awaitable[None]], in_flight: Callable[[], int]
-    ) -> None:
-        self._readiness, self._tell, self._in_flight = readiness, tell, in_flight
-
-    def add_to(self, app: Starlette) -> None:
-        app.add_route("/drain", self.answer, methods=["GET", "POST", "DELETE"])
-
-    async def answer(self, http: Request) -> Response:
-        """Raises NotDirect, Forbidden."""
-        access_of(http).check_operator()
-        if found := [name for name in _NOT_THE_OPERATORS if name in http.headers]:
-            raise NotDirect(f"the request has the header {found[0]!r}: ask the node itself, not by a proxy or a page")
-        if http.method in ("POST", "DELETE"):
-            await self._tell(wanted := http.method == "POST")
-            self._readiness.drain(wanted)
-        shown = {"draining": self._readiness.draining, "in_flight": self._in_flight()}
-        return json_response(shown)

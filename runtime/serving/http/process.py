@@ -32,28 +32,29 @@ from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
-from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
-from runtime.serving.frontend.observability import Measures
+from runtime.serving.frontend.observability import RequestMetrics
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import HttpConfig, Readiness
-from runtime.serving.http.guard import accesses, id_source
+from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.middleware import access_by_key, id_source
+from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.http.service import NoCollections, SearchSource, Service, Settings, missing_roles
 from runtime.serving.model.model_info import ModelInfo, model_directory
 
 if TYPE_CHECKING:
-    from runtime.serving.frontend.spans import Spans
-    from runtime.serving.http.remote_collections import WithRemote
+    from runtime.serving.frontend.spans import RequestSpans
+    from runtime.serving.http.remote_collections import CollectionRouter
     from runtime.serving.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 0.1
-_LOOK_S = 0.01
-_TELL_S = 2.0  # how often the table is told of live collections
-_LAST_WORDS_S = 1.0  # before the end of the drain, for telling clients of it
-_OTHER_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
+_HEARTBEAT_S = 0.1
+_READY_POLL_S = 0.01
+_REPORT_S = 2.0  # how often the table is told of live collections
+_FINAL_ERRORS_S = 1.0  # before the end of the drain, for telling clients of it
+_RESERVED_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
 
 
 class SupervisorLink:
@@ -71,7 +72,7 @@ class SupervisorLink:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves it to the worker what a signal means: `_beat` has it end."""
+    """uvicorn, which leaves it to the worker what a signal means: `_heartbeat` has it end."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
@@ -88,24 +89,24 @@ class _Server(uvicorn.Server):
         yield
 
 
-MakeEngine = Callable[[Worker, Measures, SearchSource], Awaitable[Engine]]
+EngineFactory = Callable[[Worker, RequestMetrics, SearchSource], Awaitable[Engine]]
 
 
-async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
+async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     plan = worker.plan
     config = plan.config
-    measures = Measures(worker.table, config.slo)
+    metrics = RequestMetrics(worker.table, config.slo)
     library = CollectionRegistry(plan)
     worker.start.part("embedder")
     search = AsyncRetriever(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     here = search or NoCollections()
-    everywhere: WithRemote | None = None
+    everywhere: CollectionRouter | None = None
     if config.remote:
         from runtime.serving.http import remote_collections  # few have need of HTTP to other nodes
 
-        everywhere = remote_collections.WithRemote(here, here, config.remote)
+        everywhere = remote_collections.CollectionRouter(here, here, config.remote)
     source = everywhere or here
-    link = await make_engine(worker, measures, source)
+    link = await make_engine(worker, metrics, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
     spans = _spans(config.node.name, model) if config.tracing.enabled else None
@@ -117,7 +118,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
         collections=library.dims if everywhere is None else ChainMap(dict(everywhere.dims), library.dims),  # type: ignore[arg-type]
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
-        access=accesses(keys),
+        access=access_by_key(keys),
         open_paths=config.http.open_paths,
         cors_origins=config.http.cors_origins,
         max_k=config.pool.max_k,
@@ -140,16 +141,16 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     answers = None
     if config.stores_answers:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
-        answers = _answers(worker, client)
+        answers = _open_answer_cache(worker, client)
     service = Service(
         link, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
-        supervisor.drain, measures.responded,
+        supervisor.drain, metrics.record_response,
     )  # fmt: skip
     app = create_app(service, settings, new_id)
-    _allow_descriptors(config.http.max_connections)
+    _raise_descriptor_limit(config.http.max_connections)
 
     def refused(status: int) -> None:
-        measures.responded("", status, 0.0)
+        metrics.record_response("", status, 0.0)
 
     http = HttpConfig(app, config.http, new_id, config.node.drain_s, refused)
     server = _Server(http, worker)
@@ -165,7 +166,7 @@ async def _serve(worker: Worker, make_engine: MakeEngine) -> None:
     serving = asyncio.create_task(serve())
     loops = [
         asyncio.create_task(link.run()),
-        asyncio.create_task(_beat(worker, link, server, readiness, search, writes, answers)),
+        asyncio.create_task(_heartbeat(worker, link, server, readiness, search, writes, answers)),
     ]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
@@ -201,21 +202,21 @@ async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) ->
     """
     config = worker.plan.config
     until = time.monotonic() + min(config.http.restart_wait_s, config.node.start_s / 2)
-    lacking = await until_known(missing, lambda: worker.stopping or time.monotonic() >= until)
+    lacking = await wait_until_ready(missing, lambda: worker.stopping or time.monotonic() >= until)
     if lacking:
         log.warning("takes connections without a worker of each role; missing: %s", ", ".join(lacking))
 
 
-async def until_known(missing: Callable[[], list[str]], given_up: Callable[[], bool]) -> list[str]:
+async def wait_until_ready(missing: Callable[[], list[str]], given_up: Callable[[], bool]) -> list[str]:
     """Wait until nothing is missing, or it is given up; what is missing then."""
     while (lacking := missing()) and not given_up():
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_READY_POLL_S)
     return lacking
 
 
-def _allow_descriptors(connections: int) -> None:
+def _raise_descriptor_limit(connections: int) -> None:
     """Have as many as so many connections take, if the process's hard limit lets it."""
-    wanted = connections + _OTHER_DESCRIPTORS
+    wanted = connections + _RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -224,10 +225,10 @@ def _allow_descriptors(connections: int) -> None:
             log.warning("http.max_connections = %d, but only %d files may be open", connections, soft)
 
 
-def _spans(node: str, model: str) -> "Spans":
-    from runtime.serving.frontend.spans import Spans, otlp_provider  # an extra, of which few have need
+def _spans(node: str, model: str) -> "RequestSpans":
+    from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an extra, of which few have need
 
-    return Spans(otlp_provider(node), model)
+    return RequestSpans(otlp_provider(node), model)
 
 
 def _tokenizer(model: str) -> "Tokenizer":
@@ -236,7 +237,7 @@ def _tokenizer(model: str) -> "Tokenizer":
     return Tokenizer.load(model_directory(model))
 
 
-def _answers(worker: Worker, client: AsyncSearchClient) -> PromptAnswers:
+def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache:
     """The cache of answers. Raises ModelError for an embedder that is not there."""
     limits = worker.plan.config.answer_cache
     embedder = load_embedder(limits.embedder)
@@ -244,10 +245,10 @@ def _answers(worker: Worker, client: AsyncSearchClient) -> PromptAnswers:
     def count(event: CacheEvent, times: int) -> None:
         worker.table.add(FrontendMetrics.ANSWER_CACHE[event], times)
 
-    return PromptAnswers(AnswerStore(worker.plan.answers, embedder.dim, limits, count), embedder, client)
+    return AnswerCache(AnswerStore(worker.plan.answers, embedder.dim, limits, count), embedder, client)
 
 
-def tell_writes(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
+def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
     """How the live collections are that are written to: of all together."""
     states = list(writers.values())
     builds = [state.build for state in states if state.build is not None]
@@ -263,18 +264,18 @@ def tell_writes(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
     table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
 
 
-async def _beat(
+async def _heartbeat(
     worker: Worker,
     link: Engine,
     server: _Server,
     readiness: Readiness,
     search: AsyncRetriever | None,
     writes: WriterService | None,
-    answers: PromptAnswers | None,
+    answers: AnswerCache | None,
 ) -> None:
     """The loop's sign of life, written by the loop itself."""
     drain_s = worker.plan.config.node.drain_s
-    drain_s -= min(_LAST_WORDS_S, drain_s / 2)
+    drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
     told_at = 0.0
     follower = None if search is None else BuildFollower(search.library, search.client.identities, worker.table)
@@ -283,15 +284,15 @@ async def _beat(
         if follower is not None:
             follower.step(time.monotonic_ns())
         if writes is not None and time.monotonic() >= told_at:
-            told_at = time.monotonic() + _TELL_S
-            tell_writes(worker.table, writes.states())
+            told_at = time.monotonic() + _REPORT_S
+            report_live_collections(worker.table, writes.states())
         node_stops = worker.stopping and not worker.awaits_release  # else another frontend takes this one's place
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:
             if answers is not None:  # the frontend that comes next may write then
                 answers.close()
             # A signal that came before the server listened to signals counts too.
-            server.should_exit = server.should_exit or readiness.noticed or not node_stops
+            server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
                 link.end_all(Unavailable("the node has stopped before the answer was whole"))
@@ -299,9 +300,9 @@ async def _beat(
         worker.table.set(FrontendMetrics.IN_FLIGHT, found.in_flight)
         worker.table.total(FrontendMetrics.RESTARTED, found.restarts)
         worker.table.total(FrontendMetrics.MALFORMED, found.malformed)
-        await asyncio.sleep(_BEAT_S)
+        await asyncio.sleep(_HEARTBEAT_S)
 
 
-def run(worker: Worker, make_engine: MakeEngine) -> None:
+def run(worker: Worker, make_engine: EngineFactory) -> None:
     """The process: serve until told to stop, then finish what is in flight (the supervisor bounds that)."""
     uvloop.run(_serve(worker, make_engine))

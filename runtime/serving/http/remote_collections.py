@@ -11,7 +11,7 @@ from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Catalogue, SearchSource
 
 
-class WithRemote:
+class CollectionRouter:
     """A `SearchSource` and a `Catalogue`: asks the nodes of a remote collection, and `own` for every other."""
 
     def __init__(self, own: SearchSource, catalogue: Catalogue, sections: Sequence[RemoteSection]) -> None:

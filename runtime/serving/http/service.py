@@ -26,12 +26,12 @@ from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
-from runtime.serving.frontend.answer_cache import PromptAnswers
+from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.api_types import RetrievalBody
-from runtime.serving.http.connections import Readiness
-from runtime.serving.http.guard import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
+from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
+from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
 
@@ -93,11 +93,11 @@ class Searches:
 
         Raises Forbidden or Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
         """
-        wanted = access.wanted(collection, body.filter)
+        wanted = access.restrict(collection, body.filter)
         asked = PassageQuery(collection, body.k, body.query, body.vector, wanted=wanted, hybrid=body.hybrid)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
-        self._traces.search_begun(request_id, client_id, Retrieval(collection, body.k))
+        self._traces.start_search(request_id, client_id, Retrieval(collection, body.k))
         state, found = "internal_error", 0
         self._running += 1
         try:
@@ -113,7 +113,7 @@ class Searches:
             raise
         finally:
             self._running -= 1
-            took_ms = self._traces.search_ended(request_id, state, found) / 1e6
+            took_ms = self._traces.end_search(request_id, state, found) / 1e6
             told = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
 
@@ -145,16 +145,16 @@ class Catalogue(Protocol):
 class Service:
     """What the routes stand on."""
 
-    link: Engine
+    engine: Engine
     search: SearchSource
     metrics: Callable[[], Awaitable[str]]  # all of them, in Prometheus' text format
-    answers: PromptAnswers | None = None
+    answers: AnswerCache | None = None
     tokens: Tokens | None = None  # of the model that the node itself runs
     catalogue: Catalogue = field(default_factory=NoCollections)
     writes: WriterService | None = None  # None on a node without collections
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
-    responded: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer
+    on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,5 +197,5 @@ class Settings:
 
 def missing_roles(service: Service, settings: Settings) -> list[str]:
     """The roles without a worker that takes requests; empty when the node is ready."""
-    workers = service.link.missing() if settings.model else []
+    workers = service.engine.missing() if settings.model else []
     return [*workers, *service.search.missing()]

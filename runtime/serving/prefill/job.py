@@ -81,7 +81,7 @@ class Job:
         first token was drawn from `scores`, unless it was told before."""
         request, asked, resume = self.request, self.request.generation, self.request.resume
         trigger = self.trigger
-        generated, asked_at = (resume.generated, resume.asked_at) if resume else ((), 0)
+        generated, last_probe_at = (resume.generated, resume.last_probe_at) if resume else ((), 0)
         return Decode(
             request_id=self.id,
             frontend_epoch=request.frontend_epoch,
@@ -95,13 +95,13 @@ class Job:
             model=model,
             prompt_tokens=resume.prompt_tokens if resume else len(self.tokens),
             generated=generated,
-            first_is_told=self.resumed_token is not None,
+            first_token_sent=self.resumed_token is not None,
             build=self.build,
             salt=self.salt,
-            asked_at=asked_at,
-            first_asks=trigger is not None
+            last_probe_at=last_probe_at,
+            probe_after_first=trigger is not None
             and scores is not None
-            and trigger.asks(len(generated) + 1, asked_at, scores),
+            and trigger.should_probe(len(generated) + 1, last_probe_at, scores),
         )
 
 

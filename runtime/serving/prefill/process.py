@@ -281,7 +281,7 @@ class PrefillWorker:
         drawn = self._model.step(
             [chunk for _, chunk in batch],
             [job.sampler() if end else None for (job, _), end in zip(batch, last, strict=True)],
-            [job.trigger is not None and job.trigger.reads_scores for job, _ in batch],
+            [job.trigger is not None and job.trigger.needs_logits for job, _ in batch],
         )
         took_ns = time.monotonic_ns() - begin_ns
         self._disaggregation.record_pass(self.chunk_tokens - budget, took_ns / 1e9)

@@ -45,7 +45,7 @@ class SimRequest:
 
     @property
     def tpot_s(self) -> float:
-        """As `stages.spans_seconds` has it; 0 for an answer of one token."""
+        """As `stages.stage_seconds` has it; 0 for an answer of one token."""
         return (self.end_ns - self.first_token_ns) / 1e9 / max(self.arrival.output_tokens - 1, 1)
 
     def met(self, ttft_s: float, tpot_s: float) -> bool:

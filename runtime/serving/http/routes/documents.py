@@ -11,16 +11,16 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest
 from runtime.retrieval.live.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.serving.http.answers import Json, json_response
-from runtime.serving.http.api_types import StrictModel, filter_at, parse, wrong
-from runtime.serving.http.guard import ReadBody, access_of
+from runtime.serving.http.api_types import StrictModel, field_error, filter_at, parse
+from runtime.serving.http.middleware import ReadBody, access_of
+from runtime.serving.http.responses import Json, json_response
 
 
-def _many(value: object) -> object:
+def _validate_batch(value: object) -> object:
     if not isinstance(value, list) or not value:
-        raise wrong("an array is needed, with one element at least")
+        raise field_error("an array is needed, with one element at least")
     if len(value) > MAX_BATCH:
-        raise wrong(f"{len(value)} in one request; the limit is {MAX_BATCH}")
+        raise field_error(f"{len(value)} in one request; the limit is {MAX_BATCH}")
     return value
 
 
@@ -39,13 +39,13 @@ class Document(StrictModel):
 class PutBody(StrictModel):
     """PUT /v1/collections/{name}/documents."""
 
-    documents: Annotated[list[Document], BeforeValidator(_many)]
+    documents: Annotated[list[Document], BeforeValidator(_validate_batch)]
 
 
 class DeleteBody(StrictModel):
     """DELETE /v1/collections/{name}/documents: by `ids`, or what passes `filter`."""
 
-    ids: Annotated[list[str], BeforeValidator(_many)] | None = None
+    ids: Annotated[list[str], BeforeValidator(_validate_batch)] | None = None
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
 
 
@@ -65,7 +65,7 @@ class DocumentRoutes:
     async def put(self, http: Request) -> Response:
         name = self._name(http)
         body = parse(PutBody, await self._read(http))
-        owner = access_of(http).bound(name)
+        owner = access_of(http).restriction(name)
         own = {} if owner is None else {owner.key: owner.value}
         documents = [UpsertDocument(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
         count = await self._writes.upsert(name, documents, owner)
@@ -77,25 +77,25 @@ class DocumentRoutes:
         if (body.ids is None) == (body.filter is None):
             raise InvalidRequest("set either ids or filter", "ids")
         if body.ids is not None:
-            count = await self._writes.delete(name, body.ids, access_of(http).bound(name))
+            count = await self._writes.delete(name, body.ids, access_of(http).restriction(name))
         else:
-            wanted = access_of(http).wanted(name, body.filter)
+            wanted = access_of(http).restrict(name, body.filter)
             assert wanted is not None, "there is a filter"
             count = await self._writes.delete_where(name, wanted)
         return json_response({"object": "documents.deleted", "collection": name, "count": count})
 
     async def flush(self, http: Request) -> Response:
         name = self._name(http)
-        access_of(http).check_whole(name)
+        access_of(http).require_whole_collection(name)
         await self._writes.flush(name)
         return json_response({"object": "collection.flushed", "collection": name})
 
     async def state(self, http: Request) -> Response:
         name = self._name(http)
-        access_of(http).check_whole(name)
+        access_of(http).require_whole_collection(name)
         found = self._writes.states().get(name)
         told: Json = {"object": "collection", "id": name, "writing": found is not None}
         return json_response(told if found is None else told | found._asdict())
 
     def _name(self, http: Request) -> str:
-        return access_of(http).named(str(http.path_params["name"]), self._collections, "collection")
+        return access_of(http).resolve(str(http.path_params["name"]), self._collections, "collection")

@@ -12,24 +12,24 @@ from starlette.responses import Response
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
-from runtime.serving.frontend.requests import ClientGone
-from runtime.serving.http.answers import Json, json_response
-from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, parse, wrong
-from runtime.serving.http.guard import ReadBody
+from runtime.serving.frontend.requests import ClientDisconnected
+from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, field_error, parse
+from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import Catalogue
 
 MAX_INPUTS = 2048
-_AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
+_BATCH = 16  # texts; between two such batches queries of searches are embedded
 
 
-def _input(value: object) -> object:
+def _validate_input(value: object) -> object:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise wrong("input must be a string or an array of strings; token ids are not supported")
+        raise field_error("input must be a string or an array of strings; token ids are not supported")
     if not 1 <= len(texts) <= MAX_INPUTS:
-        raise wrong(f"input has {len(texts)} texts, allowed are 1 to {MAX_INPUTS}")
+        raise field_error(f"input has {len(texts)} texts, allowed are 1 to {MAX_INPUTS}")
     if not all(texts):
-        raise wrong("input has an empty text")
+        raise field_error("input has an empty text")
     return texts
 
 
@@ -37,7 +37,7 @@ class EmbeddingsBody(StrictModel):
     """POST /v1/embeddings. `input_type`: what prefix the texts get, where the model has any."""
 
     model: str
-    input: Annotated[list[str], BeforeValidator(_input)]
+    input: Annotated[list[str], BeforeValidator(_validate_input)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=MAX_TOKENS)
     input_type: Literal["query", "passage"] = "query"
@@ -71,7 +71,7 @@ class EmbeddingsRoute:
         self._running += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                vectors, tokens = await self._embedded(http, embedder, body)
+                vectors, tokens = await self._embed_batches(http, embedder, body)
         except TimeoutError:
             raise DeadlineExceeded(f"embedding took longer than its limit of {self._timeout_s:g} s") from None
         finally:
@@ -80,26 +80,26 @@ class EmbeddingsRoute:
             "object": "list",
             "model": body.model,
             "data": [
-                {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+                {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
                 for index, vector in enumerate(vectors)
             ],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         return json_response(content)
 
-    async def _embedded(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
+    async def _embed_batches(self, http: Request, embedder: Embedder, body: EmbeddingsBody) -> tuple[Vectors, int]:
         parts, tokens = [], 0
-        for begin in range(0, len(body.input), _AT_ONCE):
+        for begin in range(0, len(body.input), _BATCH):
             if await http.is_disconnected():
-                raise ClientGone("the client closed the connection while its texts were embedded")
-            some = body.input[begin : begin + _AT_ONCE]
+                raise ClientDisconnected("the client closed the connection while its texts were embedded")
+            some = body.input[begin : begin + _BATCH]
             vectors, counted = await self._source.embedded(embedder, some, body.input_type)
             parts.append(vectors)
             tokens += counted
         return np.concatenate(parts), tokens
 
 
-def _written(vector: Vectors, encoding: str) -> object:
+def _encode_vector(vector: Vectors, encoding: str) -> object:
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()

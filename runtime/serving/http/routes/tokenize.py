@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.errors import InvalidRequest, Unavailable
-from runtime.serving.http.answers import json_response
-from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, check_bytes, json_object, validated
-from runtime.serving.http.guard import ReadBody
+from runtime.serving.http.api_types import ChatMessage, StrictModel, chat_message, check_bytes, parse_object, validate
+from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.responses import json_response
 from runtime.serving.messages import Message
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class TokenizeBody(StrictModel):
     @classmethod
     def parse(cls, body: bytes) -> Self:
         """From JSON; fields that others have beside these are ignored. Raises InvalidRequest."""
-        fields = json_object(body)
-        read = validated(cls, {name: value for name, value in fields.items() if name in cls.model_fields})
+        fields = parse_object(body)
+        read = validate(cls, {name: value for name, value in fields.items() if name in cls.model_fields})
         if (read.prompt is None) == (read.messages is None):
             raise InvalidRequest("set either prompt or messages", "prompt")
         return read

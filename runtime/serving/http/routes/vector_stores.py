@@ -17,17 +17,17 @@ from starlette.responses import Response
 
 from runtime.errors import InvalidRequest
 from runtime.retrieval.passages import PartialPassages, Passage
-from runtime.serving.http.answers import Json, json_response
 from runtime.serving.http.api_types import (
     MAX_TOKENS,
     RetrievalBody,
     StrictModel,
     check_bytes,
+    field_error,
     filter_at,
     parse,
-    wrong,
 )
-from runtime.serving.http.guard import ReadBody, access_of, request_id, sent_id
+from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
+from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import Catalogue, Searches
 
 MAX_QUERIES = 16
@@ -36,31 +36,31 @@ _DEFAULT_LISTED = 20
 _RANKERS = ("auto", "none")
 
 
-def _query(value: object) -> object:
+def _validate_query(value: object) -> object:
     queries = [value] if isinstance(value, str) else value
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise wrong("query must be a string or an array of strings")
+        raise field_error("query must be a string or an array of strings")
     if not 1 <= len(queries) <= MAX_QUERIES:
-        raise wrong(f"query has {len(queries)} strings, allowed are 1 to {MAX_QUERIES}")
+        raise field_error(f"query has {len(queries)} strings, allowed are 1 to {MAX_QUERIES}")
     if not all(queries):
-        raise wrong("query is empty")
+        raise field_error("query is empty")
     return queries
 
 
-def _ranking(value: object) -> object:
+def _validate_ranking(value: object) -> object:
     if not isinstance(value, dict):
-        raise wrong("ranking_options must be an object")
+        raise field_error("ranking_options must be an object")
     for name, given in value.items():
         if name not in RankingOptions.model_fields and given is not None:
-            raise wrong(f"ranking_options: {name[:64]!r} is not supported")
+            raise field_error(f"ranking_options: {name[:64]!r} is not supported")
     if value.get("ranker", "auto") not in _RANKERS:
-        raise wrong(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; there is no ranker but {_RANKERS}")
+        raise field_error(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; there is no ranker but {_RANKERS}")
     return {name: given for name, given in value.items() if name in RankingOptions.model_fields and given is not None}
 
 
-def _no_rewriting(value: object) -> object:
+def _validate_rewriting(value: object) -> object:
     if value is not False:
-        raise wrong("rewrite_query is not supported other than false: a query is searched for as it is")
+        raise field_error("rewrite_query is not supported other than false: a query is searched for as it is")
     return value
 
 
@@ -88,10 +88,10 @@ class RankingOptions(StrictModel):
 class StoreSearchBody(StrictModel):
     """POST /v1/vector_stores/{name}/search."""
 
-    query: Annotated[list[str], BeforeValidator(_query)]
+    query: Annotated[list[str], BeforeValidator(_validate_query)]
     max_num_results: int = Field(10, ge=1, le=MAX_TOKENS)
-    ranking_options: Annotated[RankingOptions | None, BeforeValidator(_ranking)] = None
-    rewrite_query: Annotated[bool, BeforeValidator(_no_rewriting)] = False
+    ranking_options: Annotated[RankingOptions | None, BeforeValidator(_validate_ranking)] = None
+    rewrite_query: Annotated[bool, BeforeValidator(_validate_rewriting)] = False
     filters: Annotated[Any, BeforeValidator(filter_at("filters"))] = None
 
 
@@ -114,17 +114,17 @@ class StoreRoutes:
 
     def add_to(self, app: Starlette) -> None:
         """Serve them."""
-        app.add_route("/v1/vector_stores", self.listed, methods=["GET"])
-        app.add_route("/v1/vector_stores/{name}", self.one, methods=["GET"])
+        app.add_route("/v1/vector_stores", self.list_stores, methods=["GET"])
+        app.add_route("/v1/vector_stores/{name}", self.get_store, methods=["GET"])
         app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
 
-    async def listed(self, http: Request) -> Response:
-        names, more = _page(access_of(http).some(self._collections), http.query_params)
+    async def list_stores(self, http: Request) -> Response:
+        names, more = _page(access_of(http).visible(self._collections), http.query_params)
         data = [self._store(name, http) for name in names]
         ends = {"first_id": names[0] if data else None, "last_id": names[-1] if data else None}
         return json_response({"object": "list", "data": data, **ends, "has_more": more})
 
-    async def one(self, http: Request) -> Response:
+    async def get_store(self, http: Request) -> Response:
         return json_response(self._store(self._name(http), http))
 
     async def search(self, http: Request) -> Response:
@@ -144,7 +144,7 @@ class StoreRoutes:
             asked = RetrievalBody.model_construct(
                 query=query, k=body.max_num_results, filter=body.filters, hybrid=hybrid
             )
-            own = (request_id(http), sent_id(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
+            own = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
             passages = await self._searches.run(asked, name, access_of(http), *own)
             partial |= isinstance(passages, PartialPassages)
             for rank, passage in enumerate(passages):
@@ -164,11 +164,11 @@ class StoreRoutes:
 
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])
-        return access_of(http).named(name, self._collections, "vector_store_id", "vector store")
+        return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
 
     def _store(self, name: str, http: Request) -> Json:
         about = self._stores.about(name)
-        if access_of(http).bound(name) is not None:  # how much others have is not told
+        if access_of(http).restriction(name) is not None:  # how much others have is not told
             about = replace(about, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
         return {

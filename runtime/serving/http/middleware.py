@@ -31,8 +31,8 @@ from runtime.retrieval.attributes.filters import (
     excludes,
     filter_bytes,
 )
-from runtime.serving.frontend.observability import SENT_ID, trace_context, trace_context_of
-from runtime.serving.http.answers import error_json, to_json
+from runtime.serving.frontend.observability import CLIENT_ID, trace_context, trace_context_of
+from runtime.serving.http.responses import error_json, to_json
 
 # ---- what the API key of a request may reach: every collection, or some, of which it may be bound to one tenant's part
 
@@ -50,11 +50,11 @@ class Access:
             return b""
         return blake2b(repr(sorted(self.grants.items())).encode(), digest_size=16).digest()
 
-    def some(self, collections: Iterable[str]) -> list[str]:
+    def visible(self, collections: Iterable[str]) -> list[str]:
         """Those of some collections that may be reached."""
         return [name for name in collections if self.grants is None or name in self.grants]
 
-    def bound(self, collection: str) -> AttributeBinding | None:
+    def restriction(self, collection: str) -> AttributeBinding | None:
         """What has to hold of each document that is found or written. Raises `Forbidden`."""
         if self.grants is None:
             return None
@@ -62,44 +62,44 @@ class Access:
             raise Forbidden(f"this API key may not reach collection {collection[:128]!r}", "collection")
         return self.grants[collection]
 
-    def named(self, name: str, loaded: Iterable[str], param: str, what: str = "collection") -> str:
+    def resolve(self, name: str, loaded: Iterable[str], param: str, what: str = "collection") -> str:
         """The name of a collection that is loaded and may be reached. Raises `UnknownCollection`, `Forbidden`."""
         if name not in loaded:
-            reached = ", ".join(self.some(loaded)) or "none"
+            reached = ", ".join(self.visible(loaded)) or "none"
             raise UnknownCollection(f"no {what} {name[:128]!r} is loaded; loaded: {reached}", param)
-        self.bound(name)
+        self.restriction(name)
         return name
 
-    def check_whole(self, collection: str) -> None:
+    def require_whole_collection(self, collection: str) -> None:
         """Raises `Forbidden` unless all of a collection may be reached."""
-        if self.bound(collection) is not None:
+        if self.restriction(collection) is not None:
             raise Forbidden(f"this API key reaches a part of collection {collection!r} alone", "collection")
 
-    def check_operator(self) -> None:
+    def require_operator(self) -> None:
         """Raises `Forbidden` for a key that is bound to collections: those of tenants do not steer the node."""
         if self.grants is not None:
             raise Forbidden("this API key is bound to collections, and does not steer the node")
 
-    def wanted(self, collection: str, asked: Filter | None) -> Filter | None:
+    def restrict(self, collection: str, asked: Filter | None) -> Filter | None:
         """The filter of a search. Raises `Forbidden` for a collection or a value that is not the key's own."""
-        own = self.bound(collection)
+        own = self.restriction(collection)
         if own is None:
             return asked
         if asked is not None and excludes(asked, own):
             raise Forbidden(f"this API key may ask for no other {own.key!r} than its own", "filter")
         return both_filters(own.filter(), asked)
 
-    def wanted_bytes(self, collection: str, asked: bytes) -> bytes:
-        """`wanted` of a filter as it travels to a pool; b"": none."""
+    def restrict_bytes(self, collection: str, asked: bytes) -> bytes:
+        """`restrict` of a filter as it travels to a pool; b"": none."""
         if self.grants is None:
             return asked
-        return filter_bytes(self.wanted(collection, decode_filter(asked) if asked else None))
+        return filter_bytes(self.restrict(collection, decode_filter(asked) if asked else None))
 
 
-EVERYTHING = Access()
+FULL_ACCESS = Access()
 
 
-def accesses(keys: Iterable[ApiKey]) -> dict[str, Access]:
+def access_by_key(keys: Iterable[ApiKey]) -> dict[str, Access]:
     """What keys may reach, of those that may not reach everything."""
     return {
         one.key: Access({name: bound and AttributeBinding(*bound) for name, bound in one.grants.items()})
@@ -117,9 +117,9 @@ def access_of(http: Request) -> Access:
 
 log = logging.getLogger(__name__)
 
-HEADER = "x-request-id"
+REQUEST_ID_HEADER = "x-request-id"
 _PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/v1/retrieval": "ret"}
-_OTHER = "req"
+_DEFAULT_PREFIX = "req"
 
 # What still comes of a body that is too large is thrown away after the answer, up to so many bytes and seconds: one
 # who sends on when the connection closes would see a broken pipe instead of the answer.
@@ -127,7 +127,7 @@ DISCARD_BYTES = 8 << 20
 DISCARD_S = 10.0
 
 
-class _Early(Response):
+class _EarlyResponse(Response):
     """An answer that does not wait for the request's body, and throws away what comes of it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +145,7 @@ class _Early(Response):
 
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
     """OpenAI's error object under the error's status."""
-    kind = _Early if isinstance(error, BodyTooLarge) and error.more else Response
+    kind = _EarlyResponse if isinstance(error, BodyTooLarge) and error.more else Response
     if isinstance(error, RequestTooSlow):  # what still comes of its body is no request
         headers = {**(headers or {}), "Connection": "close"}
     return kind(to_json(error_json(error)), error.status, headers, media_type="application/json")
@@ -166,7 +166,7 @@ class NotJson(InvalidRequest):
     status = 415
 
 
-class Encoded(NotJson):
+class CompressedBody(NotJson):
     """The body is compressed: its size would be known too late."""
 
 
@@ -192,11 +192,11 @@ ReadBody = Callable[[Request], Awaitable[bytes]]  # a request's body, within the
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body, of at most `limit` bytes.
 
-    Raises Encoded, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
+    Raises CompressedBody, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
-        raise Encoded(f"the body is encoded as {encoding[:64]!r}: send it as it is")
+        raise CompressedBody(f"the body is encoded as {encoding[:64]!r}: send it as it is")
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         # Not only for order's sake: a browser sends any other type to us from any web page, without asking first.
@@ -228,7 +228,7 @@ async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s:
     return b"".join(parts)
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware: all but `open_paths` need one of the keys as a bearer token; `access_of` has what it reaches.
 
     Without keys everything is open, to requests whose Host is this machine's loopback or `host`, the configured one: a
@@ -245,12 +245,12 @@ class Guard:
         self._app = app
         self._host = host.lower()
         self._open_paths = frozenset(open_paths)
-        self._access = [access.get(key, EVERYTHING) for key in keys]
+        self._access = [access.get(key, FULL_ACCESS) for key in keys]
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["access"] = EVERYTHING
-        if scope["type"] == "http" and (problem := self._problem(scope)) is not None:
+        scope.setdefault("state", {})["access"] = FULL_ACCESS
+        if scope["type"] == "http" and (problem := self._check(scope)) is not None:
             headers = {"WWW-Authenticate": "Bearer"} if isinstance(problem, Unauthorized) else {}
             await error_response(problem, headers)(scope, receive, send)
             return
@@ -270,22 +270,22 @@ class Guard:
             response = error_response(InternalError("internal error; the server's log has more"))
             await response(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> TrinityError | None:
+    def _check(self, scope: Scope) -> TrinityError | None:
         if not self._digests:
-            return self._wrong_host(scope)
-        return None if scope["path"] in self._open_paths else self._wrong_key(scope)
+            return self._check_host(scope)
+        return None if scope["path"] in self._open_paths else self._check_key(scope)
 
-    def _wrong_host(self, scope: Scope) -> TrinityError | None:
+    def _check_host(self, scope: Scope) -> TrinityError | None:
         """HTTP/1.0 may send no Host; every browser sends one."""
         for name, value in scope["headers"]:
-            if name == b"host" and not self._is_ours(host := value.decode("latin-1")):
+            if name == b"host" and not self._is_own_host(host := value.decode("latin-1")):
                 return HostNotAllowed(
                     f"the request's Host is {host[:128]!r}: a server without API keys answers to localhost, a loopback "
                     f"address and its http.host ({self._host}) alone"
                 )
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         host = host.strip().lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].removesuffix(".")
         if name in (self._host, "localhost") or name.endswith(".localhost"):
@@ -295,7 +295,7 @@ class Guard:
         except ValueError:
             return False
 
-    def _wrong_key(self, scope: Scope) -> TrinityError | None:
+    def _check_key(self, scope: Scope) -> TrinityError | None:
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":
@@ -312,7 +312,7 @@ class Guard:
 def id_source(epoch: int) -> Callable[[str], str]:
     """Gives a request's id by its path, unlike that of any other request of the node (`epoch`: the frontend's)."""
     count = itertools.count(1)
-    return lambda path: f"{_PREFIXES.get(path, _OTHER)}-{epoch:x}-{next(count)}"
+    return lambda path: f"{_PREFIXES.get(path, _DEFAULT_PREFIX)}-{epoch:x}-{next(count)}"
 
 
 def request_id(http: Request) -> str:
@@ -320,15 +320,15 @@ def request_id(http: Request) -> str:
     return str(http.state.request_id)
 
 
-def sent_id(http: Request) -> str:
+def client_id_of(http: Request) -> str:
     """What the client calls it; "" if it sent no id, or one that is longer or has other characters than it may."""
-    return str(http.state.sent_id)
+    return str(http.state.client_id)
 
 
-class Envelope:
+class RequestContextMiddleware:
     """ASGI middleware around everything that answers: each request gets its id and each answer the header; a node that
     drains ends its connections, so that none which a balancer keeps for later is closed just when a request is sent
-    over it; `responded` is told of every answer's path, status and seconds, from the request's head to its last byte.
+    over it; `on_response` is told of every answer's path, status and seconds, from the request's head to its last byte.
     """
 
     def __init__(
@@ -336,26 +336,26 @@ class Envelope:
         app: ASGIApp,
         new_id: Callable[[str], str],
         draining: Callable[[], bool],
-        responded: Callable[[str, int, float], None],
+        on_response: Callable[[str, int, float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app, self._new_id, self._draining = app, new_id, draining
-        self._responded, self._clock = responded, clock
+        self._on_response, self._clock = on_response, clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begin, status = self._clock(), 500
-        own, sent = self._new_id(scope["path"]), _sent(scope)
-        scope.setdefault("state", {}).update(request_id=own, sent_id=sent)
+        own, sent = self._new_id(scope["path"]), _client_id(scope)
+        scope.setdefault("state", {}).update(request_id=own, client_id=sent)
         trace_context.set(trace_context_of(Headers(scope=scope)))
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
-                headers[HEADER] = sent or own
+                headers[REQUEST_ID_HEADER] = sent or own
                 if self._draining():
                     headers["connection"] = "close"
             await send(message)
@@ -363,9 +363,9 @@ class Envelope:
         try:
             await self._app(scope, receive, answer)
         finally:
-            self._responded(scope["path"], status, self._clock() - begin)
+            self._on_response(scope["path"], status, self._clock() - begin)
 
 
-def _sent(scope: Scope) -> str:
-    given = Headers(scope=scope).getlist(HEADER)
-    return given[0] if len(given) == 1 and SENT_ID.fullmatch(given[0]) else ""
+def _client_id(scope: Scope) -> str:
+    given = Headers(scope=scope).getlist(REQUEST_ID_HEADER)
+    return given[0] if len(given) == 1 and CLIENT_ID.fullmatch(given[0]) else ""

@@ -11,9 +11,9 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.serving import stages
-from runtime.serving.frontend.observability import Measures
-from runtime.serving.frontend.requests import ClientGone, Ended
-from runtime.serving.http.guard import Envelope
+from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
+from runtime.serving.http.middleware import RequestContextMiddleware
 
 SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
 SECOND = 1_000_000_000
@@ -31,48 +31,48 @@ def judged(table: WorkerTable, slo: Slo) -> tuple[float, float]:
     return table.value(FrontendMetrics.SLO_REQUESTS[slo]), table.value(FrontendMetrics.SLO_VIOLATIONS[slo])
 
 
-def answered(ttft_s: float, tpot_s: float = 0.0, tokens: int = 11, code: str = "stop") -> Ended:
+def answered(ttft_s: float, tpot_s: float = 0.0, tokens: int = 11, code: str = "stop") -> RequestOutcome:
     first = int(ttft_s * SECOND)
     stamps = {stages.RECEIVED: 0, stages.FIRST_TOKEN: first, stages.END: first + int(tpot_s * SECOND) * (tokens - 1)}
-    return Ended("r", code, 1, tokens, stamps)
+    return RequestOutcome("r", code, 1, tokens, stamps)
 
 
 def test_an_answer_within_its_limits_keeps_every_promise_and_one_at_the_limit_does_too(table: WorkerTable) -> None:
-    measures = Measures(table, SLO)
-    measures.ended(answered(0.5, 0.05))
-    measures.ended(answered(1.0, 0.1))
+    metrics = RequestMetrics(table, SLO)
+    metrics.record_end(answered(0.5, 0.05))
+    metrics.record_end(answered(1.0, 0.1))
     assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 0)
     assert table.value(FrontendMetrics.REQUESTS["finished"]) == 2
 
 
 def test_a_late_first_token_or_slow_later_ones_break_their_own_promise_and_the_whole(table: WorkerTable) -> None:
-    measures = Measures(table, SLO)
-    measures.ended(answered(1.1, 0.05))
-    measures.ended(answered(0.5, 0.2))
+    metrics = RequestMetrics(table, SLO)
+    metrics.record_end(answered(1.1, 0.05))
+    metrics.record_end(answered(0.5, 0.2))
     assert judged(table, "ttft") == (2, 1)
     assert judged(table, "tpot") == (2, 1)
     assert judged(table, "all") == (2, 2)
 
 
 def test_an_answer_of_one_token_has_no_later_ones_to_judge(table: WorkerTable) -> None:
-    Measures(table, SLO).ended(answered(0.5, tokens=1, code="length"))
+    RequestMetrics(table, SLO).record_end(answered(0.5, tokens=1, code="length"))
     assert judged(table, "tpot") == (0, 0)
     assert judged(table, "all") == (1, 0)
 
 
 def test_what_failed_or_was_refused_broke_every_promise(table: WorkerTable) -> None:
-    measures = Measures(table, SLO)
-    measures.ended(Ended("r", "worker_lost", 0, 3, {}))
-    measures.refused(Overloaded("full"))
+    metrics = RequestMetrics(table, SLO)
+    metrics.record_end(RequestOutcome("r", "worker_lost", 0, 3, {}))
+    metrics.record_refusal(Overloaded("full"))
     assert judged(table, "ttft") == judged(table, "tpot") == judged(table, "all") == (2, 2)
     assert table.value(FrontendMetrics.REQUESTS["failed"]) == table.value(FrontendMetrics.REQUESTS["refused"]) == 1
 
 
 def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: WorkerTable) -> None:
-    measures = Measures(table, SLO)
-    measures.ended(Ended("r", ClientGone.code, 0, 3, {}))
-    measures.ended(Ended("r", "context_length_exceeded", 0, 0, {}))
-    measures.refused(ContextLengthExceeded("long"))
+    metrics = RequestMetrics(table, SLO)
+    metrics.record_end(RequestOutcome("r", ClientDisconnected.code, 0, 3, {}))
+    metrics.record_end(RequestOutcome("r", "context_length_exceeded", 0, 0, {}))
+    metrics.record_refusal(ContextLengthExceeded("long"))
     assert judged(table, "all") == (0, 0)
     assert table.value(FrontendMetrics.REQUESTS["cancelled"]) == 1
     assert table.value(FrontendMetrics.REQUESTS["invalid"]) == 2
@@ -86,7 +86,7 @@ def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: Work
 def test_searches_are_judged_by_their_whole_answer(
     table: WorkerTable, status: int, seconds: float, expected: tuple[float, float]
 ) -> None:
-    Measures(table, SLO).responded("/v1/retrieval", status, seconds)
+    RequestMetrics(table, SLO).record_response("/v1/retrieval", status, seconds)
     assert judged(table, "search") == expected
     assert sum(table.read(FrontendMetrics.SEARCH_TIME)[:-1]) == (status == 200)
 
@@ -106,8 +106,8 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
         raise AssertionError
 
     moments = iter([1.0, 3.0])
-    responded = Measures(table, SLO).responded
-    app = Envelope(application, str, lambda: False, responded, clock=lambda: next(moments))
+    responded = RequestMetrics(table, SLO).record_response
+    app = RequestContextMiddleware(application, str, lambda: False, responded, clock=lambda: next(moments))
     scope = {"type": "http", "path": "/x", "headers": []}
     if crashes:
         with pytest.raises(RuntimeError):
@@ -119,7 +119,7 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_a_look_at_the_health_of_a_node_that_drains_is_no_broken_answer(table: WorkerTable, path: str) -> None:
-    Measures(table, SLO).responded(path, 503, 0.001)
+    RequestMetrics(table, SLO).record_response(path, 503, 0.001)
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 0
-    Measures(table, SLO).responded("/v1/models", 503, 0.001)
+    RequestMetrics(table, SLO).record_response("/v1/models", 503, 0.001)
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 1

@@ -2,7 +2,7 @@
 
 Trinity's own additions: `retrieval` (the passages used: id, title, distance, and after how many tokens of the answer
 they came; `partial` where nodes of the collection were missing), `timings` (seconds by stage, see
-`stages.spans_seconds`) and, of an answer that was stored (`answer_cache.py`), `cached`: how alike the questions are and
+`stages.stage_seconds`) and, of an answer that was stored (`answer_cache.py`), `cached`: how alike the questions are and
 how old it is. In a stream the first chunk carries the passages found before prefill, each probe has a chunk of its own,
 and the chunk with the `finish_reason` the timings. A stream has its pieces as they come, and ends with the last one or
 with an error event.
@@ -22,7 +22,7 @@ from runtime.errors import InternalError, TrinityError
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.requests import Choices, Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
-from runtime.serving.stages import spans_seconds
+from runtime.serving.stages import stage_seconds
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def event(value: Json) -> bytes:
 
 def error_json(error: TrinityError) -> Json:
     """OpenAI's error object."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    object_name = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": object_name, "param": error.param, "code": error.code}}
 
 
 def passage_json(passage: Passage) -> Json:
@@ -56,14 +56,14 @@ def passage_json(passage: Passage) -> Json:
 
 
 @dataclass(slots=True)
-class Answer:
+class GenerationResponse:
     """One answer in the making. `add` every piece, in order; then `whole`, or `opening` and `chunk` as they come.
 
     The subclasses are the two endpoints' dialects: what their objects are called, and a choice of them.
     """
 
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
 
     id: str
     model: str
@@ -104,7 +104,7 @@ class Answer:
         choice = self._whole_choice("".join(self.texts)) | {"finish_reason": self.last.finish_reason}
         if self.return_token_ids:
             choice["token_ids"] = self.token_ids
-        answer = self._frame(self.kind, choice) | {"usage": self._usage(self.last)}
+        answer = self._object(self.object_name, choice) | {"usage": self._usage(self.last)}
         if isinstance(self.last, Relayed):
             answer["choices"] = self.choices.whole()
         if self.retrieval is not None:
@@ -184,7 +184,7 @@ class Answer:
 
     def _timings(self, last: Tokens) -> dict[str, float]:
         tokens = last.completion_tokens if isinstance(last, Relayed) else len(self.token_ids)
-        spans = spans_seconds(last.stages, tokens)
+        spans = stage_seconds(last.stages, tokens)
         if self.retrieval is not None and self.retrieval.every_tokens:
             spans["probe_stall"] = last.stalled_ns / 1e9
         return spans
@@ -197,12 +197,12 @@ class Answer:
         found: Json = {"collection": retrieval.collection, "passages": passages}
         return found | {"partial": True} if any(search.partial for search in searches) else found
 
-    def _frame(self, kind: str, choice: Json) -> Json:
+    def _object(self, object_name: str, choice: Json) -> Json:
         choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
 
     def _chunk(self, choice: Json) -> Json:
-        chunk = self._frame(self.chunk_kind, choice)
+        chunk = self._object(self.chunk_object_name, choice)
         return chunk | {"usage": self._usage_so_far()} if self.include_usage else chunk
 
     def _choice(self, text: str) -> Json:
@@ -219,10 +219,10 @@ def _counts(prompt: int, completion: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-class ChatAnswer(Answer):
+class ChatResponse(GenerationResponse):
     """The dialect of /v1/chat/completions."""
 
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
 
     def _first_choice(self) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -234,10 +234,10 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(GenerationResponse):
     """The dialect of /v1/completions."""
 
-    kind = chunk_kind = "text_completion"
+    object_name = chunk_object_name = "text_completion"
 
     def _choice(self, text: str) -> Json:
         return {"text": text}
@@ -272,7 +272,7 @@ class EventStream(Response):
             self.release()
 
 
-async def first_tokens(answer: Answer, request: Request) -> Tokens:
+async def first_tokens(answer: GenerationResponse, request: Request) -> Tokens:
     """Take in pieces up to the first tokens. Raises what ended the request before."""
     while True:
         piece = await request.next()
@@ -281,17 +281,21 @@ async def first_tokens(answer: Answer, request: Request) -> Tokens:
             return piece
 
 
-async def events(answer: Answer, request: Request, first: Tokens, whole: Callable[[], None]) -> AsyncIterator[bytes]:
-    """The stream from its first tokens on, what has come together in one part; `whole` is called when all of the answer
-    is there."""
+async def events(
+    answer: GenerationResponse, request: Request, first: Tokens, on_complete: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    """Yield the events from the first tokens on; pieces that arrive together form one chunk of the body.
+
+    `on_complete` is called once the answer is complete.
+    """
     try:
         yield answer.opening() + answer.chunk(first)
         while answer.last is None:
-            pieces = await request.next_ones()
+            pieces = await request.next_batch()
             for piece in pieces:
                 answer.add(piece)
             yield b"".join([answer.chunk(piece) for piece in pieces])
-        whole()
+        on_complete()
         yield answer.closing()
     except TrinityError as error:
         yield event(error_json(error)) + DONE
