@@ -1,17 +1,16 @@
-"""The pool's loop, compiled: receive → schedule → extend → publish, from a client's request ring to its result ring.
+"""Compiled loop of the pool, from a client's request ring to its result ring: receive → schedule → extend → publish.
 
-`run_loop` goes round until a moment given by its caller, or until there is nothing for it to do; it never enters
-Python. Its caller sleeps (`turn`, compiled too), and does ten times a second what only Python can: clients come, go and
-die, knobs turn, gauges and the heartbeat are written. What it works on, all of it plain arrays:
+`run_loop` runs until a given time, or until there is nothing to do; it never enters Python. Its caller
+(`loop_driver.py`) sleeps, and does in Python, ten times a second, what cannot be compiled: attaching and evicting
+clients, applying knobs, writing gauges and the heartbeat. The loop works on plain arrays:
 
-- the policy's `Tables`; an entry's own columns are below;
-- the desk of a `SessionServer`, and behind it the clients' rings (`ipc.ring.exchange`);
-- the engine's functions, by address (`gpu.engine`);
-- `Loop`, int64 words: where all of this lies, the loop's scratch space, and the places of its metrics in the worker's
-  table, float64.
+- the policy's `Tables`; the loop's own columns of an entry are in `loop_layout.py`;
+- the client table of a `SessionServer`, and through it the clients' rings (`ipc.ring.exchange`);
+- the engine's functions, called by address (`gpu.engine`);
+- `loop`, int64 words: addresses of all of these, scratch space, and addresses of metrics in the worker's table.
 
-A query's vector is copied once, from its ring into a row of its entry's, because the client may write the ring's slot
-again; from there the engine reads it. Results go from the engine into the client's result ring.
+A query's vector is copied once, from the request ring into its entry's row of `VECTORS`, because the client may reuse
+the ring's slot; the engine reads it there. Results go from the engine directly into the client's result ring.
 """
 
 from typing import Any
@@ -22,14 +21,13 @@ from ipc.memory.instructions import call, floats, words
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.exchange import DESK_WORDS
-from runtime.pool import loop_words as of
-from runtime.pool import parts, policy
-from runtime.pool import tables as at
+from runtime.pool import loop_layout as layout
+from runtime.pool import policy, scoped_search, tables
 from runtime.pool.collections.scopes import LIVE
 from runtime.pool.compiled import compiled
-from runtime.pool.tables import NEVER_NS, kind_a, kind_b, tables_at
+from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
 
-_RECEIVE = 64  # requests before an extend: what has a slot is not kept waiting by many arrivals
+_RECEIVE = 64  # requests received before an extend, so that arrivals do not delay active queries
 _LOOKS_PER_YIELD = 32
 _OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
     STATUS_CODES[status] for status in ("ok", "overloaded", "deadline_exceeded", "invalid_request", "cancelled")
@@ -38,42 +36,44 @@ _OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
 
 @compiled
 def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
-    """Go round until `until`, and look `spin_ns` for a request when there is nothing to do. Why it returned."""
-    t, desk = tables_at(handle), words(loop[of.DESK], DESK_WORDS)
+    """Run until `until`. With nothing to do, spin for at most `spin_ns`. Return the exit reason."""
+    t, desk = tables_at(handle), words(loop[layout.CLIENTS], DESK_WORDS)
     now = _now(loop)
     while True:
         if exchange.anything_new(desk):
             stopped = _receive(loop, t, desk)
             if stopped >= 0:
                 return stopped
-            now = _now(loop)  # dearer than looking: a round without news goes on with the end of the last extend
+            now = _now(
+                loop
+            )  # reading the clock costs more than polling: a round without requests reuses the last extend's end
         policy.schedule(t, now)
-        if not _carry_out(loop, t, desk, now):
-            return of.ENGINE_FAILED
-        if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE] == 0:
-            loop[of.OWN_NS] = loop[of.UNTOLD_NS] = 0
-            if loop[of.EVICT]:
-                return of.TO_EVICT
+        if not _apply_schedule(loop, t, desk, now):
+            return layout.ENGINE_FAILED
+        if t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE] == 0:
+            loop[layout.LAST_END_NS] = loop[layout.UNREPORTED_NS] = 0
+            if loop[layout.EVICT]:
+                return layout.EVICTIONS
             if desk[exchange.BELLS] or not _spin(loop, desk, min(until, now + spin_ns)):
-                return of.IDLE
+                return layout.IDLE
             continue
         if not _extend(loop, t, desk):
-            return of.ENGINE_FAILED
-        if loop[of.EVICT]:
-            return of.TO_EVICT
-        now = loop[of.OWN_NS]
+            return layout.ENGINE_FAILED
+        if loop[layout.EVICT]:
+            return layout.EVICTIONS
+        now = loop[layout.LAST_END_NS]
         if now >= until or desk[exchange.BELLS]:
-            return of.TIME
+            return layout.TIME_UP
 
 
 @compiled
 def _now(loop: Any) -> Any:
-    return words(loop[of.CLOCK], 1)[0] if loop[of.CLOCK] else instructions.monotonic_ns()
+    return words(loop[layout.CLOCK], 1)[0] if loop[layout.CLOCK] else instructions.monotonic_ns()
 
 
 @compiled
 def _spin(loop: Any, desk: Any, until: int) -> Any:
-    """Look for requests, yielding the core every few looks. Whether there are any."""
+    """Poll for requests, yielding the core every few polls. Return whether there is one."""
     while True:
         for _ in range(_LOOKS_PER_YIELD):
             if exchange.anything_new(desk):
@@ -88,93 +88,108 @@ def _spin(loop: Any, desk: Any, until: int) -> Any:
 
 @compiled
 def _receive(loop: Any, t: Any, desk: Any) -> Any:
-    """Take in what clients ask. Below 0, or why Python is needed."""
+    """Receive requests. Return an exit reason if Python is needed, else -1."""
     for _ in range(_RECEIVE):
         found = exchange.find_request(desk)
         if found == exchange.NONE:
             return -1
         if found == exchange.ACCEPTED:
-            take_in(loop, t, desk, desk[exchange.VECTOR], _now(loop))  # read now: it may just have been sent
+            enqueue(
+                loop, t, desk, desk[exchange.VECTOR], _now(loop)
+            )  # read the clock now: the request may have just been sent
             exchange.release(desk)
         elif found == exchange.CANCEL:
             _cancel(loop, t, desk, desk[exchange.ROW], desk[exchange.REQUEST_ID])
         elif found == exchange.ARENA:
-            return of.IN_ARENA
+            return layout.ARENA_VECTOR
         elif found == exchange.EVICT:
             _evict(loop, desk[exchange.ROW])
-            return of.TO_EVICT
+            return layout.EVICTIONS
         elif found == exchange.FILTER:
-            return of.NEW_FILTER
+            return layout.UNKNOWN_FILTER
     return -1
 
 
 @compiled
-def take_in(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
-    """The request found, which was accepted, with its vector at an address: it waits, or is refused."""
-    number = at.new_entry(t)
+def enqueue(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
+    """Enqueue or reject the accepted request in the client table, whose vector is at the address `vector`."""
+    number = tables.new_entry(t)
     entry, stage = t.entries[number], desk[exchange.STAGE]
-    count(loop, of.QUERIES + stage, 1.0)
-    entry[at.STAGE], entry[at.ARRIVAL] = stage, now
-    entry[at.DEADLINE] = desk[exchange.DEADLINE] if desk[exchange.DEADLINE] > 0 else NEVER_NS
-    entry[of.ROW], entry[of.REQUEST_ID] = desk[exchange.ROW], desk[exchange.REQUEST_ID]
-    entry[of.ENQUEUED], entry[of.RECEIVED], entry[of.BEGUN], entry[of.SLOT] = desk[exchange.ENQUEUE], now, 0, -1
-    entry[of.COLLECTION], entry[of.K], entry[of.TOP_M] = desk[exchange.NUMBER], desk[exchange.K], desk[exchange.TOP_M]
-    entry[of.WIDTH], entry[of.PATIENCE] = desk[exchange.WIDTH], desk[exchange.PATIENCE]
-    entry[of.PARTS] = entry[of.COUNT] = entry[of.KEPT] = 0
-    kind, scope = desk[exchange.NUMBER], desk[exchange.KNOWN]
-    if scope < 0 and kind >= LIVE:
-        scope = kind - LIVE
+    count(loop, layout.QUERIES + stage, 1.0)
+    entry[tables.STAGE], entry[tables.ARRIVAL] = stage, now
+    entry[tables.DEADLINE] = desk[exchange.DEADLINE] if desk[exchange.DEADLINE] > 0 else NEVER_NS
+    entry[layout.ROW], entry[layout.REQUEST_ID] = desk[exchange.ROW], desk[exchange.REQUEST_ID]
+    entry[layout.ENQUEUED], entry[layout.RECEIVED], entry[layout.BEGUN], entry[layout.SLOT] = (
+        desk[exchange.ENQUEUE],
+        now,
+        0,
+        -1,
+    )
+    entry[layout.COLLECTION], entry[layout.K], entry[layout.TOP_M] = (
+        desk[exchange.NUMBER],
+        desk[exchange.K],
+        desk[exchange.TOP_M],
+    )
+    entry[layout.WIDTH], entry[layout.PATIENCE] = desk[exchange.WIDTH], desk[exchange.PATIENCE]
+    entry[layout.PARTS] = entry[layout.PART_COUNT] = entry[layout.KEPT] = 0
+    searched, scope = desk[exchange.NUMBER], desk[exchange.KNOWN]
+    if scope < 0 and searched >= LIVE:
+        scope = searched - LIVE
     if scope >= 0:
-        kind = LIVE + scope  # each has an estimate of its own
-        parts.enter_scope(loop, entry, scope, now)
-    entry[at.KIND_A] = kind_a(kind, entry[of.TOP_M])
-    entry[at.KIND_B] = kind_b(entry[of.WIDTH], entry[of.PATIENCE])
-    if entry[of.COLLECTION] < 0 or entry[of.K] > entry[of.TOP_M] or entry[of.WIDTH] > loop[of.MAX_WIDTH]:
-        _refuse(loop, t, desk, number, _INVALID)
+        searched = LIVE + scope  # each scope is a query class of its own
+        scoped_search.bind_scope(loop, entry, scope, now)
+    entry[tables.CLASS_A] = class_a(searched, entry[layout.TOP_M])
+    entry[tables.CLASS_B] = class_b(entry[layout.WIDTH], entry[layout.PATIENCE])
+    if (
+        entry[layout.COLLECTION] < 0
+        or entry[layout.K] > entry[layout.TOP_M]
+        or entry[layout.WIDTH] > loop[layout.MAX_WIDTH]
+    ):
+        _reject(loop, t, desk, number, _INVALID)
         return
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
-        instructions.copy(loop[of.VECTORS] + number * loop[of.VECTOR_BYTES], vector, 4 * desk[exchange.DIM])
+        instructions.copy(loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES], vector, 4 * desk[exchange.DIM])
     else:
-        _refuse(loop, t, desk, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
+        _reject(loop, t, desk, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
 
 
 @compiled
 def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
-    """A client does not want an answer any more, or has it already."""
+    """Cancel a client's request, if it has not ended yet."""
     for which in range(5):
-        many = t.words[at.QUEUED + which]  # the queues, then the lists
+        length = t.words[tables.QUEUED + which]  # the queues, then the lists
         numbers = t.queues[which] if which < 2 else t.lists[which - 2]
-        for i in range(many):
+        for i in range(length):
             number = numbers[i]
-            if t.entries[number, of.ROW] == row and t.entries[number, of.REQUEST_ID] == request_id:
+            if t.entries[number, layout.ROW] == row and t.entries[number, layout.REQUEST_ID] == request_id:
                 _drop(loop, t, number)
-                _end(loop, desk, t.entries[number], _CANCELLED, 0, 0)
-                at.free_entry(t, number)
+                _send_result(loop, desk, t.entries[number], _CANCELLED, 0, 0)
+                tables.free_entry(t, number)
                 return
 
 
 @compiled
 def _drop(loop: Any, t: Any, number: int) -> None:
-    """Out of the queue, or out of the batch and the engine."""
-    if t.entries[number, at.STATE] != at.WAITING:
-        call(loop[of.CHANGE], (loop[of.HANDLE], t.entries[number, of.SLOT], RELEASE))
-    at.leave(t, number)
+    """Remove an entry from the queue, or from the batch and the engine."""
+    if t.entries[number, tables.STATE] != tables.WAITING:
+        call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], t.entries[number, layout.SLOT], RELEASE))
+    tables.release(t, number)
 
 
 @compiled
-def forget_client(loop: Any, handle: Any, row: int) -> Any:
-    """A client is gone, and with it what it had asked. How many queries that were."""
+def drop_client(loop: Any, handle: Any, row: int) -> Any:
+    """Drop all queries of a client that is gone. Return their number."""
     t = tables_at(handle)
     dropped = 0
     for number in range(len(t.entries)):
-        state = t.entries[number, at.STATE]
-        if state != at.FREE and t.entries[number, of.ROW] == row:
-            if state != at.DONE_WAITING:
+        state = t.entries[number, tables.STATE]
+        if state != tables.FREE and t.entries[number, layout.ROW] == row:
+            if state != tables.BATCH_WAITING:
                 _drop(loop, t, number)
             else:
-                call(loop[of.CHANGE], (loop[of.HANDLE], t.entries[number, of.SLOT], RELEASE))
-            at.free_entry(t, number)
+                call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], t.entries[number, layout.SLOT], RELEASE))
+            tables.free_entry(t, number)
             dropped += 1
     return dropped
 
@@ -183,28 +198,34 @@ def forget_client(loop: Any, handle: Any, row: int) -> Any:
 
 
 @compiled
-def _carry_out(loop: Any, t: Any, desk: Any, now: int) -> Any:
-    """What the policy has decided. Whether the engine did it."""
-    changed = t.words[at.CHANGED : at.CHANGED + 4]
-    for i in range(changed[at.LATE]):
-        _refuse(loop, t, desk, t.changes[at.LATE, i], _LATE)
-    for i in range(changed[at.PAUSING]):
-        call(loop[of.CHANGE], (loop[of.HANDLE], t.entries[t.changes[at.PAUSING, i], of.SLOT], PAUSE))
-        count(loop, of.PREEMPTIONS, 1.0)
-    for i in range(changed[at.RESUMED]):
-        call(loop[of.CHANGE], (loop[of.HANDLE], t.entries[t.changes[at.RESUMED, i], of.SLOT], RESUME))
-    for i in range(changed[at.ADMITTED]):
-        number = t.changes[at.ADMITTED, i]
+def _apply_schedule(loop: Any, t: Any, desk: Any, now: int) -> Any:
+    """Apply the policy's changes: rejections, pauses, resumptions, admissions. Return False if the engine failed."""
+    changed = t.words[tables.CHANGED : tables.CHANGED + 4]
+    for i in range(changed[tables.LATE]):
+        _reject(loop, t, desk, t.changes[tables.LATE, i], _LATE)
+    for i in range(changed[tables.PREEMPTED]):
+        call(
+            loop[layout.CHANGE_STATE],
+            (loop[layout.HANDLE], t.entries[t.changes[tables.PREEMPTED, i], layout.SLOT], PAUSE),
+        )
+        count(loop, layout.PREEMPTIONS, 1.0)
+    for i in range(changed[tables.RESUMED]):
+        call(
+            loop[layout.CHANGE_STATE],
+            (loop[layout.HANDLE], t.entries[t.changes[tables.RESUMED, i], layout.SLOT], RESUME),
+        )
+    for i in range(changed[tables.ADMITTED]):
+        number = t.changes[tables.ADMITTED, i]
         entry = t.entries[number]
-        slot = parts.admit(loop, entry, number)
+        slot = scoped_search.admit(loop, entry, number)
         if slot == INVALID:
-            at.leave(t, number)
-            _refuse(loop, t, desk, number, _INVALID)
+            tables.release(t, number)
+            _reject(loop, t, desk, number, _INVALID)
             continue
         if slot < 0:
             return False
-        entry[of.BEGUN] = now
-        observe(loop, of.WAITS + 3 * entry[at.STAGE], (now - entry[of.ENQUEUED]) / 1e9)
+        entry[layout.BEGUN] = now
+        observe(loop, layout.WAIT + 3 * entry[tables.STAGE], (now - entry[layout.ENQUEUED]) / 1e9)
     return True
 
 
@@ -213,40 +234,40 @@ def _carry_out(loop: Any, t: Any, desk: Any, now: int) -> Any:
 
 @compiled
 def _extend(loop: Any, t: Any, desk: Any) -> Any:
-    """One step of the engine, and what it has finished. Whether the engine did it."""
-    prefill = t.words[at.LISTED + at.PREFILL]
-    active = prefill + t.words[at.LISTED + at.DECODE]
+    """Run one step of the engine and publish the completed queries. Return False if the engine failed."""
+    prefill = t.words[tables.ACTIVE_PREFILL]
+    active = prefill + t.words[tables.ACTIVE_DECODE]
     begin = _now(loop)
-    done = call(loop[of.EXTEND], (loop[of.HANDLE], loop[of.REPORT]))
+    done = call(loop[layout.EXTEND], (loop[layout.HANDLE], loop[layout.REPORT]))
     end = _now(loop)
     if done < 0:
         return False
-    report = words(loop[of.REPORT], 2 + 2 * done)
-    loop[of.UNTOLD_NS] += end - (loop[of.OWN_NS] if loop[of.OWN_NS] else begin)
+    report = words(loop[layout.REPORT], 2 + 2 * done)
+    loop[layout.UNREPORTED_NS] += end - (loop[layout.LAST_END_NS] if loop[layout.LAST_END_NS] else begin)
     if report[0] > 0:
-        policy.advanced(t, prefill, active, report[0], loop[of.UNTOLD_NS])
-        loop[of.UNTOLD_NS] = 0
-    if loop[of.OWN_NS]:
-        count(loop, of.LOOP_S, (begin - loop[of.OWN_NS]) / 1e9)
-    count(loop, of.EXTEND_S, (end - begin) / 1e9)
-    count(loop, of.EXTENDS, report[0])
-    count(loop, of.STEPS, report[0] * active)
-    count(loop, of.PADDED_STEPS, report[0] * report[1])
-    loop[of.OWN_NS], loop[of.PADDED] = end, report[1]
-    static = t.words[at.RULES] == at.STATIC
+        policy.advance(t, prefill, active, report[0], loop[layout.UNREPORTED_NS])
+        loop[layout.UNREPORTED_NS] = 0
+    if loop[layout.LAST_END_NS]:
+        count(loop, layout.LOOP_S, (begin - loop[layout.LAST_END_NS]) / 1e9)
+    count(loop, layout.EXTEND_S, (end - begin) / 1e9)
+    count(loop, layout.EXTENDS, report[0])
+    count(loop, layout.SLOT_STEPS, report[0] * active)
+    count(loop, layout.PADDED_STEPS, report[0] * report[1])
+    loop[layout.LAST_END_NS], loop[layout.PADDED] = end, report[1]
+    static = t.words[tables.RULES] == tables.STATIC
     for i in range(done):
-        number = words(loop[of.OWNERS] + 8 * report[2 + 2 * i], 1)[0]
-        extends = parts.extends_of(loop, t.entries[number], number, report[3 + 2 * i])
-        if extends == parts.GOES_ON:
+        number = words(loop[layout.OWNERS] + 8 * report[2 + 2 * i], 1)[0]
+        extends = scoped_search.finish_part(loop, t.entries[number], number, report[3 + 2 * i])
+        if extends == scoped_search.CONTINUES:
             continue
         if extends < 0:
             return False
-        policy.finished(t, number, extends)
+        policy.finish(t, number, extends)
         if static:
-            _keep(loop, t, number, extends)
+            _defer(loop, t, number, extends)
         elif not _publish(loop, t, desk, number, extends, end):
             return False
-    return not static or _publish_together(loop, t, desk, end)
+    return not static or _publish_batch(loop, t, desk, end)
 
 
 # ---- publish
@@ -254,99 +275,99 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
 
 @compiled
 def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) -> Any:
-    """A query's results into its client's ring. Whether the engine gave them."""
+    """Write a query's results into its client's ring. Return False if the engine failed."""
     entry = t.entries[number]
-    place = exchange.payload_of_result(desk, entry[of.ROW])
-    if place < 0:
-        _evict(loop, entry[of.ROW])
+    payload = exchange.payload_of_result(desk, entry[layout.ROW])
+    if payload < 0:
+        _evict(loop, entry[layout.ROW])
     else:
-        found = parts.harvest(loop, entry, number, place, desk[exchange.MAX_K])
+        found = scoped_search.read_result(loop, entry, number, payload, desk[exchange.MAX_K])
         if found < 0:
             return False
-        _end(loop, desk, entry, _OK, found, extends)
-    call(loop[of.CHANGE], (loop[of.HANDLE], entry[of.SLOT], RELEASE))
-    stage = entry[at.STAGE]
-    limit = entry[at.DEADLINE]
-    if stage == at.PREFILL:
-        limit = min(limit, entry[at.ARRIVAL] + t.words[at.TARGET_NS])
+        _send_result(loop, desk, entry, _OK, found, extends)
+    call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], entry[layout.SLOT], RELEASE))
+    stage = entry[tables.STAGE]
+    limit = entry[tables.DEADLINE]
+    if stage == tables.PREFILL:
+        limit = min(limit, entry[tables.ARRIVAL] + t.words[tables.TARGET_NS])
     if now > limit:
-        count(loop, of.MISSED + stage, 1.0)
-    observe(loop, of.TOOK, (now - entry[of.ENQUEUED]) / 1e9)
-    observe(loop, of.TOOK_EXTENDS, float(extends))
-    at.free_entry(t, number)
+        count(loop, layout.DEADLINE_MISSES + stage, 1.0)
+    observe(loop, layout.LATENCY, (now - entry[layout.ENQUEUED]) / 1e9)
+    observe(loop, layout.QUERY_EXTENDS, float(extends))
+    tables.free_entry(t, number)
     return True
 
 
 @compiled
-def _keep(loop: Any, t: Any, number: int, extends: int) -> None:
-    """`static`: an answer waits until all of its batch are there."""
-    t.entries[number, at.STATE] = at.DONE_WAITING
-    kept = words(loop[of.STATIC_DONE] + 16 * loop[of.DONE_COUNT], 2)
-    kept[0], kept[1] = number, extends
-    loop[of.DONE_COUNT] += 1
+def _defer(loop: Any, t: Any, number: int, extends: int) -> None:
+    """Defer a result until its whole batch has completed (`static`)."""
+    t.entries[number, tables.STATE] = tables.BATCH_WAITING
+    deferred = words(loop[layout.STATIC_DONE] + 16 * loop[layout.DONE_COUNT], 2)
+    deferred[0], deferred[1] = number, extends
+    loop[layout.DONE_COUNT] += 1
 
 
 @compiled
-def _publish_together(loop: Any, t: Any, desk: Any, now: int) -> Any:
-    """What was kept, once nothing of its batch is in a slot. Whether the engine gave it."""
-    if t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]:
+def _publish_batch(loop: Any, t: Any, desk: Any, now: int) -> Any:
+    """Publish the deferred results once their batch has no active query. Return False if the engine failed."""
+    if t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]:
         return True
-    kept = words(loop[of.STATIC_DONE], 2 * loop[of.DONE_COUNT])
-    for i in range(loop[of.DONE_COUNT]):
-        if t.entries[kept[2 * i], at.STATE] == at.DONE_WAITING and not _publish(
-            loop, t, desk, kept[2 * i], kept[2 * i + 1], now
+    deferred = words(loop[layout.STATIC_DONE], 2 * loop[layout.DONE_COUNT])
+    for i in range(loop[layout.DONE_COUNT]):
+        if t.entries[deferred[2 * i], tables.STATE] == tables.BATCH_WAITING and not _publish(
+            loop, t, desk, deferred[2 * i], deferred[2 * i + 1], now
         ):
             return False
-    loop[of.DONE_COUNT] = 0
+    loop[layout.DONE_COUNT] = 0
     return True
 
 
 @compiled
-def _refuse(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
-    """A query that will not be searched; its entry is in no queue and no list."""
-    count(loop, of.REFUSED, 1.0)
-    reason = of.OVERLOADED if status == _OVERLOADED else of.LATE if status == _LATE else of.UNFIT
+def _reject(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
+    """Reject a query whose entry is in no queue and no list."""
+    count(loop, layout.REFUSED, 1.0)
+    reason = layout.OVERLOADED if status == _OVERLOADED else layout.LATE if status == _LATE else layout.INVALID
     count(loop, reason, 1.0)
-    _end(loop, desk, t.entries[number], status, 0, 0)
-    at.free_entry(t, number)
+    _send_result(loop, desk, t.entries[number], status, 0, 0)
+    tables.free_entry(t, number)
 
 
 @compiled
-def _end(loop: Any, desk: Any, entry: Any, status: int, found: int, extends: int) -> None:
-    sent = exchange.answer(
-        desk, entry[of.ROW], entry[of.REQUEST_ID], status, found, extends, entry[of.RECEIVED], entry[of.BEGUN]
-    )  # fmt: skip
-    if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
-        _evict(loop, entry[of.ROW])
+def _send_result(loop: Any, desk: Any, entry: Any, status: int, found: int, extends: int) -> None:
+    row, request_id = entry[layout.ROW], entry[layout.REQUEST_ID]
+    received, begun = entry[layout.RECEIVED], entry[layout.BEGUN]
+    sent = exchange.answer(desk, row, request_id, status, found, extends, received, begun)
+    if sent < 0:  # every accepted request has a slot reserved, so the client corrupted its ring
+        _evict(loop, entry[layout.ROW])
 
 
 @compiled
 def _evict(loop: Any, row: int) -> None:
-    """Remember a client that only Python can evict."""
-    rows = words(loop[of.EVICTED], loop[of.EVICT] + 1)
-    for i in range(loop[of.EVICT]):
+    """Record a client for eviction, which is done in Python."""
+    rows = words(loop[layout.EVICTED], loop[layout.EVICT] + 1)
+    for i in range(loop[layout.EVICT]):
         if rows[i] == row:
             return
-    rows[loop[of.EVICT]] = row
-    loop[of.EVICT] += 1
+    rows[loop[layout.EVICT]] = row
+    loop[layout.EVICT] += 1
 
 
-# ---- metrics, written where the worker's table has them
+# ---- metrics, written into the worker's table
 
 
 @compiled
 def count(loop: Any, counter: int, amount: float) -> None:
-    """Add to the counter of this word of the loop."""
+    """Add to a counter; `counter` is its word of the loop."""
     floats(loop[counter], 1)[0] += amount
 
 
 @compiled
 def observe(loop: Any, histogram: int, value: float) -> None:
-    """A value of the histogram of this word and the two behind it."""
-    many = loop[histogram + 2]
-    edges, buckets = floats(loop[histogram + 1], many), floats(loop[histogram], many + 2)
-    place = 0
-    while place < many and edges[place] < value:
-        place += 1
-    buckets[place] += 1.0
-    buckets[many + 1] += value
+    """Add a value to a histogram; `histogram` is the first of its three words of the loop."""
+    size = loop[histogram + 2]
+    edges, buckets = floats(loop[histogram + 1], size), floats(loop[histogram], size + 2)
+    bucket = 0
+    while bucket < size and edges[bucket] < value:
+        bucket += 1
+    buckets[bucket] += 1.0
+    buckets[size + 1] += value  # the sum

@@ -14,10 +14,10 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
 from runtime.pool.collections.live import LiveCollections, like_segments
-from runtime.pool.collections.replacing import Replacing
 from runtime.pool.collections.scopes import Scopes
 from runtime.pool.collections.shard import OpenShard, Shard, desk_number, key_of, open_shard
-from runtime.pool.loop_memory import CALLED, PoolLoop
+from runtime.pool.collections.updater import CollectionUpdater
+from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import Measured, fewest_slots, measure
 from runtime.retrieval import answer_store
@@ -110,7 +110,7 @@ class Pool:
         self.loop.compile()
         worker.start.part("loop")
         self.engine.interrupt_when(self.server.has_news)
-        self._replacing = Replacing(
+        self._updater = CollectionUpdater(
             catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
         )
         self._table.begin_knob("reserve", limits.reserve)
@@ -140,12 +140,12 @@ class Pool:
 
     def step(self) -> None:
         """One turn: queries are served, until there is something to do that only Python can."""
-        stopped = self.loop.serve(min(self._control_ns, self._replacing.due_ns))
+        stopped = self.loop.serve(min(self._control_ns, self._updater.due_ns))
         now = time.monotonic_ns()
-        if stopped == CALLED or now >= self._control_ns:
+        if stopped == SERVER_EVENT or now >= self._control_ns:
             self._control(now)
         else:
-            self._replacing.follow_writers(now)
+            self._updater.follow_writers(now)
 
     def _control(self, now: int) -> None:
         """Clients come and go, knobs turn, collections change; the table learns how things are."""
@@ -153,10 +153,10 @@ class Pool:
         self.control_turns += 1
         self._table.beat()
         self.server.housekeep(now)
-        self.loop.forget_gone()
+        self.loop.drop_gone_clients()
         self._turn_knobs()
-        if self._replacing.step(now):
-            self.loop.make_room(self.catalogue.offer.max_dim)
+        if self._updater.step(now):
+            self.loop.resize_vectors(self.catalogue.offer.max_dim)
         self._write_gauges()
 
     def _turn_knobs(self) -> None:
@@ -184,7 +184,7 @@ class Pool:
         self.server.drain()
 
     def close(self) -> None:
-        self._replacing.close()
+        self._updater.close()
         self.server.close()
         self.engine.close()  # first: freeing the GPU's memory would wait for blocks that stay on it
         if self.arena is not None:

@@ -20,7 +20,7 @@ class Policy:
     slots: N, the most queries that are active at a time. engine_slots: those and the paused ones; 0: twice as many, if
     an engine can have them. queue: queries that may wait. reserve: r in [0, 1]. prefill_target_ns: L_pre,max. aging_ns:
     when decode queries wait and none was active for this long, the oldest is. flush_prefill_ns, flush_ns: τ_pre and τ.
-    max_pauses: of one decode query. lost_ns: after which wait a prefill query's request has missed its TTFT.
+    max_pauses: of one decode query. missed_ns: after which wait a prefill query's request has missed its TTFT.
     The defaults are the configuration's.
     """
 
@@ -33,7 +33,7 @@ class Policy:
     flush_prefill_ns: int = _ns(_SHIPPED.flush_prefill_s)
     flush_ns: int = _ns(_SHIPPED.flush_s)
     max_pauses: int = _SHIPPED.max_pauses
-    lost_ns: int = _ns(SloSection().prefill_wait_s)
+    missed_ns: int = _ns(SloSection().prefill_wait_s)
     rules: PoolPolicy = _SHIPPED.policy
 
     @property
@@ -54,6 +54,6 @@ def policy_of(config: NodeConfig, slots: int) -> Policy:
         flush_prefill_ns=_ns(limits.flush_prefill_s),
         flush_ns=_ns(limits.flush_s),
         max_pauses=limits.max_pauses,
-        lost_ns=_ns(config.slo.prefill_wait_s),
+        missed_ns=_ns(config.slo.prefill_wait_s),
         rules=limits.policy,
     )

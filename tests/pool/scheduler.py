@@ -12,10 +12,10 @@ from runtime.pool.settings import Policy
 from runtime.pool.tables import (
     NEVER_NS,
     Tables,
+    class_a,
+    class_b,
     extend_ns,
     handle_of,
-    kind_a,
-    kind_b,
     learn_cost,
     new_tables,
     tables_at,
@@ -96,7 +96,7 @@ class Scheduler(Generic[T]):
 
     @property
     def paused(self) -> int:
-        return int(self.tables.words[at.LISTED + at.HELD_BACK])
+        return int(self.tables.words[at.PAUSED_COUNT])
 
     @property
     def busy(self) -> bool:
@@ -181,7 +181,7 @@ def _add(
     number = at.new_entry(t)
     entry = t.entries[number]
     entry[at.STAGE], entry[at.ARRIVAL], entry[at.DEADLINE] = stage, arrival, deadline
-    entry[at.KIND_A], entry[at.KIND_B] = kind_a(collection, top_m), kind_b(width, patience)
+    entry[at.CLASS_A], entry[at.CLASS_B] = class_a(collection, top_m), class_b(width, patience)
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
         return number
@@ -204,21 +204,21 @@ def _held_until(handle: Any, now: int) -> Any:
 @compiled
 def _advanced(handle: Any, extends: int, took_ns: int) -> None:
     t = tables_at(handle)
-    prefill = t.words[at.LISTED + at.PREFILL]
-    policy.advanced(t, prefill, prefill + t.words[at.LISTED + at.DECODE], extends, took_ns)
+    prefill = t.words[at.ACTIVE_PREFILL]
+    policy.advance(t, prefill, prefill + t.words[at.ACTIVE_DECODE], extends, took_ns)
 
 
 @compiled
 def _finished(handle: Any, number: int, extends: int) -> None:
     t = tables_at(handle)
-    policy.finished(t, number, extends)
+    policy.finish(t, number, extends)
     at.free_entry(t, number)
 
 
 @compiled
 def _left(handle: Any, number: int) -> None:
     t = tables_at(handle)
-    at.leave(t, number)
+    at.release(t, number)
     at.free_entry(t, number)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from runtime.pool import tables as at
 from runtime.pool.settings import Policy
-from runtime.pool.tables import kind_a, kind_b, learn_extends, row_of_kind
+from runtime.pool.tables import class_a, class_b, class_row, learn_extends
 from tests.pool.scheduler import Scheduler
 
 
@@ -64,20 +64,20 @@ def test_an_extend_in_which_the_process_lost_its_core_counts_as_four() -> None:
     assert made.extend_ns(4) < 1.1 * 140.0
 
 
-def test_a_kind_takes_what_those_before_it_took_and_until_then_what_its_top_m_says() -> None:
+def test_a_class_is_estimated_by_its_mean_and_before_that_by_its_top_m() -> None:
     tables = learnt([], 0, 0).tables
-    usual, patient = (row_of_kind(tables, kind_a(0, 40), kind_b(4, patience)) for patience in (0, 2))
+    usual, patient = (class_row(tables, class_a(0, 40), class_b(4, patience)) for patience in (0, 2))
     assert tables.means[usual, 0] == 13.0
     for taken in (8, 10):
         learn_extends(tables, usual, taken)
     assert (tables.means[usual, 0], tables.means[patient, 0]) == (9.0, 13.0)
-    assert row_of_kind(tables, kind_a(0, 40), kind_b(4, 0)) == usual
-    assert row_of_kind(tables, kind_a(1, 40), kind_b(4, 0)) != usual
+    assert class_row(tables, class_a(0, 40), class_b(4, 0)) == usual
+    assert class_row(tables, class_a(1, 40), class_b(4, 0)) != usual
 
 
-def test_kinds_without_end_take_bounded_memory_and_the_latest_is_known() -> None:
+def test_query_classes_are_bounded_and_the_latest_is_kept() -> None:
     tables = learnt([], 0, 0).tables
     for top_m in range(1, 3000):
-        learn_extends(tables, row_of_kind(tables, kind_a(0, top_m), kind_b(1, 0)), 5)
-    assert tables.words[at.KINDS_KNOWN] <= at.KINDS
-    assert tables.means[row_of_kind(tables, kind_a(0, 2999), kind_b(1, 0)), 0] == 5.0
+        learn_extends(tables, class_row(tables, class_a(0, top_m), class_b(1, 0)), 5)
+    assert tables.words[at.CLASS_COUNT] <= at.MAX_CLASSES
+    assert tables.means[class_row(tables, class_a(0, 2999), class_b(1, 0)), 0] == 5.0

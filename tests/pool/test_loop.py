@@ -15,8 +15,8 @@ from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
 from runtime.pool.loop import run_loop
-from runtime.pool.loop_memory import CALLED
-from runtime.pool.loop_words import CLOCK
+from runtime.pool.loop_driver import SERVER_EVENT
+from runtime.pool.loop_layout import CLOCK
 from runtime.pool.settings import Policy, policy_of
 from tests.pool.virtual_engine import VirtualPool
 
@@ -111,7 +111,7 @@ def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(virtual: MakeVir
     with contextlib.closing(connect(zmq.DEALER, pool.server.endpoint, max_message_bytes=1 << 20)) as stranger:
         stranger.send(b"nonsense")
         assert select.select([pool.server.fileno()], [], [], 60)[0]
-        assert pool.loop.serve(time.monotonic_ns() + 3600 * 10**9) == CALLED
+        assert pool.loop.serve(time.monotonic_ns() + 3600 * 10**9) == SERVER_EVENT
     assert pool.loop.busy
 
 

@@ -160,7 +160,7 @@ def test_prefill_whose_deadline_is_as_near_as_its_flush_timeout_does_not_wait_fo
 
 def test_prefill_that_has_missed_its_ttft_goes_behind_what_can_still_make_it_and_what_decode_wants() -> None:
     queries = [entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=5), entry("prefill", 3, arrival=92)]
-    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), *queries)
+    made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), *queries)
     filled(made, entry("decode", 4, arrival=95), now=95)
     order = []
     for _ in range(4):
@@ -172,13 +172,13 @@ def test_prefill_that_has_missed_its_ttft_goes_behind_what_can_still_make_it_and
 
 def test_the_papers_prefill_keeps_its_order_however_long_it_has_waited() -> None:
     queries = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
-    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10, rules="paper"), *queries)
+    made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10, rules="paper"), *queries)
     assert names(made.next(95).admitted) == [1]
 
 
 def test_a_lost_prefill_query_is_behind_those_alone_that_came_within_64_times_its_wait() -> None:
     lost, later = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=6_000)
-    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), lost, entry("prefill", 3, arrival=5_700))
+    made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), lost, entry("prefill", 3, arrival=5_700))
     (one,) = made.next(5_701).admitted
     assert one.query == 3
     made.finished(one, 4)
@@ -189,7 +189,7 @@ def test_a_lost_prefill_query_is_behind_those_alone_that_came_within_64_times_it
 
 def test_a_prefill_query_that_is_set_back_can_still_be_cancelled() -> None:
     lost, fresh = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
-    made = filled(scheduler(1, 1.0, lost_ns=90, prefill_target_ns=10), lost, fresh)
+    made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), lost, fresh)
     assert names(made.next(95).admitted) == [2]
     made.left(lost)
     assert made.waiting["prefill"] == 0

@@ -39,7 +39,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         self.policy = Policy(
             slots=slots, engine_slots=slots + spare, reserve=reserve, queue=queue, prefill_target_ns=due_in,
             aging_ns=aging, max_pauses=max_pauses, flush_prefill_ns=flush, flush_ns=2 * flush,
-            lost_ns=10**9 if flush else lost, rules=rules,
+            missed_ns=10**9 if flush else lost, rules=rules,
         )  # fmt: skip
         self.reserve = reserve
         self.scheduler: Scheduler[int] = Scheduler(self.policy)
@@ -101,7 +101,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         held, credit = self.scheduler.held_until(self.now), self.scheduler.credit_ns
         prefill = [one for one in self.waiting if one.stage == "prefill" and one.deadline_ns > self.now]
         self.yields = any(
-            self.now < one.arrival_ns + self.policy.flush_prefill_ns or self.now >= one.arrival_ns + self.policy.lost_ns
+            self.now < one.arrival_ns + self.policy.flush_prefill_ns
+            or self.now >= one.arrival_ns + self.policy.missed_ns
             for one in prefill
         )
         changes = self.scheduler.next(self.now)
@@ -148,8 +149,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         if self.naive or (one.stage == "decode" and self.policy.rules == "paper"):
             assert row[at.START_BY] == one.arrival_ns
         elif one.stage == "prefill":
-            lost = row[at.START_BY] > one.arrival_ns + self.policy.lost_ns
-            assert not lost or self.now - one.arrival_ns >= self.policy.lost_ns
+            lost = row[at.START_BY] > one.arrival_ns + self.policy.missed_ns
+            assert not lost or self.now - one.arrival_ns >= self.policy.missed_ns
             assert lost or row[at.START_BY] <= min(one.deadline_ns, one.arrival_ns + self.policy.prefill_target_ns)
         return int(row[at.START_BY]), one.query
 

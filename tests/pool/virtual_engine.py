@@ -15,8 +15,8 @@ from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.table import WorkerTable
-from runtime.pool.loop_memory import PoolLoop
-from runtime.pool.loop_words import IDLE
+from runtime.pool.loop_driver import PoolLoop
+from runtime.pool.loop_layout import IDLE
 from runtime.pool.settings import Policy
 from tests.pool.callbacks import Callbacks
 
@@ -108,7 +108,7 @@ class VirtualPool:
             max_dim=1, max_width=8, clock=int(self.engine.clock.ctypes.data),
         )  # fmt: skip
         for active in (1, 2, 4, 8, 16) * 4:
-            self.loop.learn_one(active, fixed + each * active)
+            self.loop.learn_extend(active, fixed + each * active)
         made: list[RingClient] = []
         thread = threading.Thread(
             target=lambda: made.append(RingClient(self.server.endpoint, "virtual", timeout_ms=60_000.0))

@@ -21,7 +21,7 @@ from ipc.memory.compiled import bound_to
 from ipc.memory.instructions import floats, words
 from runtime.pool import policy
 from runtime.pool import tables as at
-from runtime.pool.tables import NEVER_NS, kind_a, kind_b, tables_at
+from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
 
 compiled = bound_to(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
 
@@ -73,7 +73,7 @@ ON_ITS_WAY, INSIDE, LEAVES, FORGOTTEN = range(1, 5)
 POOL_WORDS = 22
 PACE, ROUND_S, QUERY_S = range(3)  # PACE: how many times as long an extend takes beside a model at work
 MODEL_BUSY, DEBT_NS = range(2)  # words of a GPU
-_ASK, _LAST_STEP, _ORDER = range(at.OWN, at.OWN + 3)  # the simulator's columns of a policy's entry
+_ASK, _LAST_STEP, _ORDER = range(at.CALLER, at.CALLER + 3)  # the simulator's columns of a policy's entry
 
 
 class State(NamedTuple):
@@ -142,7 +142,7 @@ def forget(handle: Any, number: int) -> None:
     one = s.asks[number]
     if one[STATE] == INSIDE and not one[BEGUN]:
         t = _tables(s, one[POOL])
-        at.leave(t, one[ENTRY])
+        at.release(t, one[ENTRY])
         at.free_entry(t, one[ENTRY])
         s.pools[one[POOL], QUERIES] -= 1
         _free(s, number)
@@ -247,7 +247,7 @@ def _arrive(s: Any, number: int) -> None:
     e[at.STAGE], e[at.ARRIVAL], e[at.DEADLINE], e[_ASK] = one[STAGE], now, one[DEADLINE], number
     if one[STAGE] == pool[PREFERRED]:
         e[at.ARRIVAL] -= FIRST_IN_LINE_NS
-    e[at.KIND_A], e[at.KIND_B] = kind_a(0, one[TOP_M]), kind_b(w[SEARCH_WIDTH], 0)
+    e[at.CLASS_A], e[at.CLASS_B] = class_a(0, one[TOP_M]), class_b(w[SEARCH_WIDTH], 0)
     verdict = policy.add(t, entry, now)
     if verdict == policy.ACCEPTED:
         pool[QUERIES] += 1
@@ -297,7 +297,7 @@ def _between(s: Any, p: int) -> None:
         if entry < 0:
             break
         number = t.entries[entry, _ASK]
-        policy.finished(t, entry, s.asks[number, EXTENDS])
+        policy.finish(t, entry, s.asks[number, EXTENDS])
         at.free_entry(t, entry)
         pool[SERVED] += 1
         pool[QUERIES] -= 1
@@ -309,8 +309,8 @@ def _between(s: Any, p: int) -> None:
         at.free_entry(t, entry)
         pool[QUERIES] -= 1
         _answer(s, t.entries[entry, _ASK], LATE)
-    for i in range(changed[at.PAUSING]):  # how many it has left, until it goes on
-        t.entries[t.changes[at.PAUSING, i], _LAST_STEP] -= pool[TAKEN]
+    for i in range(changed[at.PREEMPTED]):  # how many it has left, until it goes on
+        t.entries[t.changes[at.PREEMPTED, i], _LAST_STEP] -= pool[TAKEN]
     for i in range(changed[at.RESUMED]):
         _join(pool, t, t.changes[at.RESUMED, i], t.entries[t.changes[at.RESUMED, i], _LAST_STEP])
     for i in range(changed[at.ADMITTED]):
@@ -322,7 +322,7 @@ def _between(s: Any, p: int) -> None:
 
 @compiled
 def _active(t: Any) -> Any:
-    return t.words[at.LISTED + at.PREFILL] + t.words[at.LISTED + at.DECODE]
+    return t.words[at.ACTIVE_PREFILL] + t.words[at.ACTIVE_DECODE]
 
 
 @compiled
@@ -331,7 +331,7 @@ def _took(s: Any, pool: Any, t: Any, steps: int) -> None:
     pool[BUSY] += s.words[NOW] - pool[BEGIN]
     pool[MEMBER_STEPS] += steps * active
     pool[TAKEN] += steps
-    policy.advanced(t, t.words[at.LISTED + at.PREFILL], active, steps, steps * pool[EACH])
+    policy.advance(t, t.words[at.ACTIVE_PREFILL], active, steps, steps * pool[EACH])
     if pool[BESIDE]:
         gpu = words(pool[GPU], 2)
         gpu[DEBT_NS] += steps * round(s.extend_s[active] * 1e9)

@@ -9,10 +9,10 @@ from runtime.pool.collections.catalogue import Change, PoolCatalogue
 from runtime.pool.collections.live import LiveCollections
 from runtime.pool.collections.scopes import Scopes
 from runtime.pool.collections.shard import Shard, desk_number
-from runtime.pool.loop_memory import PoolLoop
+from runtime.pool.loop_driver import PoolLoop
 
 
-class Replacing:
+class CollectionUpdater:
     """Brings what a catalogue finds to a pool's engine and its clients. One thread; `step` never waits.
 
     A query is answered from the index that its session was offered, however long it waits: what was replaced stays in
@@ -93,11 +93,11 @@ class Replacing:
     def _unload(self, key: str, shard: Shard) -> bool:
         """Whether it has left the engine, now that no session offers it."""
         if shard.live is not None:
-            return self._live.end(key, self._loop.parts_in_use(), self._loop.forget_scopes)
+            return self._live.end(key, self._loop.parts_in_use(), self._loop.forget_filters)
         number = desk_number(shard.served, self._backend.number(key))
         if not self._engine.unload(key):
             return False
-        self._loop.forget_scopes(self._scopes.withdraw(number))
+        self._loop.forget_filters(self._scopes.withdraw(number))
         return True
 
     def _take_filters(self, shard: Shard) -> None:
@@ -114,7 +114,7 @@ class Replacing:
         """Bring live collections up to date, if that is due. Whether sessions were told of attributes that are new."""
         if now_ns < self._live.due_ns:
             return False
-        self._live.step(now_ns, self._loop.parts_in_use, self._loop.forget_scopes)
+        self._live.step(now_ns, self._loop.parts_in_use, self._loop.forget_filters)
         learnt = False
         for shard in self._catalogue.served:
             if shard.live is not None:

@@ -1,0 +1,303 @@
+"""Driver of the compiled loop: allocates its memory, sleeps while it is idle, and handles the exits that need Python.
+
+`serve_loop` alternates rounds of the loop and sleeps until an exit needs Python:
+
+    rounds ──▶ nothing to do ──▶ spin ──▶ sleep ──▶ a client rings ──▶ rounds …
+      └─ every 10 ms: poll for session messages and dead clients
+
+So a pool that queries wake, however often, enters Python no more often than a busy one.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.engine import Backend
+from ipc import SessionServer
+from ipc.memory import instructions
+from ipc.memory.instructions import words
+from ipc.ring import exchange
+from ipc.ring.doorbell import SpinBudget, learn_wait, spin_ns
+from runtime.errors import Overloaded, TrinityError
+from runtime.node.metrics.table import WorkerTable
+from runtime.pool import loop_layout as layout
+from runtime.pool import tables
+from runtime.pool.collections.scopes import InUse, Scopes
+from runtime.pool.compiled import compiled
+from runtime.pool.loop import drop_client, enqueue, run_loop
+from runtime.pool.policy import held_until
+from runtime.pool.settings import Policy
+from runtime.pool.sizing import Measured
+from runtime.pool.tables import handle_of, learn_cost, new_tables, tables_at
+
+_ARENA_POLL_NS = 50_000  # how often copies out of the arena are polled
+_CALIBRATION_WEIGHT = 8  # of a measurement at start, in extends
+_MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once
+
+SERVER_EVENT = layout.UNKNOWN_FILTER + 1
+"""Exit reason of `serve_loop` besides those of `run_loop`: the server's descriptor is readable, but not for a query."""
+
+# Words of `wait`. DESCRIPTOR: the server's, readable on any of its events. BELL: the eventfd that clients ring, one of
+# these events. BUDGET: address of the spin budget.
+(DESCRIPTOR, BELL, BUDGET) = range(3)
+_HOUSEKEEPING_NS = 10_000_000  # how often session messages and dead clients are polled
+_MS = 1_000_000
+
+
+class PoolLoop:
+    """A pool's loop over a server's client table, an engine and a worker's metrics table, which must all outlive it.
+
+    max_dim: dimension of the longest vector; max_width: largest search_width of a query; spin_ns: longest spin before a
+    sleep; clock: address of a word with the time in ns, 0 for the machine's clock; scopes: the resolved filters.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        server: SessionServer,
+        backend: Backend,
+        table: WorkerTable,
+        *,
+        max_dim: int,
+        max_width: int,
+        spin_ns: int = 0,
+        clock: int = 0,
+        scopes: Scopes | None = None,
+    ) -> None:
+        self.tables = new_tables(policy)
+        self._server, self._backend, self._scopes = server, backend, scopes or Scopes()
+        self._handle = handle_of(self.tables)
+        entries, slots = len(self.tables.entries), int(self.tables.words[tables.ENGINE_SLOTS])
+        edges = [np.array(table.edges(histogram)) for histogram in layout.HISTOGRAMS]
+        scratch = [np.zeros(count, np.int64) for count in (2 + 2 * slots, slots, _MAX_EVICTIONS, 2 * slots)]
+        self._edges, self._scratch = edges, scratch
+        self._vectors = np.zeros((0, 0), np.float32)
+        self._spin = SpinBudget(spin_ns)
+        self._wait = np.array([server.fileno(), server.bell_fileno, self._spin.address], np.int64)
+        self.words = np.zeros(layout.LOOP_WORDS, np.int64)
+        self.words[layout.CLIENTS] = server.desk.address
+        self.words[layout.ADMIT : layout.HANDLE + 1] = backend[:5]
+        self.words[layout.CLOCK], self.words[layout.MAX_WIDTH] = clock, max_width
+        self.words[layout.SET_FILTER], self.words[layout.SCOPES] = backend.set_filter, self._scopes.address
+        self.words[layout.PRIORITIZE] = backend.prioritize
+        for word, array in zip(
+            (layout.REPORT, layout.OWNERS, layout.EVICTED, layout.STATIC_DONE), scratch, strict=True
+        ):
+            self.words[word] = array.ctypes.data
+        for number, counter in enumerate(layout.COUNTERS):
+            self.words[layout.METRICS + number] = table.address(counter)
+        for number, (histogram, edge) in enumerate(zip(layout.HISTOGRAMS, edges, strict=True)):
+            first = layout.METRICS + len(layout.COUNTERS) + 3 * number
+            self.words[first : first + 3] = table.address(histogram), edge.ctypes.data, len(edge)
+        self._entries = entries
+        most_k = int(server.desk.words[exchange.MAX_K])
+        # Sized for the largest results; only pages that queries over several parts touch use memory.
+        self._part_results = np.zeros((entries, most_k, 3), np.int32)
+        self._merge_buffer = np.zeros((2, most_k, 3), np.int32)
+        self.words[layout.PART_RESULTS] = self._part_results.ctypes.data
+        self.words[layout.PART_RESULT_BYTES] = self._part_results.strides[0]
+        self.words[layout.MERGE_BUFFER] = self._merge_buffer.ctypes.data
+        self.resize_vectors(max_dim)
+
+    def resize_vectors(self, max_dim: int) -> None:
+        """Grow the vectors' rows to `max_dim`. Queries in the pool keep their vectors."""
+        stride = -(-max_dim // 16) * 16
+        if stride <= self._vectors.shape[1]:
+            return
+        vectors = np.zeros((self._entries, stride), np.float32)
+        if self._vectors.size:
+            vectors[:, : self._vectors.shape[1]] = self._vectors
+        self._vectors = vectors
+        self.words[layout.VECTORS], self.words[layout.VECTOR_BYTES] = vectors.ctypes.data, vectors.strides[0]
+
+    # ---- state
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Prefill and decode queries that wait for a slot."""
+        prefill, decode = self.tables.words[tables.QUEUED : tables.QUEUED + 2].tolist()
+        return prefill, decode
+
+    @property
+    def active(self) -> int:
+        """Active queries."""
+        return int(self.tables.words[tables.LISTED : tables.LISTED + 2].sum())
+
+    @property
+    def paused(self) -> int:
+        return int(self.tables.words[tables.PAUSED_COUNT])
+
+    @property
+    def busy(self) -> bool:
+        """Whether any query is in the pool."""
+        return bool(self.tables.words[tables.FREE_ENTRIES] < self._entries)
+
+    @property
+    def padded(self) -> int:
+        """Slots beyond the active ones that the last extend covered."""
+        return int(self.words[layout.PADDED])
+
+    def set_knobs(self, reserve: float, flush_prefill_ns: int) -> None:
+        """Set r and τ_pre."""
+        self.tables.floats[tables.RESERVE] = reserve
+        self.tables.words[tables.FLUSH_PREFILL_NS] = flush_prefill_ns
+
+    def learn(self, measured: Sequence[Measured]) -> None:
+        """Initialise the cost model of an extend with measurements."""
+        for _ in range(_CALIBRATION_WEIGHT):
+            for one in measured:
+                self.learn_extend(one.active, one.extend_ns)
+
+    def learn_extend(self, active: int, extend_ns: float) -> None:
+        """Update the cost model with one extend."""
+        _learn_cost(self._handle, float(active), float(extend_ns))
+
+    def compile(self) -> None:
+        """Compile all functions at start, so that no query waits for it."""
+        self.run(0, 0)
+        serve_loop(self.words, self._handle, np.array([-1, -1, self._spin.address], np.int64), 0)
+        drop_client(self.words, self._handle, -1)
+        _enqueue.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
+
+    # ---- running
+
+    def run(self, until_ns: int, spin_ns: int) -> int:
+        """Run the loop until `until_ns` at most; see `run_loop`. Return IDLE or TIME_UP; handle all other exits.
+
+        Raises the engine's error if the engine fails.
+        """
+        self.drop_gone_clients()
+        if self._server.reading:
+            self._enqueue_arrived()
+            until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)
+        return self._handle_exit(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
+
+    def serve(self, until_ns: int) -> int:
+        """As `run`, but sleep while there is nothing to do; see `serve_loop`. Return TIME_UP, IDLE or SERVER_EVENT."""
+        self.drop_gone_clients()
+        if self._server.reading:
+            return self.run(until_ns, self._spin.ns)
+        return self._handle_exit(
+            int(serve_loop(self.words, self._handle, self._wait, until_ns)), until_ns, self._spin.ns
+        )
+
+    def _handle_exit(self, stopped: int, until_ns: int, spin_ns: int) -> int:
+        """Handle the loop's exits and resume it, until one is for the caller."""
+        while True:
+            if stopped == layout.ARENA_VECTOR:
+                self._server.take_from_arena()
+                self.drop_gone_clients()
+                until_ns, spin_ns = (
+                    min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS),
+                    0,
+                )  # other queries run meanwhile
+            elif stopped == layout.EVICTIONS:
+                self._evict()
+            elif stopped == layout.UNKNOWN_FILTER:
+                self._resolve_filter()
+            elif stopped == layout.ENGINE_FAILED:
+                self._backend.check()
+                raise RuntimeError("the engine failed without an error")
+            elif not (self._server.reading and self._enqueue_arrived()):
+                self._server.desk.ring_bells()
+                return stopped
+            stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
+
+    def _resolve_filter(self) -> None:
+        """Resolve the filter of the request found to a scope's number, or refuse the request."""
+        wanted = self._server.filter_of_request()
+        if wanted is None:
+            self.drop_gone_clients()
+            return
+        try:
+            number, gone = self._scopes.number_of(
+                int(self._server.desk.words[exchange.NUMBER]), wanted, self.parts_in_use()
+            )
+        except TrinityError as error:
+            self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
+            self.drop_gone_clients()
+            return
+        self.forget_filters(gone)
+        self._server.know_filter(number)
+
+    def forget_filters(self, gone: Iterable[int]) -> None:
+        """Invalidate the clients' cached numbers of these scopes."""
+        for number in gone:
+            self._server.forget_filter(number)
+
+    def parts_in_use(self) -> InUse:
+        """Return a predicate: whether queries in the pool search the parts at an address."""
+        if self._server.reading:  # queries whose vectors are still being copied have no entries yet
+            return lambda _: True
+        used = self.tables.entries[:, tables.STATE] != tables.FREE
+        return set(self.tables.entries[used, layout.PARTS].tolist()).__contains__
+
+    def _enqueue_arrived(self) -> bool:
+        """Enqueue requests whose vectors have been copied out of the arena. Return whether there were any."""
+        any_arrived = False
+        for vector in self._server.arrived():
+            _enqueue(self.words, self._handle, vector, time.monotonic_ns())
+            any_arrived = True
+        self.drop_gone_clients()
+        return any_arrived
+
+    def _evict(self) -> None:
+        count = int(self.words[layout.EVICT])
+        self.words[layout.EVICT] = 0
+        for row in self._scratch[2][:count].tolist():
+            self._server.evict(row)
+        self.drop_gone_clients()
+
+    def drop_gone_clients(self) -> int:
+        """Drop the queries of clients that are gone, after each housekeeping. Return their number."""
+        desk = self._server.desk
+        if not desk.vacant:
+            return 0
+        return sum(int(drop_client(self.words, self._handle, row)) for row in desk.take_vacated())
+
+
+@compiled
+def _enqueue(
+    loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
+) -> None:
+    desk = words(loop[layout.CLIENTS], exchange.DESK_WORDS)
+    enqueue(loop, tables_at(handle), desk, vector.ctypes.data, now)
+
+
+@compiled
+def _learn_cost(handle: npt.NDArray[np.int64], active: float, took_ns: float) -> None:
+    learn_cost(tables_at(handle), active, took_ns)
+
+
+@compiled
+def serve_loop(loop: Any, handle: Any, wait: Any, until: int) -> Any:
+    """Serve until `until`, or until an exit needs Python. Sleep at least once before returning IDLE.
+
+    A query that ends a sleep is answered before the return, within 1 ms.
+    """
+    t, desk = tables_at(handle), words(loop[layout.CLIENTS], exchange.DESK_WORDS)
+    now, rounds_until, slept = instructions.monotonic_ns(), until, False
+    while True:
+        stopped = run_loop(loop, handle, min(now + _HOUSEKEEPING_NS, rounds_until), spin_ns(wait[BUDGET]))
+        now = instructions.monotonic_ns()
+        if stopped == layout.TIME_UP and now < rounds_until and not desk[exchange.BELLS]:
+            if instructions.wait_readable(wait[DESCRIPTOR], 0) > 0:
+                return SERVER_EVENT
+            continue
+        if stopped != layout.IDLE or desk[exchange.BELLS] or (slept and now >= until):
+            return stopped
+        held = held_until(t, now)
+        if held <= now:
+            continue
+        limit = min(max(until - now, _MS), held - now)
+        rung = exchange.sleep(desk, wait[DESCRIPTOR], -(-limit // _MS))
+        begin, now, slept = now, instructions.monotonic_ns(), True
+        learn_wait(wait[BUDGET], now - begin)
+        if rung:
+            instructions.read_word(wait[BELL])  # silence the bell; other events of the server are polled at `until`
+            rounds_until = max(until, now + _MS)
+        elif now < held:
+            return SERVER_EVENT if now < until else layout.TIME_UP
