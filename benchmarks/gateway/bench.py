@@ -124,7 +124,7 @@ def parts() -> dict[str, float]:
 
     each("JSON → chunk", lambda: from_json(data))
     chunks = iter([from_json(data) for _ in range(7 * 5000)])
-    each("chunk → piece", lambda: relay.take(next(chunks)))
+    each("chunk → piece", lambda: relay.feed(next(chunks)))
     each("piece → its request", lambda: table.deliver(piece))
     each("piece → event", lambda: (answer.add(piece), answer.chunk(piece)))
     return found

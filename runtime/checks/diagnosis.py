@@ -17,7 +17,7 @@ from pathlib import Path
 from ipc.memory.compiled import can_be_kept
 from runtime.checks import preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
-from runtime.engines.openai.abilities import reach
+from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
 from runtime.node.config import KvHolder, NodeConfig
 from runtime.node.engine_config import OpenAiSection, VllmSection
@@ -209,7 +209,7 @@ def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator
 
 def _engine(section: OpenAiSection) -> Iterator[Finding]:
     """Whether the servers that run the model do what is wanted of them."""
-    for url, found in reach(section):
+    for url, found in check_servers(section):
         what = f"engine {url}"
         if isinstance(found, ConfigError):
             yield Finding("error", what, found.message, "mend [model], or the server")
@@ -217,7 +217,7 @@ def _engine(section: OpenAiSection) -> Iterator[Finding]:
             yield Finding("error", what, found.message, "start it; a node that runs already takes it when it answers")
         else:
             yield Finding("ok", what, f"{section.name}, {found}")
-            for missing in found.lacking():
+            for missing in found.limitations():
                 yield Finding(
                     "warning", what, missing, "nothing to do if nobody needs it; docs/engines.md has the rest"
                 )

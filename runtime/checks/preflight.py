@@ -13,7 +13,7 @@ import psutil
 from gpu import DeviceUnavailable, check_device
 from runtime.checks.memory_estimate import host_bytes, needed_bytes
 from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
-from runtime.engines.vllm.command import check_arguments, installed
+from runtime.engines.vllm.command import check_arguments, find_vllm
 from runtime.engines.vllm.transfer import check_transfer
 from runtime.errors import CollectionError, ConfigError, ModelError, ResourceBusy
 from runtime.node.config import CollectionSection, NodeConfig
@@ -92,7 +92,7 @@ def check_without_start(plan: NodePlan) -> None:
         _check_model(plan, plan.config.own_model)
     if isinstance(plan.config.model, VllmSection):
         check_arguments(plan.config.model)
-        check_transfer(plan.config.model, nixl=installed(plan.config.model).nixl)
+        check_transfer(plan.config.model, nixl=find_vllm(plan.config.model).nixl)
     if plan.config.log.directory:
         _check_log_directory(Path(plan.config.log.directory))
 

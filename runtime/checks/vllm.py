@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 
 from runtime.checks.finding import Finding
-from runtime.engines.vllm.command import check_arguments, gpu_memory_share, installed, option
-from runtime.engines.vllm.transfer import check_transfer, connector_of
+from runtime.engines.vllm.command import check_arguments, extra_argument, find_vllm, gpu_memory_share
+from runtime.engines.vllm.transfer import check_transfer, select_connector
 from runtime.errors import ConfigError
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.placement.machine import Machine
@@ -28,13 +28,13 @@ def findings(section: VllmSection, machine: Machine) -> Iterator[Finding]:
     """For `trinity doctor`."""
     try:
         check_arguments(section)
-        found = installed(section)
+        found = find_vllm(section)
         check_transfer(section, nixl=found.nixl)
     except ConfigError as error:
         yield Finding("error", "vLLM", error.message, "mend [model], or install it there")
         return
     counts = " and ".join(f"{stage.instances} {name}".rstrip() for name, stage in section.stages.items())
-    way = f", KV by {connector_of(section, nixl=found.nixl)}" if section.prefill is not None else ""
+    way = f", KV by {select_connector(section, nixl=found.nixl)}" if section.prefill is not None else ""
     yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{way}")
     if section.on_cpu:
         yield from _on_cpu(section)
@@ -46,13 +46,13 @@ def host_bytes(section: VllmSection, stage: Stage) -> int:
     the hub has its weights there). Raises `ConfigError`."""
     if not section.on_cpu:
         return _PROCESSES
-    given = section.environment.get(_KV_ON_CPU) or option(section, stage, "--kv-cache-memory-bytes")
+    given = section.environment.get(_KV_ON_CPU) or extra_argument(section, stage, "--kv-cache-memory-bytes")
     if not given:  # then vLLM takes all that is left of its share
         return int(gpu_memory_share(section, stage) * psutil.virtual_memory().total)
     try:
         kv = int(given) * (_GIB if section.environment.get(_KV_ON_CPU) else 1)
     except ValueError:
-        raise ConfigError(f"model: {_KV_ON_CPU} or --kv-cache-memory-bytes {given!r} is no number") from None
+        raise ConfigError(f"model: {_KV_ON_CPU} or --kv-cache-memory-bytes {given!r} is not a number") from None
     return _PROCESSES + kv + _weights(section, stage)
 
 
@@ -63,7 +63,7 @@ def gpu_bytes(section: VllmSection, place: WorkerPlan, machine: Machine) -> int:
 
 
 def _weights(section: VllmSection, stage: Stage) -> int:
-    wide = option(section, stage, "--dtype") in ("float32", "float")
+    wide = extra_argument(section, stage, "--dtype") in ("float32", "float")
     if section.loads == smollm.NAME:
         info = ModelInfo.read(smollm.NAME)
         return (4 if wide else 2) * (info.layer_weights + info.vocabulary * info.hidden)

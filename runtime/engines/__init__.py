@@ -1,6 +1,5 @@
-"""Engines: what writes the answers behind the frontend.
+"""Engines: implementations of `runtime.serving.frontend.engine.Engine`, which generate the answers behind the frontend.
 
-`runtime.serving.frontend.engine.Engine` is the one interface. Two have it: `trinity`, the node's own prefill and decode
-workers, and `openai`, servers that run already and speak OpenAI's protocol. `frontend` is the frontend's process with
-the one that the configuration names.
+`trinity` uses the node's own prefill and decode workers; `openai` uses servers that speak OpenAI's protocol; `vllm`
+uses vLLM servers that the node starts. `frontend` is the frontend's process with the configured engine.
 """

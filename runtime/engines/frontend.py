@@ -1,4 +1,4 @@
-"""The frontend's process, with the engine that the configuration names."""
+"""The frontend's process with the configured engine."""
 
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.worker import Worker
@@ -10,32 +10,33 @@ from runtime.serving.http import process
 from runtime.serving.http.service import SearchSource
 
 
-async def engine_of(worker: Worker, metrics: RequestMetrics, search: SearchSource) -> Engine:
-    """The node's engine. Raises ConfigError for servers that can never serve what is configured; one that does not
-    answer now is waited for meanwhile.
+async def create_engine(worker: Worker, metrics: RequestMetrics, search: SearchSource) -> Engine:
+    """Create the configured engine.
+
+    Raises ConfigError for servers that can never serve the configuration; one that is down now may come up later.
     """
-    match worker.plan.config.model:  # the HTTP client of some is nothing for the others
+    match worker.plan.config.model:  # imported here: not every engine needs the HTTP client
         case OpenAiSection() as section:
             from runtime.engines.openai.engine import openai_engine
 
             return await openai_engine(worker, section, metrics, search)
         case VllmSection() as section:
-            from runtime.engines.vllm.start import vllm_engine
+            from runtime.engines.vllm.engine import vllm_engine
 
             return await vllm_engine(worker, section, metrics, search)
     return trinity_engine(worker, metrics)
 
 
 def run(worker: Worker) -> None:
-    """The process: serve until told to stop, then finish what is in flight."""
-    process.run(worker, engine_of)
+    """Run the process: serve until stopped, then drain."""
+    process.run(worker, create_engine)
 
 
-# ---- the node's own prefill and decode workers as the engine: the frontend's link to them has the interface as it is
+# ---- engine "trinity": the link to the node's own workers implements the interface itself
 
 
 def trinity_engine(worker: Worker, metrics: RequestMetrics) -> WorkerLink:
-    """The link to the workers of the frontend's node, which connect to it."""
+    """Create the link to the node's prefill and decode workers, which connect to it."""
     http = worker.plan.config.http
     return WorkerLink(
         worker.plan.endpoint("frontend"),

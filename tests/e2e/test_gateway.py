@@ -15,11 +15,11 @@ import pytest
 
 from launchers.commands.demo import node_tokens, ragged_prompts
 from launchers.http_client import get_json
-from runtime.engines.openai.abilities import ask
 from runtime.engines.openai.assembly import fit, with_passages
+from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
 from runtime.node.engine_config import OpenAiSection
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.engine import RestartLimits
@@ -97,8 +97,8 @@ def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(no
 def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_50_prompts(node: Node) -> None:
     async def test() -> None:
         section = OpenAiSection(name="tiny", url=f"{node.info.url}/v1")
-        servers = Servers([Server(f"{node.info.url}/v1")], partial(ask, section=section))
-        await servers.reach()
+        servers = LoadBalancer([Server(f"{node.info.url}/v1")], partial(detect_capabilities, section=section))
+        await servers.check_all()
         engine = OpenAiEngine(
             servers, section, Library(), epoch=1, max_in_flight=64, restarts=RestartLimits(1, 0)
         )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.engines.openai.http import Disconnected, Reply
+from runtime.engines.openai.http import Disconnected, Response
 
 Json = dict[str, Any]
 
@@ -78,7 +78,7 @@ class FakeServer:
         """The bodies from which answers were asked."""
         return [body for path, body in self.asked if path.endswith("/completions")]
 
-    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
         how, path = self.behaviour, urlsplit(url).path
         if how.down:
             raise Disconnected("connection refused")
@@ -98,13 +98,13 @@ class FakeServer:
         return self._post(path, asked)
 
     @property
-    def listens(self) -> bool:
+    def accepting(self) -> bool:
         return not self.behaviour.leaves
 
     async def close(self) -> None:
         self.closed = True
 
-    def _post(self, path: str, body: Json) -> Reply:
+    def _post(self, path: str, body: Json) -> Response:
         how = self.behaviour
         if path == "/tokenize" and how.token_ids:
             return _json(200, {"tokens": list(body["prompt"].encode()), "max_model_len": how.context})
@@ -114,7 +114,7 @@ class FakeServer:
             return self._generate(body, chat="messages" in body)
         return _json(404, {"detail": "Not Found"})
 
-    def _generate(self, body: Json, chat: bool) -> Reply:
+    def _generate(self, body: Json, chat: bool) -> Response:
         how = self.behaviour
         if how.strict and (extra := {"return_token_ids", "continue_final_message"} & set(body)):
             return _json(400, _error(f"unknown field {sorted(extra)[0]}"))
@@ -178,7 +178,7 @@ class FakeServer:
             }
         }
 
-    def _prompt(self, body: Json, chat: bool) -> list[int] | Reply:
+    def _prompt(self, body: Json, chat: bool) -> list[int] | Response:
         if not chat:
             prompt = body["prompt"]
             if isinstance(prompt, list):
@@ -247,7 +247,7 @@ class _Stream:
         self._server.open += 1
         self._closed = False
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
         for count, chunk in enumerate(self._chunks):
             self._server.on_chunk(count)
             if count == self._server.behaviour.breaks_after:
@@ -258,7 +258,7 @@ class _Stream:
             await asyncio.sleep(0)
         yield b"data: [DONE]\n\n"
 
-    def over(self) -> None:
+    def complete(self) -> None:
         """There is no connection to keep."""
 
     def close(self) -> None:
@@ -272,10 +272,10 @@ class _Whole:
     status: int
     body: bytes
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
         yield self.body
 
-    def over(self) -> None:
+    def complete(self) -> None:
         """There is no connection to keep."""
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ def _digest(tokens: list[int]) -> str:
     return hashlib.blake2b(bytes(tokens)).hexdigest()
 
 
-def _json(status: int, value: Json) -> Reply:
+def _json(status: int, value: Json) -> Response:
     return _Whole(status, json.dumps(value).encode())
 
 

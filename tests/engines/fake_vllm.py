@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runtime.engines.openai.http import Reply
+from runtime.engines.openai.http import Response
 from tests.engines.fake_openai import Behaviour, FakeServer
 
 METRICS = """\
@@ -61,7 +61,7 @@ class Front:
             text = METRICS.format(**counts) if path == "/metrics" else ""
             writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode())
             return True
-        answer = await self.fake.ask(method, f"http://fake{path}", headers, body or None)
+        answer = await self.fake.request(method, f"http://fake{path}", headers, body or None)
         writer.write(f"HTTP/1.1 {answer.status} \r\ntransfer-encoding: chunked\r\n\r\n".encode())
         sending = asyncio.ensure_future(self._send(answer, writer))
         gone = asyncio.ensure_future(reader.read(1))  # nothing comes while an answer is sent but the connection's end
@@ -73,8 +73,8 @@ class Front:
         answer.close()
         return whole and sending.exception() is None
 
-    async def _send(self, answer: Reply, writer: asyncio.StreamWriter) -> None:
-        async for part in answer.parts():
+    async def _send(self, answer: Response, writer: asyncio.StreamWriter) -> None:
+        async for part in answer.iter_bytes():
             writer.write(b"%x\r\n%s\r\n" % (len(part), part))
             await writer.drain()
             if part.startswith(b"data: "):

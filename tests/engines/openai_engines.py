@@ -12,11 +12,11 @@ from typing import Any, Literal
 import pytest
 from msgspec import structs
 
-from runtime.engines.openai.abilities import ask
+from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp, Http
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
 from runtime.errors import (
     TrinityError,
 )
@@ -126,17 +126,17 @@ async def stand(
         listening.append(await asyncio.start_unix_server(Front(fake).connected, path))
         networks.append(AioHttp(5.0, path))
     everything: list[Stage] = [""] * len(urls)
-    servers = Servers(
+    servers = LoadBalancer(
         [
             Server(url, http=http, stage=stage)
             for url, http, stage in zip(urls, networks, stages or everything, strict=True)
         ],
-        partial(ask, section=settings),
+        partial(detect_capabilities, section=settings),
         clock,
         overlap_weight=overlap_weight,
     )
     if reach:
-        await servers.reach()
+        await servers.check_all()
     for fake, how in zip(fakes, wanted, strict=True):
         fake.asked.clear()
         fake.behaviour = replace(how)  # what goes wrong does after it was asked what it can do

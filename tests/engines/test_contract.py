@@ -107,7 +107,7 @@ class TrinityStage:
 
 
 class OpenAiStage:
-    """Servers that speak OpenAI's protocol."""
+    """LoadBalancer that speak OpenAI's protocol."""
 
     deadline_s = 60.0
 
@@ -128,14 +128,14 @@ class OpenAiStage:
 
     async def lose(self) -> None:
         self._at.fake.behaviour.down = True
-        for member in self._at.engine.servers.members:
-            self._at.engine.servers.failed(member, WorkerLost("killed"))
+        for backend in self._at.engine.balancer.backends:
+            self._at.engine.balancer.mark_down(backend, WorkerLost("killed"))
 
     async def come_back(self) -> None:
         self._at.fake.behaviour.down = False
         self._at.fake.behaviour.hangs_after = None
         self.clock.forward(30)
-        await self._at.engine.servers.look()
+        await self._at.engine.balancer.run_checks()
 
 
 @asynccontextmanager

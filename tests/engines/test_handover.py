@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from runtime.engines.openai.handover import Costs, prompt_tokens
-from runtime.engines.openai.servers import Servers
+from runtime.engines.openai.handover import HandoverCosts, prompt_tokens
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.errors import InvalidRequest
 from runtime.node.engine_config import Stage
 from runtime.serving.messages import Retrieval
@@ -167,7 +167,7 @@ def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
 def test_a_client_does_not_say_where_kv_comes_from() -> None:
     async def test() -> None:
         async with split() as (at, (prefill,), (decode,)):
-            with pytest.raises(InvalidRequest, match="is the node's own to say"):
+            with pytest.raises(InvalidRequest, match="the node sets it itself"):
                 at.chat(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_host": "elsewhere"})
             assert prefill.generations() == decode.generations() == []
 
@@ -178,33 +178,33 @@ def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
     async def test() -> None:
         async with split() as (at, (prefill,), (decode,)):
             hold = asyncio.Event()
-            ask = prefill.ask
+            send = prefill.request
 
             async def slow(*given: Any) -> Any:
                 await hold.wait()
-                return await ask(*given)
+                return await send(*given)
 
-            prefill.ask = slow  # type: ignore[method-assign, assignment]
+            prefill.request = slow  # type: ignore[method-assign, assignment]
             request = at.chat(LONG, max_tokens=5)
-            member = at.engine.servers.members[0]
-            await until(lambda: member.in_flight == 1)
+            backend = at.engine.balancer.backends[0]
+            await until(lambda: backend.in_flight == 1)
             at.engine.cancel(request)
-            await until(lambda: member.in_flight == 0)
+            await until(lambda: backend.in_flight == 0)
             assert decode.generations() == []
 
     run(test())
 
 
 def test_the_limit_is_what_decode_computes_in_the_time_of_a_handover() -> None:
-    costs = Costs()
+    costs = HandoverCosts()
     for _ in range(7):
-        costs.noted(1000, 50_000_000, 20_000_000)
+        costs.record(1000, 50_000_000, 20_000_000)
     assert costs.tokens == 0  # not enough was measured
-    costs.noted(500, 40_000_000, 90_000_000)  # one that waited
+    costs.record(500, 40_000_000, 90_000_000)  # one that waited
     assert costs.tokens == 400  # 20 ms at 50 us a token
-    costs.noted(0, 1_000_000, 1)  # prefill had all of it: that says nothing of a token
+    costs.record(0, 1_000_000, 1)  # prefill had all of it: that says nothing of a token
     assert costs.tokens == 400
-    assert Costs(77).tokens == 77
+    assert HandoverCosts(77).tokens == 77
 
 
 def test_tokens_of_a_prompt_are_counted_or_estimated() -> None:
@@ -225,10 +225,10 @@ def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
     )
 
 
-async def told(servers: Servers, running: list[int]) -> None:
+async def told(servers: LoadBalancer, running: list[int]) -> None:
     """The servers have said how many requests run there."""
-    await asyncio.gather(*servers.loads_due())
-    await until(lambda: [member.load and member.load.running for member in servers.members] == running)
+    await asyncio.gather(*servers.load_checks_due())
+    await until(lambda: [backend.load and backend.load.running for backend in servers.backends] == running)
 
 
 def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> None:
@@ -259,14 +259,14 @@ def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsew
     async def test() -> None:
         busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())
         async with stand(busy, free) as at:
-            await told(at.engine.servers, [2, 0])
+            await told(at.engine.balancer, [2, 0])
             for number in range(3):
                 await whole(at.complete(f"{number}", max_tokens=2))
             assert [len(fake.generations()) for fake in at.fakes] == [0, 3]
             at.fakes[0].behaviour = replace(busy, metrics=metrics())
             at.fakes[1].behaviour = replace(free, metrics=metrics(kv=0.97))
             at.clock.forward(2.0)
-            await told(at.engine.servers, [0, 0])
+            await told(at.engine.balancer, [0, 0])
             for number in range(3):
                 await whole(at.complete(f"{number}", max_tokens=2))
             assert [len(fake.generations()) for fake in at.fakes] == [3, 3]
@@ -277,10 +277,10 @@ def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsew
 def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
     async def test() -> None:
         async with stand(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as at:
-            await asyncio.gather(*at.engine.servers.loads_due())
-            await until(lambda: all(member.load_due_ns is None for member in at.engine.servers.members))
+            await asyncio.gather(*at.engine.balancer.load_checks_due())
+            await until(lambda: all(backend.next_load_check_ns is None for backend in at.engine.balancer.backends))
             at.clock.forward(60.0)
-            assert at.engine.servers.loads_due() == []
+            assert at.engine.balancer.load_checks_due() == []
             assert (await whole(at.complete("x", model=MODEL, max_tokens=2))).text
 
     run(test())
@@ -290,15 +290,15 @@ def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() ->
     async def test() -> None:
         async with stand(Behaviour(), Behaviour()) as at:
             await whole(at.chat(LONG, max_tokens=2))
-            member = next(member for member in at.engine.servers.members if len(member.prefixes))
-            servers = at.engine.servers
+            backend = next(backend for backend in at.engine.balancer.backends if len(backend.prefixes))
+            servers = at.engine.balancer
             for number in range(200):
-                servers.remember(member, tuple(range(number * 1000, number * 1000 + 1000)))
-            assert len(member.prefixes) == 65_536
-            servers.failed(member, InvalidRequest("x"))
+                servers.remember(backend, tuple(range(number * 1000, number * 1000 + 1000)))
+            assert len(backend.prefixes) == 65_536
+            servers.mark_down(backend, InvalidRequest("x"))
             at.clock.forward(60.0)
-            await servers.look()
-            assert len(member.prefixes) == 0
+            await servers.run_checks()
+            assert len(backend.prefixes) == 0
 
     run(test())
 
@@ -316,7 +316,7 @@ def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> Non
             assert at.engine.statistics().restarts == 0
             at.fakes[0].behaviour.leaves = False  # another process is there
             at.clock.forward(60.0)
-            await at.engine.servers.look()
-            assert len(at.engine.servers.up) == 2
+            await at.engine.balancer.run_checks()
+            assert len(at.engine.balancer.up) == 2
 
     run(test())

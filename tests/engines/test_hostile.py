@@ -1,4 +1,4 @@
-"""Servers whose answers are damaged anywhere: each request ends once, whole or with a typed error."""
+"""LoadBalancer whose answers are damaged anywhere: each request ends once, whole or with a typed error."""
 
 import asyncio
 import random
@@ -71,18 +71,18 @@ async def ends_once(at: Stand, retrieval: Retrieval | None, **body: Any) -> None
 
 
 async def all_answer(at: Stand) -> None:
-    """Servers that failed are asked again."""
+    """LoadBalancer that failed are asked again."""
     at.clock.forward(60)
-    await at.engine.servers.look()
-    for member in at.engine.servers.members:
-        assert member.abilities is not None
-        member.faults = 0
+    await at.engine.balancer.run_checks()
+    for backend in at.engine.balancer.backends:
+        assert backend.capabilities is not None
+        backend.consecutive_failures = 0
 
 
 async def chunks_of(**body: Any) -> list[dict[str, Any]]:
     """What a server says of a chat."""
     async with stand() as at:
-        server = at.engine.servers.members[0].server
+        server = at.engine.balancer.backends[0].server
         asked = {"model": "fake-model", "messages": [{"role": "user", "content": "why?"}], "stream": True} | body
         async with server.stream("/chat/completions", asked) as chunks:
             return [chunk async for chunk in chunks]

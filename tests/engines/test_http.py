@@ -45,9 +45,9 @@ def test_an_answer_comes_as_it_is_written_and_ends() -> None:
 
     async def test() -> None:
         async with asked(serve) as (http, url):
-            answer = await http.ask("POST", url, {}, b"{}")
+            answer = await http.request("POST", url, {}, b"{}")
             assert answer.status == 200
-            assert b"".join([part async for part in answer.parts()]) == b"one two"
+            assert b"".join([part async for part in answer.iter_bytes()]) == b"one two"
 
     run(test())
 
@@ -59,8 +59,8 @@ def test_an_answer_that_breaks_off_is_said_after_what_came_of_it() -> None:
 
     async def test() -> None:
         async with asked(serve) as (http, url):
-            answer = await http.ask("POST", url, {}, b"{}")
-            parts = answer.parts()
+            answer = await http.request("POST", url, {}, b"{}")
+            parts = answer.iter_bytes()
             assert await anext(parts) == b"one"
             with pytest.raises(Disconnected):
                 await anext(parts)
@@ -79,8 +79,8 @@ def test_closing_an_answer_that_goes_on_closes_its_connection() -> None:
 
     async def test() -> None:
         async with asked(serve) as (http, url):
-            answer = await http.ask("GET", url, {}, None)
-            assert await anext(answer.parts()) == b"one"
+            answer = await http.request("GET", url, {}, None)
+            assert await anext(answer.iter_bytes()) == b"one"
             answer.close()
             await gone.wait()
 
@@ -95,7 +95,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
         await server.wait_closed()
         http = AioHttp(connect_s=5.0)
         with pytest.raises(Disconnected, match=r"^Connection refused$"):
-            await http.ask("GET", f"http://127.0.0.1:{port}/v1", {}, None)
+            await http.request("GET", f"http://127.0.0.1:{port}/v1", {}, None)
         await http.close()
 
     run(test())
@@ -109,7 +109,7 @@ def test_what_a_server_says_that_is_no_http_is_not_repeated_whole() -> None:
     async def test() -> None:
         async with asked(serve) as (http, url):
             with pytest.raises(Disconnected) as raised:
-                await http.ask("POST", url, {}, b"{}")
+                await http.request("POST", url, {}, b"{}")
             assert 1 <= len(str(raised.value)) <= 200
 
     run(test())

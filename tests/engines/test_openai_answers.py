@@ -231,7 +231,7 @@ def test_asking_many_at_once_ends_each_once() -> None:
             assert all(len(one.ids) == 24 for one in told)
             assert len(at.ended) == 30
             assert at.engine.statistics().in_flight == 0
-            assert [member.in_flight for member in at.engine.servers.members] == [0, 0]
+            assert [backend.in_flight for backend in at.engine.balancer.backends] == [0, 0]
 
     run(test())
 
@@ -269,7 +269,7 @@ def test_a_chunk_that_makes_no_sense_ends_its_request_with_a_typed_error(chunk: 
             at.fake.says = [chunk]
             error = await refusal(at.chat(max_tokens=4))
             assert type(error) is EngineFailed
-            assert "makes no sense" in error.message
+            assert "malformed chunk" in error.message
             assert [ended.code for ended in at.ended] == ["engine_failed"]
             assert at.fake.open == 0
 

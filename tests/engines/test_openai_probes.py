@@ -178,7 +178,7 @@ def test_what_cannot_be_combined_with_probes_is_refused_by_name(extra: dict[str,
 def test_probes_where_a_model_is_unsure_are_refused_by_name() -> None:
     async def test() -> None:
         async with stand() as at:
-            with pytest.raises(InvalidRequest, match='"every" and "drift" work') as caught:
+            with pytest.raises(InvalidRequest, match='use "every" or "drift"') as caught:
                 at.chat(retrieval=structs.replace(PROBES, trigger="unsure", threshold=1.0))
             assert caught.value.param == "retrieval.probe_trigger"
             await whole(at.chat(retrieval=structs.replace(DOCS, trigger="unsure", threshold=1.0)))  # it has no probes

@@ -22,11 +22,11 @@ import httpx
 import psutil
 import pytest
 
-from runtime.engines.openai.abilities import ask
+from runtime.engines.openai.capabilities import detect_capabilities
 from runtime.engines.openai.engine import OpenAiEngine
 from runtime.engines.openai.http import AioHttp
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
 from runtime.engines.vllm.instance import get
 from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.engine import RestartLimits
@@ -127,8 +127,8 @@ async def direct(node: VllmNode) -> AsyncIterator[Direct]:
         Server(f"http://{name}/v1", http=AioHttp(5.0, str(node.home / "run" / f"{name}.sock")), stage=stage)
         for name, stage in stages_of(node).items()
     ]
-    servers = Servers(made, partial(ask, section=section))
-    await servers.reach()
+    servers = LoadBalancer(made, partial(detect_capabilities, section=section))
+    await servers.check_all()
     engine = OpenAiEngine(
         servers,
         section,

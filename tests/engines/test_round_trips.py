@@ -81,10 +81,10 @@ def test_a_client_that_is_closed_before_a_body_has_ended_leaves_no_connection_op
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         http = AioHttp(5.0)
-        reply = await http.ask("GET", f"http://127.0.0.1:{port}/", {}, None)
-        async for _ in reply.parts():
+        reply = await http.request("GET", f"http://127.0.0.1:{port}/", {}, None)
+        async for _ in reply.iter_bytes():
             break
-        reply.over()
+        reply.complete()
         reply.close()
         await http.close()
         del reply

@@ -15,8 +15,8 @@ from runtime.checks.diagnosis import diagnose
 from runtime.checks.memory_estimate import needed_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
-from runtime.engines.vllm.command import check_arguments, command, environment, gpu_memory_share, installed
-from runtime.engines.vllm.instance import Lines, unfinished
+from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm, gpu_memory_share
+from runtime.engines.vllm.instance import LogForwarder, unfinished_requests
 from runtime.engines.vllm.process import drain
 from runtime.errors import ConfigError, ResourceBusy
 from runtime.node.config import NodeConfig
@@ -92,39 +92,39 @@ def test_instances_on_a_cpu_have_cores_of_their_own(
 
 @pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp", "--max-model-len"])
 def test_what_follows_from_the_section_is_no_extra_argument(argument: str) -> None:
-    with pytest.raises(ConfigError, match="is the node's own to say"):
+    with pytest.raises(ConfigError, match="is set by the node"):
         check_arguments(section(extra_args=["--dtype", "float32", argument]))
 
 
 def test_an_interpreter_without_vllm_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"vLLM is not installed there: .* -m pip install vllm"):
-        installed(section(python=sys.executable))
+        find_vllm(section(python=sys.executable))
 
 
 def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path) -> None:
     made = section(python=str(fake_python(tmp_path)))
-    assert installed(made).version == "0.32.0"
+    assert find_vllm(made).version == "0.32.0"
     fake_python(tmp_path, "0.9.2")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.9\.2 .* is too old: 0\.20 or later"):
-        installed(made)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.9\.2 .* is too old: it needs 0\.20 or later"):
+        find_vllm(made)
 
 
 def test_the_share_of_gpu_memory_is_the_arguments_or_vllms_own() -> None:
     assert gpu_memory_share(section()) == 0.92
     assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "0.5"])) == 0.5
     assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization=0.25"])) == 0.25
-    with pytest.raises(ConfigError, match="'much' is no number"):
+    with pytest.raises(ConfigError, match="'much' is not a number"):
         gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "much"]))
 
 
 def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    lines = Lines(logging.getLogger("engine-0"))
+    logs = LogForwarder(logging.getLogger("engine-0"))
     with caplog.at_level(logging.INFO):
-        lines.take("(APIServer pid=12) WARNING 11-22 16:35:38 [vllm.py:725] Model Runner V2 requires Triton\n")
-        lines.take("(EngineCore pid=13) ERROR 11-22 16:35:39 [core.py:9] torch.OutOfMemoryError: CUDA out of memory")
-        lines.take("INFO:     Application startup complete.")
-        lines.take("(EngineCore pid=13) ERROR 11-22 16:35:40 [core.py:9] Exception: WorkerProc initialization failed")
-        lines.take("RuntimeError: Engine core initialization failed. See root cause above.")
+        logs.forward("(APIServer pid=12) WARNING 11-22 16:35:38 [vllm.py:725] Model Runner V2 requires Triton\n")
+        logs.forward("(EngineCore pid=13) ERROR 11-22 16:35:39 [core.py:9] torch.OutOfMemoryError: CUDA out of memory")
+        logs.forward("INFO:     Application startup complete.")
+        logs.forward("(EngineCore pid=13) ERROR 11-22 16:35:40 [core.py:9] Exception: WorkerProc initialization failed")
+        logs.forward("RuntimeError: Engine core initialization failed. See root cause above.")
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "Model Runner V2 requires Triton"),
         ("ERROR", "torch.OutOfMemoryError: CUDA out of memory"),
@@ -132,13 +132,13 @@ def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.
         ("ERROR", "Exception: WorkerProc initialization failed"),
         ("INFO", "RuntimeError: Engine core initialization failed. See root cause above."),
     ]
-    assert lines.fault == "OutOfMemoryError: CUDA out of memory"
+    assert logs.last_error == "OutOfMemoryError: CUDA out of memory"
 
 
 def test_unfinished_requests_are_those_that_run_or_wait() -> None:
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 3.0\n'
     more = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
-    assert unfinished(text + more) == 5
+    assert unfinished_requests(text + more) == 5
 
 
 def test_metrics_of_all_engines_are_merged_with_their_workers_names(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_pat
     assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
     needed = needed_bytes(lay_out(NodeConfig(model=made)))
     assert 0 <= needed["engine-decode-2"] - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
-    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is no number"):
+    with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is not a number"):
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
 
 
@@ -228,10 +228,10 @@ def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_t
 def test_an_instance_that_leaves_ends_when_two_looks_in_a_row_have_found_no_request(tmp_path: Path) -> None:
     found = iter([2, 0, 1, None, 0, 0, 7])
     worker = SimpleNamespace(awaits_release=True)
-    watch = SimpleNamespace(socket=str(tmp_path / "x.sock"), look=lambda: True, unfinished=lambda: next(found))
+    monitor = SimpleNamespace(socket=str(tmp_path / "x.sock"), check=lambda: True, read_metrics=lambda: next(found))
     instance = SimpleNamespace(wait=lambda seconds: False)
     (tmp_path / "x.sock").touch()
-    drain(worker, instance, watch)  # type: ignore[arg-type]
+    drain(worker, instance, monitor)  # type: ignore[arg-type]
     assert next(found) == 7
     assert not (tmp_path / "x.sock").exists()
 
@@ -240,7 +240,7 @@ def test_a_socket_that_was_renamed_takes_nothing_new_whatever_connections_are_op
     socket = tmp_path / "x.sock"
     socket.touch()
     http = AioHttp(1.0, str(socket))
-    assert http.listens
+    assert http.accepting
     socket.rename(tmp_path / "x.sock.old")
-    assert not http.listens
-    assert AioHttp(1.0).listens
+    assert not http.accepting
+    assert AioHttp(1.0).accepting

@@ -171,10 +171,10 @@ def test_stages_that_do_not_fit_together_are_refused_with_their_keys(model: dict
 
 
 def test_what_the_connector_cannot_do_is_refused_with_what_to_install() -> None:
-    with pytest.raises(ConfigError, match="instances of the same parallel sizes alone: install NIXL"):
+    with pytest.raises(ConfigError, match="the same parallel sizes in both stages: install NIXL"):
         check_transfer(section(**STAGES), nixl=False)
     check_transfer(section(**STAGES), nixl=True)
-    with pytest.raises(ConfigError, match="there is no NIXL at"):
+    with pytest.raises(ConfigError, match="NIXL is not installed at"):
         check_transfer(section(**STAGES, kv_connector="NixlConnector"), nixl=False)
     with pytest.raises(ConfigError, match=r"model\.decode\.extra_args: '--kv-transfer-config'"):
         check_arguments(section(prefill={}, decode={"extra_args": ["--kv-transfer-config", "{}"]}))

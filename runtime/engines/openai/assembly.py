@@ -1,7 +1,7 @@
-"""Passages in a request for a server: in a chat's system turn or last question, or before a prompt's text.
+"""Prompt assembly for servers: passages in a chat's system turn or last question, or before a prompt's text.
 
-There is no tokenizer here, so tokens are counted by bytes, four each as in English text, and what the server says of a
-prompt that is too long all the same goes to the client.
+No tokenizer is available here, so tokens are estimated as four bytes each, as in English text. If the prompt is too
+long nevertheless, the client gets the server's error.
 """
 
 import re
@@ -16,7 +16,7 @@ from runtime.serving.model.text import last_question_index, passage_text, passag
 Json = dict[str, Any]
 
 BYTES_PER_TOKEN = 4
-_FEWEST_BYTES = 64  # of a passage that is cut: less of one says nothing
+_MIN_CUT_BYTES = 64  # a passage cut to fewer bytes is left out
 
 # Special tokens of chat templates, as text: a document must not be able to end a turn of the chat.
 _MARKERS = re.compile(
@@ -27,7 +27,7 @@ _MARKERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Texts of passages, the last perhaps cut, and these passages, nearest first; `partial` if the search was that."""
+    """Passages that fit, nearest first, and their texts, the last possibly cut; `partial`: the search was partial."""
 
     texts: tuple[str, ...] = ()
     used: tuple[Passage, ...] = ()
@@ -35,7 +35,7 @@ class Fitted:
 
 
 def plain(text: str) -> str:
-    """`text` without what a chat template could take for a special token."""
+    """Return `text` without the special tokens of chat templates."""
     while True:
         cleaned = _MARKERS.sub("", text)
         if cleaned == text:  # removing one marker can bring the halves of another together
@@ -44,7 +44,7 @@ def plain(text: str) -> str:
 
 
 def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
-    """The first passages, which are the best, that have about `tokens` tokens together, the last one cut."""
+    """Return the first (nearest) passages that fit into about `tokens` tokens, the last one cut."""
     room = tokens * BYTES_PER_TOKEN
     texts: list[str] = []
     used: list[Passage] = []
@@ -52,7 +52,7 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
         text = passage_text(plain(passage.title), plain(passage.text))
         data = text.encode(errors="replace")
         if len(data) > room:
-            if room >= _FEWEST_BYTES:
+            if room >= _MIN_CUT_BYTES:
                 texts.append(data[:room].decode(errors="ignore").rstrip())
                 used.append(passage)
             break
@@ -63,15 +63,15 @@ def fit(passages: Sequence[Passage], tokens: int) -> Fitted:
 
 
 def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int, context_tokens: int) -> int:
-    """Tokens that passages may have: `passage_tokens`, or what prompt and answer leave of a context that is known."""
+    """Return the token budget of passages: `passage_tokens`, or what prompt and answer leave of a known context."""
     if not context_tokens:
         return passage_tokens
-    prompt = prompt_bytes // (BYTES_PER_TOKEN - 1)  # rather too many: an estimate that is too low is an error later
+    prompt = prompt_bytes // (BYTES_PER_TOKEN - 1)  # overestimates: too low an estimate would fail at the server
     return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
 
 
 def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") -> Json:
-    """The request with passages in its system turn or last question, or in a block before its prompt."""
+    """Return the request with passages in its system turn or last question, or in a block before its prompt."""
     if not fitted.used:
         return sent
     block = passages_block(fitted.texts)
@@ -81,12 +81,12 @@ def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") ->
         turns = list(sent["messages"])
         last = last_question_index([turn.get("role", "") for turn in turns])
         content = turns[last].get("content")
-        asked = (
+        merged_question = (
             [{"type": "text", "text": f"{block}\n\n"}, *content]
             if isinstance(content, list)
             else f"{block}\n\n{content}"
         )
-        turns[last] = turns[last] | {"content": asked}
+        turns[last] = turns[last] | {"content": merged_question}
         return sent | {"messages": turns}
     first, *rest = sent["messages"]
     if first.get("role") not in ("system", "developer"):
@@ -100,5 +100,5 @@ def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") ->
 
 
 def inserted_text(fitted: Fitted) -> str:
-    """What a probe's passages look like in the middle of an answer; "" without any."""
+    """Return the text of a probe's passages for insertion into an answer; "" without any."""
     return "\n\n" + "\n\n".join(fitted.texts) + "\n\n" if fitted.used else ""

@@ -1,4 +1,4 @@
-"""The engine behind the frontend when the model runs on servers that speak OpenAI's protocol."""
+"""Engine over servers that speak OpenAI's protocol."""
 
 import asyncio
 import logging
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from runtime.engines.openai.abilities import ask
-from runtime.engines.openai.handover import Costs, Handovers
-from runtime.engines.openai.sequel import why_not
+from runtime.engines.openai.capabilities import detect_capabilities
+from runtime.engines.openai.continuation import unsupported
+from runtime.engines.openai.handover import HandoverCosts, Handovers
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
-from runtime.engines.openai.writer import AnswerWriter, Means
+from runtime.engines.openai.writer import AnswerWriter, Dependencies
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
 from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.placement.plan import read_engine_key
@@ -30,14 +30,17 @@ _TICK_S = 0.1
 
 
 class OpenAiEngine(Engine):
-    """`max_in_flight` bounds the requests; a server that is lost is outlived within `restarts`. `handover_tokens`: see
-    `handover.Costs`."""
+    """Engine that has answers written by the servers of a `LoadBalancer`.
+
+    At most `max_in_flight` requests run; `restarts` limits retries after a server failure; `handover_tokens`: see
+    `handover.HandoverCosts`.
+    """
 
     passthrough = True
 
     def __init__(
         self,
-        servers: Servers,
+        balancer: LoadBalancer,
         section: ServedSection,
         search: SearchSource,
         *,
@@ -51,57 +54,58 @@ class OpenAiEngine(Engine):
         keep_traces: int = 0,
     ) -> None:
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
-        self.servers = servers
-        handovers = Handovers(servers, Costs(handover_tokens), clock)
-        self._means = Means(servers, search, section, restarts, handovers, clock)
+        self.balancer = balancer
+        handovers = Handovers(balancer, HandoverCosts(handover_tokens), clock)
+        self._deps = Dependencies(balancer, search, section, restarts, handovers, clock)
         self._max_in_flight = max_in_flight
         self._tasks: dict[Request, asyncio.Task[None]] = {}
-        self._looks: set[asyncio.Task[None]] = set()
-        self._restarts = 0
+        self._checks: set[asyncio.Task[None]] = set()
+        self._ended_retries = 0
 
-    # ---- for the routes
+    # ---- interface of the routes
 
     def missing(self) -> list[str]:
-        """["engine"] while no server answers."""
-        return [] if self.servers.up else ["engine"]
+        """Return ["engine"] while no server is up."""
+        return [] if self.balancer.up else ["engine"]
 
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
-        writer = AnswerWriter(request, sent, self._means, partial(self._tell, request))
+        writer = AnswerWriter(request, sent, self._deps, partial(self._tell, request))
         self._tasks[request] = asyncio.create_task(self._run(request, writer))
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of the engine's counters."""
-        restarts = self._restarts + sum(one.resends for one in self.requests.all())
+        restarts = self._ended_retries + sum(one.resends for one in self.requests.all())
         return EngineStatistics(in_flight=len(self.requests), restarts=restarts)
 
     # ---- the loop
 
     async def run(self) -> None:
-        """Look after servers and deadlines until cancelled; requests still in flight then end with WorkerLost."""
+        """Check servers and deadlines until cancelled; requests still in flight then end with WorkerLost."""
         try:
             while True:
                 self.tick()
                 await asyncio.sleep(_TICK_S)
         finally:
             self.end_all(WorkerLost("the frontend is stopping"))
-            ending = [*self._tasks.values(), *self._looks]
+            ending = [*self._tasks.values(), *self._checks]
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
-            await self.servers.close()
+            await self.balancer.close()
 
     def tick(self) -> None:
-        """End what is late; have servers that are down asked again."""
+        """Fail requests past their deadline; start the checks of servers that are due."""
         for request in self.requests.expired(self._clock()):
-            told = request.delivered.count
-            self._fail(request, DeadlineExceeded(f"the request's deadline passed after {told} tokens"))
-        for look in (*self.servers.due(), *self.servers.loads_due(), *self.servers.quiet()):
-            task = asyncio.create_task(look)
-            self._looks.add(task)
-            task.add_done_callback(self._looks.discard)
+            self._fail(
+                request, DeadlineExceeded(f"the request's deadline passed after {request.delivered.count} tokens")
+            )
+        for check in (*self.balancer.checks_due(), *self.balancer.load_checks_due(), *self.balancer.idle_checks_due()):
+            task = asyncio.create_task(check)
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
 
     def close(self) -> None:
-        """Nothing is open once `run` has ended."""
+        """No-op: `run` closes everything when it ends."""
 
     async def _run(self, request: Request, writer: AnswerWriter) -> None:
         try:
@@ -113,32 +117,32 @@ class OpenAiEngine(Engine):
             raise
         except Exception:
             log.exception("a request failed", extra={"request": request.id})
-            self.requests.fail(request, InternalError("internal error; the server's log has more"))
+            self.requests.fail(request, InternalError("internal error; see the server's log"))
         finally:
             self._tasks.pop(request, None)
 
     def _accept(self, request: Request, sent: dict[str, Any]) -> None:
-        asked = request.generation
+        generation = request.generation
         if len(self.requests) >= self._max_in_flight:
             raise Overloaded(
                 f"{len(self.requests)} requests are in flight, the limit is {self._max_in_flight}; try again later"
             )
-        retrieval = asked.retrieval
+        retrieval = generation.retrieval
         probes = retrieval is not None and retrieval.every_tokens > 0
-        if sent.get("kv_transfer_params") and any(member.server.stage for member in self.servers.members):
+        if sent.get("kv_transfer_params") and any(backend.server.stage for backend in self.balancer.backends):
             raise InvalidRequest(
-                "kv_transfer_params: where KV comes from is the node's own to say here; leave it out",
+                "kv_transfer_params: the node sets it itself with separate prefill and decode servers; leave it out",
                 "kv_transfer_params",
             )
-        if retrieval is not None and isinstance(asked.prompt, tuple):
+        if retrieval is not None and isinstance(generation.prompt, tuple):
             raise InvalidRequest(
-                "retrieval needs a prompt that is text: this engine cannot put passages before token ids", "prompt"
+                "retrieval needs a text prompt: this engine cannot insert passages before token ids", "prompt"
             )
-        if retrieval is not None and asked.messages and not last_question(asked.messages).strip():
+        if retrieval is not None and generation.messages and not last_question(generation.messages).strip():
             raise InvalidRequest("retrieval: the last message of the user has no text to search for", "messages")
         if probes and retrieval is not None and retrieval.trigger == "unsure":
             raise InvalidRequest(
-                'probe_trigger "unsure": this engine does not tell how sure its model is; "every" and "drift" work',
+                'probe_trigger "unsure": this engine does not report the model\'s confidence; use "every" or "drift"',
                 "retrieval.probe_trigger",
             )
         if probes and (field := single_request_field(sent)):
@@ -147,11 +151,11 @@ class OpenAiEngine(Engine):
                 "several requests; leave one of the two out",
                 field,
             )
-        waits = self._means.restarts.times and self._means.restarts.wait_ns
-        if self.servers.up or not waits:  # else it waits for a server, as one whose server is lost does
-            self.servers.fitting(lambda abilities: why_not(abilities, sent, probes=probes))
+        waits = self._deps.restarts.times and self._deps.restarts.wait_ns
+        if self.balancer.up or not waits:  # else the request waits for a server
+            self.balancer.eligible(lambda capabilities: unsupported(capabilities, sent, probes=probes))
 
-    # ---- what is told
+    # ---- output
 
     def _tell(self, request: Request, piece: Piece) -> None:
         self.traces.record(request, piece)
@@ -164,37 +168,38 @@ class OpenAiEngine(Engine):
             task.cancel()
 
     def _ended(self, ended: RequestOutcome, request: Request) -> None:
-        self._restarts += request.resends
+        self._ended_retries += request.resends
         super()._ended(ended, request)
 
 
-# ---- the engine of a node in front of servers, made from its configuration
+# ---- construction from the configuration
 
 
 async def openai_engine(
     worker: Worker, section: OpenAiSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
-    """Over the servers at the section's URLs. Raises as `engine_over`."""
+    """Create the engine over the servers at the section's URLs. Raises as `engine_over`."""
     key = read_engine_key(section)
-    servers = Servers(
+    balancer = LoadBalancer(
         [Server(url, key, section.connect_s) for url in section.urls],
-        partial(ask, section=section),
-        advice="start it, or mend model.url",
+        partial(detect_capabilities, section=section),
+        advice="start it, or correct model.url",
         overlap_weight=worker.plan.config.http.overlap_weight,
     )
-    return await engine_over(servers, worker, section, metrics, search)
+    return await engine_over(balancer, worker, section, metrics, search)
 
 
 async def engine_over(
-    servers: Servers, worker: Worker, section: ServedSection, metrics: RequestMetrics, search: SearchSource
+    balancer: LoadBalancer, worker: Worker, section: ServedSection, metrics: RequestMetrics, search: SearchSource
 ) -> OpenAiEngine:
-    """All servers are asked first. Raises ConfigError for one that can never serve what is configured; one that does
-    not answer now is waited for meanwhile.
+    """Create the engine after a first check of all servers.
+
+    Raises ConfigError for a server that can never serve the configuration; one that is down now may come up later.
     """
     http = worker.plan.config.http
-    await servers.reach()
+    await balancer.check_all()
     return OpenAiEngine(
-        servers,
+        balancer,
         section,
         search,
         epoch=worker.epoch,

@@ -1,11 +1,11 @@
-"""Prefill and decode on servers of their own: a prompt is computed by one, and its KV handed over to the other.
+"""KV hand-over between separate prefill and decode servers.
 
-The order is that of vLLM's own proxies. Prefill is asked the request itself, for one token that nobody uses, with
-`kv_transfer_params` of `do_remote_decode`; those of its answer go to decode with the request, and there say where the
-KV is. How it gets there is the connector's matter, and so is a lease on what nobody comes for. Without KV, or without
-a server for prefill, decode computes the prompt: a hand-over that fails costs time, no request.
+The protocol is that of vLLM's own proxies. The prefill server gets the request itself, limited to one token that is
+discarded, with `do_remote_decode` in `kv_transfer_params`; the params of its response go to the decode server with the
+request and locate the KV there. The KV connector transfers the blocks and expires those that are never read. Without
+KV, or without a prefill server, the decode server computes the prompt: a failed hand-over costs time, not a request.
 
-A prompt of which the decode server has nearly everything is not handed over: see `Costs`.
+A prompt that the decode server has almost entirely cached is not handed over: see `HandoverCosts`.
 """
 
 import logging
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from runtime.engines.openai.assembly import BYTES_PER_TOKEN
-from runtime.engines.openai.servers import Member, Servers
+from runtime.engines.openai.load_balancer import Backend, LoadBalancer
 from runtime.errors import EngineFailed, EngineUnreachable, Overloaded
 from runtime.serving.http.passthrough import first_set
 
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-_TRIES = 2  # prefill servers that are asked
-_MEASURED = 64
-_ENOUGH = 8
-# Of a request for one token: what it may not have, and what only costs there.
-_DECODES = ("stream_options", "min_tokens", "max_completion_tokens", "return_token_ids")
-_ASKED = {
+_MAX_ATTEMPTS = 2  # prefill servers tried for a prompt
+_WINDOW = 64
+_MIN_SAMPLES = 8
+# Removed from the prefill request: fields that conflict with one token, or only add cost there.
+_DECODE_ONLY = ("stream_options", "min_tokens", "max_completion_tokens", "return_token_ids")
+_PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -35,83 +35,81 @@ _ASKED = {
     "remote_host": None,
     "remote_port": None,
 }
-# With these there is more than one answer, or the prompt's own tokens are told, which needs all of them computed.
-_AT_ONCE = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
+# With these there are several answers, or the prompt's own tokens are returned, which requires computing all of them.
+_NOT_HANDED_OVER = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
 
 
-class Costs:
-    """How many tokens a decode server may have to compute itself: as many as it does in the time of a hand-over.
+class HandoverCosts:
+    """Cost model: how many uncached prompt tokens a decode server computes itself, in the time that a hand-over takes.
 
-    Both are measured. A token takes what it took in the fastest of the last 64 prompts that were handed over, of those
-    tokens that prefill did not have; a hand-over what decode took to its first token, in the fastest of them. The
-    fastest, because waiting for others is no property of either. Until 8 were measured all prompts are handed over.
+    Both times are minima over the last 64 hand-overs: prefill time per token that prefill did not have cached, and time
+    from the decode request to its first token. Minima, because queueing is a property of neither. Until 8 are measured
+    all prompts are handed over.
     """
 
     def __init__(self, tokens: int | Literal["auto"] = "auto") -> None:
         self._given = tokens
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_MEASURED)  # ns a token, ns of the hand-over
+        self._measured: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # ns per token, ns per hand-over
 
     @property
     def tokens(self) -> int:
-        """The limit: fewer are computed where the answer is written."""
+        """The threshold: prompts with fewer uncached tokens are computed by the decode server."""
         if self._given != "auto":
             return self._given
-        if len(self._measured) < _ENOUGH:
+        if len(self._measured) < _MIN_SAMPLES:
             return 0
         token, handover = (min(values) for values in zip(*self._measured, strict=True))
         return int(handover / max(token, 1.0))
 
-    def noted(self, tokens: int, prefill_ns: int, handover_ns: int) -> None:
-        """A prompt was handed over: `tokens` of it were computed in `prefill_ns`, `handover_ns` later decode told its
-        first token."""
+    def record(self, tokens: int, prefill_ns: int, handover_ns: int) -> None:
+        """Record a hand-over: `tokens` computed in `prefill_ns`, decode's first token `handover_ns` later."""
         if tokens > 0:
             self._measured.append((prefill_ns / tokens, float(handover_ns)))
 
 
 class Handovers:
-    """Has prompts computed. `clock` gives monotonic ns."""
+    """Runs prompts on prefill servers. `clock` returns monotonic ns."""
 
-    def __init__(self, servers: Servers, costs: Costs, clock: Callable[[], int]) -> None:
-        self._servers, self.costs, self._clock = servers, costs, clock
+    def __init__(self, balancer: LoadBalancer, costs: HandoverCosts, clock: Callable[[], int]) -> None:
+        self._balancer, self.costs, self._clock = balancer, costs, clock
 
-    def wanted(self, member: Member, body: Json, overlap: float) -> bool:
-        """Whether this request's prompt is to be computed for `member`, which will write its answer and has the share
-        `overlap` of it."""
-        if member.server.stage != "decode":
+    def should_hand_over(self, backend: Backend, body: Json, overlap: float) -> bool:
+        """Whether to compute this prompt on a prefill server for `backend`, which has the share `overlap` cached."""
+        if backend.server.stage != "decode":
             return False
-        if first_set(body, _AT_ONCE):
+        if first_set(body, _NOT_HANDED_OVER):
             return False
         missing = prompt_tokens(body) * (1.0 - overlap)
         return missing >= max(1, self.costs.tokens)
 
-    async def computed(self, body: Json, path: str, prefix: Sequence[int], request_id: str) -> "Handover | None":
-        """The request's prompt, computed; None if no server does it. Raises what is wrong with the request."""
-        avoid: list[Member] = []
-        asked = {name: value for name, value in body.items() if name not in _DECODES}
-        asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
-        while len(avoid) < _TRIES and (member := self._servers.choose_prefill(avoid, prefix)) is not None:
+    async def compute_prompt(self, body: Json, path: str, prefix: Sequence[int], request_id: str) -> "Handover | None":
+        """Compute the request's prompt; None if no prefill server can. Raises errors that the request itself causes."""
+        avoid: list[Backend] = []
+        prefill_body = {name: value for name, value in body.items() if name not in _DECODE_ONLY}
+        prefill_body |= {"stream": False, "max_tokens": 1, "kv_transfer_params": _PREFILL_PARAMS}
+        while len(avoid) < _MAX_ATTEMPTS and (backend := self._balancer.choose_prefill(avoid, prefix)) is not None:
             begin_ns = self._clock()
-            self._servers.remember(member, prefix)
+            self._balancer.remember(backend, prefix)
             try:
-                answer = await member.server.post(path, asked, request_id=request_id)
+                answer = await backend.server.post(path, prefill_body, request_id=request_id)
             except (EngineFailed, EngineUnreachable, Overloaded) as error:
-                self._servers.noted(member, error)
-                log.warning("a prompt is computed elsewhere: %s", error.message, extra={"request": request_id})
-                avoid.append(member)
+                self._balancer.record_outcome(backend, error)
+                log.warning("prefill failed: %s", error.message, extra={"request": request_id})
+                avoid.append(backend)
             else:
-                self._servers.noted(member, None)
+                self._balancer.record_outcome(backend, None)
                 return Handover(answer, self._clock() - begin_ns)
             finally:
-                self._servers.leave(member)
+                self._balancer.release(backend)
         return None
 
-    def taken(self, handover: "Handover", decode_ns: int) -> None:
-        """Decode has told its first token so long after it was asked."""
-        self.costs.noted(handover.tokens, handover.prefill_ns, decode_ns)
+    def record_first_token(self, handover: "Handover", decode_ns: int) -> None:
+        """Record the time from the decode request to its first token."""
+        self.costs.record(handover.tokens, handover.prefill_ns, decode_ns)
 
 
 class Handover:
-    """A prompt that was computed: `params` for decode, the tokens that took `prefill_ns`."""
+    """A computed prompt: `params` for the decode request, and the number of `tokens` computed in `prefill_ns`."""
 
     def __init__(self, answer: Json, prefill_ns: int) -> None:
         self.prefill_ns, self.params = prefill_ns, _object(answer, "kv_transfer_params")
@@ -122,12 +120,12 @@ class Handover:
 
     @property
     def fields(self) -> Json:
-        """What decode's request has beside its own."""
+        """Fields to add to the decode request."""
         return {"kv_transfer_params": self.params} if self.params else {}
 
 
 def _object(holder: Json, name: str) -> Json:
-    """What is there by this name; nothing where it is no object, and the answer is written without it."""
+    """Return the object at `name`; empty if there is none."""
     found = holder.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -138,7 +136,7 @@ def _number(holder: Json, name: str) -> int:
 
 
 def prompt_tokens(body: Json) -> int:
-    """The tokens of a request's prompt; of text about so many."""
+    """Return the number of tokens of a request's prompt, estimated for text."""
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         return len(prompt)
@@ -146,7 +144,7 @@ def prompt_tokens(body: Json) -> int:
 
 
 def prompt_text(body: Json) -> str:
-    """A request's prompt as one text, by which prefixes are compared."""
+    """Return a request's prompt as one text, for comparing prefixes."""
     if "messages" not in body:
         return str(body.get("prompt", ""))
     return "".join(f"{turn.get('role')}\0{_text(turn.get('content'))}\0" for turn in body["messages"])

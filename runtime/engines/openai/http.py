@@ -1,4 +1,4 @@
-"""HTTP to servers: one request, and its answer's bytes as they come. `aiohttp` has the connections."""
+"""HTTP client of the OpenAI engine, over aiohttp: one request, and the response's body as it arrives."""
 
 import asyncio
 import contextlib
@@ -8,128 +8,128 @@ from typing import Protocol
 
 import aiohttp
 
-_MAX_WHY = 200  # characters: what a server sent that is no HTTP is shown in its error, whole
-_END_S = 1.0  # for the end of a body behind its last event: servers write it in a piece of its own
-_KEEP_S = 4.0  # an idle connection: shorter than servers keep it (uvicorn 5 s), so that none closes under a request
+_MAX_ERROR_CHARS = 200  # aiohttp's error for a malformed response contains all of it
+_BODY_END_TIMEOUT_S = 1.0  # for the end of a body after its last event: servers send it as a separate chunk
+_KEEPALIVE_S = 4.0  # shorter than servers' own (uvicorn 5 s), so that no connection closes under a request
 
 
 class Disconnected(Exception):
-    """The server did not answer, or its answer broke off."""
+    """The server did not respond, or the connection broke."""
 
 
-class Reply(Protocol):
-    """An answer whose head is there."""
+class Response(Protocol):
+    """A response whose head has arrived."""
 
     @property
     def status(self) -> int: ...
 
-    def parts(self) -> AsyncIterator[bytes]:
-        """The body: what has arrived since the last part, in one. Raises Disconnected if it breaks off."""
+    def iter_bytes(self) -> AsyncIterator[bytes]:
+        """Iterate over the body in chunks as they arrive. Raises Disconnected if the connection breaks."""
 
-    def over(self) -> None:
-        """All that counts has been read. What ends the body may still come, and then the connection serves again."""
+    def complete(self) -> None:
+        """Declare the content complete. The end of the body may still follow; the connection is then reused."""
 
     def close(self) -> None:
-        """Nobody reads on: an answer that is not `over` is cut off, by which the server knows."""
+        """Stop reading. Unless `complete`, the connection is closed, which cancels the request at the server."""
 
 
 class Http(Protocol):
-    """Asks servers."""
+    """An HTTP client."""
 
-    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
-        """The answer to a request, once its head is there. Raises Disconnected."""
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
+        """Send a request; return the response once its head has arrived. Raises Disconnected."""
 
     @property
-    def listens(self) -> bool:
-        """False if it is known that nothing new is taken there."""
+    def accepting(self) -> bool:
+        """False if the server is known to accept no new requests."""
 
     async def close(self) -> None:
         """Close all connections."""
 
 
 class AioHttp:
-    """`Http` over the network, or over the Unix socket at the path `socket`. A connection is given up after
-    `connect_s`; an answer may take for ever."""
+    """`Http` over TCP, or over the Unix socket at the path `socket`. `connect_s` limits connecting, nothing limits the
+    response."""
 
     def __init__(self, connect_s: float, socket: str = "") -> None:
         self._connect_s, self._socket = connect_s, socket
-        self._made: aiohttp.ClientSession | None = None
-        self._ends: set[asyncio.Task[None]] = set()
+        self._client: aiohttp.ClientSession | None = None
+        self._tails: set[asyncio.Task[None]] = set()
 
-    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Reply:
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
         try:
-            answer = await self._session().request(method, url, headers=headers, data=body, allow_redirects=False)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: a URL that is none
-            raise Disconnected(_why(error)) from error
-        return _Reply(answer, self._ends)
+            response = await self._session().request(method, url, headers=headers, data=body, allow_redirects=False)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: an invalid URL
+            raise Disconnected(_describe(error)) from error
+        return _AioResponse(response, self._tails)
 
     @property
-    def listens(self) -> bool:
-        """A server at a socket that leaves gives it another name, which connections that are open would not notice."""
+    def accepting(self) -> bool:
+        """A draining server renames its socket, which open connections would not notice."""
         return not self._socket or os.path.exists(self._socket)
 
     async def close(self) -> None:
-        for end in self._ends:
-            end.cancel()
-        await asyncio.gather(*self._ends, return_exceptions=True)
-        if self._made is not None:
-            await self._made.close()
+        for tail in self._tails:
+            tail.cancel()
+        await asyncio.gather(*self._tails, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
 
     def _session(self) -> aiohttp.ClientSession:
-        """Made in the loop that uses it."""
-        if self._made is None:
-            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S)
+        """Create the session in the event loop that uses it."""
+        if self._client is None:
+            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             if self._socket:
-                connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEP_S)
-            self._made = aiohttp.ClientSession(
+                connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEPALIVE_S)
+            self._client = aiohttp.ClientSession(
                 connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )
-        return self._made
+        return self._client
 
 
-class _Reply:
-    def __init__(self, answer: aiohttp.ClientResponse, ends: set[asyncio.Task[None]]) -> None:
-        self._answer, self._ends = answer, ends
-        self._over = False
-        self.status = answer.status
+class _AioResponse:
+    def __init__(self, response: aiohttp.ClientResponse, tails: set[asyncio.Task[None]]) -> None:
+        self._response, self._tails = response, tails
+        self._complete = False
+        self.status = response.status
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        content = self._answer.content
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
+        content = self._response.content
         try:
-            while part := await content.readany():
-                yield part
+            while chunk := await content.readany():
+                yield chunk
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Disconnected(_why(error)) from error
+            raise Disconnected(_describe(error)) from error
 
-    def over(self) -> None:
-        self._over = True
+    def complete(self) -> None:
+        self._complete = True
 
     def close(self) -> None:
-        if not self._over or self._answer.content.at_eof():
-            self._answer.close()
+        if not self._complete or self._response.content.at_eof():
+            self._response.close()
             return
-        end = asyncio.create_task(self._read_end())
-        self._ends.add(end)
-        end.add_done_callback(self._ended)
+        tail = asyncio.create_task(self._read_tail())
+        self._tails.add(tail)
+        tail.add_done_callback(self._finish)
 
-    async def _read_end(self) -> None:
+    async def _read_tail(self) -> None:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(_END_S):
-                while await self._answer.content.readany():
+            async with asyncio.timeout(_BODY_END_TIMEOUT_S):
+                while await self._response.content.readany():
                     pass
 
-    def _ended(self, end: asyncio.Task[None]) -> None:
-        """However it did, by being cancelled before it began too."""
-        self._ends.discard(end)
-        self._answer.close()  # which is nothing once the body has ended
+    def _finish(self, tail: asyncio.Task[None]) -> None:
+        """Runs however the task ended, even if it was cancelled before it began."""
+        self._tails.discard(tail)
+        self._response.close()  # no effect once the body has ended
 
 
-def _why(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, asyncio.TimeoutError) and not str(error):
         return "no connection in time"
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno is not None:
         return os.strerror(error.os_error.errno) if error.os_error.errno > 0 else str(error.os_error.strerror)
-    return str(error).partition("\n")[0][:_MAX_WHY] or type(error).__name__
+    return str(error).partition("\n")[0][:_MAX_ERROR_CHARS] or type(error).__name__

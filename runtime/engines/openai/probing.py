@@ -1,4 +1,4 @@
-"""Probes: what is asked of the pool while an answer is written, and what of its findings is new to the answer."""
+"""Probes of one answer: searches of the vector pool during generation."""
 
 import asyncio
 import time
@@ -11,92 +11,99 @@ from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
 from runtime.serving.triggers import trigger_of
 
-_TIMEOUT_S = 2.0  # an answer waits for its passages no longer than this, then goes on without them
-_WINDOW_CHARS = 200  # the last words of an answer, with which it asks
+_TIMEOUT_S = 2.0  # after which an answer continues without the passages
+_WINDOW_CHARS = 200  # of the end of an answer: the query
 
 
 class Probing:
-    """The probes of one answer, every `retrieval.every_tokens` tokens, one at a time: nobody tells here how sure the
-    model is, so of the triggers there are those that need not know. A probe brings passages of `most_tokens` tokens at
-    most; of one that some nodes were not asked for, the answer is told so."""
+    """The probes of one answer, every `retrieval.every_tokens` tokens and one at a time.
+
+    The model's confidence is not available here, so the trigger "unsure" is not supported. A probe adds passages of up
+    to `max_tokens` tokens. If some nodes of a sharded collection did not answer, `emit` gets a partial `Retrieved`.
+    """
 
     def __init__(
         self,
         request_id: str,
-        tell: Callable[[Retrieved], None],
+        emit: Callable[[Retrieved], None],
         search: SearchSource,
         retrieval: Retrieval,
-        most_tokens: int,
+        max_tokens: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._request_id, self._tell = request_id, tell
+        self._request_id, self._emit = request_id, emit
         self._search, self._retrieval, self._clock = search, retrieval, clock
-        self.most_tokens = min(most_tokens, retrieval.probe_tokens or most_tokens)
-        self._asking: asyncio.Task[list[Passage]] | None = None
-        self._asked_at = self._asked_ns = 0
+        self.max_tokens = min(max_tokens, retrieval.probe_tokens or max_tokens)
+        self._search_task: asyncio.Task[list[Passage]] | None = None
+        self._begin_token = self._begin_ns = 0
         self.seen: set[str] = set()
         self._trigger = trigger_of(retrieval)
         self.due = retrieval.every_tokens
-        """After so many tokens it asks next."""
+        """Number of answer tokens at which the next probe is due."""
 
     @property
-    def waits(self) -> bool:
-        """Whether the answer stands still meanwhile."""
+    def blocks(self) -> bool:
+        """Whether the answer waits for a probe's passages."""
         return self._retrieval.probe_mode == "wait"
 
     @property
-    def came(self) -> bool:
-        """Whether what was asked has been answered."""
-        return self._asking is not None and self._asking.done()
+    def ready(self) -> bool:
+        """Whether the outstanding probe has ended."""
+        return self._search_task is not None and self._search_task.done()
 
-    def ask(self, told: int, text: str) -> None:
-        """Ask with the last words of `text`, after `told` tokens; not while a probe is out."""
-        self.due = max(self.due, told) + self._retrieval.every_tokens
-        if self._asking is None:
-            self._asked_at, self._asked_ns = told, self._clock()
-            self._asking = asyncio.create_task(self._found(text[-_WINDOW_CHARS:]))
+    def start(self, tokens: int, text: str) -> None:
+        """Start a probe at this number of answer tokens, with the end of `text` as query; no-op while one runs."""
+        self.due = max(self.due, tokens) + self._retrieval.every_tokens
+        if self._search_task is None:
+            self._begin_token, self._begin_ns = tokens, self._clock()
+            self._search_task = asyncio.create_task(self._run(text[-_WINDOW_CHARS:]))
 
-    async def take(self) -> tuple[list[Passage], Probe]:
-        """What the probe that is out brings: the passages that the answer does not have (`seen`), nearest first."""
-        assert self._asking is not None, "a probe is out"
+    async def result(self) -> tuple[list[Passage], Probe]:
+        """Wait for the running probe; return the passages that the answer does not have (not `seen`), nearest first."""
+        assert self._search_task is not None, "a probe is running"
         outcome: ProbeOutcome = "answered"
         found: list[Passage] = []
         try:
-            found = await self._asking
+            found = await self._search_task
         except DeadlineExceeded:
             outcome = "late"
         except TrinityError:
             outcome = "failed"
-        self._asking = None
+        self._search_task = None
         if isinstance(found, PartialPassages):
-            self._tell(Retrieved(self._request_id, (), self._asked_at, partial=True))
+            self._emit(Retrieved(self._request_id, (), self._begin_token, partial=True))
         if outcome == "answered" and self._trigger is not None and not self._trigger.accepts(found, self.seen):
             outcome, found = "near", []
         new = [passage for passage in found if passage.id not in self.seen]
-        return new, Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, outcome)
+        return new, Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, outcome)
 
-    def drop(self) -> Probe | None:
-        """The answer has ended: nobody waits for the probe that is out, if one is."""
-        if self._asking is None:
+    def cancel(self) -> Probe | None:
+        """Cancel the running probe, if any, because the answer has ended."""
+        if self._search_task is None:
             return None
-        self._asking.cancel()
-        self._asking = None
-        return Probe(self._asked_at, self._asked_ns, self._clock(), 0, 0, "dropped")
+        self._search_task.cancel()
+        self._search_task = None
+        return Probe(self._begin_token, self._begin_ns, self._clock(), 0, 0, "dropped")
 
-    async def _found(self, query: str) -> list[Passage]:
-        asked = self._retrieval
+    async def _run(self, query: str) -> list[Passage]:
+        retrieval = self._retrieval
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._search.search(
                     PassageQuery(
-                        asked.collection, asked.k, query, stage="decode", wanted=asked.filter, hybrid=asked.hybrid
+                        retrieval.collection,
+                        retrieval.k,
+                        query,
+                        stage="decode",
+                        wanted=retrieval.filter,
+                        hybrid=retrieval.hybrid,
                     ),
-                    embedded=_nothing,
+                    embedded=_ignore,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:
             raise DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_S:g} s") from None
 
 
-def _nothing() -> None:
-    """What is done when a probe is embedded."""
+def _ignore() -> None:
+    """Callback for the end of a probe's embedding, which has no timestamp."""

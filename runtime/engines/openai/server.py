@@ -1,4 +1,4 @@
-"""One server: its HTTP, its streams' events, and what it says went wrong as our errors."""
+"""Client of one OpenAI server: requests, server-sent events, and its errors mapped to ours."""
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from runtime.engines.openai.http import AioHttp, Disconnected, Http, Reply
+from runtime.engines.openai.http import AioHttp, Disconnected, Http, Response
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -26,23 +26,23 @@ MAX_EVENT_BYTES = 8 << 20
 DONE = b"[DONE]"
 
 
-async def payloads(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events' data, the end mark too. Raises EngineFailed for an event of more than `MAX_EVENT_BYTES`."""
+async def event_data(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Iterate over the data of server-sent events, `DONE` included. Raises EngineFailed above `MAX_EVENT_BYTES`."""
     rest = b""
-    async for part in parts:
-        *lines, rest = (rest + part if rest else part).split(b"\n")
+    async for chunk in body:
+        *lines, rest = (rest + chunk if rest else chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
         if len(rest) > MAX_EVENT_BYTES:
-            raise EngineFailed(f"the engine's stream has an event of over {MAX_EVENT_BYTES} bytes")
+            raise EngineFailed(f"the engine's stream has an event larger than {MAX_EVENT_BYTES} bytes")
     if rest.startswith(b"data:"):
         yield rest[5:].strip()
 
 
-_MAX_ANSWER_BYTES = 16 << 20  # of an answer that is not a stream
+_MAX_BODY_BYTES = 16 << 20  # of a response that is not a stream
 _MAX_ERROR_BYTES = 64 << 10
-_REQUESTS_FAULT = (400, 404, 405, 409, 413, 415, 422, 501)
+_CLIENT_ERRORS = (400, 404, 405, 409, 413, 415, 422, 501)
 _BUSY = (408, 425, 429, 503, 529)
 
 to_json = msgspec.json.Encoder().encode
@@ -50,13 +50,13 @@ _decode = msgspec.json.Decoder().decode
 
 
 def from_json(content: bytes) -> Any:
-    """Raises msgspec's DecodeError, also for what is nested too deeply or no UTF-8."""
+    """Parse JSON. Raises msgspec's DecodeError, for too deep nesting and invalid UTF-8 too."""
     try:
         return _decode(content)
     except RecursionError as error:
         raise msgspec.DecodeError("JSON is nested too deeply") from error
     except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"no UTF-8 at byte {error.start}") from error
+        raise msgspec.DecodeError(f"invalid UTF-8 at byte {error.start}") from error
 
 
 class StreamBroken(EngineFailed):
@@ -64,7 +64,7 @@ class StreamBroken(EngineFailed):
 
 
 class Server:
-    """A server at `url` (with its /v1). `http` stands for the network in tests; `stage` is what it is for."""
+    """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both. Tests replace `http`."""
 
     def __init__(
         self, url: str, key: str = "", connect_s: float = 5.0, http: Http | None = None, stage: Stage = ""
@@ -72,102 +72,102 @@ class Server:
         self.url, self.stage = url, stage
         self._root = _without_version(url)
         self._http = http or AioHttp(connect_s)
-        # Not compressed: a stream's chunks would wait for each other, and an answer's size be known too late.
+        # No compression: it would delay a stream's chunks, and hide a body's size until it is decompressed.
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
 
     async def get(self, path: str) -> Json:
-        """An answer to GET. Raises TrinityError."""
-        async with self._asked("GET", self.url + path) as answer:
-            return await self._whole(answer)
+        """GET a JSON object. Raises TrinityError."""
+        async with self._request("GET", self.url + path) as answer:
+            return await self._read_json(answer)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, beside: bool = False, request_id: str = "") -> Json:
-        """An answer to POST; `beside`: the path is not under /v1 but beside it. Raises TrinityError."""
-        async with self._asked("POST", (self._root if beside else self.url) + path, body, request_id) as answer:
-            return await self._whole(answer)
+    async def post(self, path: str, body: Mapping[str, Any], *, versioned: bool = True, request_id: str = "") -> Json:
+        """POST for a JSON object; `versioned` False: the path is outside /v1. Raises TrinityError."""
+        async with self._request("POST", (self.url if versioned else self._root) + path, body, request_id) as answer:
+            return await self._read_json(answer)
 
     async def metrics(self) -> str:
-        """Its metrics in Prometheus's text format. Raises TrinityError."""
-        async with self._asked("GET", f"{self._root}/metrics") as answer:
+        """Return the server's metrics in Prometheus's text format. Raises TrinityError."""
+        async with self._request("GET", f"{self._root}/metrics") as answer:
             try:
-                return (await _some(answer, _MAX_ANSWER_BYTES)).decode(errors="replace")
+                return (await _read_up_to(answer, _MAX_BODY_BYTES)).decode(errors="replace")
             except Disconnected as error:
-                raise EngineUnreachable(f"{self.url}: its metrics broke off: {error}") from error
+                raise EngineUnreachable(f"{self.url}: the connection broke while reading /metrics: {error}") from error
 
     @contextlib.asynccontextmanager
     async def stream(
         self, path: str, body: Mapping[str, Any], request_id: str = ""
     ) -> AsyncIterator[AsyncIterator[Json]]:
-        """The chunks of a streamed answer; leaving the block closes the connection, by which the server knows that
-        nobody waits any more. Entering raises TrinityError, and so does the iterator: StreamBroken if the stream ends
-        without its end mark.
+        """Open a streamed answer and iterate over its chunks; leaving the block early cancels it at the server.
+
+        Entering raises TrinityError, and so does the iterator: StreamBroken if the stream ends without `[DONE]`.
         """
-        async with self._asked("POST", self.url + path, body, request_id) as answer:
+        async with self._request("POST", self.url + path, body, request_id) as answer:
             yield self._chunks(answer)
 
     @property
-    def listens(self) -> bool:
-        """False if it is known to take nothing new."""
-        return self._http.listens
+    def accepting(self) -> bool:
+        """False if the server is known to accept no new requests."""
+        return self._http.accepting
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close all connections."""
         await self._http.close()
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _request(
         self, method: str, url: str, body: Mapping[str, Any] | None = None, request_id: str = ""
-    ) -> AsyncIterator[Reply]:
+    ) -> AsyncIterator[Response]:
         headers = {**self._headers, **trace_context.get()}
         if request_id:
             headers["x-request-id"] = request_id
         try:
-            answer = await self._http.ask(method, url, headers, None if body is None else to_json(body))
+            answer = await self._http.request(method, url, headers, None if body is None else to_json(body))
         except Disconnected as error:
             raise EngineUnreachable(f"{self.url} does not answer: {error}") from error
         try:
             if answer.status != 200:
-                raise self._refusal(answer.status, await _some(answer, _MAX_ERROR_BYTES))
+                raise self._error_of(answer.status, await _read_up_to(answer, _MAX_ERROR_BYTES))
             yield answer
         finally:
             answer.close()
 
-    async def _whole(self, answer: Reply) -> Json:
+    async def _read_json(self, answer: Response) -> Json:
         try:
-            value = from_json(await _some(answer, _MAX_ANSWER_BYTES))
+            value = from_json(await _read_up_to(answer, _MAX_BODY_BYTES))
         except (Disconnected, msgspec.DecodeError) as error:
-            raise EngineFailed(f"{self.url}: its answer is no whole JSON: {error}") from error
+            raise EngineFailed(f"{self.url}: its response is not valid JSON: {error}") from error
         if not isinstance(value, dict):
-            raise EngineFailed(f"{self.url}: its answer is no JSON object")
+            raise EngineFailed(f"{self.url}: its response is not a JSON object")
         return value
 
-    async def _chunks(self, answer: Reply) -> AsyncIterator[Json]:
+    async def _chunks(self, answer: Response) -> AsyncIterator[Json]:
         try:
-            async for data in payloads(answer.parts()):
+            async for data in event_data(answer.iter_bytes()):
                 if data == DONE:
-                    answer.over()
+                    answer.complete()
                     return
                 chunk = from_json(data)
                 if not isinstance(chunk, dict):
-                    raise EngineFailed(f"{self.url}: a chunk of its stream is no JSON object")
+                    raise EngineFailed(f"{self.url}: a chunk of its stream is not a JSON object")
                 if chunk.get("error"):
-                    raise self._refusal(_status_of(chunk["error"]), data)
+                    raise self._error_of(_status_in(chunk["error"]), data)
                 yield chunk
         except (Disconnected, msgspec.DecodeError) as error:
-            raise StreamBroken(f"{self.url}: its stream broke off: {error}") from error
-        raise StreamBroken(f"{self.url}: its stream ended without its end mark")
+            raise StreamBroken(f"{self.url}: its stream broke: {error}") from error
+        raise StreamBroken(f"{self.url}: its stream ended without [DONE]")
 
-    def _refusal(self, status: int, body: bytes) -> TrinityError:
-        """What an error answer means, in our errors."""
-        message, param, code = _said(body)
-        told = f"{self.url} answers {status}: {message}" if message else f"{self.url} answers {status}"
+    def _error_of(self, status: int, body: bytes) -> TrinityError:
+        """Map an error response to one of our errors."""
+        message, param, code = _parse_error(body)
+        summary = f"{self.url} answers {status}: {message}" if message else f"{self.url} answers {status}"
         if status in (401, 403):
-            return EngineRefusedKey(f"{told}; set model.api_key_file to a file with a key that it takes")
+            return EngineRefusedKey(f"{summary}; set model.api_key_file to a file with a valid key")
         if status in _BUSY:
-            return Overloaded(told)
-        if status not in _REQUESTS_FAULT:
-            return EngineFailed(told)
+            return Overloaded(summary)
+        if status not in _CLIENT_ERRORS:
+            return EngineFailed(summary)
         if (
             code == "context_length_exceeded"
             or "context length" in message.lower()
@@ -175,39 +175,41 @@ class Server:
         ):
             return ContextLengthExceeded(message, param)
         if status == 404 and "model" in f"{code} {message}".lower():
-            return EngineFailed(told)  # the name was checked when the server was first asked: it has changed since
-        refused = InvalidRequest(message or told, param)
+            return EngineFailed(
+                summary
+            )  # the name was valid when capabilities were detected: the server has changed since
+        refused = InvalidRequest(message or summary, param)
         refused.status = status
         return refused
 
 
-async def _some(answer: Reply, limit: int) -> bytes:
-    """The body, of at most `limit` bytes; of a longer one its beginning."""
-    parts, size = [], 0
-    async for part in answer.parts():
-        parts.append(part)
-        size += len(part)
+async def _read_up_to(answer: Response, limit: int) -> bytes:
+    """Read the body, truncated to `limit` bytes."""
+    chunks, size = [], 0
+    async for chunk in answer.iter_bytes():
+        chunks.append(chunk)
+        size += len(chunk)
         if size > limit:
             break
-    return b"".join(parts)[:limit]
+    return b"".join(chunks)[:limit]
 
 
-def _said(body: bytes) -> tuple[str, str | None, str]:
-    """Message, parameter and code of an error object: OpenAI's, vLLM's older one, FastAPI's."""
+def _parse_error(body: bytes) -> tuple[str, str | None, str]:
+    """Return message, parameter and code of an error body: OpenAI's format, vLLM's older one, or FastAPI's."""
     try:
         value = from_json(body)
     except msgspec.DecodeError:
         return body[:200].decode(errors="replace").strip(), None, ""
-    said = value.get("error", value) if isinstance(value, dict) else value
-    if not isinstance(said, dict):
-        return str(said)[:1000], None, ""
-    message = said.get("message") or said.get("detail") or ""
-    param, code = said.get("param"), said.get("code")
+    error = value.get("error", value) if isinstance(value, dict) else value
+    if not isinstance(error, dict):
+        return str(error)[:1000], None, ""
+    message = error.get("message") or error.get("detail") or ""
+    param, code = error.get("param"), error.get("code")
     return str(message)[:1000], param if isinstance(param, str) else None, str(code or "")
 
 
-def _status_of(error: object) -> int:
-    """Of an error within a stream, which has no status of its own."""
+def _status_in(error: object) -> int:
+    """Return the status of an error inside a stream, which has no HTTP status of its own."""
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, int) and 400 <= code < 600 else 500
 

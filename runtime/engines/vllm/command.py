@@ -1,4 +1,4 @@
-"""What is run: vLLM's API server, by the interpreter that the configuration names."""
+"""Command line and environment of a vLLM API server, run by the configured interpreter."""
 
 import itertools
 import json
@@ -14,86 +14,86 @@ from runtime.node.engine_config import Stage, VllmSection
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.serving.model import smollm
 
-OLDEST = (0, 20)
-"""Of the versions whose options and answers are relied upon here; tried was 0.32."""
+MIN_VERSION = (0, 20)
+"""Oldest version with the options and responses used here; tested with 0.32."""
 
-_SHARE = 0.92  # of vLLM 0.32; 0.9 of those before
+_DEFAULT_MEMORY_SHARE = 0.92  # of vLLM 0.32; 0.9 in earlier versions
 _SERVER = "vllm.entrypoints.openai.api_server"
-_LOOK_S = 60.0  # for an interpreter's start on a busy machine
-# `importlib.metadata` alone: importing vLLM takes half a minute. Builds by others have names of their own.
-_LOOK = """
+_TIMEOUT_S = 60.0  # an interpreter starts slowly on a busy machine
+# Reads metadata only: importing vLLM takes half a minute. Third-party builds have other distribution names.
+_DETECT = """
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 found = packages_distributions().get("vllm")
 print(version(found[0]) if found else "", "nixl" if find_spec("nixl") or find_spec("rixl") else "")
 """
-_OURS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
+_RESERVED_ARGUMENTS = ("--model", "--served-model-name", "--uds", "--host", "--port", "--tensor-parallel-size", "-tp",
          "--pipeline-parallel-size", "-pp", "--max-model-len", "--api-key", "--ssl-keyfile")  # fmt: skip
 _TRANSFER = "--kv-transfer-config"
-_CPU_BLOCK_TOKENS = "32"  # the least that it takes on a CPU: what a probe computes again is the unfinished block of KV
+_CPU_BLOCK_TOKENS = "32"  # vLLM's minimum on a CPU: a probe recomputes the incomplete KV block
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
-_UNWANTED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # a worker's own: vLLM counts its threads itself
+_REMOVED = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")  # set for our workers; vLLM chooses its own
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
-    """vLLM's version; whether NIXL is there beside it."""
+class Installation:
+    """An installed vLLM: its version, and whether NIXL is installed too."""
 
     version: str
     nixl: bool
 
 
-def installed(section: VllmSection) -> Installed:
-    """What is there. Raises `ConfigError` without vLLM, or for one that is too old."""
+def find_vllm(section: VllmSection) -> Installation:
+    """Return the installation at `model.python`. Raises `ConfigError` if vLLM is missing or too old."""
     try:
-        found = subprocess.run([section.python, "-c", _LOOK], capture_output=True, text=True, timeout=_LOOK_S)
+        found = subprocess.run([section.python, "-c", _DETECT], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"model.python = {section.python!r} cannot be run: {error}") from error
-    told, _, nixl = found.stdout.strip().partition(" ")
-    if found.returncode or not told:
+    version, _, nixl = found.stdout.strip().partition(" ")
+    if found.returncode or not version:
         raise ConfigError(
             f"model.python = {section.python!r}: vLLM is not installed there: `{section.python} -m pip install vllm`, "
-            "or give the interpreter of the environment that has it"
+            "or set it to the interpreter of an environment that has it"
         )
-    numbers = tuple(int(part) for part in re.findall(r"\d+", told)[:2])
-    if numbers < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ConfigError(f"vLLM {told} at model.python = {section.python!r} is too old: {oldest} or later is needed")
-    return Installed(told, bool(nixl))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < MIN_VERSION:
+        oldest = ".".join(map(str, MIN_VERSION))
+        raise ConfigError(f"vLLM {version} at model.python = {section.python!r} is too old: it needs {oldest} or later")
+    return Installation(version, bool(nixl))
 
 
 def check_arguments(section: VllmSection) -> None:
-    """Raises `ConfigError` for an extra argument that is the node's own to give."""
-    ours = (*_OURS, _TRANSFER) if section.prefill is not None else _OURS
+    """Raise `ConfigError` for an extra argument that the node sets itself."""
+    reserved = (*_RESERVED_ARGUMENTS, _TRANSFER) if section.prefill is not None else _RESERVED_ARGUMENTS
     lists = [("model", section.extra_args)]
     lists += [(f"model.{name}", stage.extra_args) for name, stage in section.stages.items() if name]
     for key, argument in ((key, argument) for key, arguments in lists for argument in arguments):
-        if argument.partition("=")[0].replace("_", "-") in ours:
-            raise ConfigError(f"{key}.extra_args: {argument!r} is the node's own to say: it follows from [model]")
+        if argument.partition("=")[0].replace("_", "-") in reserved:
+            raise ConfigError(f"{key}.extra_args: {argument!r} is set by the node, from [model]; remove it")
 
 
-def option(section: VllmSection, stage: Stage, name: str) -> str:
-    """The value of one of vLLM's options in the extra arguments of a stage; "" if it is not among them."""
+def extra_argument(section: VllmSection, stage: Stage, name: str) -> str:
+    """Return the value of a vLLM option in a stage's extra arguments; "" if absent."""
     arguments = (*section.extra_args, *section.stages[stage].extra_args)
-    told = [
+    values = [
         value if argument == name else argument.partition("=")[2]
         for argument, value in itertools.pairwise((*arguments, ""))
         if argument == name or argument.startswith(f"{name}=")
     ]
-    return told[-1] if told else ""
+    return values[-1] if values else ""
 
 
 def gpu_memory_share(section: VllmSection, stage: Stage = "") -> float:
-    """The share of each GPU's memory that vLLM takes: as its arguments say, or by its own default."""
-    given = option(section, stage, "--gpu-memory-utilization")
+    """Return the share of each GPU's memory that vLLM uses: from its arguments, or its default."""
+    given = extra_argument(section, stage, "--gpu-memory-utilization")
     try:
-        return float(given) if given else _SHARE
+        return float(given) if given else _DEFAULT_MEMORY_SHARE
     except ValueError:
-        raise ConfigError(f"model.extra_args: --gpu-memory-utilization {given!r} is no number") from None
+        raise ConfigError(f"model.extra_args: --gpu-memory-utilization {given!r} is not a number") from None
 
 
 def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool = False) -> Sequence[str]:
-    """The command of an instance. Raises `ModelError` for a packaged model that cannot be converted."""
+    """Return the command line of an instance. Raises `ModelError` if a packaged model cannot be converted."""
     loads, stage = section.loads, section.stages[place.stage]
     if loads == smollm.NAME:
         loads = str(smollm.ensure_converted())
@@ -102,29 +102,31 @@ def command(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bo
     options += ["--pipeline-parallel-size", str(stage.pipeline_parallel_size)]
     if not place.gpu_numbers:
         options += ["--block-size", _CPU_BLOCK_TOKENS]
-    options += ["--disable-uvicorn-access-log"]  # a line for every request, and for every look at /health
+    options += ["--disable-uvicorn-access-log"]  # it logs every health check
     if section.context_tokens:
         options += ["--max-model-len", str(section.context_tokens)]
     if place.stage:
         options += [_TRANSFER, json.dumps(transfer_config(section, plan, place, nixl=nixl))]
     if place.stage == "prefill":
-        options += ["--enable-prompt-tokens-details"]  # how much it had cached: a prompt's cost is that of the rest
+        options += ["--enable-prompt-tokens-details"]  # the hand-over's cost model needs the cached tokens
     return [section.python, "-m", _SERVER, *options, *section.extra_args, *stage.extra_args]
 
 
 def environment(section: VllmSection, plan: NodePlan, place: WorkerPlan) -> dict[str, str]:
-    """The environment of an instance's processes."""
-    kept = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+    """Return the environment variables of an instance's processes."""
+    kept = {name: value for name, value in os.environ.items() if name not in _REMOVED}
     numbered = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if place.gpu_numbers else {}
-    bound = {} if place.gpu_numbers else _bound(section, plan, place, sorted(os.sched_getaffinity(0)))
+    bound = {} if place.gpu_numbers else _core_binding(section, plan, place, sorted(os.sched_getaffinity(0)))
     found = bound | kept | numbered | section.environment
     return found | transfer_environment(found) if place.stage else found
 
 
-def _bound(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:
-    """The cores of an instance on a CPU, if there are several: by itself each vLLM binds its threads to the same ones,
-    and two on one core take turns at the kernel's leisure. As vLLM does, one is left for others where there are more
-    than processes."""
+def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores: Sequence[int]) -> dict[str, str]:
+    """Return the variable that binds a CPU instance to its own cores; empty for a single instance.
+
+    By default each vLLM binds its threads to the same cores, where two instances slow each other down. As in vLLM, one
+    core stays free for other processes if there are more cores than vLLM processes.
+    """
     engines = plan.of_role("engine")
     if len(engines) < 2:
         return {}

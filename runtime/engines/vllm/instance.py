@@ -1,11 +1,11 @@
-"""The processes of one instance. They end with the worker that started them, whatever dies first.
+"""The processes of one vLLM instance, which end with the worker that started them.
 
-vLLM's server starts others (its engine core, a worker for each GPU), which live on when it is killed. All of them are
-in the process group that the worker leads:
+vLLM's server starts further processes (its engine core, a worker for each GPU), which survive a kill of the server. All
+of them are in the process group that the worker leads:
 
-- the server dies: the worker sees it, and ends;
-- the worker dies, by itself or with its supervisor: the keeper's input ends, and it kills the group. The supervisor,
-  if it lives, does so too.
+- if the server dies, the worker detects it and exits;
+- if the worker dies, alone or with its supervisor, the watchdog reads end-of-file and kills the group. The supervisor,
+  if alive, does the same.
 """
 
 import http.client
@@ -20,46 +20,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-# ---- what vLLM says, a line at a time, as our log lines; and what of it says why it ended
+# ---- vLLM's output as our log lines, and the error in it that explains why it ended
 
 
 _LINE = re.compile(
     r"(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)(?: [\d-]+ [\d:]+)?:? *(?:\[[^\]]*\] ?)?(.*)", re.DOTALL
 )
-_FAULT = re.compile(r"(?:^|\s)(?:[\w.]+\.)?(\w*(?:Error|Exception): .*)")
-_ELSEWHERE = ("Engine core initialization failed", "WorkerProc initialization failed")  # the reason was said before
+_ERROR = re.compile(r"(?:^|\s)(?:[\w.]+\.)?(\w*(?:Error|Exception): .*)")
+_FOLLOW_UPS = ("Engine core initialization failed", "WorkerProc initialization failed")  # the cause was logged before
 
 
 @dataclass(slots=True)
-class Lines:
-    """`fault` is the last error that was named."""
+class LogForwarder:
+    """Forwards output lines to `log`. `last_error`: the last error found in them."""
 
     log: logging.Logger
-    fault: str = ""
+    last_error: str = ""
 
-    def take(self, line: str) -> None:
-        """One line, at the level that it names."""
+    def forward(self, line: str) -> None:
+        """Log a line at the level that it contains, INFO by default."""
         line = line.rstrip()
         if not line:
             return
-        if (found := _FAULT.search(line)) and not any(words in line for words in _ELSEWHERE):
-            self.fault = found[1][:500]
+        if (found := _ERROR.search(line)) and not any(words in line for words in _FOLLOW_UPS):
+            self.last_error = found[1][:500]
         parts = _LINE.fullmatch(line)
         level, text = (parts[1], parts[2]) if parts else ("INFO", line)
         self.log.log(logging.getLevelNamesMapping()[level], "%s", text)
 
 
-_LINE_BYTES = 8192
-_KEEPER = ("sh", "-c", "read _; kill -9 0")  # 0: its own group, itself included
+_MAX_LINE_BYTES = 8192
+_WATCHDOG = ("sh", "-c", "read _; kill -9 0")  # 0: its own process group, including itself
 
 
 class Instance:
-    """Started when made. Raises `OSError`. `run` by a process that leads its group."""
+    """Starts an instance. Must be created by a process group leader. Raises `OSError`."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], lines: Lines) -> None:
-        assert os.getpgrp() == os.getpid(), "the group is killed as a whole, so it must be nobody else's"
-        self._lines = lines
-        self._keeper = subprocess.Popen(_KEEPER, stdin=subprocess.PIPE)
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: LogForwarder) -> None:
+        assert os.getpgrp() == os.getpid(), "the whole process group is killed, so it must be ours"
+        self._output = output
+        self._watchdog = subprocess.Popen(_WATCHDOG, stdin=subprocess.PIPE)
         self._server = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -68,36 +68,36 @@ class Instance:
             stderr=subprocess.STDOUT,
         )
         assert self._server.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._server.stdout,), name="lines", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._server.stdout,), name="vllm-output", daemon=True)
         self._reader.start()
-        self._pidfds = [os.pidfd_open(process.pid) for process in (self._server, self._keeper)]
+        self._pidfds = [os.pidfd_open(process.pid) for process in (self._server, self._watchdog)]
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until it ends; whether it has."""
+        """Wait for the instance to end, at most `seconds`; return whether it has."""
         return bool(select.select(self._pidfds, [], [], seconds)[0])
 
-    def how(self) -> str:
-        """How it ended, and what it said of it."""
+    def exit_reason(self) -> str:
+        """Return how the instance ended, with the last error of its output."""
         code = self._server.poll()
         if code is None:
-            return "its keeper was killed"
-        self._reader.join(timeout=1.0)  # those that live on may hold its output open
-        said = f": {self._lines.fault}" if self._lines.fault else ""
-        return f"vLLM ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{said}"
+            return "its watchdog was killed"
+        self._reader.join(timeout=1.0)  # surviving child processes may hold the pipe open
+        error = f": {self._output.last_error}" if self._output.last_error else ""
+        return f"vLLM ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}{error}"
 
-    def terminate(self, within_s: float) -> None:
-        """Have it end in order. What is left after that ends with the worker."""
+    def terminate(self, timeout_s: float) -> None:
+        """Terminate the server gracefully; processes left after the timeout are killed when the worker exits."""
         self._server.terminate()
-        select.select(self._pidfds[:1], [], [], within_s)
+        select.select(self._pidfds[:1], [], [], timeout_s)
 
     def _read(self, output: IO[bytes]) -> None:
-        while line := output.readline(_LINE_BYTES):
-            self._lines.take(line.decode(errors="replace"))
+        while line := output.readline(_MAX_LINE_BYTES):
+            self._output.forward(line.decode(errors="replace"))
 
 
-# ---- what it says of itself over its socket: /health and /metrics
+# ---- /health and /metrics over the socket
 
-_MOST_BYTES = 4 << 20
+_MAX_BODY_BYTES = 4 << 20
 _UNFINISHED = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 
 
@@ -112,17 +112,17 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def get(path: str, what: str, timeout_s: float) -> tuple[int, bytes]:
-    """Status and body of GET `what` at the socket `path`. Raises `OSError` or `HTTPException` without an answer."""
-    connection = _Connection(path, timeout_s)
+def get(socket_path: str, target: str, timeout_s: float) -> tuple[int, bytes]:
+    """GET `target` at a Unix socket; return status and body. Raises `OSError` or `HTTPException`."""
+    connection = _Connection(socket_path, timeout_s)
     try:
-        connection.request("GET", what)
+        connection.request("GET", target)
         answer = connection.getresponse()
-        return answer.status, answer.read(_MOST_BYTES)
+        return answer.status, answer.read(_MAX_BODY_BYTES)
     finally:
         connection.close()
 
 
-def unfinished(metrics: str) -> int:
-    """Requests that run or wait there, by its metrics."""
+def unfinished_requests(metrics: str) -> int:
+    """Return the number of running and waiting requests in the metrics."""
     return sum(int(float(count)) for count in _UNFINISHED.findall(metrics))

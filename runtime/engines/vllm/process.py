@@ -1,112 +1,110 @@
-"""A worker of role "engine": one instance of vLLM's API server, from its start to its end.
+"""A worker of role "engine": runs one instance of vLLM's API server.
 
-Its heartbeat is vLLM's own /health. When it is to leave a node that goes on, its socket gets another name: new requests
-go to other instances then, and it ends when those that it has are over.
+The worker's heartbeat follows vLLM's own /health. To drain, the worker renames the socket, so that new requests go to
+other instances, and ends the instance once its requests have finished.
 """
 
 import contextlib
 import http.client
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from runtime.engines.vllm.command import check_arguments, command, environment, installed
-from runtime.engines.vllm.instance import Instance, Lines, get, unfinished
+from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm
+from runtime.engines.vllm.instance import Instance, LogForwarder, get, unfinished_requests
 from runtime.engines.vllm.transfer import check_transfer, remove_files
 from runtime.errors import EngineFailed
 from runtime.node.engine_config import VllmSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.worker import Worker
 
-_LOOK_S = 0.5  # between two looks at /health, and with it at how long a death is not seen that no pidfd tells
-_ANSWER_S = 10.0
-_METRICS_EVERY = 4  # looks
-_QUIET = 2  # looks in a row without a request: one that was sent just before is counted once vLLM has read it
-_END_S = 10.0
+_CHECK_INTERVAL_S = 0.5  # of /health: also the delay of noticing a death that no pidfd reports
+_TIMEOUT_S = 10.0
+_METRICS_EVERY = 4  # checks
+_IDLE_CHECKS = 2  # in a row, before the instance is drained: vLLM counts a request only once it has read it
+_TERMINATE_S = 10.0
 
 
-class Watch:
-    """Looks at one instance: beats while it is well, and leaves its metrics where the supervisor finds them."""
+class HealthMonitor:
+    """Checks one instance: beats while it is healthy, and stores its metrics for the supervisor."""
 
     def __init__(self, socket: str, metrics: Path, table: WorkerTable) -> None:
         self.socket, self._metrics, self._table = socket, metrics, table
-        self._looks = 0
+        self._checks = 0
 
-    def look(self) -> bool:
-        """Whether it is well. Raises `EngineFailed` if it says that it never will be again."""
+    def check(self) -> bool:
+        """Return whether the instance is healthy. Raises `EngineFailed` if /health reports a dead engine."""
         try:
-            status, _ = get(self.socket, "/health", _ANSWER_S)
+            status, _ = get(self.socket, "/health", _TIMEOUT_S)
         except (OSError, http.client.HTTPException):
             return False
         if status >= 500:
             raise EngineFailed(f"vLLM's /health answers {status}: its engine is dead")
         self._table.beat()
-        self._looks += 1
-        if self._looks % _METRICS_EVERY == 1:
-            self.unfinished()
+        self._checks += 1
+        if self._checks % _METRICS_EVERY == 1:
+            self.read_metrics()
         return status == 200
 
-    def unfinished(self) -> int | None:
-        """Requests that run or wait there, by the metrics, which are stored; None if they are not to be had."""
+    def read_metrics(self) -> int | None:
+        """Store the metrics; return the number of running and waiting requests, None if unavailable."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            status, text = get(self.socket, "/metrics", _ANSWER_S)
+            status, text = get(self.socket, "/metrics", _TIMEOUT_S)
             if status == 200:
                 new = self._metrics.with_suffix(".new")
                 new.write_bytes(text)
                 new.rename(self._metrics)
-                return unfinished(text.decode(errors="replace"))
+                return unfinished_requests(text.decode(errors="replace"))
         return None
 
 
 def run(worker: Worker) -> None:
-    """The process: start vLLM, watch it, end it. Raises TrinityError for what vLLM cannot run with, or ended by."""
+    """Run the process: start vLLM, monitor it, end it. Raises TrinityError for a failed check, start or instance."""
     section = worker.plan.config.model
-    assert isinstance(section, VllmSection), "planned for such a section alone"
+    assert isinstance(section, VllmSection), "role engine is planned only with engine = vllm"
     check_arguments(section)
-    found = installed(section)
+    found = find_vllm(section)
     check_transfer(section, nixl=found.nixl)
     worker.log.info("vLLM %s", found.version)
     socket, metrics = worker.plan.engine_socket(worker.name), worker.plan.engine_metrics(worker.name)
-    for left in (socket, f"{socket}.old", metrics):  # of a life that was cut short
-        Path(left).unlink(missing_ok=True)
+    for leftover in (socket, f"{socket}.old", metrics):  # of a killed predecessor
+        Path(leftover).unlink(missing_ok=True)
     remove_files(worker.plan, worker.place)
-    asked = command(section, worker.plan, worker.place, nixl=found.nixl)
-    worker.log.info("%s", " ".join(asked))
+    arguments = command(section, worker.plan, worker.place, nixl=found.nixl)
+    worker.log.info("%s", " ".join(arguments))
     try:
-        instance = Instance(asked, environment(section, worker.plan, worker.place), Lines(worker.log))
+        instance = Instance(arguments, environment(section, worker.plan, worker.place), LogForwarder(worker.log))
     except OSError as error:
         raise EngineFailed(f"vLLM could not be started: {error}") from error
-    watch = Watch(socket, metrics, worker.table)
+    monitor = HealthMonitor(socket, metrics, worker.table)
     worker.start.part("vLLM's processes")
-    _serve(worker, instance, watch)
+    _serve(worker, instance, monitor)
     metrics.unlink(missing_ok=True)
     remove_files(worker.plan, worker.place)
 
 
-def _serve(worker: Worker, instance: Instance, watch: Watch, clock: Callable[[], float] = time.monotonic) -> None:
-    """Until it is to stop. Raises EngineFailed when vLLM ends first."""
+def _serve(worker: Worker, instance: Instance, monitor: HealthMonitor) -> None:
+    """Monitor the instance until the worker stops. Raises EngineFailed if vLLM ends first."""
     ready = False
     while not worker.stopping:
-        if watch.look() and not ready:
+        if monitor.check() and not ready:
             ready = True
             worker.start.part("model")
             worker.ready()
-        if instance.wait(_LOOK_S):
-            raise EngineFailed(instance.how())
+        if instance.wait(_CHECK_INTERVAL_S):
+            raise EngineFailed(instance.exit_reason())
     if worker.awaits_release and ready:
-        drain(worker, instance, watch)
-    instance.terminate(_END_S)
+        drain(worker, instance, monitor)
+    instance.terminate(_TERMINATE_S)
 
 
-def drain(worker: Worker, instance: Instance, watch: Watch) -> None:
-    """Nobody new comes; wait for those that are there. The supervisor bounds it."""
+def drain(worker: Worker, instance: Instance, monitor: HealthMonitor) -> None:
+    """Stop accepting requests and wait for those in flight; the supervisor limits the wait."""
     with contextlib.suppress(OSError):
-        os.rename(watch.socket, f"{watch.socket}.old")
-        watch.socket = f"{watch.socket}.old"
-    quiet = 0
-    while worker.awaits_release and not instance.wait(_LOOK_S):
-        watch.look()
-        quiet = quiet + 1 if watch.unfinished() == 0 else 0
-        if quiet == _QUIET:
+        os.rename(monitor.socket, f"{monitor.socket}.old")
+        monitor.socket = f"{monitor.socket}.old"
+    idle = 0
+    while worker.awaits_release and not instance.wait(_CHECK_INTERVAL_S):
+        monitor.check()
+        idle = idle + 1 if monitor.read_metrics() == 0 else 0
+        if idle == _IDLE_CHECKS:
             return

@@ -1,6 +1,6 @@
-"""How KV gets from prefill to decode: which connector, and what vLLM is told of it at start.
+"""KV transfer between vLLM's prefill and decode instances: choice of the connector and its options.
 
-What is said of it in requests is in `runtime.engines.openai.handover`.
+The fields in requests are in `runtime.engines.openai.handover`.
 """
 
 import os
@@ -18,40 +18,40 @@ FILES = "TrinityKvFiles"
 
 _PLUGINS = Path(__file__).parent / "plugins"
 _FILES_MODULE = "trinity_kv_files"
-_LEASE_S = 60.0  # that a file is kept for a decode instance that never reads it: one that died, mostly
+_LEASE_S = 60.0  # after which a file that no decode instance has read is removed
 _NIXL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def connector_of(section: VllmSection, *, nixl: bool) -> str:
-    """The connector by its name. `nixl`: vLLM's environment has NIXL."""
+def select_connector(section: VllmSection, *, nixl: bool) -> str:
+    """Return the connector's name. `nixl`: vLLM's environment has NIXL."""
     if section.kv_connector != "auto":
         return section.kv_connector
     return NIXL if nixl else FILES
 
 
 def check_transfer(section: VllmSection, *, nixl: bool) -> None:
-    """Raises `ConfigError` for a connector that cannot do what is configured."""
+    """Raise `ConfigError` for a connector that does not support the configuration."""
     if section.prefill is None or section.decode is None:
         return
-    connector = connector_of(section, nixl=nixl)
+    connector = select_connector(section, nixl=nixl)
     if connector == NIXL and not nixl:
         raise ConfigError(
-            f"model.kv_connector = {NIXL!r}: there is no NIXL at {section.python!r}: "
+            f"model.kv_connector = {NIXL!r}: NIXL is not installed at {section.python!r}: "
             f"`{section.python} -m pip install nixl`"
         )
     sizes = [(stage.tensor_parallel_size, stage.pipeline_parallel_size) for stage in (section.prefill, section.decode)]
     if connector == FILES and sizes[0] != sizes[1]:
         raise ConfigError(
-            f"model.kv_connector = {section.kv_connector!r} is {FILES} here, which hands KV over between instances of "
-            f"the same parallel sizes alone: install NIXL (`{section.python} -m pip install nixl`), or give both "
+            f"model.kv_connector = {section.kv_connector!r} is {FILES} here, which needs the same parallel sizes in "
+            f"both stages: install NIXL (`{section.python} -m pip install nixl`), or give both "
             "stages the same tensor_parallel_size and pipeline_parallel_size"
         )
 
 
 def transfer_config(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, nixl: bool) -> dict[str, Any]:
-    """vLLM's `--kv-transfer-config` of an instance. KV that does not arrive is computed where it was wanted."""
-    connector = connector_of(section, nixl=nixl)
+    """Return an instance's `--kv-transfer-config`. KV that does not arrive is recomputed by the decode instance."""
+    connector = select_connector(section, nixl=nixl)
     found: dict[str, Any] = {
         "kv_connector": connector,
         "kv_role": _ROLES[place.stage],
@@ -67,13 +67,13 @@ def transfer_config(section: VllmSection, plan: NodePlan, place: WorkerPlan, *, 
 
 
 def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an instance that hands KV over: where our connector is, and a port of its own for NIXL."""
+    """Return the variables of an instance that transfers KV: the path of our connector, and a port for NIXL."""
     path = os.pathsep.join(part for part in (given.get("PYTHONPATH"), str(_PLUGINS)) if part)
     return {"PYTHONPATH": path} | ({} if _NIXL_PORT in given else {_NIXL_PORT: str(_free_port())})
 
 
 def remove_files(plan: NodePlan, place: WorkerPlan) -> None:
-    """Remove what an instance left for others that it cannot vouch for any more, or that nobody will read."""
+    """Remove the KV files that an instance has written: their content is stale after a restart."""
     for file in plan.kv_directory.glob(f"{place.name}-*"):
         file.unlink(missing_ok=True)
 

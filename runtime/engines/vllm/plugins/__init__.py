@@ -1,4 +1,4 @@
-"""What runs inside vLLM's processes, with vLLM's interpreter: nothing of Trinity can be imported there.
+"""Plugins that run inside vLLM's processes, with vLLM's interpreter: they cannot import Trinity.
 
-This folder is on their path, so that vLLM finds a connector by its module's name; unpatched, by its own options.
+This folder is on vLLM's path, so that its own options load a connector by module name; vLLM is not patched.
 """

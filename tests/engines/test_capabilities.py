@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from runtime.engines.openai.abilities import Abilities, ask
+from runtime.engines.openai.capabilities import Capabilities, detect_capabilities
+from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.engines.openai.server import Server
-from runtime.engines.openai.servers import Servers
 from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, TrinityError
 from runtime.node.engine_config import OpenAiSection
 from runtime.serving.frontend.engine import RestartLimits
@@ -24,13 +24,13 @@ from tests.frontend.fakes import run
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
 
 
-def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Abilities:
-    async def test() -> Abilities:
+def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Capabilities:
+    async def test() -> Capabilities:
         fake = FakeServer(behaviour)
-        return await ask(Server("http://fake/v1", key, http=fake), structs.replace(SECTION, **section))
+        return await detect_capabilities(Server("http://fake/v1", key, http=fake), structs.replace(SECTION, **section))
 
     found = run(test())
-    assert isinstance(found, Abilities)
+    assert isinstance(found, Capabilities)
     return found
 
 
@@ -47,10 +47,10 @@ def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Abilities:
 )
 def test_how_a_chat_goes_on_is_found_by_asking(behaviour: Behaviour, way: str) -> None:
     found = asked(behaviour)
-    assert found.chat_sequel == way
+    assert found.chat_continuation == way
     assert (found.chat, found.completions, found.usage) == (True, behaviour.completions, True)
     assert found.context_tokens == 4096
-    assert any("no probes in chats" in sentence for sentence in found.lacking()) == (way == "")
+    assert any("no probes in chats" in sentence for sentence in found.limitations()) == (way == "")
 
 
 class Nonsense:
@@ -59,12 +59,12 @@ class Nonsense:
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    async def ask(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> "Bytes":
+    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> "Bytes":
         models = b'{"data": [{"id": "%s"}]}' % MODEL.encode()
         return Bytes(models if method == "GET" else b"data: " + self._content + b"\n\ndata: [DONE]\n\n")
 
     @property
-    def listens(self) -> bool:
+    def accepting(self) -> bool:
         return True
 
     async def close(self) -> None:
@@ -79,10 +79,10 @@ class Bytes:
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def iter_bytes(self) -> AsyncIterator[bytes]:
         yield self._content
 
-    def over(self) -> None:
+    def complete(self) -> None:
         """There is no connection to keep."""
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Bytes:
 def test_a_server_that_answers_nonsense_is_one_that_fails_and_nothing_else_does(content: bytes) -> None:
     async def test() -> None:
         with pytest.raises(EngineFailed):
-            await ask(Server("http://fake/v1", http=Nonsense(content)), SECTION)
+            await detect_capabilities(Server("http://fake/v1", http=Nonsense(content)), SECTION)
 
     run(test())
 
@@ -114,7 +114,7 @@ def test_a_server_that_answers_nonsense_is_one_that_fails_and_nothing_else_does(
 def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
     found = asked(Behaviour(usage=False))
     assert not found.usage
-    assert any("stream_options" in sentence for sentence in found.lacking())
+    assert any("stream_options" in sentence for sentence in found.limitations())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
         (
             Behaviour(),
             {"name": "other"},
-            "model.name = 'other': http://fake/v1 has no such model; give one that it has: 'fake-model'",
+            "model.name = 'other': http://fake/v1 has no such model; it has: 'fake-model'",
         ),
         (Behaviour(), {"context_tokens": 8192}, "model.context_tokens = 8192: http://fake/v1 has a context of 4096"),
         (Behaviour(key="secret"), {}, "model.api_key_file: http://fake/v1 answers 401: wrong key"),
@@ -141,7 +141,9 @@ def test_what_can_never_work_is_one_line_with_what_to_do(
 def test_an_address_without_models_is_told_to_go_up_to_its_v1() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="up to its /v1"):
-            await ask(Server("http://fake", http=FakeServer()), structs.replace(SECTION, url="http://fake"))
+            await detect_capabilities(
+                Server("http://fake", http=FakeServer()), structs.replace(SECTION, url="http://fake")
+            )
 
     run(test())
 
@@ -165,19 +167,19 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
 ) -> None:
     fakes: list[FakeServer] = []
 
-    async def start(*behaviours: Behaviour) -> Servers:
+    async def start(*behaviours: Behaviour) -> LoadBalancer:
         fakes[:] = [FakeServer(behaviour) for behaviour in behaviours]
-        servers = Servers(
+        servers = LoadBalancer(
             [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
-            partial(ask, section=SECTION),
+            partial(detect_capabilities, section=SECTION),
             advice="start it",
         )
-        await servers.reach()
+        await servers.check_all()
         return servers
 
     with caplog.at_level(logging.WARNING):
         servers = run(start(Behaviour(), Behaviour(down=True)))
-    assert [member.name for member in servers.up] == ["http://fake0/v1"]
+    assert [backend.name for backend in servers.up] == ["http://fake0/v1"]
     assert (
         "http://fake1/v1 does not answer: connection refused: it is not used until it answers; start it" in caplog.text
     )
@@ -190,12 +192,12 @@ def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on(
     async def test() -> None:
         async with stand(Behaviour(), Behaviour()) as at:
             at.fakes[0].behaviour = replace(at.fakes[0].behaviour, model="another")
-            first, second = at.engine.servers.members
-            at.engine.servers.failed(first, EngineUnreachable("it was restarted"))
+            first, second = at.engine.balancer.backends
+            at.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
             at.clock.forward(60)
-            await at.engine.servers.look()
-            assert at.engine.servers.up == [second]
-            assert "no such model" in first.problem
+            await at.engine.balancer.run_checks()
+            assert at.engine.balancer.up == [second]
+            assert "no such model" in first.last_error
 
     run(test())
 
@@ -204,14 +206,14 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
     async def test() -> None:
         clock = Clock()
         fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
-        servers = Servers(
+        servers = LoadBalancer(
             [Server(f"http://fake{number}/v1", http=fake) for number, fake in enumerate(fakes)],
-            partial(ask, section=SECTION),
+            partial(detect_capabilities, section=SECTION),
             clock,
         )
-        looks = [asyncio.create_task(look) for look in servers.due()]
-        await until(lambda: [member.name for member in servers.up] == ["http://fake1/v1"])
-        assert servers.due() == []  # the first is being asked
+        looks = [asyncio.create_task(look) for look in servers.checks_due()]
+        await until(lambda: [backend.name for backend in servers.up] == ["http://fake1/v1"])
+        assert servers.checks_due() == []  # the first is being asked
         for look in looks:
             look.cancel()
         await asyncio.gather(*looks, return_exceptions=True)
@@ -222,25 +224,25 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
 def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_patience_each_time() -> None:
     async def test() -> None:
         async with stand(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as at:
-            (member,) = at.engine.servers.members
+            (backend,) = at.engine.balancer.backends
             at.fake.behaviour.hangs_after = 0
-            at.engine.servers.failed(member, EngineUnreachable("it was killed"))
+            at.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
             asked = at.chat(max_tokens=4)
             for patience_s in (5, 10):
-                at.clock.now = max(at.clock.now, member.due_ns)
+                at.clock.now = max(at.clock.now, backend.next_check_ns)
                 at.engine.tick()
                 await until(lambda: at.fake.open == 1)
                 at.clock.forward(patience_s - 0.1)
                 at.engine.tick()
                 await asyncio.sleep(0)
-                assert member.asking
+                assert backend.checking
                 at.clock.forward(0.1)
                 at.engine.tick()
-                await until(lambda: not member.asking)
-                assert member.problem == f"{member.name} does not answer within {patience_s} s"
+                await until(lambda: not backend.checking)
+                assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"
                 assert at.fake.open == 0
             at.fake.behaviour.hangs_after = None
-            at.clock.now = max(at.clock.now, member.due_ns)
+            at.clock.now = max(at.clock.now, backend.next_check_ns)
             at.engine.tick()
             assert len((await whole(asked)).text) == 4
 
@@ -250,26 +252,28 @@ def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_pati
 def test_back_off_doubles_until_a_server_answers() -> None:
     async def test() -> None:
         clock, fake = Clock(), FakeServer(Behaviour(down=True))
-        servers = Servers([Server("http://fake/v1", http=fake)], partial(ask, section=SECTION), clock)
-        await servers.reach()
-        (member,) = servers.members
+        servers = LoadBalancer(
+            [Server("http://fake/v1", http=fake)], partial(detect_capabilities, section=SECTION), clock
+        )
+        await servers.check_all()
+        (backend,) = servers.backends
         delays = []
         for _ in range(8):
-            delays.append(member.due_ns - clock())
+            delays.append(backend.next_check_ns - clock())
             if delays[-1]:
-                await servers.look()  # too early: it is not asked
-            clock.now = member.due_ns
-            await servers.look()
+                await servers.run_checks()  # too early: it is not asked
+            clock.now = backend.next_check_ns
+            await servers.run_checks()
         assert delays[0] == 0  # who fails once may be there again
         assert all(0.05e9 * 2**n <= delay <= 0.1e9 * 2**n for n, delay in enumerate(delays[1:6]))
         assert max(delays) <= 10e9
         fake.behaviour.down = False
-        clock.now = member.due_ns
+        clock.now = backend.next_check_ns
         waiting = asyncio.create_task(servers.changed.wait())
         await asyncio.sleep(0)
-        await servers.look()
+        await servers.run_checks()
         assert await waiting
-        assert servers.up == [member]
+        assert servers.up == [backend]
 
     run(test())
 
@@ -277,12 +281,12 @@ def test_back_off_doubles_until_a_server_answers() -> None:
 def test_a_server_is_down_after_three_errors_of_its_own_in_a_row_and_not_after_one() -> None:
     async def test() -> None:
         async with stand(Behaviour()) as at:
-            (member,) = at.engine.servers.members
+            (backend,) = at.engine.balancer.backends
             failed: TrinityError = EngineFailed("500")
             for error in (failed, failed, None, failed, failed):
-                at.engine.servers.noted(member, error)
-                assert at.engine.servers.up
-            at.engine.servers.noted(member, failed)
-            assert not at.engine.servers.up
+                at.engine.balancer.record_outcome(backend, error)
+                assert at.engine.balancer.up
+            at.engine.balancer.record_outcome(backend, failed)
+            assert not at.engine.balancer.up
 
     run(test())

@@ -1,0 +1,343 @@
+"""Load balancer of the OpenAI engine: chooses a server for each request and checks the health of all servers.
+
+The rule is the router's of the node's own workers (`runtime.serving.frontend.router`): the fewest requests, minus the
+share of the prompt's leading blocks that the server was recently sent, plus one for a server whose KV cache is nearly
+full. A full overlap is worth `overlap_weight` requests and no more, so the turns of a conversation stay where its KV
+is. A server's request count is the larger of what it reports and what was sent to it from here; among equals the least
+recently chosen server wins.
+
+With separate prefill and decode servers, decode servers write the answers; while none of them is up, prefill servers
+do, which are capable of the same.
+"""
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from runtime.engines.openai.capabilities import Capabilities
+from runtime.engines.openai.server import Server, StreamBroken
+from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
+from runtime.node.supervisor.backoff import Backoff
+from runtime.serving.frontend.router import Prefixes
+
+# ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
+
+
+_GAUGE = re.compile(r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Reported load of a server. `kv_usage`: share of its KV cache in use, 0..1."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        """Running and waiting requests."""
+        return self.running + self.waiting
+
+
+def parse_load(metrics: str) -> Load | None:
+    """Parse metrics in Prometheus's text format; None if they lack the gauges.
+
+    Of several engines behind one server, requests are summed and the fullest KV cache counts.
+    """
+    found: dict[str, list[float]] = {}
+    for name, value in _GAUGE.findall(metrics):
+        try:
+            found.setdefault(name, []).append(float(value))
+        except ValueError:
+            return None
+    counts = [found.get(name) for name in ("num_requests_running", "num_requests_waiting")]
+    if None in counts:
+        return None
+    running, waiting = (int(sum(count or ())) for count in counts)
+    return Load(running, waiting, max(found.get("kv_cache_usage_perc", [0.0])))
+
+
+log = logging.getLogger(__name__)
+
+DetectCapabilities = Callable[[Server], Awaitable[Capabilities]]
+Reject = Callable[[Capabilities], InvalidRequest | None]
+"""Returns the error for a request that a server cannot run; None if it can."""
+
+_MAX_FAILURES = 3
+_KV_NEARLY_FULL = 0.9  # share of its KV: a new request may have to wait, or may preempt others
+_LOAD_INTERVAL_NS = 1_000_000_000
+_PREFIX_BLOCKS = 65_536  # remembered for each server
+_MAX_BACKOFF_S = 10.0
+_CHECK_TIMEOUT_NS = 5_000_000_000  # of the first check of a server that is down; doubles with each timeout
+_IDLE_NS = 5_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """A server and its state. `capabilities` None: it is down until a check succeeds, next at `next_check_ns`; `load`:
+    its last reported load, None without metrics."""
+
+    server: Server
+    backoff: Backoff
+    capabilities: Capabilities | None = None
+    last_error: str = "not checked yet"
+    in_flight: int = 0
+    last_chosen: int = 0  # sequence number of the last choice
+    next_check_ns: int = 0
+    up_ns: int = 0
+    last_used_ns: int = 0  # of the last request or check
+    checking: bool = False
+    check_timeout_ns: int = _CHECK_TIMEOUT_NS
+    check_deadline_ns: int = 0  # of the check in progress, which `check_timeout` cancels
+    check_timeout: asyncio.Timeout | None = None
+    consecutive_failures: int = 0  # of requests
+    load: Load | None = None
+    next_load_check_ns: int | None = 0  # None: no metrics
+    prefixes: Prefixes = field(default_factory=Prefixes)
+
+    @property
+    def name(self) -> str:
+        return self.server.url
+
+    def cost(self, prefix: Sequence[int], overlap_weight: float) -> float:
+        """Return the cost of one more request with these leading blocks; the lowest is chosen."""
+        reported, full = (self.load.requests, self.load.kv_usage > _KV_NEARLY_FULL) if self.load else (0, False)
+        return max(reported, self.in_flight) - overlap_weight * self.overlap(prefix) + full
+
+    def overlap(self, prefix: Sequence[int]) -> float:
+        """Return the share of `prefix` that the server was recently sent, 0..1."""
+        return self.prefixes.seen(prefix) / len(prefix) if prefix else 0.0
+
+
+class LoadBalancer:
+    """All servers of a model. `detect` returns a server's capabilities (`capabilities.detect_capabilities`).
+
+    A server that is down is checked with exponential back-off of at most `max_backoff_s`. `advice` is appended to the
+    log line about it.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        detect: DetectCapabilities,
+        clock: Callable[[], int] = time.monotonic_ns,
+        source: random.Random | None = None,
+        max_backoff_s: float = _MAX_BACKOFF_S,
+        advice: str = "",
+        overlap_weight: float = 1.0,
+    ) -> None:
+        source = source or random.Random()
+        self.backends = [Backend(server, Backoff(source, most_s=max_backoff_s)) for server in servers]
+        self._detect, self._clock, self._advice = detect, clock, advice and f"; {advice}"
+        self._overlap_weight = overlap_weight
+        self._choices = 0
+        self.changed = asyncio.Event()
+        """Set and cleared whenever a server has come up."""
+
+    @property
+    def up(self) -> list[Backend]:
+        """Servers that are up and accept requests."""
+        return [backend for backend in self.backends if backend.capabilities is not None and backend.server.accepting]
+
+    def eligible(self, reject: Reject) -> list[Backend]:
+        """Return the servers that are up and do not `reject` a request.
+
+        Raises EngineUnreachable if none is up, the first rejection if all reject.
+        """
+        up = [(backend, backend.capabilities) for backend in self.up if backend.capabilities is not None]
+        if not up:
+            errors = "; ".join(backend.last_error for backend in self.backends)
+            raise EngineUnreachable(f"no server of the model answers: {errors}")
+        rejections = [(backend, reject(capabilities)) for backend, capabilities in up]
+        eligible = [backend for backend, rejection in rejections if rejection is None]
+        if not eligible:
+            raise next(rejection for _, rejection in rejections if rejection is not None)
+        return eligible
+
+    def choose(self, reject: Reject, avoid: Collection[Backend] = (), prefix: Sequence[int] = ()) -> Backend:
+        """Acquire the cheapest eligible server for a prompt of these leading blocks; pair with `release`.
+
+        Servers in `avoid` are chosen only if there is no other. Raises as `eligible`.
+        """
+        return self._acquire(
+            min(self.eligible(reject), key=lambda b: (b in avoid, b.server.stage == "prefill", *self._order(b, prefix)))
+        )
+
+    def choose_prefill(self, avoid: Collection[Backend], prefix: Sequence[int]) -> Backend | None:
+        """Acquire the prefill server that computes such a prompt for another; pair with `release`.
+
+        None if all prefill servers are down or in `avoid`.
+        """
+        able = [backend for backend in self.up if backend.server.stage == "prefill" and backend not in avoid]
+        return self._acquire(min(able, key=lambda b: self._order(b, prefix))) if able else None
+
+    def _order(self, backend: Backend, prefix: Sequence[int]) -> tuple[float, int]:
+        return backend.cost(prefix, self._overlap_weight), backend.last_chosen
+
+    def remember(self, backend: Backend, prefix: Sequence[int]) -> None:
+        """Record that a server has the KV of these blocks, or soon will."""
+        backend.prefixes.remember(prefix, _PREFIX_BLOCKS, self._clock())
+
+    def _acquire(self, chosen: Backend) -> Backend:
+        self._choices += 1
+        chosen.last_chosen = self._choices
+        chosen.in_flight += 1
+        return chosen
+
+    def release(self, backend: Backend) -> None:
+        """Record that a request has left that server."""
+        backend.in_flight -= 1
+        backend.last_used_ns = self._clock()
+
+    def record_outcome(self, backend: Backend, error: TrinityError | None) -> None:
+        """Record how a request ended there.
+
+        A broken connection marks the server down at once. Errors that the server reports itself do so after
+        `_MAX_FAILURES` in a row, because the request may be at fault.
+        """
+        if isinstance(error, Overloaded):
+            return
+        backend.consecutive_failures = backend.consecutive_failures + 1 if error is not None else 0
+        broken = isinstance(error, EngineUnreachable | StreamBroken | EngineRefusedKey)
+        failed = error is not None and (broken or backend.consecutive_failures >= _MAX_FAILURES)
+        if error is not None and failed and backend.capabilities is not None:
+            self.mark_down(backend, error)
+
+    def mark_down(self, backend: Backend, error: TrinityError) -> None:
+        """Send no requests to a server until a check succeeds."""
+        if backend.capabilities is not None:
+            log.warning("%s is down: %s", backend.name, error.message)
+            ran_s = (self._clock() - backend.up_ns) / 1e9
+        else:
+            ran_s = 0.0
+        backend.capabilities, backend.last_error = None, error.message
+        backend.next_check_ns = self._clock() + int(backend.backoff.next_delay(ran_s) * 1e9)
+
+    # ---- health and load checks
+
+    async def check_all(self) -> None:
+        """Check all servers for the first time. Raises ConfigError, with all connections closed, for a server that can
+        never serve the configuration."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._first_check(backend)) for backend in self.backends]
+        if errors := [error for task in tasks if (error := task.result()) is not None]:
+            await self.close()
+            raise errors[0]
+
+    def checks_due(self) -> list[Coroutine[None, None, None]]:
+        """Return the due checks of servers that are down, to be run concurrently: a slow server delays no other.
+
+        Also cancels the checks that have reached their deadline.
+        """
+        for backend in self.backends:
+            if backend.check_timeout is not None and backend.check_deadline_ns <= self._clock():
+                backend.check_timeout.reschedule(0.0)
+                backend.check_timeout = None
+            if backend.capabilities is not None and not backend.server.accepting:
+                self.mark_down(backend, EngineUnreachable("it is shutting down"))
+        found = [
+            b for b in self.backends if b.capabilities is None and not b.checking and b.next_check_ns <= self._clock()
+        ]
+        for backend in found:
+            backend.checking = True
+        return [self._check_again(backend) for backend in found]
+
+    def load_checks_due(self) -> list[Coroutine[None, None, None]]:
+        """Return the due reads of servers' loads, to be run; none with fewer than two servers up."""
+        now = self._clock()
+        up = self.up
+        found = [b for b in up if b.next_load_check_ns is not None and b.next_load_check_ns <= now and len(up) > 1]
+        for backend in found:
+            backend.next_load_check_ns = now + _LOAD_INTERVAL_NS
+        return [self._read_load(backend) for backend in found]
+
+    def idle_checks_due(self) -> list[Coroutine[None, None, None]]:
+        """Return checks, to be run, of servers that had no request for five seconds."""
+        now = self._clock()
+        found = [b for b in self.up if not b.in_flight and now - max(b.last_used_ns, b.up_ns) >= _IDLE_NS]
+        for backend in found:
+            backend.last_used_ns = now
+        return [self._check_idle(backend) for backend in found]
+
+    async def run_checks(self) -> None:
+        """Run all due checks of servers that are down."""
+        await asyncio.gather(*self.checks_due())
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(backend.server.close() for backend in self.backends))
+
+    async def _check_idle(self, backend: Backend) -> None:
+        """Mark a server down that refuses connections; a slow answer or an error may come from load."""
+        try:
+            async with asyncio.timeout(_IDLE_NS / 1e9):
+                await backend.server.get("/models")
+        except EngineUnreachable as error:
+            if backend.capabilities is not None:
+                self.mark_down(backend, error)
+        except (TrinityError, TimeoutError) as error:
+            log.debug("%s: %s", backend.name, error)
+
+    async def _read_load(self, backend: Backend) -> None:
+        """Read a server's load; one without metrics is not asked again until it was down."""
+        try:
+            async with asyncio.timeout(_LOAD_INTERVAL_NS * 5 / 1e9):
+                backend.load = parse_load(await backend.server.metrics())
+        except (TrinityError, TimeoutError) as error:
+            backend.load = None
+            if isinstance(error, EngineUnreachable | TimeoutError):
+                return  # the next request there finds out
+        if backend.load is None:
+            backend.next_load_check_ns = None
+
+    async def _first_check(self, backend: Backend) -> ConfigError | None:
+        try:
+            await self._check(backend)
+        except ConfigError as error:
+            return error
+        return None
+
+    async def _check_again(self, backend: Backend) -> None:
+        """Check a server that is down, with a timeout by `clock` (see `checks_due`): a server that has just started may
+        never answer its first request."""
+        backend.check_deadline_ns = self._clock() + backend.check_timeout_ns
+        try:
+            async with asyncio.timeout(None) as backend.check_timeout:
+                await self._check(backend)
+        except ConfigError as error:  # it was restarted with another model, say; the node goes on without it
+            self.mark_down(backend, error)
+        except TimeoutError:
+            timeout_s = backend.check_timeout_ns / 1e9
+            self.mark_down(backend, EngineUnreachable(f"{backend.name} does not answer within {timeout_s:g} s"))
+            backend.check_timeout_ns *= 2
+        finally:
+            backend.check_timeout = None
+
+    async def _check(self, backend: Backend) -> None:
+        backend.checking = True
+        try:
+            found = await self._detect(backend.server)
+        except ConfigError:
+            raise
+        except TrinityError as error:
+            is_new = backend.last_error != error.message
+            self.mark_down(backend, error)
+            if is_new:
+                log.warning("%s: it is not used until it answers%s", error.message, self._advice)
+            return
+        finally:
+            backend.checking = False
+        backend.capabilities, backend.up_ns = found, self._clock()
+        backend.last_error, backend.consecutive_failures = "", 0
+        backend.check_timeout_ns = _CHECK_TIMEOUT_NS
+        backend.load, backend.next_load_check_ns, backend.prefixes = None, 0, Prefixes()  # may be another process
+        log.info("%s answers: %s", backend.name, found)
+        for limitation in found.limitations():
+            log.warning("%s: %s", backend.name, limitation)
+        self.changed.set()
+        self.changed.clear()
