@@ -136,7 +136,7 @@ class SteppedWorkers:
 
     def offer_ahead(self, request_id: str, decode: str = "decode-0") -> None:
         """Prefill alone goes on until it has computed a part of this request's prompt and `decode` can read of it."""
-        while not any(job.id == request_id and job.ahead is not None for job in self.prefill._running):
+        while not any(job.id == request_id and job.early_offer is not None for job in self.prefill._running):
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 

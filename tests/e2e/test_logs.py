@@ -34,7 +34,7 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: Node, direc
     wanted = [
         ("prefill-0", "received"),
         ("prefill-0", "for decode-0"),
-        ("decode-0", "has KV of"),
+        ("decode-0", "joined with KV of"),
         ("decode-0", "finished: length, 24 tokens"),
         ("frontend-0", "ended: length"),
     ]

@@ -266,7 +266,7 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
     failed = workers.told["r"].failed
     assert failed is not None
     assert failed.code == code
-    assert failed.message == "decode-0 did not take the hand-over: cancelled"
+    assert failed.message == "decode-0 rejected the hand-over: cancelled"
     assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
     nothing_is_held(workers)
 

@@ -1,4 +1,4 @@
-"""The bridge from prefill to decode: who is given room, in which order, and what becomes of it when nobody comes."""
+"""Hand-overs in decode: admission and its order, pulls, early pulls, evictions, cancellations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +60,7 @@ class Sink:
 
 
 class Stand:
-    """A bridge over 20 blocks of 4 tokens."""
+    """A queue over 20 blocks of 4 tokens."""
 
     def __init__(self, waiting_share: float = 0.5) -> None:
         random = np.random.default_rng(0)
@@ -216,7 +216,7 @@ def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() ->
     stand.sink.withdrawn.add(first)
     stand.step(pull=False)
     assert stand.blocks.held == 2
-    assert stand.sink.answers == {first: "prefill has taken its KV back"}, "nothing stays open"
+    assert stand.sink.answers == {first: "prefill has withdrawn its KV"}, "nothing stays open"
     stand.sink.withdrawn.add(second)
     assert stand.step() == []
     assert (len(stand.handovers), stand.blocks.held) == (0, 0)
@@ -230,7 +230,7 @@ def test_what_is_of_another_frontend_or_another_model_is_refused() -> None:
     assert "another model" in stand.sink.answers[foreign]
 
 
-def test_a_copy_that_a_device_has_not_ended_holds_up_neither_the_bridge_nor_the_batch() -> None:
+def test_a_copy_that_a_device_has_not_ended_holds_up_neither_the_queue_nor_the_batch() -> None:
     stand = Stand()
     stand.sink.transfer = SlowTransfer
     stand.decode("a", tokens(0, 8))

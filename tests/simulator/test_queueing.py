@@ -39,7 +39,7 @@ def single_server(arrivals: list[Arrival]) -> Simulation:
 @pytest.fixture
 def first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the formulas have it: turns let short prompts go before long ones."""
-    monkeypatch.setattr(job, "_TURN", 0)
+    monkeypatch.setattr(job, "_VIRTUAL_DEADLINE_FACTOR", 0)
 
 
 @pytest.mark.usefixtures("first_come_first_served")

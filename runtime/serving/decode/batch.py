@@ -1,11 +1,11 @@
-"""The rows of a decode worker: which are in the running batch, and who makes room when blocks run out.
+"""Rows of a decode worker: the running batch, and preemption when KV blocks run out.
 
 ```
-hand-over ─▶ waiting ──place free──▶ running ──▶ ends
-                ▲                       │ blocks run out: the youngest row makes room
-                └── blocks free ── preempted: loaded from KV tiers, or computed again
+hand-over ─▶ waiting ──slot free──▶ running ──▶ ends
+                ▲                      │ out of blocks: the youngest row is preempted
+                └── blocks free ── preempted: loaded from KV tiers, or recomputed
 ```
-Rows are served in the order in which they came, so the oldest always has what it needs and the batch goes on.
+Rows are served in order of arrival, so the oldest row always has its blocks and the batch makes progress.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,10 @@ from runtime.serving.triggers import Trigger, trigger_of
 
 @dataclass(eq=False)
 class Row:
-    """A sequence. `context` are all its tokens; its blocks hold the first `cached`, the rest goes through the model
-    next.
+    """A sequence. `context` holds all its tokens; its blocks hold the KV of the first `cached`, and the model computes
+    the others next.
 
-    A row that made room for others has no `table`. While its KV is loaded from tiers it is `returning`; the rest is
-    computed again.
+    A preempted row has no `table`. `loading` copies its KV back from the tiers; the rest is recomputed.
     """
 
     request: Decode
@@ -39,18 +38,18 @@ class Row:
     text: TextStream
     table: BlockTable | None
     generated: int
-    token_ns: int  # when its last token was there; 0: it has none
-    running: bool = False  # it has a place in the running batch
-    returning: Load | None = None
-    fresh: list[int] = field(default_factory=list)  # sampled, not yet told to the frontend
+    token_ns: int  # time of its last token; 0: none yet
+    running: bool = False  # has a slot in the running batch
+    loading: Load | None = None
+    unsent: list[int] = field(default_factory=list)  # tokens not sent to the frontend yet
     pending_text: str = ""
-    seen: set[str] = field(default_factory=set)  # ids of the passages that are in the context
-    build: str = ""  # of their collection: what probes add is from the same
-    ticket: int | None = None
-    last_probe_at: int = 0  # tokens generated when its last probe was asked
+    seen: set[str] = field(default_factory=set)  # ids of the passages in the context
+    build: str = ""  # build of their collection: probes query the same one
+    ticket: int | None = None  # of the probe in flight
+    last_probe_at: int = 0  # number of generated tokens at its last probe
     asked_ns: int = 0
     stalled_ns: int = 0
-    probes: list[Probe] = field(default_factory=list)  # that are over, not yet told to the frontend
+    probes: list[Probe] = field(default_factory=list)  # finished, not sent to the frontend yet
     finish: FinishReason | None = None
     trigger: Trigger | None = field(init=False)
 
@@ -63,109 +62,112 @@ class Row:
 
     @property
     def stalled(self) -> bool:
-        """Whether it stands still until a probe's passages are there."""
+        """Whether it waits for a probe's passages."""
         retrieval = self.request.retrieval
         return self.ticket is not None and retrieval is not None and retrieval.probe_mode == "wait"
 
     @property
     def ready(self) -> bool:
-        """Whether all that it has cached is in its blocks."""
-        return self.table is not None and self.returning is None
+        """Whether its KV is in its blocks."""
+        return self.table is not None and self.loading is None
 
-    def due(self, scores: npt.ArrayLike | None) -> bool:
-        """Whether it is to ask, with the token that it has just got, drawn from `scores` (None: not here)."""
+    def should_probe(self, scores: npt.ArrayLike | None) -> bool:
+        """Return whether to probe after its latest token, sampled from the logits `scores` (None: not on the host)."""
         if self.trigger is None or self.ticket is not None:
             return False
         return self.trigger.should_probe(self.generated, self.last_probe_at, scores)
 
 
 class Batch:
-    """`slots` rows run at once; the others wait. All of them are in `rows`, the oldest first."""
+    """The rows of a worker, oldest first in `rows`. At most `slots` of them run at once; the others wait."""
 
     def __init__(self, slots: int, blocks: BlockManager, tiers: Tiers, handovers: HandoverQueue) -> None:
         self.rows: list[Row] = []
-        self.preemptions = 0  # rows that have made room
+        self.preemptions = 0
         self._slots, self._blocks, self._tiers, self._handovers = slots, blocks, tiers, handovers
 
     @property
     def running(self) -> int:
-        """How many rows have a place in the running batch."""
+        """Number of rows in the running batch."""
         return sum(row.running for row in self.rows)
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks of rows that have no place in the batch yet."""
+        """Number of blocks held by rows that are not running."""
         return sum(len(row.table.blocks) for row in self.rows if row.table is not None and not row.running)
 
     @property
     def preempted(self) -> Iterator[Row]:
-        """Rows that have made room, the oldest first."""
+        """Rows without blocks, oldest first."""
         return (row for row in self.rows if row.table is None)
 
     @property
-    def returning(self) -> Iterator[Row]:
-        """Rows whose KV is being loaded."""
-        return (row for row in self.rows if row.returning is not None)
+    def loading(self) -> Iterator[Row]:
+        """Rows whose KV is being loaded from tiers, oldest first."""
+        return (row for row in self.rows if row.loading is not None)
 
     def join(self, row: Row) -> None:
-        """A new row, with its blocks; it waits for a place."""
+        """Add a row that holds blocks; it waits for a slot."""
         self.rows.append(row)
 
     def remove(self, row: Row) -> None:
-        """A row has ended: its blocks and its place are free."""
+        """Remove a row that has ended; free its blocks and its slot."""
         self.rows.remove(row)
         row.running = False
         if row.table is not None:
             self._blocks.close(row.table)
-        row.table = row.returning = None
+        row.table = row.loading = None
 
     def admit(self) -> None:
-        """Bring preempted rows back if there is room, and give free places to rows that are ready, in their order."""
+        """Resume preempted rows while blocks suffice, and give free slots to rows that are ready, oldest first."""
         for row in self.preempted:
-            if not self._bring_back(row):
+            if not self._resume(row):
                 break
-        places = self._slots - self.running
+        free_slots = self._slots - self.running
         for row in self.rows:
-            if not places:
+            if not free_slots:
                 break
             if row.ready and row.finish is None and not row.running:
                 row.running = True
-                places -= 1
+                free_slots -= 1
 
     def load(self, for_ns: int | None) -> None:
-        """Load the oldest returning row's KV, for about `for_ns` (None: all of it)."""
-        row = next(self.returning, None)
-        if row is None or row.returning is None or row.table is None or not row.returning.step(for_ns):
+        """Load KV of the oldest row in `loading` for about `for_ns` (None: all of it)."""
+        row = next(self.loading, None)
+        if row is None or row.loading is None or row.table is None or not row.loading.step(for_ns):
             return
-        row.returning = None
+        row.loading = None
         row.cached = row.table.reused_tokens
 
     def chunks(self, chunk_tokens: int) -> list[tuple[Row, Chunk]]:
-        """The next pass: every row that does not stand still, with a token, or with more of them, of which at most
-        `chunk_tokens` go into one pass. Blocks for them are there; who had to make room is left out."""
+        """Return the chunks of the next pass: one for every running row that is not stalled.
+
+        A chunk has one token or several; all chunks of several tokens have at most `chunk_tokens` together. Blocks are
+        allocated, and rows preempted for them are left out.
+        """
         batch: list[tuple[Row, Chunk]] = []
         for row in self.rows:
             if not row.running or row.stalled or row.finish is not None:
                 continue
             pending = len(row.context) - row.cached
             count = 1 if pending == 1 else min(pending, chunk_tokens)
-            if count == 0 or not self._secure(row, row.cached + count):
+            if count == 0 or not self._allocate(row, row.cached + count):
                 continue
             chunk_tokens -= count if pending > 1 else 0
-            assert row.table is not None, "it has just been given blocks"
+            assert row.table is not None, "its blocks have just been allocated"
             batch.append((row, Chunk(row.table.blocks, row.cached, row.context[row.cached : row.cached + count])))
         return batch
 
-    def filled(self, row: Row, cached: int) -> None:
-        """The KV of the row's first `cached` tokens is written."""
-        assert row.table is not None, "only rows with blocks are run"
+    def record_computed(self, row: Row, cached: int) -> None:
+        """Record that the KV of the row's first `cached` tokens is written."""
+        assert row.table is not None, "only rows with blocks run"
         row.cached = cached
         self._blocks.fill(row.table, row.context, cached)
 
-    # ---- room
+    # ---- blocks
 
-    def _secure(self, row: Row, tokens: int) -> bool:
-        """Have blocks for `tokens` tokens; False if the row itself had to make room."""
+    def _allocate(self, row: Row, tokens: int) -> bool:
+        """Allocate blocks for `tokens` tokens, preempting if needed. Return False if the row itself was preempted."""
         while row.table is not None:
             try:
                 self._blocks.grow(row.table, tokens)
@@ -176,15 +178,15 @@ class Batch:
         return False
 
     def _preempt(self, row: Row) -> None:
-        assert row.table is not None, "it holds the blocks that are wanted"
+        assert row.table is not None, "only rows with blocks are preempted"
         self._blocks.close(row.table)
-        row.table = row.returning = None
+        row.table = row.loading = None
         row.cached = 0
         row.running = False
         self.preemptions += 1
 
-    def _bring_back(self, row: Row) -> bool:
-        """Give a preempted row blocks again; what is neither cached nor in a tier is computed again."""
+    def _resume(self, row: Row) -> bool:
+        """Allocate blocks for a preempted row again. Tokens that are neither cached nor in a tier are recomputed."""
         salt = row.request.salt
         if self._blocks.blocks_needed(row.context, salt=salt) + self.running > self._blocks.available:
             return False
@@ -192,5 +194,5 @@ class Batch:
         row.table.requested_ns = row.request.stages.get(stages.RECEIVED, 0)
         self._blocks.grow(row.table, len(row.context))
         row.cached = row.table.reused_tokens
-        row.returning = self._tiers.load(row.table, row.context)
+        row.loading = self._tiers.load(row.table, row.context)
         return True

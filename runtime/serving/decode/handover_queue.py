@@ -1,13 +1,14 @@
-"""The bridge from prefill: hand-overs on their way in, offered → given room → pulled, in the order they came.
+"""Queue of incoming hand-overs in a decode worker: offered → blocks reserved → KV pulled, in order of arrival.
 
-A prompt is given room while what waits here and for a place in the batch has less than a share of all blocks, and as
-long as there are blocks for it beside one for each running row (the rule is DistServe's, arXiv 2401.09670). Then its
-blocks are pulled in slices, only those that are not here already. A prompt that was announced before it was run (order
-"decode first") is given room at once by the same rule; its offer only has to be pulled. One that comes without KV is
-whole when it has room and what KV tiers have of it is loaded: the rest is computed here.
+A prompt is admitted (its blocks are reserved) while prompts that wait here or for a batch slot hold less than a share
+of all blocks, and while blocks suffice for it plus one for each running row (DistServe's rule, arXiv 2401.09670). Then
+its blocks are pulled in slices, except those that are cached here. A prompt that was announced before it was
+computed (order "decode first") is admitted at the announcement by the same rule, and its offer only has to be pulled. A
+prompt without KV is complete once it is admitted and its KV in the tiers is loaded; the batch computes the rest.
 
-A prompt of several passes is announced with its blocks when the first one is over: what there is of it is pulled while
-nothing else is to be, and little is left when it is whole. It has room that nobody else wants, unless it had it before.
+A prompt of several passes is announced with its blocks after the first pass (an *early* pull): finished passes are
+pulled while no complete prompt waits for a pull, so little is left when the prompt is complete. Early pulls use spare
+blocks only and are evicted first, unless the prompt has a reservation.
 """
 
 import time
@@ -22,13 +23,13 @@ from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.kv.transport import KvArray, KvSink, Transfer
 from runtime.serving.messages import Decode, Reserve, decode_handover
 
-_REMEMBERED = 4096  # ids of cancelled requests
+_MAX_CANCELLED = 4096  # remembered ids of cancelled requests
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A prompt on its way in. With a `table` it has room, with a `transfer` it is being pulled, up to its block `end`;
-    those before `pulled` are here."""
+    """A hand-over in progress. `table` holds its reserved blocks; `transfer` copies its KV up to block `end`, and the
+    blocks before `pulled` are copied."""
 
     offer: Offer
     request: Decode | Reserve
@@ -39,81 +40,81 @@ class Arrival:
 
 
 class HandoverQueue:
-    """Takes hand-overs from `sink` into the blocks of `kv`. `identity` is the model's: another one's KV is refused."""
+    """Pulls hand-overs from `sink` into the blocks of `kv`. KV of a model with another `identity` is rejected."""
 
     def __init__(
         self, sink: KvSink, blocks: BlockManager, kv: KvArray, tiers: Tiers, identity: bytes, *, waiting_share: float
     ) -> None:
         self._sink, self._blocks, self._kv, self._tiers, self._identity = sink, blocks, kv, tiers, identity
-        self._most_waiting = waiting_share * blocks.total
+        self._max_waiting_blocks = waiting_share * blocks.total
         self._offered: deque[Arrival] = deque()
         self._reserved: dict[str, Arrival] = {}
-        self._ahead: dict[str, Arrival] = {}  # still computed, without a reservation
+        self._early: dict[str, Arrival] = {}  # prompts that prefill is computing, without a reservation
         self._pulling: deque[Arrival] = deque()
         self._to_compute: list[tuple[Decode, BlockTable]] = []
-        # A word to forget a request can overtake its announcement and its offer. Ids come once: remembering the last
-        # ones is enough.
-        self._dropped: OrderedDict[str, None] = OrderedDict()
-        # What lost its room while its blocks were being written: they are not free before that has ended.
-        self._leaving: list[tuple[Transfer | Load, BlockTable]] = []
-        self.busy_ns = 0  # spent copying
+        # A cancellation can overtake the announcement and the offer of its request. Ids are unique, so remembering the
+        # latest ones is enough.
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        # Released blocks that a copy may still write to; they are freed when the copy has settled.
+        self._releasing: list[tuple[Transfer | Load, BlockTable]] = []
+        self.busy_ns = 0  # time spent copying
         self.pulled_bytes = 0
 
     def __len__(self) -> int:
-        return len((*self._offered, *self._reserved, *self._ahead, *self._pulling, *self._leaving))
+        return len((*self._offered, *self._reserved, *self._early, *self._pulling, *self._releasing))
 
     @property
     def pulling(self) -> bool:
-        """Whether there is something to copy now."""
-        return bool(self._pulling) or any(self._there(arrival) for arrival in self._computed)
+        """Whether there is KV to copy now."""
+        return bool(self._pulling) or any(self._pullable_blocks(arrival) for arrival in self._in_progress)
 
     @property
     def waiting(self) -> int:
-        """Prompts that are not here yet, and could be."""
+        """Number of offered prompts that are not complete here."""
         return len(self._offered) + len(self._pulling)
 
     def receive(self, frontend_epoch: int) -> None:
-        """Take in what was offered. What belongs to another frontend or another model is refused."""
-        self._settle()
+        """Queue new offers. Reject offers of another frontend or another model."""
+        self._free_settled()
         for offer in self._sink.receive():
             try:
                 request = decode_handover(offer.payload)
             except MALFORMED as error:
-                self._sink.reject(offer, f"its payload is no hand-over: {error}")
+                self._sink.reject(offer, f"malformed hand-over: {error}")
                 continue
             if request.frontend_epoch != frontend_epoch:
                 self._sink.reject(offer, f"its frontend (epoch {request.frontend_epoch}) is gone")
-            elif request.request_id in self._dropped:
+            elif request.request_id in self._cancelled:
                 self._sink.reject(offer, "cancelled")
             elif (isinstance(request, Decode) or request.blocks) and request.model != self._identity:
                 self._sink.reject(offer, "its KV is of another model or type, or in blocks of another size")
             else:
-                self._take(Arrival(offer, request))
+                self._enqueue(Arrival(offer, request))
 
-    def _take(self, arrival: Arrival) -> None:
+    def _enqueue(self, arrival: Arrival) -> None:
         request = arrival.request
         reserved = self._reserved.pop(request.request_id, None)
-        kept = reserved or self._ahead.pop(request.request_id, None)
-        if kept is not None and kept.request.blocks:
-            self._sink.acknowledge(kept.offer)
-            if kept.transfer is not None:
-                kept.transfer.settle()
-        if kept is not None and kept.table is not None and request.blocks:
-            arrival.table = kept.table
-            arrival.pulled = kept.pulled if _same(kept.offer, arrival.offer) else 0
-        elif kept is not None:
-            self._release(kept)
+        previous = reserved or self._early.pop(request.request_id, None)
+        if previous is not None and previous.request.blocks:
+            self._sink.acknowledge(previous.offer)
+            if previous.transfer is not None:
+                previous.transfer.settle()
+        if previous is not None and previous.table is not None and request.blocks:
+            arrival.table = previous.table
+            arrival.pulled = previous.pulled if _same_lease(previous.offer, arrival.offer) else 0
+        elif previous is not None:
+            self._release(previous)
         if isinstance(request, Decode) and arrival.table is not None:
-            self._begin(arrival, request)
+            self._start_pull(arrival, request)
         elif isinstance(request, Decode) or not request.blocks:
             self._offered.append(arrival)
         else:
-            (self._reserved if reserved is not None else self._ahead)[request.request_id] = arrival
+            (self._reserved if reserved is not None else self._early)[request.request_id] = arrival
 
     def admit(self, now_ns: int, *, running: int, waiting_blocks: int) -> None:
-        """Give blocks to those that were offered, in their order, while the rule allows.
+        """Reserve blocks for offered prompts, in order, while the rule allows it. Drop expired reservations.
 
-        `waiting_blocks` are held by rows that have no place in the batch yet, `running` rows want one more each.
+        `waiting_blocks` are held by rows that do not run yet; each of the `running` rows needs one more block.
         """
         while self._offered:
             arrival = self._offered[0]
@@ -121,8 +122,8 @@ class HandoverQueue:
                 break
             self._offered.popleft()
             if arrival.table is None:
-                # Withdrawn, begun anew, or its owner died: whatever is still open keeps that owner's memory mapped.
-                self._sink.reject(arrival.offer, "prefill has taken its KV back")
+                # Withdrawn, restarted, or its owner died: an unanswered offer keeps that owner's memory mapped.
+                self._sink.reject(arrival.offer, "prefill has withdrawn its KV")
                 continue
             if isinstance(arrival.request, Reserve):
                 self._reserved[arrival.request.request_id] = arrival
@@ -136,14 +137,14 @@ class HandoverQueue:
                 self._to_compute.append((arrival.request, arrival.table))
                 self._sink.acknowledge(arrival.offer)
             else:
-                self._begin(arrival, arrival.request)
-        for ahead in self._ahead.values():
-            if ahead.table is None and not self._offered:
-                self._reserve(ahead, running, waiting_blocks)
-        for kept in (*self._reserved.values(), *self._ahead.values()):
-            over = isinstance(kept.request, Reserve) and kept.request.deadline_ns <= now_ns
-            if over or (kept.request.blocks and not self._sink.current(kept.offer)):
-                self._give_up(kept)
+                self._start_pull(arrival, arrival.request)
+        for early in self._early.values():
+            if early.table is None and not self._offered:
+                self._reserve(early, running, waiting_blocks)
+        for kept in (*self._reserved.values(), *self._early.values()):
+            expired = isinstance(kept.request, Reserve) and kept.request.deadline_ns <= now_ns
+            if expired or (kept.request.blocks and not self._sink.current(kept.offer)):
+                self._evict(kept)
 
     def _reserve(self, arrival: Arrival, running: int, waiting_blocks: int) -> bool:
         held = sum(len(a.table.blocks) for a in (*self._reserved.values(), *self._pulling) if a.table is not None)
@@ -151,185 +152,188 @@ class HandoverQueue:
         compute = int(isinstance(arrival.request, Decode) and not arrival.request.blocks)
         tokens, salt = arrival.request.tokens, arrival.request.salt
         needed = self._blocks.blocks_needed(tokens, compute, salt)
-        if held + waiting_blocks >= self._most_waiting:
+        if held + waiting_blocks >= self._max_waiting_blocks:
             return False
         while needed + running > self._blocks.available:
-            if arrival.request.request_id in self._ahead or not self._room_of_ahead():
+            if arrival.request.request_id in self._early or not self._evict_early():
                 return False
         arrival.table = self._blocks.open(tokens, compute, salt)
         self._blocks.grow(arrival.table, len(tokens))
         return True
 
-    def _begin(self, arrival: Arrival, request: Decode) -> None:
-        assert arrival.table is not None, "it has been given room"
-        here = self._here(arrival)
+    def _start_pull(self, arrival: Arrival, request: Decode) -> None:
+        assert arrival.table is not None, "its blocks are reserved"
+        present = self._present_blocks(arrival)
         try:
             arrival.transfer = self._sink.pull(
-                arrival.offer, request.blocks[here:], self._kv, arrival.table.blocks[here:]
+                arrival.offer, request.blocks[present:], self._kv, arrival.table.blocks[present:]
             )
         except (IpcError, ValueError) as error:
-            self._refuse(arrival, str(error))
+            self._reject(arrival, str(error))
             return
         arrival.table.requested_ns = request.stages.get(stages.RECEIVED, 0)
         request.stages[stages.HANDOVER_BEGIN] = time.monotonic_ns()
         self._pulling.append(arrival)
 
     def pull(self, for_ns: int | None) -> list[tuple[Decode, BlockTable]]:
-        """Copy for about `for_ns` (None: until something is whole); what is whole now, acknowledged, or to be computed.
+        """Copy for about `for_ns` (None: until a prompt is complete). Return the prompts that are complete now, which
+        are acknowledged, and those that the batch is to compute.
 
-        Of a prompt's blocks the first `BlockTable.reused_tokens` are written then, or, where it came with KV, all.
+        All blocks of a prompt that came with KV are written; of others the first `BlockTable.reused_tokens` are.
         """
-        whole, self._to_compute = self._to_compute, []
-        while self._pulling and not whole:
+        complete, self._to_compute = self._to_compute, []
+        while self._pulling and not complete:
             arrival = self._pulling[0]
             assert isinstance(arrival.request, Decode)
             assert arrival.transfer is not None
             assert arrival.table is not None
-            pull = None if isinstance(arrival.transfer, Load) else arrival.transfer  # or it is loaded from a tier
-            before = pull.busy_ns if pull else 0
+            pull = None if isinstance(arrival.transfer, Load) else arrival.transfer  # None: it is loaded from a tier
+            before_ns = pull.busy_ns if pull else 0
             try:
                 done = arrival.transfer.step(for_ns)
             except IpcError as error:
                 self._pulling.popleft()
-                self._refuse(arrival, str(error))
+                self._reject(arrival, str(error))
                 continue
-            self.busy_ns += pull.busy_ns - before if pull else 0
+            self.busy_ns += pull.busy_ns - before_ns if pull else 0
             if not done:
                 break
             self._pulling.popleft()
             if not self._sink.current(arrival.offer):
-                self._refuse(arrival, "prefill has taken its KV back")
+                self._reject(arrival, "prefill has withdrawn its KV")
                 continue
             self._sink.acknowledge(arrival.offer)
             if pull:
                 arrival.request.stages[stages.HANDOVER_END] = time.monotonic_ns()
                 self._blocks.fill(arrival.table, arrival.request.tokens, len(arrival.request.tokens))
                 self.pulled_bytes += pull.bytes
-            whole.append((arrival.request, arrival.table))
-        if not self._pulling and not whole:
-            self._pull_computed(for_ns)
-        return whole
+            complete.append((arrival.request, arrival.table))
+        if not self._pulling and not complete:
+            self._pull_early(for_ns)
+        return complete
 
     def evict_latest(self) -> bool:
-        """The latest prompt that has room loses it, and waits again; False if none has any.
+        """Free the blocks of the latest prompt that has some; it waits for blocks again. Return False if none has any.
 
-        Where a device is writing into its blocks just now, that is waited for: it is a moment, and room is needed now.
+        If a device is writing to these blocks, wait for it: the write is short, and the blocks are needed now.
         """
-        if self._leaving or self._room_of_ahead():
+        if self._releasing or self._evict_early():
             pass
         elif self._reserved:
-            self._give_up(self._reserved[next(reversed(self._reserved))])
+            self._evict(self._reserved[next(reversed(self._reserved))])
         elif self._pulling:
             arrival = self._pulling.pop()
             self._release(arrival)
             self._offered.appendleft(arrival)
         else:
             return False
-        for transfer, _ in self._leaving:
+        for transfer, _ in self._releasing:
             transfer.settle()
-        self._settle()
+        self._free_settled()
         return True
 
     def cancel(self, request_id: str) -> None:
-        """A request was cancelled: what is here of it goes, and what is yet to come is refused."""
-        self._dropped[request_id] = None
-        if len(self._dropped) > _REMEMBERED:
-            self._dropped.popitem(last=False)
+        """Remove a cancelled request, and reject its offers that arrive later."""
+        self._cancelled[request_id] = None
+        if len(self._cancelled) > _MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
         for arrival in [a for a in (*self._offered, *self._pulling) if a.request.request_id == request_id]:
             for queue in (self._offered, self._pulling):
                 if arrival in queue:
                     queue.remove(arrival)
-            self._refuse(arrival, "cancelled")
-        for kept in (self._reserved, self._ahead):
+            self._reject(arrival, "cancelled")
+        for kept in (self._reserved, self._early):
             if request_id in kept:
-                self._give_up(kept[request_id])
+                self._evict(kept[request_id])
 
     def clear(self) -> None:
-        """The frontend has changed: all that is here belongs to the one before."""
+        """Remove everything: the frontend has restarted, and its earlier requests are void."""
         for arrival in (*self._offered, *self._pulling):
-            self._refuse(arrival, "its frontend is gone")
-        for kept in (*self._reserved.values(), *self._ahead.values()):
-            self._give_up(kept)
+            self._reject(arrival, "its frontend is gone")
+        for kept in (*self._reserved.values(), *self._early.values()):
+            self._evict(kept)
         self._offered.clear()
         self._pulling.clear()
 
-    def _refuse(self, arrival: Arrival, reason: str) -> None:
+    def _reject(self, arrival: Arrival, reason: str) -> None:
         self._release(arrival)
         self._sink.reject(arrival.offer, reason)
 
     def _release(self, arrival: Arrival) -> None:
         if arrival.table is not None and arrival.transfer is not None:
-            self._leaving.append((arrival.transfer, arrival.table))
-            self._settle()
+            self._releasing.append((arrival.transfer, arrival.table))
+            self._free_settled()
         elif arrival.table is not None:
             self._blocks.close(arrival.table)
         arrival.table = arrival.transfer = None
         arrival.pulled = 0
 
-    # ---- prompts that are still computed: what there is of them comes ahead of their offers
+    # ---- early pulls: KV of prompts that prefill is computing
 
     @property
-    def _computed(self) -> list[Arrival]:
-        return [kept for kept in (*self._reserved.values(), *self._ahead.values()) if kept.request.blocks]
+    def _in_progress(self) -> list[Arrival]:
+        """Prompts that prefill is computing and whose blocks are known."""
+        return [kept for kept in (*self._reserved.values(), *self._early.values()) if kept.request.blocks]
 
-    def _here(self, arrival: Arrival) -> int:
-        """How many of its first blocks need not be pulled any more."""
-        assert arrival.table is not None, "it has been given room"
+    def _present_blocks(self, arrival: Arrival) -> int:
+        """Return how many of its first blocks are cached or pulled."""
+        assert arrival.table is not None, "its blocks are reserved"
         return max(arrival.table.reused_tokens // self._blocks.block_tokens, arrival.pulled)
 
-    def _there(self, arrival: Arrival) -> int:
-        """How many of its first blocks prefill has written, if that is more than are here, and it has room; else 0."""
+    def _pullable_blocks(self, arrival: Arrival) -> int:
+        """Return how many of its first blocks prefill has written; 0 if all of them are present or it has no blocks."""
         if arrival.table is None:
             return 0
         written = min(self._sink.written(arrival.offer) // self._blocks.block_tokens, len(arrival.request.blocks))
-        return written if written > self._here(arrival) else 0
+        return written if written > self._present_blocks(arrival) else 0
 
-    def _pull_computed(self, for_ns: int | None) -> None:
-        """Copy for about `for_ns` of the first prompt of which there is more."""
-        arrival = next((arrival for arrival in self._computed if self._there(arrival)), None)
+    def _pull_early(self, for_ns: int | None) -> None:
+        """Copy for about `for_ns` from the first prompt in progress that has new blocks."""
+        arrival = next((arrival for arrival in self._in_progress if self._pullable_blocks(arrival)), None)
         if arrival is None or arrival.table is None:
             return
-        here, arrival.end = self._here(arrival), arrival.end if arrival.transfer else self._there(arrival)
-        taken, given = arrival.request.blocks[here : arrival.end], arrival.table.blocks[here : arrival.end]
+        present = self._present_blocks(arrival)
+        arrival.end = arrival.end if arrival.transfer else self._pullable_blocks(arrival)
+        source, target = arrival.request.blocks[present : arrival.end], arrival.table.blocks[present : arrival.end]
         try:
-            pull = arrival.transfer or self._sink.pull(arrival.offer, taken, self._kv, given)
-            assert not isinstance(pull, Load), "what is computed by prefill is not loaded here"
-            arrival.transfer, before = pull, pull.busy_ns
+            pull = arrival.transfer or self._sink.pull(arrival.offer, source, self._kv, target)
+            assert not isinstance(pull, Load), "a prompt that prefill computes is not loaded from tiers here"
+            arrival.transfer, before_ns = pull, pull.busy_ns
             done = pull.step(for_ns)
         except (IpcError, ValueError):
-            self._give_up(arrival)  # its offer is pulled yet, or refused with the reason
+            self._evict(arrival)  # its complete offer is pulled later, or rejected with the reason
             return
-        self.busy_ns += pull.busy_ns - before
+        self.busy_ns += pull.busy_ns - before_ns
         if done:
             arrival.pulled, arrival.transfer = arrival.end, None
             self.pulled_bytes += pull.bytes
 
-    def _give_up(self, kept: Arrival) -> None:
-        """It loses its room, and its offer will be one like any other."""
-        for found in (self._reserved, self._ahead):
-            if found.get(kept.request.request_id) is kept:
-                del found[kept.request.request_id]
+    def _evict(self, kept: Arrival) -> None:
+        """Free the blocks of a prompt that is not complete; its offer is then queued like any other."""
+        for arrivals in (self._reserved, self._early):
+            if arrivals.get(kept.request.request_id) is kept:
+                del arrivals[kept.request.request_id]
         self._release(kept)
         if kept.request.blocks:
             self._sink.acknowledge(kept.offer)
 
-    def _room_of_ahead(self) -> bool:
-        """The latest without a reservation loses its room; False if none has any."""
-        found = next((kept for kept in reversed(self._ahead.values()) if kept.table is not None), None)
-        if found is not None:
-            self._give_up(found)
-        return found is not None
+    def _evict_early(self) -> bool:
+        """Evict the latest early pull that has blocks. Return False if there is none."""
+        latest = next((kept for kept in reversed(self._early.values()) if kept.table is not None), None)
+        if latest is not None:
+            self._evict(latest)
+        return latest is not None
 
-    def _settle(self) -> None:
-        still: list[tuple[Transfer | Load, BlockTable]] = []
-        for transfer, table in self._leaving:
+    def _free_settled(self) -> None:
+        unsettled: list[tuple[Transfer | Load, BlockTable]] = []
+        for transfer, table in self._releasing:
             if transfer.settled:
                 self._blocks.close(table)
             else:
-                still.append((transfer, table))
-        self._leaving = still
+                unsettled.append((transfer, table))
+        self._releasing = unsettled
 
 
-def _same(one: Offer, other: Offer) -> bool:
-    """Whether both are of the same content of the same slot."""
+def _same_lease(one: Offer, other: Offer) -> bool:
+    """Return whether both offers refer to the same lease of the same memory, so that its content is the same."""
     return (one.arena, one.epoch, one.slot, one.generation) == (other.arena, other.epoch, other.slot, other.generation)

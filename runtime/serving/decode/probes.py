@@ -1,4 +1,4 @@
-"""What decode asks the pool while a row is written, and what becomes of the answers."""
+"""Probes: queries of decode rows to the pool during generation, and insertion of the retrieved passages."""
 
 import logging
 import time
@@ -15,12 +15,12 @@ from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
 
-_TIMEOUT_NS = 2_000_000_000  # a row waits for its passages no longer than this, then goes on without them
+_TIMEOUT_NS = 2_000_000_000  # a row waits at most this long for passages, then continues without them
 
 
 class Probes:
-    """A row that is `due` asks with its last words. One probe a row at a time; in mode "prefetch" the row goes on
-    meanwhile, and a probe that would come while another is out is left out."""
+    """Probes of a worker's rows. The query is the row's latest text. A row has one probe in flight at a time; in mode
+    "prefetch" it keeps decoding meanwhile, and skips probes that become due while one is in flight."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Probes:
         self.retriever, self._tokenizer, self._limits = retriever, tokenizer, limits
         self._context_tokens, self._table, self._log, self.clock = context_tokens, table, log, clock
 
-    def ask(self, row: Row) -> None:
-        """Have the row's last words embedded and the pool asked. If that cannot be, the probe is left out."""
+    def start(self, row: Row) -> None:
+        """Embed the row's latest text and query the pool. If the query cannot be sent, the row continues without it."""
         retrieval = row.request.retrieval
-        assert retrieval is not None, "only rows with retrieval are due"
+        assert retrieval is not None, "only rows with retrieval probe"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
         row.last_probe_at, row.asked_ns = row.generated, self.clock()
         try:
@@ -48,52 +48,53 @@ class Probes:
                 hybrid=retrieval.hybrid,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:
-            self._log.warning("a probe could not be asked: %s", error, extra={"request": row.id})
+            self._log.warning("probe not sent: %s", error, extra={"request": row.id})
             row.probes.append(Probe(row.generated, row.asked_ns, self.clock(), 0, 0, "failed"))
         self._table.add(DecodeMetrics.PROBES)
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
-        """Take in what has come; what was put into rows' contexts."""
-        asking = {row.ticket: row for row in rows if row.ticket is not None}
-        ended = [(asking[found.ticket], found) for found in self.retriever.poll() if found.ticket in asking]
-        answered = {found.ticket for _, found in ended}
+        """Process results and timeouts. Return the passages inserted into rows' contexts."""
+        in_flight = {row.ticket: row for row in rows if row.ticket is not None}
+        ended = [(in_flight[result.ticket], result) for result in self.retriever.poll() if result.ticket in in_flight]
+        answered = {result.ticket for _, result in ended}
         now = self.clock()
-        for ticket, row in asking.items():
+        for ticket, row in in_flight.items():
             if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
                 self.retriever.cancel(ticket)
-                ended.append((row, RetrievalResult(ticket, error=DeadlineExceeded("it took longer than its limit"))))
-        return [added for row, found in ended if (added := self._end(row, found)) is not None]
+                error = DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_NS / 1e9:g} s")
+                ended.append((row, RetrievalResult(ticket, error=error)))
+        return [retrieved for row, result in ended if (retrieved := self._apply(row, result)) is not None]
 
     def cancel(self, row: Row, ticket: int) -> None:
-        """The row has ended while this probe was out."""
+        """Cancel the probe of a row that has ended."""
         self.retriever.cancel(ticket)
-        self._over(row, "dropped")
+        self._finish(row, "dropped")
 
-    def _end(self, row: Row, found: RetrievalResult) -> Retrieved | None:
-        """Put what is new into the row's context, before the token that was sampled last: it is not cached yet."""
-        if found.error is not None:
-            self._log.warning("a probe failed: %s", found.error, extra={"request": row.id})
-            self._over(row, "late" if isinstance(found.error, DeadlineExceeded) else "failed")
+    def _apply(self, row: Row, result: RetrievalResult) -> Retrieved | None:
+        """Insert new passages into the row's context, before its latest token, whose KV is not cached yet."""
+        if result.error is not None:
+            self._log.warning("probe failed: %s", result.error, extra={"request": row.id})
+            self._finish(row, "late" if isinstance(result.error, DeadlineExceeded) else "failed")
             return None
         retrieval, trigger = row.request.retrieval, row.trigger
-        assert retrieval is not None, "only rows with retrieval ask"
-        assert trigger is not None, "and with probes"
-        near = not trigger.accepts(found.passages, row.seen)
-        new = () if near else tuple(passage for passage in found.passages if passage.id not in row.seen)
-        left = row.request.sampling.max_tokens - row.generated
+        assert retrieval is not None, "only rows with retrieval probe"
+        assert trigger is not None, "only rows with a trigger probe"
+        near = not trigger.accepts(result.passages, row.seen)
+        new = () if near else tuple(passage for passage in result.passages if passage.id not in row.seen)
+        remaining = row.request.sampling.max_tokens - row.generated
         allowed = min(self._limits.probe_tokens, retrieval.probe_tokens or self._limits.probe_tokens)
-        chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - left))
-        self._over(row, "near" if near else "answered", len(chunk.used))
+        chunk = passages_chunk(self._tokenizer, new, min(allowed, self._context_tokens - len(row.context) - remaining))
+        self._finish(row, "near" if near else "answered", len(chunk.used))
         if chunk.tokens:
             row.context[-1:-1] = chunk.tokens
-            row.build = found.build
+            row.build = result.build
             row.seen.update(passage.id for passage in chunk.used)
-        elif not found.partial:
+        elif not result.partial:
             return None
-        return Retrieved(row.id, without_text(chunk.used), row.generated, tuple(chunk.tokens), partial=found.partial)
+        return Retrieved(row.id, without_text(chunk.used), row.generated, tuple(chunk.tokens), partial=result.partial)
 
-    def _over(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
-        """Note what the row's probe took."""
+    def _finish(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
+        """Record the outcome and the times of the row's probe."""
         now = self.clock()
         stalled = now - row.asked_ns if row.stalled else 0
         row.stalled_ns += stalled

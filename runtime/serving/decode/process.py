@@ -1,9 +1,8 @@
-"""A decode worker's process. Its loop: receive → probe → pull → decode → publish.
+"""Process of a decode worker. Its loop: receive → probe → pull → decode → publish.
 
-Rows join the running batch when their KV has been pulled, leave it when they end or have to make room for others, and
-sit out the steps in which they wait for a probe's passages. KV is copied in slices between steps, so that a hand-over
-never stops the batch for longer than a slice. Each row ends exactly once: with a finish reason, with an error, or
-cancelled.
+Rows join the running batch when their KV has been pulled and leave it when they end or are preempted. A row that waits
+for a probe's passages skips steps. KV is copied in slices between steps, so a hand-over never delays the batch by more
+than a slice. Each row ends exactly once: with a finish reason, with an error, or cancelled.
 """
 
 import time
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
 
 
 class DecodeWorker:
-    """Offers → rows: where every request of this worker is."""
+    """Runs the requests of one decode worker: offers → rows."""
 
     def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
-        """`transport`: by default that of the worker's device. `idle_ms`: the longest sleep; the loop writes its
-        heartbeat in between."""
+        """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
         self._idle_ms = idle_ms
         config, model = worker.plan.config, worker.plan.config.own_model
         assert model is not None
@@ -88,8 +86,8 @@ class DecodeWorker:
             self._table,
             worker.log,
         )
-        self._step_ns = self._slice_ns * BUSY_SHARE  # of the last steps, the latest weigh most
-        self._plain_step_ns = 0  # the same of steps without prompts or passages
+        self._step_ns = self._slice_ns * BUSY_SHARE  # moving average of step times
+        self._plain_step_ns = 0  # the same for steps without prompts or passages
         self._counted_ns = time.monotonic_ns()
         self.link = FrontendLink(
             worker.plan.endpoint("frontend"),
@@ -101,7 +99,7 @@ class DecodeWorker:
 
     @property
     def released(self) -> bool:
-        """Whether the frontend has let go of it."""
+        """Whether the frontend has released this draining worker."""
         return self.link.released
 
     @property
@@ -109,26 +107,26 @@ class DecodeWorker:
         return bool(self._batch.rows or len(self.handovers))
 
     def step(self) -> None:
-        """One round of the loop."""
+        """Run one iteration of the loop."""
         self._table.beat()
         self._count_row_time()
         self._receive()
-        self._probe()  # before rows join and ask: no passage is told before the token that it follows
+        self._probe()  # before rows join and probe: passages are never reported before the token that they follow
         self._pull()
         stepped = self._decode()
         self._publish()
         if stepped:
             self._tiers.write(self._step_ns // BUSY_SHARE)
-        elif not self.handovers.pulling and not any(self._batch.returning) and not self._tiers.write():
+        elif not self.handovers.pulling and not any(self._batch.loading) and not self._tiers.write():
             self._sleep()
 
     def _count_row_time(self) -> None:
-        """The last round's time: once for every row, and once for every row that waited for a probe (stalled)."""
+        """Add the time since the last iteration to the row time and, for rows stalled by a probe, to the stall time."""
         now = time.monotonic_ns()
-        passed_s, self._counted_ns = (now - self._counted_ns) / 1e9, now
+        elapsed_s, self._counted_ns = (now - self._counted_ns) / 1e9, now
         rows = self._batch.rows
-        self._table.add(DecodeMetrics.ROW_SECONDS, passed_s * len(rows))
-        self._table.add(DecodeMetrics.STALL_SECONDS, passed_s * sum(row.stalled for row in rows))
+        self._table.add(DecodeMetrics.ROW_SECONDS, elapsed_s * len(rows))
+        self._table.add(DecodeMetrics.STALL_SECONDS, elapsed_s * sum(row.stalled for row in rows))
 
     # ---- receive
 
@@ -136,41 +134,42 @@ class DecodeWorker:
         for message in self.link.receive():
             match message:
                 case Cancel():
-                    self._drop(message.request_id)
+                    self._cancel(message.request_id)
                 case Welcome():
                     self.handovers.clear()
                     for row in list(self._batch.rows):
-                        self._drop(row.id)
+                        self._cancel(row.id)
         self.handovers.receive(self.link.frontend_epoch)
 
     # ---- probe
 
     def _probe(self) -> None:
-        for added in self.probes.poll(self._batch.rows):
-            self.link.send(added)
+        for retrieved in self.probes.poll(self._batch.rows):
+            self.link.send(retrieved)
 
     # ---- pull
 
     def _pull(self) -> None:
-        """Bring KV in: of rows that made room, then of new ones. A batch that runs waits for a slice, no longer."""
+        """Load the KV of preempted rows, then pull that of new ones. A running batch waits for one slice at most."""
         batch = self._batch
         slice_ns: int | None = min(self._slice_ns, self._step_ns // BUSY_SHARE)
         if not any(row.ready and not row.stalled for row in batch.rows):
             slice_ns = None
         batch.load(slice_ns)
-        if not any(batch.preempted):  # who was here before comes first
+        if not any(batch.preempted):  # preempted rows have priority over new ones
             self.handovers.admit(time.monotonic_ns(), running=batch.running, waiting_blocks=batch.waiting_blocks)
         for request, table in self.handovers.pull(slice_ns):
             self._join(request, table)
 
     def _join(self, request: Decode, table: BlockTable) -> None:
+        """Add a row whose KV has been pulled, or whose prompt is to be computed here."""
         now = time.monotonic_ns()
-        drawn = len(request.generated) + (request.first_token is not None)
+        sampled = len(request.generated) + (request.first_token is not None)
         row = Row(
             request=request,
             context=list(request.tokens),
             cached=len(request.tokens) if request.blocks else table.reused_tokens,
-            sampler=Sampler(request.sampling, drawn=drawn),
+            sampler=Sampler(request.sampling, drawn=sampled),
             text=TextStream(self._model.tokenizer, request.sampling.stop),
             table=table,
             generated=len(request.generated),
@@ -179,25 +178,25 @@ class DecodeWorker:
             build=request.build,
             last_probe_at=request.last_probe_at,
         )
-        for token in request.generated:  # told already, by the worker that had the request before
+        for token in request.generated:  # sent by the worker that had the request before
             row.text.push([token])
         self._batch.join(row)
-        self._log.debug("has KV of %d tokens", row.cached, extra={"request": row.id})
+        self._log.debug("joined with KV of %d tokens", row.cached, extra={"request": row.id})
         if request.first_token is None:
             return
         request.stages.setdefault(stages.FIRST_TOKEN, now)
         if not request.first_token_sent:
-            self._accept(row, request.first_token, asks=request.probe_after_first)
+            self._accept(row, request.first_token, probe=request.probe_after_first)
             return
         row.text.push([request.first_token])
         row.context.append(request.first_token)
         row.generated += 1
-        self.probes.ask(row)
+        self.probes.start(row)
 
     # ---- decode
 
     def _decode(self) -> bool:
-        """One step of every row that has a place and does not wait for a probe; False if there is none."""
+        """Run one step of every row of the batch that is not stalled. Return False if there is none."""
         self._batch.admit()
         batch = self._batch.chunks(self._limits.chunk_tokens)
         if not batch:
@@ -206,44 +205,44 @@ class DecodeWorker:
         for row, _ in batch:
             if not row.request.blocks:
                 row.request.stages.setdefault(stages.PREFILL_BEGIN, begin)
-        ends = [chunk.start + len(chunk.tokens) == len(row.context) for row, chunk in batch]
+        is_last = [chunk.start + len(chunk.tokens) == len(row.context) for row, chunk in batch]
         tokens = self._model.step(
             [chunk for _, chunk in batch],
-            [row.sampler if end else None for (row, _), end in zip(batch, ends, strict=True)],
+            [row.sampler if last else None for (row, _), last in zip(batch, is_last, strict=True)],
             [row.trigger is not None and row.trigger.needs_logits for row, _ in batch],
         )
-        took = time.monotonic_ns() - begin
-        self._step_ns += (took - self._step_ns) // 8
-        prompts = sum(len(chunk.tokens) for _, chunk in batch if len(chunk.tokens) > 1)
-        if prompts:
-            self._tiers.record_compute(prompts, took - self._plain_step_ns * (len(batch) > 1))
+        took_ns = time.monotonic_ns() - begin
+        self._step_ns += (took_ns - self._step_ns) // 8
+        prompt_tokens = sum(len(chunk.tokens) for _, chunk in batch if len(chunk.tokens) > 1)
+        if prompt_tokens:
+            self._tiers.record_compute(prompt_tokens, took_ns - self._plain_step_ns * (len(batch) > 1))
         else:
-            self._plain_step_ns += (took - self._plain_step_ns) // 8 if self._plain_step_ns else took
-        for (row, chunk), drawn in zip(batch, tokens, strict=True):
-            self._batch.filled(row, chunk.start + len(chunk.tokens))
-            if drawn is not None:
-                self._guard(row, partial(self._advance, drawn=drawn))
+            self._plain_step_ns += (took_ns - self._plain_step_ns) // 8 if self._plain_step_ns else took_ns
+        for (row, chunk), sampled in zip(batch, tokens, strict=True):
+            self._batch.record_computed(row, chunk.start + len(chunk.tokens))
+            if sampled is not None:
+                self._guard(row, partial(self._advance, sampled=sampled))
         now = time.monotonic_ns()
-        longer = [row for row, _ in batch if row.cached < len(row.context)]
-        later = [(now - row.token_ns) / 1e9 for row in longer if row.token_ns]
-        self._table.observe_many(DecodeMetrics.INTER_TOKEN, later)
-        for row in longer:
+        advanced = [row for row, _ in batch if row.cached < len(row.context)]
+        intervals_s = [(now - row.token_ns) / 1e9 for row in advanced if row.token_ns]
+        self._table.observe_many(DecodeMetrics.INTER_TOKEN, intervals_s)
+        for row in advanced:
             row.token_ns = now
         return True
 
-    def _advance(self, row: Row, drawn: SampledToken) -> None:
+    def _advance(self, row: Row, sampled: SampledToken) -> None:
         if not row.request.blocks:
             now = row.request.stages.setdefault(stages.PREFILL_END, time.monotonic_ns())
             row.request.stages.setdefault(stages.FIRST_TOKEN, now)
-        if drawn.token is None:
-            raise InternalError("the model has no finite logit")
-        self._accept(row, drawn.token, drawn.scores)
+        if sampled.token is None:
+            raise InternalError("the model returned no finite logit")
+        self._accept(row, sampled.token, sampled.scores)
 
-    def _accept(self, row: Row, token: int, scores: "torch.Tensor | None" = None, *, asks: bool = False) -> None:
-        """A token, drawn from `scores`, joins the row; it may be the last, or call for a probe (`asks`: it does)."""
+    def _accept(self, row: Row, token: int, scores: "torch.Tensor | None" = None, *, probe: bool = False) -> None:
+        """Append a token, sampled from the logits `scores`; end the row, or start a probe (always with `probe`)."""
         sampling = row.request.sampling
         row.context.append(token)
-        row.fresh.append(token)
+        row.unsent.append(token)
         row.generated += 1
         ended = token in self._model.tokenizer.eos_ids and not sampling.ignore_eos
         if not ended:
@@ -254,15 +253,15 @@ class DecodeWorker:
             row.finish = "length"
         if row.finish is not None:
             row.pending_text += row.text.flush()
-        elif asks or row.due(scores):
-            self.probes.ask(row)
+        elif probe or row.should_probe(scores):
+            self.probes.start(row)
 
     # ---- publish
 
     def _publish(self) -> None:
-        for row in [row for row in self._batch.rows if row.fresh]:
+        for row in [row for row in self._batch.rows if row.unsent]:
             request = row.request
-            first = row.generated == len(row.fresh)
+            first = row.generated == len(row.unsent)
             if row.finish is not None:
                 if row.ticket is not None:
                     self.probes.cancel(row, row.ticket)
@@ -271,7 +270,7 @@ class DecodeWorker:
                 Tokens(
                     row.id,
                     row.pending_text,
-                    tuple(row.fresh),
+                    tuple(row.unsent),
                     row.finish,
                     request.prompt_tokens,
                     request.stages if first or row.finish else {},
@@ -281,8 +280,8 @@ class DecodeWorker:
                     row.last_probe_at,
                 )
             )
-            self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.fresh))
-            row.pending_text, row.fresh, row.probes = "", [], []
+            self._table.add(DecodeMetrics.GENERATION_TOKENS, len(row.unsent))
+            row.pending_text, row.unsent, row.probes = "", [], []
             if row.finish is not None:
                 self._log.debug("finished: %s, %d tokens", row.finish, row.generated, extra={"request": row.id})
                 stages.observe(self._table, request.stages, row.generated, computed=not request.blocks)
@@ -313,7 +312,7 @@ class DecodeWorker:
     # ---- ends
 
     def _guard(self, row: Row, action: Callable[[Row], None]) -> None:
-        """Do something for one row; an error ends this row and no other."""
+        """Run `action` for one row; an error ends this row only."""
         try:
             action(row)
         except TrinityError as error:
@@ -322,8 +321,8 @@ class DecodeWorker:
             self.link.send(Failed(row.id, error.code, error.message, error.param))
             self._remove(row)
 
-    def _drop(self, request_id: str) -> None:
-        """Forget a cancelled request, on its way in or as a row."""
+    def _cancel(self, request_id: str) -> None:
+        """Remove a cancelled request, whether it is a pending hand-over or a row."""
         self.handovers.cancel(request_id)
         for row in [row for row in self._batch.rows if row.id == request_id]:
             self._table.add(DecodeMetrics.CANCELLED)
@@ -335,7 +334,7 @@ class DecodeWorker:
         self._batch.remove(row)
 
     def _sleep(self) -> None:
-        """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
+        """Wait for a message of the frontend, prefill or the pool."""
         self._retriever.sleep((self.link.socket, self._sink.socket), self._idle_ms)
 
     def close(self) -> None:
@@ -346,7 +345,7 @@ class DecodeWorker:
 
 
 def run(worker: Worker) -> None:
-    """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
+    """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
     decode = DecodeWorker(worker)
     worker.ready()
     while worker.goes_on(busy=decode.busy, released=decode.released):

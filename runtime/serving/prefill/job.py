@@ -1,4 +1,4 @@
-"""One request's way through a prefill worker, and which prompts decode computes instead."""
+"""A request in a prefill worker (`Job`), the order of prompts, and the choice of the worker that prefills a prompt."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """What a prefill worker knows of a request. The KV of `done` of its `tokens` is in the blocks of `table`.
+    """State of one request in a prefill worker. The KV of the first `done` of its `tokens` is in the blocks of `table`.
 
-    `passages` are the ids of those in the prompt. `ticket`, `announcement` and `offer` are what it waits for: the
-    pool's answer, decode's room (then it `has_room`), decode's word that the KV is pulled. The blocks are held under
-    `lease`; a prompt that decode computes has neither. What KV tiers have of it is loaded first (`load`). A prompt of
-    several passes is offered while it is computed, too (`ahead`).
+    `passages` are the ids of the passages in the prompt, `build` the build of their collection. A job waits for the
+    pool's answer (`ticket`), for decode to reserve blocks (`announcement`, then `has_room`), and for decode to pull the
+    KV (`offer`). Its blocks are held under `lease`; a prompt that decode computes has neither lease nor blocks. `load`
+    copies cached KV from the tiers before the prompt is computed. A prompt of several passes is also offered while it
+    is computed (`early_offer`).
     """
 
     request: Prefill
     stages: dict[str, int]
     ticket: int | None = None
     passages: tuple[str, ...] = ()
-    build: str = ""  # of the collection that they are from
+    build: str = ""
     tokens: list[int] = field(default_factory=list)
     announcement: int | None = None
-    ahead: int | None = None
+    early_offer: int | None = None
     has_room: bool = False
     lease: int | None = None
     table: BlockTable = field(default_factory=BlockTable)
     load: Load | None = None
-    virtual_deadline_ns: int = 0  # once it is queued; see `virtual_deadline_ns`
+    virtual_deadline_ns: int = 0  # set when it is queued
     done: int = 0
     offer: int | None = None
 
@@ -54,41 +55,45 @@ class Job:
 
     @property
     def resumed_token(self) -> int | None:
-        """The answer's next token, if its consumer has it already."""
+        """The next token of a resumed answer that the client has received already."""
         return self.request.resume.last_token if self.request.resume else None
 
     @property
     def trigger(self) -> Trigger | None:
-        """When its answer asks again."""
+        """The condition under which its answer probes the pool."""
         return trigger_of(self.request.generation.retrieval)
 
     def sampler(self) -> Sampler | None:
-        """What draws its first token; None if its consumer has that already."""
+        """Return the sampler of its first token; None if the client has that token already."""
         if self.resumed_token is not None:
             return None
         resume = self.request.resume
         return Sampler(self.request.generation.sampling, drawn=len(resume.generated) if resume else 0)
 
-    def for_room(self, model: bytes) -> Reserve:
-        """The message that asks decode to keep room before the prompt is run, or while it is: with its blocks then."""
+    def reserve_message(self, model: bytes) -> Reserve:
+        """Return the message that asks decode to reserve blocks: before the prompt is computed (then `table` is empty),
+        or while it is computed. `model` is the identity of the model."""
         blocks = tuple(self.table.blocks)
         return Reserve(
             self.id, self.request.frontend_epoch, tuple(self.tokens), self.deadline_ns, self.salt, blocks, model
         )
 
-    def for_decode(self, model: bytes, first_token: int | None, scores: "torch.Tensor | None" = None) -> Decode:
-        """The message of its offer: with the KV in `table`, or without any. `model` is the identity of the model; the
-        first token was drawn from `scores`, unless it was told before."""
-        request, asked, resume = self.request, self.request.generation, self.request.resume
+    def decode_message(self, model: bytes, first_token: int | None, scores: "torch.Tensor | None" = None) -> Decode:
+        """Return the message of its offer, with the KV blocks of `table` if there are any.
+
+        `model` is the identity of the model. `scores` are the logits that the first token was sampled from; None for a
+        resumed token.
+        """
+        request, generation, resume = self.request, self.request.generation, self.request.resume
         trigger = self.trigger
         generated, last_probe_at = (resume.generated, resume.last_probe_at) if resume else ((), 0)
         return Decode(
             request_id=self.id,
             frontend_epoch=request.frontend_epoch,
-            sampling=asked.sampling,
+            sampling=generation.sampling,
             tokens=tuple(self.tokens),
             first_token=first_token,
-            retrieval=asked.retrieval,
+            retrieval=generation.retrieval,
             seen_passages=self.passages,
             stages=self.stages,
             blocks=tuple(self.table.blocks),
@@ -105,79 +110,84 @@ class Job:
         )
 
 
-# ---- the order of prompts: each has its turn when it has waited for a multiple of what it takes alone
-# So a chat is not kept waiting by a long document, and a document only by what comes within that time after it. It is
-# the rule by which the pool orders decode queries. Pure: the simulated prefill worker runs this too.
+# ---- order of prompts: earliest virtual deadline first
+# The virtual deadline of a prompt is its arrival plus a multiple of its own service time. A short chat passes a long
+# document, and the document is delayed only by prompts that arrive within that multiple of its service time. The pool
+# orders its decode queries by the same rule. Pure: the simulated prefill worker runs this code too.
 
 
-_TURN = 6
+_VIRTUAL_DEADLINE_FACTOR = 6
 
 
 def virtual_deadline_ns(received_ns: int, tokens: int, token_s: float) -> int:
-    """The turn of a prompt of which `tokens` are to be computed, each in `token_s` (0: not known yet)."""
-    return received_ns + round(_TURN * tokens * token_s * 1e9)
+    """Return the virtual deadline of a prompt with `tokens` tokens to compute, `token_s` seconds each (0: not measured
+    yet)."""
+    return received_ns + round(_VIRTUAL_DEADLINE_FACTOR * tokens * token_s * 1e9)
 
 
-# ---- conditional disaggregation: which prompts are prefilled by the decode worker that writes their answers
-# A prefill worker keeps prompts away from running batches. But a short one may go into a decode worker's step as well:
-# nothing is handed over, and a queue in front of prefill is not waited for. A prompt is computed by decode if
+# ---- conditional disaggregation: which prompts the decode worker computes itself
+# Prefill workers keep prompts out of running decode batches. A short prompt, however, fits into a decode worker's step:
+# its KV is not handed over, and it does not wait in prefill's queue. Decode computes a prompt if
 #
-# - a row is free there;
-# - that is done no later than here: the prompts that were sent there before it, and the steps of the batch beside which
-#   its chunks are run, take no longer than the prompts that wait here;
-# - a step that carries a chunk of it still keeps the goal of a token.
+# - it has a free row;
+# - it finishes the prompt no later than prefill would: the prompts sent to it before, plus the batch steps beside which
+#   the chunks run, take no longer than the prompts that are queued here;
+# - a step that carries a chunk of the prompt still meets the TPOT goal.
 #
-# So a long prompt, of many chunks, is prefill's unless that has a long queue. NVIDIA Dynamo decides alike, by
-# configured lengths of a prompt and of the queue; here they are measured times. Pure: the simulated prefill worker runs
-# this too.
+# So a long prompt, which has many chunks, goes to prefill unless its queue is long. NVIDIA Dynamo makes the same
+# decision by configured prompt and queue lengths; this one uses measured times. Pure: the simulated prefill worker runs
+# this code too.
 
 
-_REMEMBERED = 0.9  # of the passes before, with each pass
+_DECAY = 0.9  # weight of earlier passes, applied with each new pass
 
 
 def should_prefill_on_decode(
-    chunk_s: float, beside_s: float, ahead_s: float, sent_s: float, load: DecodeLoad, tpot_s: float
+    chunk_s: float, beside_s: float, queue_s: float, sent_s: float, load: DecodeLoad, tpot_s: float
 ) -> bool:
-    """Whether decode is to compute a prompt in chunks of `chunk_s`, beside steps that take `beside_s` together; it
-    waits for others' prompts for `ahead_s` here, for `sent_s` there."""
+    """Return whether decode should compute a prompt.
+
+    `chunk_s`: time of one chunk. `beside_s`: total time of the batch steps beside which the chunks run. `queue_s`:
+    time that the prompt would wait for other prompts in prefill. `sent_s`: the same in decode.
+    """
     step_s = load.step_ns / 1e9 if load.rows else 0.0
-    return load.rows < load.slots and sent_s + beside_s <= ahead_s and step_s + chunk_s <= tpot_s
+    return load.rows < load.slots and sent_s + beside_s <= queue_s and step_s + chunk_s <= tpot_s
 
 
 class Disaggregation:
-    """Decides for the prompts of one prefill worker. `tpot_s` is the goal of a token; decode runs `chunk_tokens` of
-    prompts in one step."""
+    """Decides for each prompt of a prefill worker whether decode computes it. `tpot_s` is the goal of a token; a decode
+    step carries at most `chunk_tokens` prompt tokens."""
 
     def __init__(self, mode: Disaggregate, tpot_s: float, chunk_tokens: int) -> None:
         self._mode, self._tpot_s, self._chunk_tokens = mode, tpot_s, chunk_tokens
-        self._seconds = self._tokens = 0.0  # of the last passes, the latest weigh most
-        self._sent: dict[str, int] = {}  # decode worker → when it will have computed what was sent to it, in ns
+        self._seconds = self._tokens = 0.0  # exponentially decayed sums over passes
+        self._busy_until_ns: dict[str, int] = {}  # decode worker → when it will have computed the prompts sent to it
 
     @property
     def token_s(self) -> float:
-        """What a token of a prompt takes here, lately; 0 before the first pass."""
+        """Recent time per prompt token in this worker; 0 before the first pass."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
     def record_pass(self, tokens: int, seconds: float) -> None:
-        """A pass of so many tokens has taken so long."""
-        self._tokens = _REMEMBERED * self._tokens + tokens
-        self._seconds = _REMEMBERED * self._seconds + seconds
+        """Record the duration of a pass of `tokens` tokens."""
+        self._tokens = _DECAY * self._tokens + tokens
+        self._seconds = _DECAY * self._seconds + seconds
 
-    def route_to_decode(self, now_ns: int, worker: str, tokens: int, ahead: int, load: DecodeLoad) -> bool:
-        """Whether a decode worker is to compute a prompt of `tokens` that are not cached, while `ahead` wait here.
+    def route_to_decode(self, now_ns: int, worker: str, tokens: int, queued: int, load: DecodeLoad) -> bool:
+        """Return whether decode worker `worker` should compute a prompt with `tokens` uncached tokens, while `queued`
+        tokens wait here. True counts the prompt as sent to that worker.
 
-        True counts as sent. Before the first pass nothing is known of times: prefill makes it.
+        Before the first pass no times are known, so prefill computes the prompt.
         """
         if self._mode != "auto" or not self._tokens:
             return self._mode == "never"
         token_s = self.token_s
-        passes = -(-tokens // self._chunk_tokens) - (not load.rows)  # beside others; more rows may come meanwhile
+        passes = -(-tokens // self._chunk_tokens) - (not load.rows)  # beside others; more rows may arrive meanwhile
         beside_s = passes * load.step_ns / 1e9
         chunk_s = min(tokens, self._chunk_tokens) * token_s
-        begin_ns = max(now_ns, self._sent.get(worker, 0))
-        found = should_prefill_on_decode(
-            chunk_s, beside_s, ahead * token_s, (begin_ns - now_ns) / 1e9, load, self._tpot_s
-        )
-        if found:
-            self._sent[worker] = begin_ns + round((tokens * token_s + beside_s) * 1e9)
-        return found
+        begin_ns = max(now_ns, self._busy_until_ns.get(worker, 0))
+        sent_s = (begin_ns - now_ns) / 1e9
+        on_decode = should_prefill_on_decode(chunk_s, beside_s, queued * token_s, sent_s, load, self._tpot_s)
+        if on_decode:
+            self._busy_until_ns[worker] = begin_ns + round((tokens * token_s + beside_s) * 1e9)
+        return on_decode

@@ -1,7 +1,7 @@
-"""A prefill worker's process. Its loop: receive → retrieve → prefill → publish.
+"""Process of a prefill worker. Its loop: receive → retrieve → prefill → publish.
 
-A request asks the pool before it takes a place in the batch, so waiting for passages never holds KV. Its KV stays in
-blocks that decode can open until it has pulled them, and then while their room is not needed, for prompts like it.
+A request queries the pool before it enters the batch, so waiting for passages never holds KV blocks. Its KV stays in
+memory that decode can map until decode has pulled it, and afterwards as a prefix cache until the blocks are evicted.
 """
 
 import os
@@ -33,17 +33,16 @@ from runtime.serving.prefill.job import Disaggregation, Job, virtual_deadline_ns
 
 
 class PrefillWorker:
-    """Queues → KV blocks → offers: where every request of this worker is."""
+    """Runs the requests of one prefill worker: queues → KV blocks → offers."""
 
     def __init__(self, worker: Worker, transport: Transport | None = None, idle_ms: int = 100) -> None:
-        """`transport`: by default that of the worker's device. `idle_ms`: the longest sleep; the loop writes its
-        heartbeat in between."""
+        """`transport`: by default the one for the worker's device. `idle_ms`: the longest sleep, between heartbeats."""
         self._idle_ms = idle_ms
         config = worker.plan.config
         assert config.own_model is not None
         self._worker, self._limits = worker, config.prefill
-        # What is lost is started again by the frontend, from what was told; what is unavailable is not.
-        self._failed = WorkerLost if config.handover.failure_policy == "recompute" else Unavailable
+        # The frontend restarts a request that fails with WorkerLost, from the tokens sent so far; Unavailable ends it.
+        self._handover_error = WorkerLost if config.handover.failure_policy == "recompute" else Unavailable
         self._decode_first = config.handover.order == "decode_first"
         self._disaggregation = Disaggregation(
             config.handover.disaggregate, config.slo.tpot_s, config.decode.chunk_tokens
@@ -76,7 +75,7 @@ class PrefillWorker:
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
-        self._model.forward([Chunk([0], 0, [0, 0])])  # the first pass allocates; a user shall not wait for that
+        self._model.forward([Chunk([0], 0, [0, 0])])  # warm-up: the first pass allocates
         self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
         worker.start.part("first pass")
         worker.log.info("chunks of %d tokens", self.chunk_tokens)
@@ -90,11 +89,11 @@ class PrefillWorker:
         self.retriever.warm_up()
         worker.start.part("first search")
         self._follower = BuildFollower(self.retriever.library, self.retriever.client.identities, worker.table)
-        self._asking: dict[int, Job] = {}  # ticket → the job that waits for its passages
-        self._waiting: list[Job] = []  # with their passages, for a lease and blocks
-        self._running: list[Job] = []  # with blocks, some of the prompt still to run
-        self._offered: dict[int, Job] = {}  # offer id → the job whose KV waits to be pulled
-        self._announced: dict[int, Job] = {}  # announcement → the waiting job that decode is asked to keep room for
+        self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
+        self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
+        self._running: list[Job] = []  # prompts that have blocks and are not computed completely
+        self._offered: dict[int, Job] = {}  # offer id → job whose KV waits to be pulled
+        self._announced: dict[int, Job] = {}  # announcement → waiting job for which decode reserves blocks
         self._link = FrontendLink(
             worker.plan.endpoint("frontend"),
             Hello(
@@ -105,7 +104,7 @@ class PrefillWorker:
 
     @property
     def released(self) -> bool:
-        """Whether the frontend has let go of it."""
+        """Whether the frontend has released this draining worker."""
         return self._link.released
 
     @property
@@ -113,7 +112,7 @@ class PrefillWorker:
         return bool(self._jobs())
 
     def step(self) -> None:
-        """One round of the loop."""
+        """Run one iteration of the loop."""
         self._table.beat()
         self._receive()
         self._retrieve()
@@ -132,8 +131,8 @@ class PrefillWorker:
         arrived: list[Job] = []
         for message in self._link.receive():
             match message:
-                case Prefill(generation=asked, resume=resume):
-                    stamps = {stages.RECEIVED: asked.received_ns}
+                case Prefill(generation=generation, resume=resume):
+                    stamps = {stages.RECEIVED: generation.received_ns}
                     stamps |= (
                         {stages.FIRST_TOKEN: resume.first_token_ns}
                         if resume
@@ -142,100 +141,101 @@ class PrefillWorker:
                     arrived.append(Job(message, stamps))
                 case Cancel():
                     arrived = [job for job in arrived if job.id != message.request_id]
-                    self._drop({message.request_id})
+                    self._cancel({message.request_id})
                 case Welcome():
                     arrived.clear()
-                    self._drop({job.id for job in self._jobs()})
+                    self._cancel({job.id for job in self._jobs()})
         for job in arrived:
             self._log.debug("received", extra={"request": job.id})
             self._guard(job, self._start)
 
     def _start(self, job: Job) -> None:
-        """Check what can be checked before any work, then ask for passages, or queue for blocks at once."""
+        """Validate the request, then query the pool for passages, or queue the prompt if it needs none."""
         request = job.request
         if request.resume is not None:
             job.tokens, job.passages = list(request.resume.tokens), request.resume.seen_passages
-            self._queue(job)
+            self._enqueue(job)
             return
-        asked = request.generation
+        generation = request.generation
         bare = build_prompt(
             self._model.tokenizer,
-            asked.messages,
-            asked.prompt,
-            budget_tokens=prompt_budget(self._context_tokens, asked.sampling.max_tokens),
+            generation.messages,
+            generation.prompt,
+            budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
         )
         if max(bare.tokens, default=0) >= self._model.info.vocabulary:
             raise InvalidRequest(
                 f"token id {max(bare.tokens)} in the prompt; the vocabulary has {self._model.info.vocabulary}", "prompt"
             )
         job.tokens = bare.tokens
-        retrieval = asked.retrieval
+        retrieval = generation.retrieval
         if retrieval is None:
-            self._queue(job)
+            self._enqueue(job)
             return
-        text = query_text(self._model.tokenizer, asked.messages, asked.prompt)
+        text = query_text(self._model.tokenizer, generation.messages, generation.prompt)
         job.ticket = self.retriever.ask(
-            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=asked.deadline_ns,
+            text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=generation.deadline_ns,
             wanted=retrieval.filter, hybrid=retrieval.hybrid,
         )  # fmt: skip
-        self._asking[job.ticket] = job
+        self._retrieving[job.ticket] = job
 
     # ---- retrieve
 
     def _retrieve(self) -> None:
-        for found in self.retriever.poll():
-            job = self._asking.pop(found.ticket, None)
+        for result in self.retriever.poll():
+            job = self._retrieving.pop(result.ticket, None)
             if job is not None:
                 job.ticket = None
-                self._guard(job, partial(self._take_passages, found=found))
+                self._guard(job, partial(self._add_passages, result=result))
 
-    def _take_passages(self, job: Job, found: RetrievalResult) -> None:
-        if found.error is not None:
-            raise found.error
-        job.stages[stages.EMBEDDED] = found.embedded_ns
+    def _add_passages(self, job: Job, result: RetrievalResult) -> None:
+        """Put the retrieved passages into the prompt and queue it."""
+        if result.error is not None:
+            raise result.error
+        job.stages[stages.EMBEDDED] = result.embedded_ns
         job.stages[stages.SEARCHED] = time.monotonic_ns()
-        asked = job.request.generation
+        generation = job.request.generation
         prompt = build_prompt(
             self._model.tokenizer,
-            asked.messages,
-            asked.prompt,
-            found.passages,
-            budget_tokens=prompt_budget(self._context_tokens, asked.sampling.max_tokens),
+            generation.messages,
+            generation.prompt,
+            result.passages,
+            budget_tokens=prompt_budget(self._context_tokens, generation.sampling.max_tokens),
             passage_tokens=self._limits.passage_tokens,
             bare=job.tokens,
-            place=asked.retrieval.place if asked.retrieval else "system",
+            place=generation.retrieval.place if generation.retrieval else "system",
         )
         job.tokens, job.passages = prompt.tokens, tuple(passage.id for passage in prompt.used)
-        job.build = found.build if prompt.used else ""
-        self._link.send(Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=found.partial))
-        self._queue(job)
+        job.build = result.build if prompt.used else ""
+        self._link.send(Retrieved(job.id, without_text(prompt.used), stages=job.stages, partial=result.partial))
+        self._enqueue(job)
 
     # ---- prefill
 
-    def _queue(self, job: Job) -> None:
-        """Its prompt is whole. It waits for blocks, or goes to decode without KV, to be computed there."""
+    def _enqueue(self, job: Job) -> None:
+        """Queue a complete prompt for blocks, or send it to decode without KV if decode is to compute it."""
         request = job.request
-        own = len(job.tokens) - self._tiers.cached_tokens(job.tokens, job.salt)
-        ahead = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
+        uncached = len(job.tokens) - self._tiers.cached_tokens(job.tokens, job.salt)
+        queued = sum(len(other.tokens) - other.done for other in (*self._running, *self._waiting))
         by_decode = self._disaggregation.route_to_decode(
-            time.monotonic_ns(), request.decode_worker, own, ahead, request.decode_load
+            time.monotonic_ns(), request.decode_worker, uncached, queued, request.decode_load
         )
         self._table.add(PrefillMetrics.PROMPTS["decode" if by_decode else "prefill"])
-        self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], own)
+        self._table.add(PrefillMetrics.NEW_TOKENS["decode" if by_decode else "prefill"], uncached)
         if not by_decode:
             job.virtual_deadline_ns = virtual_deadline_ns(
-                request.generation.received_ns, own, self._disaggregation.token_s
+                request.generation.received_ns, uncached, self._disaggregation.token_s
             )
             self._waiting.append(job)
             return
-        message = encode(job.for_decode(self._model.identity, job.resumed_token))
+        message = encode(job.decode_message(self._model.identity, job.resumed_token))
         job.offer = self._source.announce(request.decode_endpoint, message)
         self._offered[job.offer] = job
-        self._log.debug("left to %s to compute", request.decode_worker, extra={"request": job.id})
+        self._log.debug("prompt sent to %s, which computes it", request.decode_worker, extra={"request": job.id})
         self._record(job)
 
     def _admit(self) -> None:
-        """Give blocks to the waiting, in their turns; none overtakes another for needing fewer."""
+        """Allocate blocks to waiting prompts by virtual deadline. A smaller prompt never overtakes."""
         self._waiting.sort(key=lambda job: job.virtual_deadline_ns)
         if self._decode_first:
             for job in self._waiting[: self._limits.slots]:
@@ -256,14 +256,15 @@ class PrefillWorker:
         self._running.sort(key=lambda job: job.virtual_deadline_ns)
 
     def _announce(self, job: Job) -> None:
-        """Ask decode to keep room before the prompt is run."""
+        """Ask decode to reserve blocks before the prompt is computed."""
         job.announcement = self._source.announce(
-            job.request.decode_endpoint, encode(job.for_room(self._model.identity))
+            job.request.decode_endpoint, encode(job.reserve_message(self._model.identity))
         )
         self._announced[job.announcement] = job
 
     def _prefill(self) -> int:
-        """One pass through the model: at most a chunk's tokens, of as many prompts as that holds; how long it took."""
+        """Run one pass of at most `chunk_tokens` tokens, of as many prompts as fit. Return its duration in ns, or 0 if
+        there is nothing to compute."""
         budget = self.chunk_tokens
         batch: list[tuple[Job, Chunk]] = []
         for job in self._running:
@@ -277,10 +278,10 @@ class PrefillWorker:
         if not batch:
             return 0
         begin_ns = time.monotonic_ns()
-        last = [job.done + len(chunk.tokens) == len(job.tokens) for job, chunk in batch]
-        drawn = self._model.step(
+        is_last = [job.done + len(chunk.tokens) == len(job.tokens) for job, chunk in batch]
+        sampled = self._model.step(
             [chunk for _, chunk in batch],
-            [job.sampler() if end else None for (job, _), end in zip(batch, last, strict=True)],
+            [job.sampler() if last else None for (job, _), last in zip(batch, is_last, strict=True)],
             [job.trigger is not None and job.trigger.needs_logits for job, _ in batch],
         )
         took_ns = time.monotonic_ns() - begin_ns
@@ -288,37 +289,38 @@ class PrefillWorker:
         self._tiers.record_compute(self.chunk_tokens - budget, took_ns)
         self._table.add(PrefillMetrics.PASS_SECONDS, took_ns / 1e9)
         offered = len(self._offered)
-        for (job, chunk), first in zip(batch, drawn, strict=True):
-            self._guard(job, partial(self._advance, chunk=chunk, drawn=first))
+        for (job, chunk), first in zip(batch, sampled, strict=True):
+            self._guard(job, partial(self._advance, chunk=chunk, sampled=first))
         if self._running and len(self._offered) > offered:
-            os.sched_yield()  # to the thread that sends: it may share our core, and the next pass would hold it up
+            os.sched_yield()  # lets ZeroMQ's I/O thread send the offer: on a shared core the next pass would delay it
         return took_ns
 
-    def _advance(self, job: Job, chunk: Chunk, drawn: SampledToken | None) -> None:
+    def _advance(self, job: Job, chunk: Chunk, sampled: SampledToken | None) -> None:
+        """Account for a computed chunk, and offer the prompt to decode when it is complete."""
         job.done += len(chunk.tokens)
         self._blocks.fill(job.table, job.tokens, job.done)
         if job.done < len(job.tokens):
-            self._offer_ahead(job)
+            self._offer_early(job)
             return
-        first, scores = drawn or (job.resumed_token, None)
+        first, scores = sampled or (job.resumed_token, None)
         if first is None:
-            raise InternalError("the model has no finite logit")
+            raise InternalError("the model returned no finite logit")
         job.stages[stages.PREFILL_END] = time.monotonic_ns()
         self._running.remove(job)
-        message = encode(job.for_decode(self._model.identity, first, scores))
+        message = encode(job.decode_message(self._model.identity, first, scores))
         assert job.lease is not None, "a running job has a lease"
         job.offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
         self._offered[job.offer] = job
         self._log.debug("prefilled %d tokens, for %s", job.done, job.request.decode_worker, extra={"request": job.id})
         self._record(job)
 
-    def _offer_ahead(self, job: Job) -> None:
-        """Have decode pull what there is of the prompt while the rest is computed."""
+    def _offer_early(self, job: Job) -> None:
+        """Let decode pull the KV computed so far while the rest of the prompt is computed."""
         assert job.lease is not None, "a running job has a lease"
         self._source.wrote(job.lease, job.done)
-        if job.ahead is None:
-            message = encode(job.for_room(self._model.identity))
-            job.ahead = self._source.offer(job.request.decode_endpoint, job.lease, message)
+        if job.early_offer is None:
+            message = encode(job.reserve_message(self._model.identity))
+            job.early_offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
 
     # ---- publish
 
@@ -330,13 +332,13 @@ class PrefillWorker:
             if outcome.offer_id == job.announcement and outcome.accepted:
                 job.has_room = True
                 continue
-            self._forget(job)
+            self._release(job)
             if not outcome.accepted:
-                reason = f"{job.request.decode_worker} did not take the hand-over: {outcome.reason}"
-                self._fail(job, self._failed(reason))
+                reason = f"{job.request.decode_worker} rejected the hand-over: {outcome.reason}"
+                self._fail(job, self._handover_error(reason))
 
     def _publish(self) -> None:
-        waiting, running = len(self._waiting) + len(self._asking), len(self._running) + len(self._offered)
+        waiting, running = len(self._waiting) + len(self._retrieving), len(self._running) + len(self._offered)
         offers, table = self._source.statistics(), self._table
         self._follower.step(time.monotonic_ns())
         self._tiers.publish(table, PrefillMetrics)
@@ -352,17 +354,17 @@ class PrefillWorker:
 
     def _record(self, job: Job) -> None:
         self._table.add(PrefillMetrics.PROMPT_TOKENS, len(job.tokens))
-        if job.request.resume is None:  # else its times were told by the worker that had it before
+        if job.request.resume is None:  # else the worker that had the request before has recorded its times
             stages.observe(self._table, job.stages)
 
     # ---- ends
 
     def _guard(self, job: Job, action: Callable[[Job], None]) -> None:
-        """Do something for one job; an error ends this job and no other."""
+        """Run `action` for one job; an error ends this job only."""
         try:
             action(job)
         except (TrinityError, IpcError) as error:
-            self._forget(job)
+            self._release(job)
             self._fail(job, error)
 
     def _fail(self, job: Job, error: TrinityError | IpcError) -> None:
@@ -371,33 +373,33 @@ class PrefillWorker:
         self._log.info("failed: %s: %s", known.code, known.message, extra={"request": job.id})
         self._link.send(Failed(job.id, known.code, known.message, known.param))
 
-    def _drop(self, request_ids: set[str]) -> None:
+    def _cancel(self, request_ids: set[str]) -> None:
         for job in (job for job in self._jobs() if job.id in request_ids):
-            self._forget(job)
+            self._release(job)
 
     def _jobs(self) -> list[Job]:
-        return [*self._waiting, *self._asking.values(), *self._running, *self._offered.values()]
+        return [*self._waiting, *self._retrieving.values(), *self._running, *self._offered.values()]
 
-    def _forget(self, job: Job) -> None:
-        """Free all that a job holds, wherever it is."""
+    def _release(self, job: Job) -> None:
+        """Remove a job from its queue and free its query, offers, lease and blocks."""
         if job.ticket is not None:
-            self._asking.pop(job.ticket, None)
+            self._retrieving.pop(job.ticket, None)
             self.retriever.cancel(job.ticket)
         for queue in (self._waiting, self._running):
             if job in queue:
                 queue.remove(job)
-        for number, held in ((job.announcement, self._announced), (job.offer, self._offered)):
-            if number is not None and held.pop(number, None) is not None:
-                self._source.withdraw(number)
-        if job.ahead is not None:
-            self._source.withdraw(job.ahead)
+        for offer_id, pending in ((job.announcement, self._announced), (job.offer, self._offered)):
+            if offer_id is not None and pending.pop(offer_id, None) is not None:
+                self._source.withdraw(offer_id)
+        if job.early_offer is not None:
+            self._source.withdraw(job.early_offer)
         if job.lease is not None:
-            self._source.release(job.lease)  # a decode worker that is copying just now finds its offer gone
+            self._source.release(job.lease)  # a decode worker that is copying finds its offer no longer current
             self._blocks.close(job.table)
             job.lease = None
 
     def _sleep(self) -> None:
-        """Until something comes: from the frontend, the other side of a hand-over, or the pool."""
+        """Wait for a message of the frontend, decode or the pool."""
         self.retriever.sleep((self._link.socket, self._source.socket), self._idle_ms)
 
     def close(self) -> None:
@@ -408,7 +410,7 @@ class PrefillWorker:
 
 
 def run(worker: Worker) -> None:
-    """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
+    """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
     prefill = PrefillWorker(worker)
     worker.ready()
     while worker.goes_on(busy=prefill.busy, released=prefill.released):
