@@ -5,7 +5,7 @@ from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variabl
 from dashboards.overview import HERE
 from dashboards.overview import UID as OVERVIEW
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
-from runtime.node.supervisor_metrics import Named, NodeMetrics, ProcessMetrics
+from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics, ProcessMetrics
 
 UID = "trinity-fleet"
 _NODE = ("node",)
@@ -20,11 +20,11 @@ def fleet() -> Json:
     return dashboard(UID, "Trinity: fleet", [_together(), _nodes(), _load(), _worst()], variables)
 
 
-def _s(metric: Named, **labels: str) -> str:
+def _s(metric: NamedMetric, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
 
 
-def _by_node(kind: str, metric: Named) -> str:
+def _by_node(kind: str, metric: NamedMetric) -> str:
     return f"{kind} by (node) ({_s(metric)})"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runtime.node.supervisor_metrics import Named
+from runtime.node.supervisor_metrics import NamedMetric
 
 Json = dict[str, Any]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -93,7 +93,7 @@ def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Jso
     }
 
 
-def label_variable(name: str, label: str, metric: Named, source_label: str, only: str = "") -> Json:
+def label_variable(name: str, label: str, metric: NamedMetric, source_label: str, only: str = "") -> Json:
     """A drop-down with the values of a label of a metric: all of them by default, or `only` one at a time."""
     current = {"text": only, "value": only} if only else {"text": ["All"], "value": ["$__all"]}
     return {

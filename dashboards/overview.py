@@ -17,7 +17,7 @@ from runtime.node.metrics.worker_metrics import (
     PoolMetrics,
     PrefillMetrics,
 )
-from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
@@ -38,7 +38,7 @@ def overview() -> Json:
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
-def _s(metric: Named, **labels: str) -> str:
+def _s(metric: NamedMetric, **labels: str) -> str:
     return q.series(metric, HERE, **labels)
 
 
@@ -50,7 +50,7 @@ def _tile(title: str, description: str, expr: str, unit: str, **look: Any) -> Pa
     return Panel("stat", title, description, [Query(expr)], unit, width=4, height=4, **look)
 
 
-def _percentiles(title: str, description: str, histogram: Named) -> Panel:
+def _percentiles(title: str, description: str, histogram: NamedMetric) -> Panel:
     queries = [Query(q.quantile(p, histogram, HERE), f"p{round(100 * p)}") for p in (0.5, 0.95, 0.99)]
     return _lines(title, description, queries, "s", 8)
 
@@ -201,7 +201,7 @@ def _kv() -> Row:
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
     ]
 
-    def by_tier(metrics: Mapping[str, Named]) -> list[Query]:
+    def by_tier(metrics: Mapping[str, NamedMetric]) -> list[Query]:
         return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
 
     return Row(
@@ -307,7 +307,7 @@ def _places() -> Row:
     by = "by (node, role, worker, device, uuid)"
     placed = f"max {by} ({_s(ProcessMetrics.INFO)})"
 
-    def column(metric: Named, name: str, unit: str = "") -> Query:
+    def column(metric: NamedMetric, name: str, unit: str = "") -> Query:
         joined = f"{placed} * on (node, worker) group_left () max by (node, worker) ({_s(metric)})"
         return Query(joined, name, unit)
 
@@ -335,5 +335,5 @@ def _places() -> Row:
     )
 
 
-def _gpu(metric: Named) -> str:
+def _gpu(metric: NamedMetric) -> str:
     return f"max by (node, gpu, uuid) ({_s(metric)})"

@@ -3,28 +3,28 @@
 from collections.abc import Sequence
 
 from runtime.node.metrics.worker_metrics import FrontendMetrics
-from runtime.node.supervisor_metrics import Named, NodeMetrics
+from runtime.node.supervisor_metrics import NamedMetric, NodeMetrics
 
 RATE = "$__rate_interval"
 
 
-def series(metric: str | Named, where: str = "", **labels: str) -> str:
+def series(metric: str | NamedMetric, where: str = "", **labels: str) -> str:
     """A metric with its selectors; `where` is one ready-made."""
     selectors = [*([where] if where else []), *(f'{name}="{value}"' for name, value in labels.items())]
     return f"{metric}{{{','.join(selectors)}}}" if selectors else str(metric)
 
 
-def rate(counter: str | Named, by: Sequence[str] = (), window: str = RATE) -> str:
+def rate(counter: str | NamedMetric, by: Sequence[str] = (), window: str = RATE) -> str:
     """Growth a second of a series, summed by labels."""
     return f"{_sum(by)}(rate({counter}[{window}]))"
 
 
-def quantile(q: float, histogram: Named, where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
+def quantile(q: float, histogram: NamedMetric, where: str = "", by: Sequence[str] = (), window: str = RATE) -> str:
     """The q-quantile of a histogram's observations within the window."""
     return f"histogram_quantile({q}, {rate(series(f'{histogram}_bucket', where), ('le', *by), window)})"
 
 
-def mean(histogram: Named, where: str = "") -> str:
+def mean(histogram: NamedMetric, where: str = "") -> str:
     """The mean of a histogram's observations lately."""
     total, count = (rate(series(f"{histogram}_{part}", where)) for part in ("sum", "count"))
     return f"{total} / {count}"

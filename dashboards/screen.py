@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, KvMetrics, PoolMetrics, PrefillMetrics
-from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, Named, NodeMetrics, ProcessMetrics
+from runtime.node.supervisor_metrics import ControlMetrics, GpuMetrics, NamedMetric, NodeMetrics, ProcessMetrics
 from runtime.serving.stages import TO_FIRST_TOKEN
 
 # ---- A node's /metrics as it changes: values, rates and quantiles over the last half minute, without a Prometheus
@@ -34,7 +34,7 @@ class Snapshot:
                 samples.setdefault(sample.name, []).append((sample.labels, sample.value))
         return cls(at_s, samples)
 
-    def select(self, name: str | Named, labels: Labels) -> Iterator[tuple[Labels, float]]:
+    def select(self, name: str | NamedMetric, labels: Labels) -> Iterator[tuple[Labels, float]]:
         for found, value in self.samples.get(str(name), ()):
             if labels.items() <= found.items():
                 yield found, value
@@ -57,16 +57,16 @@ class Live:
         """The last one; there must be one."""
         return self._snapshots[-1]
 
-    def value(self, name: str | Named, **labels: str) -> float | None:
+    def value(self, name: str | NamedMetric, **labels: str) -> float | None:
         """The sum of a gauge's (or counter's) series."""
         found = [value for _, value in self.now.select(name, labels)]
         return sum(found) if found else None
 
-    def highest(self, name: str | Named, **labels: str) -> float | None:
+    def highest(self, name: str | NamedMetric, **labels: str) -> float | None:
         """The largest of its series."""
         return max((value for _, value in self.now.select(name, labels)), default=None)
 
-    def increase(self, name: str | Named, **labels: str) -> float | None:
+    def increase(self, name: str | NamedMetric, **labels: str) -> float | None:
         """By how much a counter has grown; one that fell began anew."""
         if len(self._snapshots) < 2:
             return None
@@ -77,22 +77,22 @@ class Live:
         ]
         return sum(now - was if now >= was else now for now, was in found) if found else None
 
-    def rate(self, name: str | Named, **labels: str) -> float | None:
+    def rate(self, name: str | NamedMetric, **labels: str) -> float | None:
         """Its growth a second."""
         passed_s = self.now.at_s - self._snapshots[0].at_s
         grown = self.increase(name, **labels)
         return None if grown is None or passed_s <= 0 else grown / passed_s
 
-    def ratio(self, part: str | Named, whole: str | Named, **labels: str) -> float | None:
+    def ratio(self, part: str | NamedMetric, whole: str | NamedMetric, **labels: str) -> float | None:
         """One counter's growth by another's."""
         over, under = self.increase(part, **labels), self.increase(whole, **labels)
         return None if over is None or not under else over / under
 
-    def mean(self, histogram: str | Named, **labels: str) -> float | None:
+    def mean(self, histogram: str | NamedMetric, **labels: str) -> float | None:
         """The mean of what was observed."""
         return self.ratio(f"{histogram}_sum", f"{histogram}_count", **labels)
 
-    def quantile(self, q: float, histogram: str | Named, **labels: str) -> float | None:
+    def quantile(self, q: float, histogram: str | NamedMetric, **labels: str) -> float | None:
         """As Prometheus's histogram_quantile: linear within the bucket, the last edge for what lies beyond it."""
         name = f"{histogram}_bucket"
         edges = sorted({found["le"] for found, _ in self.now.select(name, labels)}, key=float)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.errors import TrinityError, Unavailable, error_of
+from runtime.errors import TrinityError, Unavailable, error_from_code
 
 Json = dict[str, Any]
 
@@ -59,6 +59,6 @@ def _response(
 def _error(status: int, body: bytes) -> TrinityError:
     try:
         error = json.loads(body)["error"]
-        return error_of(str(error["code"]), str(error["message"]), error.get("param"))
+        return error_from_code(str(error["code"]), str(error["message"]), error.get("param"))
     except (ValueError, KeyError, TypeError):
         return Unavailable(f"the node answered with status {status} and no error of its own: {body[:200]!r}")

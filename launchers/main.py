@@ -18,7 +18,7 @@ from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
 from launchers.node_option import NodeArgument, NodeOption, meant
 from launchers.status import show_placement, show_status
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import needed_bytes
+from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
 from runtime.node.logs.log import LEVELS, log_to_stderr
@@ -29,7 +29,7 @@ from runtime.node.supervisor.admin import restart_node, stop_node
 from runtime.node.supervisor.listen import check_host
 from runtime.node.supervisor.node_metrics import node_version
 from runtime.node.supervisor.supervisor import Supervisor
-from runtime.node.worker import die_with
+from runtime.node.worker import die_with_parent
 
 
 def _show_version(wanted: bool) -> None:
@@ -71,7 +71,7 @@ def serve(
         settings = replace(settings, log=replace(settings.log, level="warning"))
     log = logging.getLogger("supervisor")
     if with_parent is not None:
-        die_with(with_parent, signal.SIGTERM)
+        die_with_parent(with_parent, signal.SIGTERM)
 
     def announce(info: NodeInfo) -> None:
         log.info("node %r serves at %s", info.name, info.url)
@@ -82,9 +82,9 @@ def serve(
         plan = lay_out(settings, machine)
         if dry_run:
             preflight.check_without_start(plan)
-            for line in preflight.not_compared(settings):
+            for line in preflight.unverified_collections(settings):
                 print(line)
-            raise typer.Exit(0 if show_placement(plan, machine, needed_bytes(plan, machine)) else 1)
+            raise typer.Exit(0 if show_placement(plan, machine, estimate_device_bytes(plan, machine)) else 1)
         preflight.check(plan, _logged_once(log), machine)
         raise typer.Exit(Supervisor(plan).run(announce))
 

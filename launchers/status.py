@@ -11,7 +11,7 @@ from rich.table import Table
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written, node_status
+from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, WorkerStatus, node_status
 
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
@@ -49,7 +49,7 @@ def show_workers(status: NodeStatus, console: Console) -> None:
         console.print(f"[dim]no room for: {', '.join(_LEFT_OUT_FIRST[:left_out])}[/dim]")
 
 
-def _told(written: Written) -> str:
+def _told(written: LiveCollectionsStatus) -> str:
     rows, graph, whole = written.built
     done = f" (rows {rows:.0%}, graph {graph:.0%}, written {whole:.0%})"
     built = f", {written.building} being built{done}" if written.building else ""
@@ -126,7 +126,7 @@ def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
     numa = "–" if gpu is None else "unknown" if worker.numa_node is None else str(worker.numa_node)
     spins = "–" if worker.role != "pool" else "yes" if worker.spin else "no"
     return (
-        f"{worker.name} beside {worker.beside}" if worker.beside else worker.name,
+        f"{worker.name} beside {worker.paired_with}" if worker.paired_with else worker.name,
         worker.device if gpu is None else gpu.index,
         "–" if gpu is None else gpu.uuid,
         "–" if gpu is None else gpu.pci_bus,

@@ -223,6 +223,6 @@ def _family(root: type[TrinityError]) -> list[type[TrinityError]]:
 _BY_CODE = {kind.code: kind for kind in reversed(_family(TrinityError))}
 
 
-def error_of(code: str, message: str, param: str | None = None) -> TrinityError:
+def error_from_code(code: str, message: str, param: str | None = None) -> TrinityError:
     """The error that a worker reported, as an exception of its own class (an unknown code becomes `InternalError`)."""
     return _BY_CODE.get(code, InternalError)(message, param)

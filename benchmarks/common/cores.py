@@ -12,7 +12,7 @@ _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
 _FIRST = -20  # of Linux's nice values
 
 
-def go_first() -> None:
+def raise_priority() -> None:
     """This process, and those that it starts, have a core before other processes do, where that is allowed.
 
     Where Linux shares cores out by session first (autogroup), a process's own nice value says nothing to another
@@ -20,18 +20,18 @@ def go_first() -> None:
     """
     with suppress(OSError):
         os.setsid()
-    put_first(os.getpid())
+    raise_priority_of(os.getpid())
 
 
-def put_first(pid: int) -> None:
-    """As `go_first`, of a process with a session of its own."""
+def raise_priority_of(pid: int) -> None:
+    """As `raise_priority`, of a process with a session of its own."""
     with suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text(str(_FIRST))
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, _FIRST)
 
 
-def go_before_all() -> bool:
+def use_realtime_priority() -> bool:
     """This process, not those that it starts, has a core before all that have no real-time priority. If allowed."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
@@ -40,7 +40,7 @@ def go_before_all() -> bool:
     return True
 
 
-def taken_ns(pids: Sequence[int]) -> int:
+def stolen_ns(pids: Sequence[int]) -> int:
     """For how long so far these processes' main threads could have run while others had their cores, and the host had
     any core; 0 where the system does not say."""
     taken = 0
@@ -51,7 +51,7 @@ def taken_ns(pids: Sequence[int]) -> int:
     return taken
 
 
-class Undisturbed(NamedTuple, Generic[T]):
+class UndisturbedRun(NamedTuple, Generic[T]):
     """What was found in the `tries`, the share of its time that the one which counts had `lost`."""
 
     found: T
@@ -59,15 +59,15 @@ class Undisturbed(NamedTuple, Generic[T]):
     tries: int
 
 
-def undisturbed(
+def run_undisturbed(
     run: Callable[[], T],
     pids: Sequence[int],
     *,
     most: float,
     tries: int,
-    taken: Callable[[Sequence[int]], int] = taken_ns,
+    taken: Callable[[Sequence[int]], int] = stolen_ns,
     clock: Callable[[], int] = time.monotonic_ns,
-) -> Undisturbed[T]:
+) -> UndisturbedRun[T]:
     """`run` until others had its processes' cores for no more than `most` of the time, at most `tries` times; the try
     counts in which they had them least, whatever it found."""
     had: list[tuple[float, T]] = []
@@ -76,4 +76,4 @@ def undisturbed(
         found = run()
         had.append(((taken(pids) - before) / (clock() - begin), found))
     lost, found = min(had, key=lambda one: one[0])
-    return Undisturbed(found, lost, len(had))
+    return UndisturbedRun(found, lost, len(had))

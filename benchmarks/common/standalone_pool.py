@@ -28,7 +28,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class QueryOutcome:
     """How long a query waited for its slot, and how long it took until its answer was written; both from `at_ns`.
 
     `status` is "ok", or the code of the error that it was refused with: the two times mean nothing then.
@@ -40,7 +40,7 @@ class Fate:
     status: str = "ok"
 
 
-def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[Fate]:
+def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[QueryOutcome]:
     """What becomes of `queries` (by time), by production's policy; in the order given."""
     events, limits = Events(), config.pool
     rules = PoolRules(policy_of(config, slots_of(limits, times)))
@@ -58,5 +58,5 @@ def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) 
     fates = []
     for number, query in enumerate(queries):
         begun_ns, ended_ns = pools.times_of(number)
-        fates.append(Fate(query.stage, begun_ns - query.at_ns, ended_ns - query.at_ns, statuses[number]))
+        fates.append(QueryOutcome(query.stage, begun_ns - query.at_ns, ended_ns - query.at_ns, statuses[number]))
     return fates

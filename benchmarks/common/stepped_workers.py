@@ -28,7 +28,7 @@ from runtime.serving.messages import (
     encode,
 )
 from runtime.serving.prefill.process import PrefillWorker
-from runtime.testing.worker import worker_of
+from runtime.testing.worker import make_worker
 
 EPOCH = 7
 _WAIT_MS = 20_000  # for a message that has been sent
@@ -68,7 +68,7 @@ class SteppedWorkers:
             self.round()
 
     def _worker(self, name: str) -> Worker:
-        worker = worker_of(self.plan, name)
+        worker = make_worker(self.plan, name)
         self.tables[name] = worker.table
         return worker
 

@@ -32,7 +32,7 @@ from runtime.serving.messages import Generation, Hello, Prefill, Report, Retriev
 from runtime.serving.prefill import process as prefill_process
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
-from runtime.testing.worker import worker_of
+from runtime.testing.worker import make_worker
 
 _EPOCH = 7
 _NEVER_NS = 1 << 62
@@ -252,8 +252,8 @@ def run_workers(
     transport: Any = SimpleNamespace(
         source=lambda *_, **__: handover, sink=lambda endpoint: handover, device="cpu", kernels="cpu"
     )
-    prefill: Any = prefill_process.PrefillWorker(worker_of(plan, "prefill-0"), transport)
-    decode: Any = decode_process.DecodeWorker(worker_of(plan, "decode-0"), transport)
+    prefill: Any = prefill_process.PrefillWorker(make_worker(plan, "prefill-0"), transport)
+    decode: Any = decode_process.DecodeWorker(make_worker(plan, "decode-0"), transport)
     retrievers = [
         Retriever(clock, round(times.embed_s * 1e9), round(search_s * 1e9), some) for some in (False, passages)
     ]

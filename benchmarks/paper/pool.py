@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import plot, table
-from benchmarks.common.standalone_pool import Fate, Query, run_pool
+from benchmarks.common.standalone_pool import Query, QueryOutcome, run_pool
 from benchmarks.policy import bench
 from benchmarks.policy.rows import SHIPPED
 from ipc import Stage
@@ -33,7 +33,7 @@ def batching(options: Namespace) -> Found:
     top_m = [64 if count < 64 else 256 for count in extends]
     capacity = _SLOTS / (sum(extends) / _QUERIES * times.extend_time_s(_SLOTS))
 
-    def run(policy: str, load: float) -> list[Fate]:
+    def run(policy: str, load: float) -> list[QueryOutcome]:
         chance, at_s, queries = Random(2), 0.0, []
         for count, size in zip(extends, top_m, strict=True):
             stage: Stage = "prefill" if chance.random() < 0.5 else "decode"

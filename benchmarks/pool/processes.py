@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.common.cores import go_first, undisturbed
+from benchmarks.common.cores import raise_priority, run_undisturbed
 from benchmarks.common.stepwise import Stepwise
 from benchmarks.pool.clients import Kind, Load, Outcome, Vectors, client_main
 from benchmarks.pool.wake import wake_main
@@ -36,7 +36,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.pool.process import Pool
 from runtime.pool.sizing import fewest_slots, measure
 from runtime.retrieval.collections.collection import Collection
-from runtime.testing.worker import worker_of
+from runtime.testing.worker import make_worker
 
 _context = multiprocessing.get_context("spawn")
 POOLS = ("trinity", "fifo", "static")
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 def _pool_main(plan: NodePlan, table: MemoryReference, core: int, pipe: Connection) -> None:
     _pin(core)
-    pool = Pool(worker_of(plan, "pool-0", table=table))
+    pool = Pool(make_worker(plan, "pool-0", table=table))
     gc.collect()
     gc.freeze()
     pipe.send(os.getpid())
@@ -111,7 +111,7 @@ def _pin(core: int) -> None:
 
 
 def _first(target: Callable[..., None], *args: Any) -> None:
-    go_first()
+    raise_priority()
     target(*args)
 
 
@@ -192,7 +192,7 @@ class Bench:
 
     def _undisturbed(self, run: Callable[[], T], *processes: str, most: float = _MOST_LOST, tries: int = _TRIES) -> T:
         """What `run` finds in the try in which the processes lost least of their time to others."""
-        tried = undisturbed(run, [self._pids[name] for name in processes], most=most, tries=tries)
+        tried = run_undisturbed(run, [self._pids[name] for name in processes], most=most, tries=tries)
         self.again, self.lost = self.again + tried.tries - 1, max(self.lost, tried.lost)
         return tried.found
 

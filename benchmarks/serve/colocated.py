@@ -12,7 +12,7 @@ import sys
 import msgspec
 import zmq
 
-from runtime.node.worker import Worker, WorkerSpec, die_with
+from runtime.node.worker import Worker, WorkerSpec, die_with_parent
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.prefill.process import PrefillWorker
 
@@ -22,10 +22,10 @@ _IDLE_MS = 2  # the pool's answers do not wake this poll
 def main() -> None:
     """Serve until killed."""
     specs = [msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec) for _ in range(2)]
-    die_with(specs[0].supervisor_pid)
+    die_with_parent(specs[0].supervisor_pid)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     workers = [Worker(spec) for spec in specs]
-    os.sched_setaffinity(0, workers[0].place.cores)
+    os.sched_setaffinity(0, workers[0].placement.cores)
     prefill, decode = PrefillWorker(workers[0]), DecodeWorker(workers[1])
     prefill._sleep = decode._sleep = lambda: None  # type: ignore[method-assign]
     poller = zmq.Poller()

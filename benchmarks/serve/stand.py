@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from benchmarks.common.cores import go_before_all, put_first
+from benchmarks.common.cores import raise_priority_of, use_realtime_priority
 from runtime.node.config import parse_config
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import State, WorkerTable
@@ -78,7 +78,7 @@ class Stand:
         run when nobody at all wants their core (SCHED_IDLE, which also wakes them later: a probe took 2 ms longer).
         `light_core`: where frontend, pool and this process run; else Linux leaves each where it was, by chance."""
         self._light_core, self._cores = light_core, os.sched_getaffinity(0)
-        self.kind, self._models_last, self._real_time = kind, models_last, models_last and go_before_all()
+        self.kind, self._models_last, self._real_time = kind, models_last, models_last and use_realtime_priority()
         self.plan = lay_out(parse_config(parts.config(kind, more)))
         self.tables = {
             worker.name: WorkerTable.create(worker.role, worker.name, self.plan.config.slo)
@@ -176,7 +176,7 @@ class Stand:
         self._names.append(workers)
         model = workers[0].startswith(("prefill", "decode"))
         if self._real_time and model:
-            put_first(process.pid)
+            raise_priority_of(process.pid)
         elif self._real_time:
             os.sched_setscheduler(process.pid, os.SCHED_RR, os.sched_param(1))
         elif self._models_last and model:

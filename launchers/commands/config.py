@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from runtime.checks.diagnosis import diagnose
 from runtime.node.config import NodeConfig
-from runtime.node.config_errors import described
+from runtime.node.config_errors import describe_type
 from runtime.node.config_file import load_config
 from runtime.node.engine_config import Section
 
@@ -85,7 +85,7 @@ def _text(section: type[msgspec.Struct]) -> str:
 def _table(section: type[msgspec.Struct]) -> str:
     lines = ["| key | default | |", "|---|---|---|"]
     lines += [
-        f"| `{field.name}` | {_default(field)} | {_cell(described(type_info(field.type)))} |"
+        f"| `{field.name}` | {_default(field)} | {_cell(describe_type(type_info(field.type)))} |"
         for field in fields(section)
         if not any(_structs(field.type))
     ]

@@ -20,7 +20,7 @@ from launchers.commands.live import compact, show_info, show_verified
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, UsageError
 from runtime.node.placement.plan import nodes_dir
-from runtime.node.run_dir import find_node, paths_of, running_nodes
+from runtime.node.run_dir import collection_paths, find_node, running_nodes
 from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_truth, read_vectors
@@ -199,7 +199,7 @@ def _served(out: Path) -> list[str]:
     lines = []
     for directory, node in running_nodes().items():
         name = node.name if directory.parent == nodes_dir() else str(directory)
-        for collection, path in paths_of(node).items():
+        for collection, path in collection_paths(node).items():
             if Path(path).resolve() == out.resolve():
                 lines.append(
                     f"node {node.name!r} goes on serving what was there before as {collection!r}, until "

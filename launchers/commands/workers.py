@@ -9,8 +9,8 @@ from launchers.node_option import NodeOption
 from launchers.status import show_status
 from runtime.errors import UsageError
 from runtime.node.run_dir import find_node
-from runtime.node.supervisor.admin import change_worker
-from runtime.node.supervisor.scaling import GPU_NAMES, Verb
+from runtime.node.supervisor.admin import scale_workers
+from runtime.node.supervisor.scaling import GPU_NAMES, ScaleAction
 
 workers_app = typer.Typer(help="A running node's workers: add, drain, flip.", no_args_is_help=True)
 
@@ -59,6 +59,6 @@ def _meant(role: str, name: str, gpu: str) -> str:
     return gpu or name or role
 
 
-def _change(node: str, verb: Verb, what: str, timeout_s: float, done: str) -> None:
-    for worker in change_worker(find_node(node), verb, what, timeout_s):
+def _change(node: str, verb: ScaleAction, what: str, timeout_s: float, done: str) -> None:
+    for worker in scale_workers(find_node(node), verb, what, timeout_s):
         print(done.format(worker))

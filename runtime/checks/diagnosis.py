@@ -19,7 +19,7 @@ from runtime.checks import preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
-from runtime.node.config import KvHolder, NodeConfig
+from runtime.node.config import KvWorkerSection, NodeConfig
 from runtime.node.engine_config import OpenAiSection, VllmSection
 from runtime.node.placement.gpus import Gpu, Gpus
 from runtime.node.placement.layout import lay_out
@@ -80,7 +80,7 @@ def diagnose(
             yield from remote.findings(config)
         yield from _port(config)
         yield _files(config, machine)
-        for line in preflight.not_compared(config):
+        for line in preflight.unverified_collections(config):
             yield Finding("ok", *line.split(": ", 1))
 
 
@@ -162,7 +162,7 @@ def _numa(machine: Machine) -> Iterator[Finding]:
             yield Finding("ok", f"GPU {gpu.index} NUMA", f"node {gpu.numa_node}, {count} cores")
 
 
-def _model_roles(config: NodeConfig) -> tuple[KvHolder, ...]:
+def _model_roles(config: NodeConfig) -> tuple[KvWorkerSection, ...]:
     return (config.prefill, config.decode) if config.own_model is not None else ()
 
 
@@ -261,7 +261,7 @@ def _files(config: NodeConfig, machine: Machine) -> Finding:
         return Finding(
             "error", "model, index and placement", error.message, "mend the configuration or the files named"
         )
-    near = "".join(f"; {pool.name} beside {pool.beside}" for pool in plan.of_role("pool") if pool.beside)
+    near = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
     return Finding("ok", "model, index and placement", f"all there, and they fit{near}")
 
 

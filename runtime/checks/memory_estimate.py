@@ -46,7 +46,7 @@ class _Parts:
     mapped: int = 0
 
 
-def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
+def estimate_device_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
     """Bytes by worker: on its GPU, if it has one, its index, or weights and KV; on the host all that it takes.
 
     KV that decode maps to pull it counts for prefill. What vLLM takes of a GPU is a share of what `machine` says that
@@ -62,7 +62,7 @@ def needed_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, in
     return needed
 
 
-def host_bytes(plan: NodePlan) -> dict[str, int]:
+def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
     """Bytes of the host's memory, by worker and shared, that must be free: all but the pages of a mapped index."""
     needed = {}
     for place in plan.processes:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from gpu import DeviceUnavailable, check_device
-from runtime.checks.memory_estimate import host_bytes, needed_bytes
+from runtime.checks.memory_estimate import estimate_device_bytes, estimate_host_bytes
 from runtime.checks.vllm import LESS_ON_CPU, LESS_ON_GPU
 from runtime.engines.vllm.command import check_arguments, find_vllm
 from runtime.engines.vllm.transfer import check_transfer
@@ -53,7 +53,7 @@ def check_without_start(plan: NodePlan) -> None:
     """The part of `check` that converts no model and asks for no memory: what `serve --dry-run` looks at too.
 
     A collection that is not required may be missing or damaged: that is logged. Files are not compared with their
-    checksums: `not_compared` has the collections of which a start does that.
+    checksums: `unverified_collections` has the collections of which a start does that.
     """
     for worker in plan.workers:
         try:
@@ -115,7 +115,7 @@ def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> No
         raise type(error)(f"collection {collection.name}: {error.message}") from error
 
 
-def not_compared(config: NodeConfig) -> list[str]:
+def unverified_collections(config: NodeConfig) -> list[str]:
     """A line for each collection whose files a start compares with their checksums, which no check does."""
     return [
         f"collection {collection.name}: its checksums were not compared; the start does that, and so does "
@@ -167,7 +167,7 @@ def check_files(name: str, directory: Path) -> None:
 
 def _check_host_memory(plan: NodePlan) -> None:
     """What the workers take of the host's memory must be free."""
-    needed, free = host_bytes(plan), psutil.virtual_memory().available
+    needed, free = estimate_host_bytes(plan), psutil.virtual_memory().available
     if sum(needed.values()) > free:
         advice = "lower kv_blocks or slots of prefill or decode, kv.host_mib, model.context_tokens or spares"
         if isinstance(plan.config.model, VllmSection):
@@ -184,7 +184,7 @@ def _parts(needed: Mapping[str, int]) -> str:
 
 def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
-    needed = needed_bytes(plan, machine)
+    needed = estimate_device_bytes(plan, machine)
     for gpu in machine.gpus:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
         if sum(there.values()) > gpu.free_bytes:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import httpx
 
-from runtime.errors import InvalidRequest, Unavailable, error_of
+from runtime.errors import InvalidRequest, Unavailable, error_from_code
 
 _BODY_BYTES = 1_000_000  # of a write: the node takes 1 MiB
 _BODY_DOCUMENTS = 4096
@@ -82,7 +82,9 @@ class CollectionClient:
             told: dict[str, Any] = answer.json()
             if answer.status_code == 200:
                 return told
-            raised = error_of(str(told["error"]["code"]), str(told["error"]["message"]), told["error"].get("param"))
+            raised = error_from_code(
+                str(told["error"]["code"]), str(told["error"]["message"]), told["error"].get("param")
+            )
         except (ValueError, KeyError, TypeError, AttributeError):
             raised = Unavailable(f"{answer.url} answered with status {answer.status_code}: {answer.text[:200]!r}")
         raise raised

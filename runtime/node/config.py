@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
-from runtime.node.config_errors import explained
+from runtime.node.config_errors import explain_error
 from runtime.node.engine_config import ModelSection, OpenAiSection, Seconds, Section, VllmSection
 from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
@@ -98,7 +98,7 @@ class HttpSection(Section, frozen=True):
     vllm_metrics: bool = False
 
 
-class Placed(Section, frozen=True):
+class WorkerSection(Section, frozen=True):
     """What every worker role has. `devices` and `cores` have one entry a worker, or one that all share."""
 
     workers: Workers = 1
@@ -107,7 +107,7 @@ class Placed(Section, frozen=True):
     threads: Threads = 1
 
 
-class KvHolder(Placed, frozen=True):
+class KvWorkerSection(WorkerSection, frozen=True):
     """A role that holds KV: `kv_blocks` blocks a worker; 0: as many as `slots` sequences of full context need.
 
     `spares`: processes that have loaded the model and wait to take the place of a worker that dies. Each needs as much
@@ -123,7 +123,7 @@ class KvHolder(Placed, frozen=True):
         return self.kv_blocks or self.slots * model.row_blocks
 
 
-class PrefillSection(KvHolder, frozen=True):
+class PrefillSection(KvWorkerSection, frozen=True):
     """Prefill workers. `slots` prompts are held at once, from their first chunk until decode has pulled their KV.
 
     A pass through the model takes `chunk_tokens` tokens, of one prompt or of several. "auto" measures at start with how
@@ -140,7 +140,7 @@ class PrefillSection(KvHolder, frozen=True):
         return 256 if self.chunk_tokens == "auto" else self.chunk_tokens
 
 
-class DecodeSection(KvHolder, frozen=True):
+class DecodeSection(KvWorkerSection, frozen=True):
     """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages.
 
     When blocks run out, the youngest row makes room: later its KV is loaded from where `[kv]` keeps it, and the rest is
@@ -161,7 +161,7 @@ Doorbell = Literal["eventfd", "zeromq"]
 PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
 
 
-class PoolSection(Placed, frozen=True):
+class PoolSection(WorkerSection, frozen=True):
     """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
 
     `placement`: "own" is where `devices` says. Else there is one beside each prefill worker, each decode worker, or
@@ -284,7 +284,7 @@ class ControlSection(Section, frozen=True):
             return self.prefill_wait_target_s
         return max(pool.prefill_target(slo), 1e-3)
 
-    def least_reserve(self, pool: PoolSection) -> float:
+    def min_reserve(self, pool: PoolSection) -> float:
         """r is never moved below this."""
         return min(pool.reserve, self.reserve_max, 0.1) if self.reserve_min == "auto" else self.reserve_min
 
@@ -401,4 +401,4 @@ def parse_config(raw: dict[str, Any]) -> NodeConfig:
     try:
         return msgspec.convert(raw, NodeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(explained(str(error), raw, NodeConfig)) from error
+        raise ConfigError(explain_error(str(error), raw, NodeConfig)) from error

@@ -23,7 +23,7 @@ from msgspec.inspect import (
 )
 
 
-def expected_at(config: type[msgspec.Struct], path: str) -> str:
+def allowed_values(config: type[msgspec.Struct], path: str) -> str:
     """The choices at a key, such as "one of 'a', 'b'" or "a whole number of 1 to 9 or 'auto'".
 
     `path` is the key's, as msgspec writes it: "pool.slots", "collections[1].verify". "" where there are no named
@@ -38,13 +38,13 @@ def expected_at(config: type[msgspec.Struct], path: str) -> str:
     return " or ".join([*numbers, named])
 
 
-def described(kind: Type) -> str:
+def describe_type(kind: Type) -> str:
     """What may stand at a key of this type: "a whole number of 1 to 9 or 'auto'", "true or false", "a list: text"."""
     if isinstance(kind, VarTupleType):
         most = "" if kind.max_length is None else f" of {kind.max_length} at most"
-        return f"a list{most}: {described(kind.item_type)}"
+        return f"a list{most}: {describe_type(kind.item_type)}"
     if isinstance(kind, UnionType):
-        return " or ".join(described(member) for member in kind.types if not isinstance(member, NoneType))
+        return " or ".join(describe_type(member) for member in kind.types if not isinstance(member, NoneType))
     if isinstance(kind, LiteralType):
         return ", ".join(f'`"{name}"`' for name in kind.values)
     if isinstance(kind, IntType | FloatType):
@@ -54,7 +54,7 @@ def described(kind: Type) -> str:
     if isinstance(kind, BoolType):
         return "`true`, `false`"
     if isinstance(kind, DictType):
-        values = "" if isinstance(kind.value_type, AnyType) else f": {described(kind.value_type)}"
+        values = "" if isinstance(kind.value_type, AnyType) else f": {describe_type(kind.value_type)}"
         return f"a table{values}"
     raise TypeError(f"no words for {kind}")
 
@@ -67,7 +67,7 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
 
-def explained(message: str, raw: dict[str, Any], config: type[msgspec.Struct]) -> str:
+def explain_error(message: str, raw: dict[str, Any], config: type[msgspec.Struct]) -> str:
     """msgspec's message about `raw`, with the key's dotted name, the value found there, the choices where it has some,
     and for unknown keys the nearest known."""
     at = _AT.search(message)
@@ -80,7 +80,7 @@ def explained(message: str, raw: dict[str, Any], config: type[msgspec.Struct]) -
         return f"{path}.{missing.group(1)}".lstrip(".") + ": required key is missing"
     value = _at(raw, path)
     shown = f" = {value!r}" if isinstance(value, str | int | float | bool) else ""
-    choices = expected_at(config, path)
+    choices = allowed_values(config, path)
     return f"{path}{shown}: " + (f"expected {choices}" if choices else f"{reason[0].lower()}{reason[1:]}")
 
 

@@ -52,7 +52,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     remote: tuple[RemoteSection, ...] = ()
 
 
-def paths_of(info: NodeInfo) -> dict[str, str]:
+def collection_paths(info: NodeInfo) -> dict[str, str]:
     """Where a node's collections lie, by their names."""
     return dict(zip(info.collections, info.paths, strict=False))
 

@@ -15,7 +15,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-class StartTimes:
+class StartupTimer:
     """The parts of a start, one after the other. `clock` in seconds; `age_s`: how long it has gone on already."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, age_s: float = 0.0) -> None:
@@ -23,7 +23,7 @@ class StartTimes:
         self._begin = self._last = clock() - age_s
         self._parts: list[tuple[str, float]] = []
 
-    def part(self, name: str) -> None:
+    def mark(self, name: str) -> None:
         """All since the last part was `name`."""
         now = self._clock()
         self._parts.append((name, now - self._last))
@@ -41,7 +41,7 @@ class StartTimes:
 T = TypeVar("T")
 
 
-def beside(work: Callable[[], T]) -> Callable[[], T]:
+def run_in_background(work: Callable[[], T]) -> Callable[[], T]:
     """Begin `work` on a thread of its own. What is returned waits for it, and returns or raises what it did."""
     threads = ThreadPoolExecutor(1, "start")
     future = threads.submit(work)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
-class Named:
+class NamedMetric:
     """Something with a name in Prometheus."""
 
     name: str
@@ -18,7 +18,7 @@ class Named:
         return self.name
 
 
-class Figure(Named):
+class SupervisorMetric(NamedMetric):
     """A gauge, or a counter if its name ends with `_total`."""
 
     def __init__(self, name: str, help: str, *labels: str) -> None:
@@ -41,50 +41,58 @@ class Figure(Named):
 
 
 class NodeMetrics:
-    INFO = Figure("trinity_node_info", "The node's version", "version")
-    MEMORY = Figure("trinity_node_memory_bytes", "The machine's memory")
-    MEMORY_AVAILABLE = Figure("trinity_node_memory_available_bytes", "What of it can be had")
-    DRAINING = Figure("trinity_node_draining", "1 while the node drains: /health fails, it goes on to answer")
-    SLO_LIMIT = Figure("trinity_slo_limit_seconds", "The SLO's limit", "slo")
-    SLO_OBJECTIVE = Figure("trinity_slo_objective_ratio", "Promised share of requests")
+    INFO = SupervisorMetric("trinity_node_info", "The node's version", "version")
+    MEMORY = SupervisorMetric("trinity_node_memory_bytes", "The machine's memory")
+    MEMORY_AVAILABLE = SupervisorMetric("trinity_node_memory_available_bytes", "What of it can be had")
+    DRAINING = SupervisorMetric("trinity_node_draining", "1 while the node drains: /health fails, it goes on to answer")
+    SLO_LIMIT = SupervisorMetric("trinity_slo_limit_seconds", "The SLO's limit", "slo")
+    SLO_OBJECTIVE = SupervisorMetric("trinity_slo_objective_ratio", "Promised share of requests")
 
 
 class ProcessMetrics:
-    INFO = Figure("trinity_worker_info", "Where a worker is placed", "worker", "role", "device", "uuid")
-    UP = Figure("trinity_worker_up", "1 while the worker is ready", "worker")
-    STANDBY_UP = Figure("trinity_standby_up", "1 while the standby worker could take another's place", "worker")
-    HEARTBEAT_AGE = Figure("trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", "worker")
-    STATE = Figure("trinity_worker_state", "The worker's state, 1", "worker", "state")
-    FAILED_STARTS = Figure(
+    INFO = SupervisorMetric("trinity_worker_info", "Where a worker is placed", "worker", "role", "device", "uuid")
+    UP = SupervisorMetric("trinity_worker_up", "1 while the worker is ready", "worker")
+    STANDBY_UP = SupervisorMetric(
+        "trinity_standby_up", "1 while the standby worker could take another's place", "worker"
+    )
+    HEARTBEAT_AGE = SupervisorMetric(
+        "trinity_worker_heartbeat_age_seconds", "Since the worker's last heartbeat", "worker"
+    )
+    STATE = SupervisorMetric("trinity_worker_state", "The worker's state, 1", "worker", "state")
+    FAILED_STARTS = SupervisorMetric(
         "trinity_worker_failed_starts",
         "Starts of the worker that failed since it was last ready; 3 and more: it cannot run",
         "worker",
     )
-    RESTARTS = Figure("trinity_worker_restarts_total", "Restarts of the worker", "worker")
-    CPU_SECONDS = Figure("trinity_worker_cpu_seconds_total", "Processor time, over restarts", "worker")
-    RESIDENT = Figure("trinity_worker_resident_memory_bytes", "Resident memory", "worker")
-    THREADS = Figure("trinity_worker_threads", "Threads", "worker")
-    OPEN_FDS = Figure("trinity_worker_open_fds", "Open descriptors", "worker")
+    RESTARTS = SupervisorMetric("trinity_worker_restarts_total", "Restarts of the worker", "worker")
+    CPU_SECONDS = SupervisorMetric("trinity_worker_cpu_seconds_total", "Processor time, over restarts", "worker")
+    RESIDENT = SupervisorMetric("trinity_worker_resident_memory_bytes", "Resident memory", "worker")
+    THREADS = SupervisorMetric("trinity_worker_threads", "Threads", "worker")
+    OPEN_FDS = SupervisorMetric("trinity_worker_open_fds", "Open descriptors", "worker")
 
 
 class ControlMetrics:
-    RESERVE = Figure("trinity_control_reserve", "Share of pool slots owed to prefill queries")
-    FLUSH_PREFILL = Figure("trinity_control_flush_prefill_seconds", "How long prefill leaves the slots to decode")
-    CHANGES = Figure("trinity_control_changes_total", "Changes made by the control loop")
-    ROLE_LOAD = Figure("trinity_planner_load_ratio", "What a role does over what it can do within the SLOs", "role")
-    MOVES = Figure("trinity_planner_moves_total", "Workers that were to leave a role for the other", "role")
-    LINK_TARGET = Figure("trinity_control_link_target_ratio", "KV link use that is wanted at least")
-    STALL_TARGET = Figure("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne")
-    WAIT_TARGET = Figure("trinity_control_wait_target_seconds", "P95 wait of prefill queries that is borne")
+    RESERVE = SupervisorMetric("trinity_control_reserve", "Share of pool slots owed to prefill queries")
+    FLUSH_PREFILL = SupervisorMetric(
+        "trinity_control_flush_prefill_seconds", "How long prefill leaves the slots to decode"
+    )
+    CHANGES = SupervisorMetric("trinity_control_changes_total", "Changes made by the control loop")
+    ROLE_LOAD = SupervisorMetric(
+        "trinity_planner_load_ratio", "What a role does over what it can do within the SLOs", "role"
+    )
+    MOVES = SupervisorMetric("trinity_planner_moves_total", "Workers that were to leave a role for the other", "role")
+    LINK_TARGET = SupervisorMetric("trinity_control_link_target_ratio", "KV link use that is wanted at least")
+    STALL_TARGET = SupervisorMetric("trinity_control_stall_target_ratio", "Stalled share of rows' time that is borne")
+    WAIT_TARGET = SupervisorMetric("trinity_control_wait_target_seconds", "P95 wait of prefill queries that is borne")
 
 
 class GpuMetrics:
-    NVML_UP = Figure("trinity_nvml_up", "1 if NVML works; else reason says why not", "reason")
-    MEMORY = Figure("trinity_gpu_memory_bytes", "Memory", "gpu", "uuid")
-    MEMORY_USED = Figure("trinity_gpu_memory_used_bytes", "Memory in use", "gpu", "uuid")
-    BUSY = Figure("trinity_gpu_busy_ratio", "Share of time with a kernel running", "gpu", "uuid")
-    MEMORY_BUSY = Figure(
+    NVML_UP = SupervisorMetric("trinity_nvml_up", "1 if NVML works; else reason says why not", "reason")
+    MEMORY = SupervisorMetric("trinity_gpu_memory_bytes", "Memory", "gpu", "uuid")
+    MEMORY_USED = SupervisorMetric("trinity_gpu_memory_used_bytes", "Memory in use", "gpu", "uuid")
+    BUSY = SupervisorMetric("trinity_gpu_busy_ratio", "Share of time with a kernel running", "gpu", "uuid")
+    MEMORY_BUSY = SupervisorMetric(
         "trinity_gpu_memory_busy_ratio", "Share of time in which memory was read or written", "gpu", "uuid"
     )
-    POWER = Figure("trinity_gpu_power_watts", "Power drawn", "gpu", "uuid")
-    TEMPERATURE = Figure("trinity_gpu_temperature_celsius", "Temperature", "gpu", "uuid")
+    POWER = SupervisorMetric("trinity_gpu_power_watts", "Power drawn", "gpu", "uuid")
+    TEMPERATURE = SupervisorMetric("trinity_gpu_temperature_celsius", "Temperature", "gpu", "uuid")

@@ -25,7 +25,7 @@ from runtime.node.logs.log import log_to_file, log_to_stderr
 from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.metrics.worker_metrics import WorkerMetrics
 from runtime.node.placement.plan import NodePlan
-from runtime.node.startup import StartTimes, process_age_s
+from runtime.node.startup import StartupTimer, process_age_s
 
 _BEAT_S = 0.1  # between two heartbeats of a standby worker
 
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
-        self.start = StartTimes(age_s=process_age_s())
+        self.startup = StartupTimer(age_s=process_age_s())
         self.stopping = False
         self.awaits_release = False
         self._listen_fd = spec.listen_fd
@@ -71,10 +71,10 @@ class Worker:
 
     def _become(self, spec: WorkerSpec) -> None:
         self.plan = spec.plan
-        self.place = next(place for place in spec.plan.processes if place.name == spec.worker)
+        self.placement = next(place for place in spec.plan.processes if place.name == spec.worker)
         self.name = spec.worker
         self.epoch = spec.epoch
-        self.table = WorkerTable.open(spec.table, self.place.role, spec.plan.config.slo)
+        self.table = WorkerTable.open(spec.table, self.placement.role, spec.plan.config.slo)
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.node_ready = spec.node_ready
@@ -84,18 +84,18 @@ class Worker:
         """Have what is said go where the node's configuration has it, under the worker's name of now."""
         self._logs.close()
         self._logs.enter_context(log_to_stderr(self.plan.config.log, self.name))
-        self._logs.enter_context(log_to_file(self.plan, self.name, self.lost_lines))
+        self._logs.enter_context(log_to_file(self.plan, self.name, self.count_lost_lines))
 
     def close_logs(self) -> None:
         self._logs.close()
 
-    def take_place(self) -> bool:
+    def await_assignment(self) -> bool:
         """Called by a role that has loaded all that does not depend on its worker's name, epoch, table and plan.
 
         A standby worker waits here until it is given the place of one that died: these are other ones then. Any other
         goes on at once. Returns whether it has waited. Raises `SystemExit` if it is to stop instead.
         """
-        if self.place.spare is None:
+        if self.placement.spare is None:
             return False
         self.ready()
         while not select.select([sys.stdin], [], [], _BEAT_S)[0]:
@@ -104,7 +104,7 @@ class Worker:
                 raise SystemExit(0)
         if not (line := sys.stdin.buffer.readline()):
             raise SystemExit(0)  # nobody is there any more who could give it a place
-        self.start, former = StartTimes(), self.table
+        self.startup, former = StartupTimer(), self.table
         self._become(msgspec.json.decode(line, type=WorkerSpec))
         former.close()
         self.open_logs()
@@ -119,10 +119,10 @@ class Worker:
         gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)
         gc.enable()
-        self.start.part("rest")
+        self.startup.mark("rest")
         self.table.beat()
         self.table.state = State.READY
-        self.log.info("ready after %s", self.start)
+        self.log.info("ready after %s", self.startup)
 
     def stop(self) -> None:
         """Finish what there is and end; the frontend is gone, or goes before."""
@@ -135,11 +135,11 @@ class Worker:
         self.stop()
         self.awaits_release = True
 
-    def goes_on(self, *, busy: bool, released: bool) -> bool:
+    def should_continue(self, *, busy: bool, released: bool) -> bool:
         """Whether a serving loop has another round to do; `released`: the frontend has nothing placed on it now."""
         return not self.stopping or busy or (self.awaits_release and not released)
 
-    def lost_lines(self, lines: int) -> None:
+    def count_lost_lines(self, lines: int) -> None:
         """Told by the thread that writes the log."""
         self.table.add(WorkerMetrics.LOG_LINES_LOST, lines)
 
@@ -148,7 +148,7 @@ class Worker:
         return socket.socket(fileno=self._listen_fd)
 
 
-def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send `how` to this process when its parent ends; end at once if that has happened already."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
@@ -160,7 +160,7 @@ def main() -> int:
     gc.disable()  # until `Worker.ready`: while modules are imported it finds nothing, and takes a fifth of the time
     try:
         spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
-        die_with(spec.supervisor_pid)
+        die_with_parent(spec.supervisor_pid)
         worker = Worker(spec)
     except (msgspec.MsgspecError, ValueError) as error:  # Trinity was replaced by another version under a running node
         print(f"the supervisor runs another version of Trinity, restart the node: {error}", file=sys.stderr)
@@ -185,14 +185,14 @@ def _run(worker: Worker) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGHUP, roll)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains
-    if worker.place.cores:
-        os.sched_setaffinity(0, worker.place.cores)
-    node = worker.place.numa_node
-    if node is not None and not prefer_memory_of(node, platform.machine()):
+    if worker.placement.cores:
+        os.sched_setaffinity(0, worker.placement.cores)
+    node = worker.placement.numa_node
+    if node is not None and not prefer_numa_node(node, platform.machine()):
         worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
     try:
-        loop = importlib.import_module(LOOPS[worker.place.role])
-        worker.start.part("imports")
+        loop = importlib.import_module(LOOPS[worker.placement.role])
+        worker.startup.mark("imports")
         loop.run(worker)
     except TrinityError as error:
         worker.log.error("%s: %s", error.code, error.message)
@@ -213,7 +213,7 @@ _MPOL_PREFERRED = 1
 _MAX_NODE = 64
 
 
-def prefer_memory_of(node: int, machine: str) -> bool:
+def prefer_numa_node(node: int, machine: str) -> bool:
     """Have this process's new pages come from a NUMA node while it has some. False if the kernel does not let us."""
     number = _SET_MEMPOLICY.get(machine)
     if number is None or not 0 <= node < _MAX_NODE:

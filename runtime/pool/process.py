@@ -63,7 +63,7 @@ class Pool:
             _make_answers(worker)
         self.catalogue = catalogue = PoolCatalogue(
             worker.plan.collections,
-            worker.place.index,
+            worker.placement.index,
             worker.log,
             strict=not worker.node_ready,
             suspicious=worker.faulted,
@@ -71,8 +71,10 @@ class Pool:
             look_every_ns=self._timing.look_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served if shard.index is not None}
-        worker.start.part("collections")
-        most = limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.place.device, AUTO_GPU_SLOTS)
+        worker.startup.mark("collections")
+        most = (
+            limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
+        )
         self.engine = _open(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()
@@ -83,7 +85,7 @@ class Pool:
                     self.live.begin(shard.key, shard.live, shard.served.demanded)
         measured = self._measure(indexes | self.live.indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured))
-        worker.start.part("first searches")
+        worker.startup.mark("first searches")
         self.arena = (make_arena or arena_of)(worker, catalogue.offer.max_dim)
         self.server = SessionServer(
             worker.plan.endpoint(worker.name),
@@ -102,13 +104,13 @@ class Pool:
             worker.table,
             max_dim=catalogue.offer.max_dim,
             max_width=max(limits.search_width, _SEARCH_WIDTH),
-            spin_ns=_SPIN_NS if worker.place.spin else 0,
+            spin_ns=_SPIN_NS if worker.placement.spin else 0,
             scopes=self.scopes,
         )
         for collection in measured:
             self.loop.learn(collection)
         self.loop.compile()
-        worker.start.part("loop")
+        worker.startup.mark("loop")
         self.engine.interrupt_when(self.server.has_news)
         self._updater = CollectionUpdater(
             catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
@@ -200,7 +202,7 @@ def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> i
 
 def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
     """Where clients on GPUs may put their vectors: in the memory of this worker's GPU, if it has one."""
-    slots, device = worker.plan.config.pool.arena_slots, worker.place.device
+    slots, device = worker.plan.config.pool.arena_slots, worker.placement.device
     if device == "cpu" or not slots:
         return None
     from ipc.memory.cuda import CudaMemory
@@ -224,7 +226,7 @@ def _make_answers(worker: Worker) -> None:
 
 def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:
     """The engine on this worker's device. Raises ConfigError where it cannot be there, or not with these indexes."""
-    limits, device = worker.plan.config.pool, worker.place.device
+    limits, device = worker.plan.config.pool, worker.placement.device
     lives = {} if device == "cpu" else {shard.key: shard.live for shard in served if shard.live is not None}
     samples = {f"{key}/sample": like_segments(live.description) for key, live in lives.items()}
     with _fits(worker):
@@ -236,7 +238,7 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Sh
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _SEARCH_WIDTH),
             extends_per_launch=limits.extends_per_launch,
-            resident=worker.place.alone and limits.form == "auto",
+            resident=worker.placement.exclusive_gpu and limits.form == "auto",
         )
     for name in samples:  # that there is room for the like of it is all that was wanted
         engine.unload(name)
@@ -246,7 +248,7 @@ def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Sh
 @contextlib.contextmanager
 def _fits(worker: Worker) -> Iterator[None]:
     """Raises ResourceBusy for what the worker's device has no room for, ConfigError where it cannot be used."""
-    device = worker.place.device
+    device = worker.placement.device
     try:
         yield
     except OutOfDeviceMemory as error:

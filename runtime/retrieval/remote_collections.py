@@ -16,7 +16,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_of
+from runtime.errors import DeadlineExceeded, InvalidRequest, TrinityError, Unavailable, error_from_code
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, filter_json
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -178,7 +178,7 @@ class RemoteCollection:
                 return bytes(content)
             with suppress(msgspec.MsgspecError):
                 error = msgspec.json.decode(content, type=_Failed).error
-                raise error_of(error.code, f"{got.url.origin()}: {error.message}", error.param)
+                raise error_from_code(error.code, f"{got.url.origin()}: {error.message}", error.param)
             raise ValueError(f"it answered with status {got.status}")
 
 

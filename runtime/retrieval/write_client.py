@@ -8,7 +8,7 @@ from urllib.parse import quote, urlsplit
 
 import numpy as np
 
-from runtime.errors import InvalidRequest, TrinityError, Unavailable, error_of
+from runtime.errors import InvalidRequest, TrinityError, Unavailable, error_from_code
 
 _TIMEOUT_S = 60.0
 
@@ -42,7 +42,7 @@ class WriteClient:
             told = json.loads(answer)
             if status == 200:
                 return int(told["count"])
-            raised: TrinityError = error_of(str(told["error"]["code"]), str(told["error"]["message"]))
+            raised: TrinityError = error_from_code(str(told["error"]["code"]), str(told["error"]["message"]))
         except (ValueError, KeyError, TypeError):
             raised = Unavailable(f"the node answered with status {status}: {answer[:200]!r}")
         raise raised

@@ -179,7 +179,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ended with an error; `code` names its class (`runtime.errors.error_of`)."""
+    """A request ended with an error; `code` names its class (`runtime.errors.error_from_code`)."""
 
     request_id: str
     code: str

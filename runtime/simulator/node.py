@@ -12,7 +12,7 @@ from random import Random
 from msgspec.structs import replace
 
 from runtime.errors import TrinityError
-from runtime.node.config import KvHolder
+from runtime.node.config import KvWorkerSection
 from runtime.node.control.law import ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
@@ -149,23 +149,23 @@ class Simulation:
         return Work(
             pass_s=sum(worker.busy_ns for worker in prefills) / 1e9,
             passed_tokens=sum(worker.tokens for worker in prefills),
-            asked_tokens=sum(worker.asked_tokens for worker in prefills),
-            left_tokens=sum(worker.left_tokens for worker in prefills),
+            arrived_tokens=sum(worker.arrived_tokens for worker in prefills),
+            decode_prompt_tokens=sum(worker.decode_prompt_tokens for worker in prefills),
             prompts=len(self.requests),
             row_s=sum(worker.row_ns - worker.batch.stall_ns for worker in decodes) / 1e9,
             tokens=sum(worker.batch.tokens for worker in decodes),
-            judged=self._judged,
-            missed=self._missed,
+            slo_requests=self._judged,
+            slo_violations=self._missed,
             prefill_waiting=sum(worker.queued for worker in prefills),
             decode_waiting=sum(len(worker.offers) for worker in decodes),
             workers=workers,
         )
 
-    def _prompts(self, limits: KvHolder) -> PromptBlocks | None:
+    def _prompts(self, limits: KvWorkerSection) -> PromptBlocks | None:
         """What a worker keeps of prompts, where the trace says what they share."""
         return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens, self.tiers)
 
-    def _hello(self, role: Role, name: str, limits: KvHolder, kv: KvRows | PromptBlocks | None = None) -> Hello:
+    def _hello(self, role: Role, name: str, limits: KvWorkerSection, kv: KvRows | PromptBlocks | None = None) -> Hello:
         hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
         if kv is None:
             return hello

@@ -10,5 +10,5 @@ class Clock:
     def __call__(self) -> int:
         return self.now
 
-    def forward(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += int(seconds * 1e9)

@@ -16,7 +16,7 @@ from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import NodePlan
 from runtime.pool.collections.shard import OpenShard, open_shard
 from runtime.pool.process import MakeArena, Pool, Timing
-from runtime.testing.worker import worker_of
+from runtime.testing.worker import make_worker
 
 
 def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, demand: str = "", **pool: Any) -> NodePlan:
@@ -37,11 +37,11 @@ class InProcessPool:
         *,
         opener: OpenShard = open_shard,
         make_arena: MakeArena | None = None,
-        **told: Any,
+        **spec: Any,
     ) -> None:
         """`opener`, `make_arena`: as of `Pool`. `told`: what else its supervisor says, of `WorkerSpec`."""
         self.table = WorkerTable.create("pool", name, plan.config.slo)
-        self.worker = worker_of(plan, name, epoch, self.table, **told)
+        self.worker = make_worker(plan, name, epoch, self.table, **spec)
         self.pool = Pool(self.worker, timing, opener=opener, make_arena=make_arena)
         self.endpoint = plan.endpoint(name)
         self._turn = threading.RLock()

@@ -97,7 +97,7 @@ def real(life: str, line: bytes) -> int:
     def run(worker: module.Worker) -> None:
         if life == "refuse":
             raise ConfigError(f"{worker.name} cannot be")
-        worker.take_place()
+        worker.await_assignment()
         live(life, worker.name, worker.ready, lambda: worker.table.beat(), [])
 
     role = ModuleType("tiny_role")

@@ -9,8 +9,8 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.worker import Worker, WorkerSpec
 
 
-def worker_of(
-    plan: NodePlan, name: str, epoch: int = 1, table: WorkerTable | MemoryReference | None = None, **told: Any
+def make_worker(
+    plan: NodePlan, name: str, epoch: int = 1, table: WorkerTable | MemoryReference | None = None, **spec: Any
 ) -> Worker:
     """For a role's loop that runs in this very process. `table`: one of its own if none is given; `told`: what else its
     supervisor says, of `WorkerSpec`."""
@@ -18,4 +18,4 @@ def worker_of(
         role = next(place.role for place in plan.processes if place.name == name)
         table = WorkerTable.create(role, name, plan.config.slo)
     reference = table.reference if isinstance(table, WorkerTable) else table
-    return Worker(WorkerSpec(plan, name, epoch, reference, os.getpid(), **told))
+    return Worker(WorkerSpec(plan, name, epoch, reference, os.getpid(), **spec))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from benchmarks.common.cores import Undisturbed, undisturbed
+from benchmarks.common.cores import UndisturbedRun, run_undisturbed
 
 
-def tried(*lost: int) -> tuple[Undisturbed[int], list[int]]:
+def tried(*lost: int) -> tuple[UndisturbedRun[int], list[int]]:
     """Runs of 100 ns, in which others have the core for so long; the number of the run that counts."""
     now, taken, runs = [0], [0], list[int]()
 
@@ -18,7 +18,7 @@ def tried(*lost: int) -> tuple[Undisturbed[int], list[int]]:
     def told(pids: Sequence[int]) -> int:
         return taken[0] * len(pids)
 
-    return undisturbed(run, [1], most=0.05, tries=3, taken=told, clock=lambda: now[0]), runs
+    return run_undisturbed(run, [1], most=0.05, tries=3, taken=told, clock=lambda: now[0]), runs
 
 
 def test_what_others_left_alone_is_measured_once() -> None:

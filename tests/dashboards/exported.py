@@ -7,7 +7,7 @@ from runtime.node.config import NodeConfig
 from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.worker_metrics import METRICS, Histogram
 from runtime.node.placement.gpus import Gpus
-from runtime.node.supervisor.node_metrics import NodeFigures
+from runtime.node.supervisor.node_metrics import NodeMetricsSource
 from tests.node.fake_nvml import Card, FakeNvml
 
 
@@ -20,7 +20,7 @@ def exported_names() -> set[str]:
             names.add(metric.name)
     config = NodeConfig()
     families = [
-        *NodeFigures(config, [], "").families([], supervisor_pid=1),
+        *NodeMetricsSource(config, [], "").families([], supervisor_pid=1),
         *ControlLoop(config, {}).families(),
         *Gpus(FakeNvml([Card("GPU-0")]), Path(tempfile.gettempdir())).families(),
     ]

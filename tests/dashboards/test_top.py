@@ -33,7 +33,7 @@ from runtime.node.metrics.worker_metrics import METRICS, DecodeMetrics, Frontend
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.node_metrics import NodeFigures, Usage
+from runtime.node.supervisor.node_metrics import NodeMetricsSource, Usage
 from tests.node.fake_nvml import FakeNvml
 
 ROWS, COLUMNS = 44, 150
@@ -47,7 +47,7 @@ class Source:
         self.tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
         plans = [WorkerPlan(t.role, 0, "cpu", (), 1) for t in self.tables.values()]
         self.config = NodeConfig()
-        self.figures = NodeFigures(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
+        self.figures = NodeMetricsSource(self.config, plans, "1.0", lambda pid: Usage(1.0, 100 << 20, 3, 20))
         self.control = ControlLoop(self.config, {})
 
     def __call__(self) -> str:

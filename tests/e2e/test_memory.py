@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.checks.memory_estimate import needed_bytes
+from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.node.config_file import load_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.supervisor.admin import restart_node
@@ -14,7 +14,7 @@ TOLERANCE = 0.15  # of each process
 
 def test_every_worker_takes_what_was_said_within_fifteen_percent(node: Node) -> None:
     restart_node(node.status().info, "", 300.0)  # who has compiled code in its first life holds the compiler's memory
-    needed = needed_bytes(lay_out(load_config(node.config)))
+    needed = estimate_device_bytes(lay_out(load_config(node.config)))
     pids = {worker.name: worker.pid for worker in node.status().workers}
     taken = proportional_bytes(pids | {"supervisor": node.status().info.pid})
     for name in pids:

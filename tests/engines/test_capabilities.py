@@ -194,7 +194,7 @@ def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on(
             at.fakes[0].behaviour = replace(at.fakes[0].behaviour, model="another")
             first, second = at.engine.balancer.backends
             at.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
-            at.clock.forward(60)
+            at.clock.advance(60)
             await at.engine.balancer.run_checks()
             assert at.engine.balancer.up == [second]
             assert "no such model" in first.last_error
@@ -232,11 +232,11 @@ def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_pati
                 at.clock.now = max(at.clock.now, backend.next_check_ns)
                 at.engine.tick()
                 await until(lambda: at.fake.open == 1)
-                at.clock.forward(patience_s - 0.1)
+                at.clock.advance(patience_s - 0.1)
                 at.engine.tick()
                 await asyncio.sleep(0)
                 assert backend.checking
-                at.clock.forward(0.1)
+                at.clock.advance(0.1)
                 at.engine.tick()
                 await until(lambda: not backend.checking)
                 assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"

@@ -134,7 +134,7 @@ class OpenAiStage:
     async def come_back(self) -> None:
         self._at.fake.behaviour.down = False
         self._at.fake.behaviour.hangs_after = None
-        self.clock.forward(30)
+        self.clock.advance(30)
         await self._at.engine.balancer.run_checks()
 
 
@@ -226,7 +226,7 @@ def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
         async with make() as at:
             request = at.ask(hangs=True)
             await request.next()
-            at.clock.forward(at.deadline_s + 1)
+            at.clock.advance(at.deadline_s + 1)
             at.tick()
             assert isinstance(await refusal(request), DeadlineExceeded)
             assert [ended.code for ended in at.ended] == ["deadline_exceeded"]

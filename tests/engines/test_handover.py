@@ -265,7 +265,7 @@ def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsew
             assert [len(fake.generations()) for fake in at.fakes] == [0, 3]
             at.fakes[0].behaviour = replace(busy, metrics=metrics())
             at.fakes[1].behaviour = replace(free, metrics=metrics(kv=0.97))
-            at.clock.forward(2.0)
+            at.clock.advance(2.0)
             await told(at.engine.balancer, [0, 0])
             for number in range(3):
                 await whole(at.complete(f"{number}", max_tokens=2))
@@ -279,7 +279,7 @@ def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
         async with stand(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as at:
             await asyncio.gather(*at.engine.balancer.load_checks_due())
             await until(lambda: all(backend.next_load_check_ns is None for backend in at.engine.balancer.backends))
-            at.clock.forward(60.0)
+            at.clock.advance(60.0)
             assert at.engine.balancer.load_checks_due() == []
             assert (await whole(at.complete("x", model=MODEL, max_tokens=2))).text
 
@@ -296,7 +296,7 @@ def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() ->
                 servers.remember(backend, tuple(range(number * 1000, number * 1000 + 1000)))
             assert len(backend.prefixes) == 65_536
             servers.mark_down(backend, InvalidRequest("x"))
-            at.clock.forward(60.0)
+            at.clock.advance(60.0)
             await servers.run_checks()
             assert len(backend.prefixes) == 0
 
@@ -315,7 +315,7 @@ def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> Non
             assert [len(fake.generations()) for fake in at.fakes] == [1, 3]
             assert at.engine.statistics().restarts == 0
             at.fakes[0].behaviour.leaves = False  # another process is there
-            at.clock.forward(60.0)
+            at.clock.advance(60.0)
             await at.engine.balancer.run_checks()
             assert len(at.engine.balancer.up) == 2
 

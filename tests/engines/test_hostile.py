@@ -72,7 +72,7 @@ async def ends_once(at: Stand, retrieval: Retrieval | None, **body: Any) -> None
 
 async def all_answer(at: Stand) -> None:
     """LoadBalancer that failed are asked again."""
-    at.clock.forward(60)
+    at.clock.advance(60)
     await at.engine.balancer.run_checks()
     for backend in at.engine.balancer.backends:
         assert backend.capabilities is not None

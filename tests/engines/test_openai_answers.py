@@ -161,7 +161,7 @@ def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_n
             request = at.chat(max_tokens=20)
             for _ in range(5):
                 await request.next()
-            at.clock.forward(61)
+            at.clock.advance(61)
             at.engine.tick()
             assert (await refusal(request)).message == "the request's deadline passed after 5 tokens"
             assert [ended.completion_tokens for ended in at.ended] == [5]

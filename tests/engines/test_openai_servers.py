@@ -29,7 +29,7 @@ def test_a_server_that_stops_while_nobody_asks_it_is_missing_within_five_seconds
             at.fake.behaviour.down = True
             at.engine.tick()
             assert at.engine.missing() == []
-            at.clock.forward(5)
+            at.clock.advance(5)
             at.engine.tick()
             await until(at.engine.missing)
             at.fake.behaviour.down = False
@@ -43,14 +43,14 @@ def test_a_quiet_server_that_answers_with_an_error_stays_and_a_busy_one_is_not_a
     async def test() -> None:
         async with stand() as at:
             at.fake.behaviour.key = "another"
-            at.clock.forward(5)
+            at.clock.advance(5)
             await asyncio.gather(*at.engine.balancer.idle_checks_due())
             assert at.engine.missing() == []
             assert at.engine.balancer.idle_checks_due() == [], "it was asked just now"
             at.fake.behaviour = Behaviour(hangs_after=2)
             request = at.chat(max_tokens=4)
             await request.next()
-            at.clock.forward(5)
+            at.clock.advance(5)
             assert at.engine.balancer.idle_checks_due() == []
 
     run(test())
@@ -103,7 +103,7 @@ def test_without_any_server_a_request_is_refused_and_the_engine_is_missing_until
             with pytest.raises(EngineUnreachable, match="connection refused"):
                 at.chat()
             at.fake.behaviour.down = False
-            at.clock.forward(60)
+            at.clock.advance(60)
             at.engine.tick()
             await until(lambda: not at.engine.missing())
             assert len((await whole(at.chat(max_tokens=3))).ids) == 3
@@ -116,7 +116,7 @@ def test_a_request_waits_for_a_server_as_long_as_it_may() -> None:
         async with stand(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as at:
             request = at.chat(max_tokens=3)
             at.fake.behaviour.down = False
-            at.clock.forward(30)
+            at.clock.advance(30)
             at.engine.tick()
             assert len((await whole(request)).ids) == 3
 
@@ -199,7 +199,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
             at.library.hangs = True
             searching, writing = at.chat(retrieval=DOCS), at.chat(max_tokens=20)
             await writing.next()
-            at.clock.forward(61)
+            at.clock.advance(61)
             at.engine.tick()
             for request in (searching, writing):
                 error = await refusal(request)

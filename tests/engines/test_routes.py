@@ -186,7 +186,7 @@ def test_errors_are_http_errors_before_the_first_token_and_events_after_it() -> 
             health = await http.get("/health")
             assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
             at.fake.behaviour.breaks_after = None
-            at.clock.forward(60)
+            at.clock.advance(60)
             await at.engine.balancer.run_checks()
             assert (await http.get("/health")).status_code == 200
 

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 
 from runtime.checks import preflight
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.memory_estimate import needed_bytes
+from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.checks.vllm import host_bytes
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.vllm.command import check_arguments, command, environment, find_vllm, gpu_memory_share
@@ -187,7 +187,7 @@ def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_pat
     assert host_bytes(made, "decode") == processes + 1000 + (2 << 30)
     assert host_bytes(section(**sizes, extra_args=["--kv-cache-memory-bytes=500"]), "decode") == processes + 1500
     assert host_bytes(section(**sizes), "prefill") == int(0.92 * psutil.virtual_memory().total)
-    needed = needed_bytes(lay_out(NodeConfig(model=made)))
+    needed = estimate_device_bytes(lay_out(NodeConfig(model=made)))
     assert 0 <= needed["engine-decode-2"] - host_bytes(made, "decode") <= 100 << 20  # the worker beside it, no more
     with pytest.raises(ConfigError, match=r"VLLM_CPU_KVCACHE_SPACE .* 'much' is not a number"):
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
@@ -197,7 +197,7 @@ def test_on_a_gpu_an_instance_takes_its_share_of_the_memory_of_each_stage() -> N
     gpus = tuple(Gpu(str(n), f"GPU-0000000{n}", "H100", "", 80 << 30, 70 << 30) for n in range(2))
     machine = Machine(gpus, tuple(range(8)), 1 << 40)
     made = config(prefill={"extra_args": ["--gpu-memory-utilization", "0.5"]}, decode={})
-    needed = needed_bytes(lay_out(made, machine), machine)
+    needed = estimate_device_bytes(lay_out(made, machine), machine)
     assert needed["engine-prefill-0"] == 40 << 30
     assert needed["engine-decode-1"] == int(0.92 * (80 << 30))
 

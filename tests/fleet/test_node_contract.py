@@ -104,14 +104,14 @@ def test_a_node_that_is_watched_takes_requests_until_its_watchers_have_seen_it_d
     clock = Clock()
     readiness = at(clock)
     readiness.record_ready()
-    clock.forward(29)
+    clock.advance(29)
     readiness.record_ready()
     readiness.drain(True)
     assert (readiness.draining, readiness.notice_elapsed) == (True, False)
-    clock.forward(4.5)
+    clock.advance(4.5)
     readiness.drain(True)  # asked again: the notice does not begin anew
     assert not readiness.notice_elapsed
-    clock.forward(0.5)
+    clock.advance(0.5)
     assert readiness.notice_elapsed
 
 
@@ -128,7 +128,7 @@ def test_looks_of_long_ago_are_no_watch() -> None:
     clock = Clock()
     readiness = at(clock)
     readiness.record_ready()
-    clock.forward(31)
+    clock.advance(31)
     readiness.record_ready()
     readiness.drain(True)
     assert readiness.notice_elapsed
@@ -140,7 +140,7 @@ def test_a_drain_that_was_taken_back_gives_its_notice_again() -> None:
     readiness.record_ready()
     readiness.record_ready()
     readiness.drain(True)
-    clock.forward(6)
+    clock.advance(6)
     readiness.drain(False)
     assert not readiness.draining
     readiness.record_ready()

@@ -12,7 +12,7 @@ from runtime.node.config import Role, SloSection
 from runtime.node.metrics.exporter import NodeCollector, render, vllm_families
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, PrefillMetrics
-from runtime.node.supervisor.admin import ask
+from runtime.node.supervisor.admin import admin_request
 from runtime.testing.tiny_node import TinyNode, worker
 
 
@@ -23,17 +23,21 @@ def node(tmp_path: Path) -> Iterator[TinyNode]:
     made.close()
 
 
+def metrics(node: TinyNode) -> str:
+    return admin_request(node.info.control, "metrics").decode()
+
+
 def test_a_node_that_drains_does_so_too_when_its_frontend_has_died(node: TinyNode) -> None:
     frontend = worker(node.ready(), "frontend-0")
-    assert 'trinity_node_draining{model_name="",node="tiny"} 0.0' in ask(node.info.control, "metrics").decode()
-    ask(node.info.control, "draining on")
+    assert 'trinity_node_draining{model_name="",node="tiny"} 0.0' in metrics(node)
+    admin_request(node.info.control, "draining on")
     os.kill(frontend.pid, signal.SIGKILL)
     status = node.eventually(lambda status: status.ready and worker(status, "frontend-0").epoch == 2, "a new frontend")
     assert status.draining
     assert not status.stopping
-    assert "vllm:" not in ask(node.info.control, "metrics").decode()  # an option
-    assert 'trinity_node_draining{model_name="",node="tiny"} 1.0' in ask(node.info.control, "metrics").decode()
-    ask(node.info.control, "draining off")
+    assert "vllm:" not in metrics(node)  # an option
+    assert 'trinity_node_draining{model_name="",node="tiny"} 1.0' in metrics(node)
+    admin_request(node.info.control, "draining off")
     assert not node.ready().draining
 
 

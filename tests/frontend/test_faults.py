@@ -144,7 +144,7 @@ def test_a_request_that_is_late_is_an_http_error_before_the_first_token_and_an_e
 ) -> None:
     def late(held: str) -> None:
         cluster.wait(lambda: any(held in name for name in cluster.held()))
-        cluster.clock.forward(5)
+        cluster.clock.advance(5)
 
     with http.stream("POST", "/v1/chat/completions", json=body("hang=2")) as answer:
         events = Events(answer)

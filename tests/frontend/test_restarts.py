@@ -111,7 +111,7 @@ def test_without_another_worker_a_request_waits_for_one() -> None:
             request = stand.submit()
             await prefill.hear_prefill()
             stand.link.worker_lost("d0", "killed")
-            stand.clock.forward(RESTART_WAIT / 2)
+            stand.clock.advance(RESTART_WAIT / 2)
             await prefill.report(77)
             await prefill.settle()
             assert not request.ended
@@ -130,7 +130,7 @@ def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
             await stand.worker("decode", "d0")
             request = stand.submit(timeout_s=600)
             stand.link.worker_lost("d0", "killed")
-            stand.clock.forward(RESTART_WAIT)
+            stand.clock.advance(RESTART_WAIT)
             stand.link.tick()
             error = await ending(request)
             assert isinstance(error, WorkerLost)
@@ -148,7 +148,7 @@ def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() ->
             late, gone = stand.submit("r1", timeout_s=5), stand.submit("r2")
             stand.link.worker_lost("d0", "killed")
             stand.link.cancel(gone)
-            stand.clock.forward(5)
+            stand.clock.advance(5)
             stand.link.tick()
             assert await ending(late)
             assert sorted(stand.codes) == ["client_closed_request", "worker_lost"]
@@ -211,13 +211,13 @@ def test_a_new_request_for_which_no_worker_comes_is_told_so_in_time() -> None:
             waiting, late = stand.submit(), stand.submit("r2", timeout_s=RESTART_WAIT / 2)
             with pytest.raises(Overloaded, match="no decode worker is ready; try again later; 2 requests"):
                 stand.submit("r3")
-            stand.clock.forward(RESTART_WAIT / 2 + 1)
+            stand.clock.advance(RESTART_WAIT / 2 + 1)
             await prefill.report(77)
             await prefill.settle()
             stand.link.tick()
             assert isinstance(await ending(late), DeadlineExceeded | Unavailable)
             long = stand.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
-            stand.clock.forward(RESTART_WAIT / 2)
+            stand.clock.advance(RESTART_WAIT / 2)
             await prefill.report(77)
             await prefill.settle()
             stand.link.tick()

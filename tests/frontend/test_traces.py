@@ -33,7 +33,7 @@ def test_a_request_in_flight_is_traced_as_far_as_it_has_come() -> None:
     traces.start(running)
     stamps = {stages.DEQUEUED: clock.now + MS, stages.EMBEDDED: clock.now + 3 * MS}
     traces.record(running, Retrieved("r-1", (), stages=stamps))
-    clock.forward(0.5)
+    clock.advance(0.5)
     found = traces.trace("r-1")
     assert (found.state, found.elapsed_s, found.first_token_s) == ("running", 0.5, None)
     assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("queue", 0.0, 0.001), ("embed", 0.001, 0.003)]
@@ -60,9 +60,9 @@ def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
     running = request(received_ns=clock.now)
     traces.start(running)
     traces.record(running, Retrieved("r-1", (), stages={stages.DEQUEUED: clock.now + MS}))
-    clock.forward(2)
+    clock.advance(2)
     traces.end(ended(code="worker_lost"))
-    clock.forward(60)
+    clock.advance(60)
     found = traces.trace("r-1")
     assert (found.state, found.elapsed_s) == ("worker_lost", 2.0)
     assert [stage.name for stage in found.stages] == ["queue"]
@@ -123,12 +123,12 @@ def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     traces.start_search("ret-1")
-    clock.forward(0.001)
+    clock.advance(0.001)
     traces.stamp("ret-1", stages.EMBEDDED)
     assert (traces.trace("ret-1").state, traces.trace("ret-1").kind) == ("running", "search")
-    clock.forward(0.002)
+    clock.advance(0.002)
     traces.stamp("ret-1", stages.SEARCHED)
-    clock.forward(0.001)
+    clock.advance(0.001)
     assert traces.end_search("ret-1", "found", 3) == 4 * MS
     found = traces.trace("ret-1")
     assert (found.state, found.passages, found.elapsed_s) == ("found", 3, 0.004)

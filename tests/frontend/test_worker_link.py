@@ -150,12 +150,12 @@ def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
             early, late = stand.submit("r1", timeout_s=0.5), stand.submit("r2", timeout_s=0.9)
             await decode.say(Tokens("r2", "a", (5, 6)))
             await decode.settle()
-            stand.clock.forward(0.5)
+            stand.clock.advance(0.5)
             stand.link.tick()
             first = await ending(early)
             assert isinstance(first, DeadlineExceeded)
             assert first.message == "the request's deadline passed in prefill, after 0 tokens"
-            stand.clock.forward(0.4)
+            stand.clock.advance(0.4)
             stand.link.tick()
             assert (await ending(late)).message == "the request's deadline passed in decode, after 2 tokens"
             assert [await decode.hear(), await decode.hear()] == [Cancel("r1"), Cancel("r2")]
@@ -171,7 +171,7 @@ def test_the_link_ticks_by_itself() -> None:
             await stand.worker("prefill", "p0")
             await stand.worker("decode", "d0")
             request = stand.submit(timeout_s=1)
-            stand.clock.forward(1)
+            stand.clock.advance(1)
             assert isinstance(await ending(request), DeadlineExceeded)
 
     run(test())

@@ -18,7 +18,7 @@ def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_sile
             request = stand.submit()
             await prefill.hear_prefill()
             decode.close()
-            stand.clock.forward(1.1)
+            stand.clock.advance(1.1)
             await prefill.settle()
             while not stand.codes:  # the socket learns of the end in a thread of its own
                 stand.link.tick()
@@ -37,11 +37,11 @@ def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_
             prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
             request = stand.submit()
             await prefill.hear_prefill()
-            stand.clock.forward(LOST_AFTER)
+            stand.clock.advance(LOST_AFTER)
             await prefill.settle()
             stand.link.tick()
             assert stand.link.missing() == []
-            stand.clock.forward(0.1)
+            stand.clock.advance(0.1)
             stand.link.tick()
             assert stand.link.missing() == ["decode"]
             error = await ending(request)

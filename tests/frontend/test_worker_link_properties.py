@@ -115,7 +115,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                     case "lost", name:
                         link.worker_lost(name, "killed")
                     case "forward", seconds:
-                        stand.clock.forward(seconds)
+                        stand.clock.advance(seconds)
                         link.tick()
                 held: Counter[str] = Counter()
                 for request in requests:
@@ -131,7 +131,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                 assert set(ended.values()) <= {1}
                 assert len(link.requests) == len(open_ids)
                 assert stand.router.in_flight == sum(request.placed for request in requests)
-            stand.clock.forward(1000)
+            stand.clock.advance(1000)
             link.tick()
             assert len(link.requests) == stand.router.in_flight == 0
             assert len(stand.ended) == len(requests)

@@ -21,7 +21,7 @@ from runtime.errors import (
     ResourceBusy,
     TrinityError,
     Unavailable,
-    error_of,
+    error_from_code,
 )
 from runtime.node.config import NodeSection
 from tests.warm import Warm
@@ -122,7 +122,7 @@ def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
 ) -> None:
     assert ResourceBusy.exit_code == EXIT_BUSY
     assert str(EXIT_BUSY) not in service["RestartPreventExitStatus"].split()
-    assert error_of("resource_busy", "taken").exit_code == EXIT_BUSY
+    assert error_from_code("resource_busy", "taken").exit_code == EXIT_BUSY
 
 
 def test_compiled_code_and_models_are_kept_where_the_user_needs_no_home(service: configparser.SectionProxy) -> None:

@@ -12,7 +12,7 @@ from launchers.status import show_workers
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, Written
+from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, WorkerStatus
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.build import SegmentProgress
 from runtime.retrieval.live.collection import create
@@ -33,7 +33,7 @@ def shown(
     terminal: bool = True,
     note: str = "",
     spares: Sequence[WorkerStatus] = (),
-    written: Written | None = None,
+    written: LiveCollectionsStatus | None = None,
 ) -> list[str]:
     workers = tuple(
         WorkerStatus(name, "starting", 4_194_303, 1, 12, 0.1, 12_345 << 20, device, tuple(cores), note)
@@ -94,16 +94,16 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     report_live_collections(table, writes.states())
-    assert Written.of(table) is None
+    assert LiveCollectionsStatus.read(table) is None
     asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
     report_live_collections(table, writes.states())
-    found = Written.of(table)
+    found = LiveCollectionsStatus.read(table)
     assert found is not None
     assert found.log_bytes > 0
-    assert found == Written(4, 1, 1, 2, found.log_bytes, 0)
+    assert found == LiveCollectionsStatus(4, 1, 1, 2, found.log_bytes, 0)
     writes.close()
     table.close()
 
@@ -115,11 +115,11 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
         for name, done in (("a", SegmentProgress(1.0, 0.5, 0.0)), ("b", None), ("c", SegmentProgress(1.0, 0.25, 0.0)))
     }
     report_live_collections(table, states)
-    found = Written.of(table)
+    found = LiveCollectionsStatus.read(table)
     assert found is not None
     assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the one that is least far"
     report_live_collections(table, {"b": states["b"]})
-    found = Written.of(table)
+    found = LiveCollectionsStatus.read(table)
     assert found is not None
     assert (found.building, found.built) == (0, (0.0, 0.0, 0.0))
     table.close()
@@ -127,7 +127,7 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
 
 @pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 being built (rows 100%, graph 45%, written 0%)")])
 def test_live_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
-    lines = shown(200, written=Written(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
+    lines = shown(200, written=LiveCollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
         f"live collections: 12,345 documents in 3 segments{told} and 120 rows of the log (2.5 MiB); "
         "45 deleted rows in segments"

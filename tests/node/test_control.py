@@ -15,16 +15,16 @@ from ipc.endpoints import connect, new_token, private_endpoint
 from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.node.run_dir import NodeInfo
 from runtime.node.supervisor.admin import (
-    ControlServer,
+    AdminServer,
     NodeStatus,
     WorkerStatus,
-    ask,
-    change_worker,
+    admin_request,
     node_status,
     reload_collections,
+    scale_workers,
     stop_node,
 )
-from runtime.node.supervisor.reload import Reload
+from runtime.node.supervisor.reload import ReloadStatus
 
 
 def info(endpoint: str, pid: int = 0) -> NodeInfo:
@@ -42,9 +42,9 @@ class Node:
         self.endpoint = endpoint
         self.stops = 0
         self.status = NodeStatus(info(endpoint), False, (worker("ready"),))
-        self.reloads = [Reload(1, False)]
+        self.reloads = [ReloadStatus(1, False)]
         self._done = threading.Event()
-        self._server = ControlServer(endpoint)
+        self._server = AdminServer(endpoint)
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -57,10 +57,10 @@ class Node:
                     self._change, self._reload, self._reloaded,
                 )  # fmt: skip
 
-    def _reload(self, collection: str) -> Reload:
-        return Reload(0, True, trouble="no such collection") if collection == "none" else self.reloads[0]
+    def _reload(self, collection: str) -> ReloadStatus:
+        return ReloadStatus(0, True, error="no such collection") if collection == "none" else self.reloads[0]
 
-    def _reloaded(self) -> Reload:
+    def _reloaded(self) -> ReloadStatus:
         self.reloads = self.reloads[1:] or self.reloads
         return self.reloads[0]
 
@@ -89,23 +89,23 @@ def test_status_comes_back_as_it_is(node: Node) -> None:
 
 
 def test_metrics_come_back_as_text(node: Node) -> None:
-    assert ask(node.endpoint, "metrics").decode() == "metrics …\n"
+    assert admin_request(node.endpoint, "metrics").decode() == "metrics …\n"
 
 
 def test_a_change_that_cannot_be_is_told_in_words(node: Node) -> None:
     with pytest.raises(InvalidRequest, match="not the pool"):
-        change_worker(info(node.endpoint), "add", "pool", timeout_s=60)
+        scale_workers(info(node.endpoint), "add", "pool", timeout_s=60)
 
 
 def test_a_change_waits_until_it_is_done(node: Node) -> None:
     moments = iter((0.0, 1.0, 6.0))
     with pytest.raises(Unavailable, match="decode-add cannot run"):
-        change_worker(info(node.endpoint), "add", "decode", timeout_s=60)
-    assert change_worker(info(node.endpoint), "drain", "decode-1", timeout_s=60) == ("decode-1-drain",)
+        scale_workers(info(node.endpoint), "add", "decode", timeout_s=60)
+    assert scale_workers(info(node.endpoint), "drain", "decode-1", timeout_s=60) == ("decode-1-drain",)
     worker = msgspec.structs.replace(node.status.workers[0], name="decode-add", phase="starting")
     node.status = msgspec.structs.replace(node.status, workers=(worker,))
-    with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it goes on"):
-        change_worker(info(node.endpoint), "add", "decode", timeout_s=5, clock=lambda: next(moments))
+    with pytest.raises(DeadlineExceeded, match="add decode: not done within 5 s; it continues"):
+        scale_workers(info(node.endpoint), "add", "decode", timeout_s=5, clock=lambda: next(moments))
 
 
 def test_a_node_is_ready_when_all_workers_are() -> None:
@@ -136,7 +136,7 @@ def test_what_is_no_question_is_dropped_and_the_next_question_answered(node: Nod
 
 def test_a_node_that_does_not_answer_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="does not answer"):
-        ask(private_endpoint(new_token(), "control"), "status", timeout_s=0.01)
+        admin_request(private_endpoint(new_token(), "control"), "status", timeout_s=0.01)
 
 
 @pytest.fixture
@@ -167,13 +167,17 @@ def test_stopping_what_is_gone_already_is_no_error(process: "subprocess.Popen[by
 
 
 def test_a_reload_returns_when_every_pool_worker_serves_what_is_there_now(node: Node) -> None:
-    node.reloads = [Reload(1, False), Reload(1, False, ("pool-0",)), Reload(1, True, ("pool-0", "pool-1"))]
+    node.reloads = [
+        ReloadStatus(1, False),
+        ReloadStatus(1, False, ("pool-0",)),
+        ReloadStatus(1, True, ("pool-0", "pool-1")),
+    ]
     assert reload_collections(info(node.endpoint), "docs", timeout_s=60) == ("pool-0", "pool-1")
 
 
 def test_a_reload_that_a_worker_refuses_is_an_error_with_its_reason(node: Node) -> None:
     refused = "pool-0: collection docs: not reloaded: codes.npy is damaged"
-    node.reloads = [Reload(1, False), Reload(1, True, (), refused)]
+    node.reloads = [ReloadStatus(1, False), ReloadStatus(1, True, (), refused)]
     with pytest.raises(CollectionError, match=r"pool-0: .*codes\.npy is damaged"):
         reload_collections(info(node.endpoint), "docs", timeout_s=60)
 
@@ -182,8 +186,8 @@ def test_a_reload_of_what_does_not_exist_or_takes_for_ever_or_is_overtaken_ends(
     with pytest.raises(InvalidRequest, match="no such collection"):
         reload_collections(info(node.endpoint), "none", timeout_s=60)
     times = iter((0.0, 1.0, 61.0))
-    with pytest.raises(DeadlineExceeded, match="not reloaded within 60 s, but by nobody"):
+    with pytest.raises(DeadlineExceeded, match="not reloaded within 60 s; workers that have reloaded: none"):
         reload_collections(info(node.endpoint), "", timeout_s=60, clock=lambda: next(times))
-    node.reloads = [Reload(1, False), Reload(2, False)]
-    with pytest.raises(InvalidRequest, match="another reload has taken the place of this one"):
+    node.reloads = [ReloadStatus(1, False), ReloadStatus(2, False)]
+    with pytest.raises(InvalidRequest, match="another reload has replaced this one"):
         reload_collections(info(node.endpoint), "", timeout_s=60)

@@ -55,17 +55,17 @@ def test_a_worker_sees_its_own_gpu_alone_under_its_uuid_and_calls_it_the_first(c
 
 
 def test_a_pool_is_alone_on_a_gpu_that_no_other_worker_is_on(config: NodeConfig, tmp_path: Path) -> None:
-    assert [one.alone for one in pools(lay_out(config, machine()))] == [True, True]
+    assert [one.exclusive_gpu for one in pools(lay_out(config, machine()))] == [True, True]
     docs = [{"name": "docs", "path": str(tmp_path)}]
     for devices, alone in ((["cuda:0", "cuda:3"], False), (["cuda:1", "cuda:2"], True), (["cpu"], False)):
         pool = {"workers": 1, "devices": devices[:1]}
         model = {"model": {"name": "smollm2-135m-instruct"}, "prefill": {"devices": ["cuda:0"]}}
         raw = {"pool": pool, "collections": docs, **model, "decode": {"devices": ["cuda:3"]}}
         plan = lay_out(parse_config(raw), machine())
-        assert [one.alone for one in pools(plan)] == [alone], devices
-        assert not any(one.alone for one in plan.workers if one.role != "pool")
+        assert [one.exclusive_gpu for one in pools(plan)] == [alone], devices
+        assert not any(one.exclusive_gpu for one in plan.workers if one.role != "pool")
     twice = {"pool": {"workers": 2, "devices": ["cuda:6"]}, "collections": docs}
-    assert [one.alone for one in pools(lay_out(parse_config(twice), machine()))] == [False, False]
+    assert [one.exclusive_gpu for one in pools(lay_out(parse_config(twice), machine()))] == [False, False]
 
 
 def test_a_worker_on_the_cpu_sees_no_gpu(config: NodeConfig) -> None:
@@ -194,12 +194,12 @@ def test_a_pool_beside_a_worker_is_on_its_gpu_and_on_cores_of_its_own(
 ) -> None:
     plan = lay_out(near(tmp_path, placement), here)
     workers = {worker.name: worker for worker in plan.workers}
-    assert {name: worker.beside for name, worker in workers.items() if worker.role == "pool"} == beside
+    assert {name: worker.paired_with for name, worker in workers.items() if worker.role == "pool"} == beside
     for number, (pool, worker) in enumerate(beside.items()):
         assert workers[pool].gpu == workers[worker].gpu != ""
         assert not set(workers[pool].cores) & set(workers[worker].cores)
-        assert plan.near_pools(worker) == (number,)
-    assert plan.near_pools("frontend-0") == ()
+        assert plan.local_pools(worker) == (number,)
+    assert plan.local_pools("frontend-0") == ()
     assert plan.config.pool.workers == len(beside)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=NodePlan) == plan  # as workers are told of it
     with open("/dev/null", "w") as null:
@@ -304,7 +304,7 @@ def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: P
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
 def test_memory_can_prefer_the_first_numa_node_or_the_refusal_is_told() -> None:
-    from runtime.node.worker import prefer_memory_of
+    from runtime.node.worker import prefer_numa_node
 
-    assert prefer_memory_of(0, "m68k") is False
-    assert prefer_memory_of(-1, "x86_64") is False
+    assert prefer_numa_node(0, "m68k") is False
+    assert prefer_numa_node(-1, "x86_64") is False

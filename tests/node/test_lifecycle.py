@@ -17,9 +17,9 @@ from runtime.node.metrics.table import State, WorkerTable
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
-from runtime.node.supervisor.rolling_restart import Rolling
-from runtime.node.supervisor.standby import Standbys
-from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
+from runtime.node.supervisor.rolling_restart import RollingRestart
+from runtime.node.supervisor.standby import StandbyWorkers
+from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
 
 
 @dataclass
@@ -31,36 +31,38 @@ class Node:
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(NodeConfig(), self._spawn, lambda: self.now_s)
-        self.children = [self._child(index) for index in range(2)]
-        self.rolling = Rolling(self.children)
+        self.workers = [self._worker(index) for index in range(2)]
+        self.rolling = RollingRestart(self.workers)
 
-    def _child(self, index: int) -> Child:
+    def _worker(self, index: int) -> SupervisedWorker:
         place = WorkerPlan("pool", index, "cpu", (), 1)
-        return Child(place, WorkerTable.create("pool", place.name, SloSection()), Backoff(random.Random(index)))
+        return SupervisedWorker(
+            place, WorkerTable.create("pool", place.name, SloSection()), Backoff(random.Random(index))
+        )
 
-    def _spawn(self, child: Child, by_standby: bool) -> None:
-        self.starts.append((child.name, self.now_s))
+    def _spawn(self, worker: SupervisedWorker, by_standby: bool) -> None:
+        self.starts.append((worker.name, self.now_s))
         raise OSError("no more processes")
 
     def pass_time(self, seconds: float, step_s: float = 0.25) -> None:
         for _ in range(round(seconds / step_s)):
             self.now_s += step_s
-            self.lifecycle.reap(self.children)
+            self.lifecycle.reap(self.workers)
             self.rolling.step(self.now_s)
-            self.lifecycle.reconcile(self.children)
+            self.lifecycle.reconcile(self.workers)
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
     made = Node()
     yield made
-    for child in made.children:
-        child.table.close()
+    for worker in made.workers:
+        worker.table.close()
 
 
-def cannot_run(node: Node) -> Child:
+def cannot_run(node: Node) -> SupervisedWorker:
     """The first worker ran before, and cannot any more; the second runs."""
-    first, second = node.children
+    first, second = node.workers
     first.was_ready, second.phase = True, Phase.READY
     node.pass_time(600.0)
     assert first.cannot_run
@@ -68,7 +70,7 @@ def cannot_run(node: Node) -> Child:
 
 
 def test_a_worker_that_cannot_run_is_tried_less_and_less_often_but_every_minute(node: Node) -> None:
-    first = node.children[0]
+    first = node.workers[0]
     first.was_ready = True
     node.pass_time(3600.0)
     times = [when for name, when in node.starts if name == "pool-0"]
@@ -79,39 +81,39 @@ def test_a_worker_that_cannot_run_is_tried_less_and_less_often_but_every_minute(
 
 
 def test_one_that_the_node_needs_and_that_never_ran_is_the_end_of_it(node: Node) -> None:
-    first = node.children[0]
+    first = node.workers[0]
     node.pass_time(60.0)
     assert first.phase is Phase.FATAL
     assert first.epoch == 3
 
 
 def test_one_that_was_added_and_never_ran_is_given_up(node: Node) -> None:
-    first = node.children[0]
+    first = node.workers[0]
     first.needed = False
     node.pass_time(60.0)
-    assert (first.phase, first.desired) == (Phase.STOPPED, Desired.GONE)
+    assert (first.phase, first.desired) == (Phase.STOPPED, Desired.STOP)
 
 
 def test_its_note_says_why_and_when_it_starts_again(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 12.0
-    assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); starts again in 12 s")
+    assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); restarts in 12 s")
 
 
 @pytest.mark.parametrize(
     ("command", "failure"), [("exit 75", "ended (exit code 75: no room)"), ("kill -9 $$", "ended (signal SIGKILL)")]
 )
 def test_its_note_is_why_it_ended_only_if_it_ended_by_itself(node: Node, command: str, failure: str) -> None:
-    first = node.children[0]
+    first = node.workers[0]
     first.phase, first.was_ready, first.table.note = Phase.READY, True, "no room"
     first.process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     first.process.wait()
-    node.lifecycle.reap(node.children)
+    node.lifecycle.reap(node.workers)
     assert first.failure == failure
 
 
 def test_its_note_says_when_it_has_fallen_silent(node: Node) -> None:
-    first = node.children[0]
+    first = node.workers[0]
     first.phase = Phase.READY
     first.table.beat()
     first.clock_ns = lambda: 0
@@ -128,16 +130,16 @@ def test_who_asks_for_its_restart_does_not_wait_for_its_back_off(node: Node) -> 
     starts = len(node.starts)
     node.pass_time(1.0)
     assert len(node.starts) == starts
-    assert node.rolling.ask("pool-0") == ""
+    assert node.rolling.request("pool-0") == ""
     node.pass_time(0.25)
     assert len(node.starts) == starts + 1
 
 
 def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(node: Node) -> None:
-    first, second = node.children
+    first, second = node.workers
     first.was_ready, second.phase = True, Phase.READY
-    node.rolling.ask("pool-1")
-    node.lifecycle.reconcile(node.children)
+    node.rolling.request("pool-1")
+    node.lifecycle.reconcile(node.workers)
     node.rolling.step(node.now_s)
     assert [second.desired] == [Desired.RUN]  # the first may be back in a moment
     node.pass_time(10.0)
@@ -149,18 +151,18 @@ def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(
     ("phase", "failed", "waits"), [("standby", 0, False), ("standby", 1, True), ("starting", 0, True)]
 )
 def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase: str, failed: int, waits: bool) -> None:
-    spare, dead = node.children
-    spare.place, spare.phase = replace(spare.place, spare=0), Phase(phase)
+    spare, dead = node.workers
+    spare.placement, spare.phase = replace(spare.placement, spare=0), Phase(phase)
     dead.due, dead.failed_starts = node.now_s + 50.0, failed
-    assert Standbys([spare], [dead]).step(may_start=True) == ()  # no other is started before that one is
+    assert StandbyWorkers([spare], [dead]).step(may_start=True) == ()  # no other is started before that one is
     assert (dead.due > node.now_s) == waits
 
 
 def test_a_standby_worker_of_a_gpu_that_comes_back_starts_at_once_however_long_it_took_before(node: Node) -> None:
-    spare, worker = node.children
-    spare.place, spare.due = replace(spare.place, spare=0), float("inf")  # its slow start was told of
-    standbys = Standbys([spare], [worker])
-    worker.desired, worker.phase = Desired.GONE, Phase.STOPPED
+    spare, worker = node.workers
+    spare.placement, spare.due = replace(spare.placement, spare=0), float("inf")  # its slow start was told of
+    standbys = StandbyWorkers([spare], [worker])
+    worker.desired, worker.phase = Desired.STOP, Phase.STOPPED
     node.lifecycle.reconcile(standbys.step(may_start=True))
     assert spare.phase is Phase.STOPPED
     worker.desired, worker.phase = Desired.RUN, Phase.READY
@@ -177,8 +179,8 @@ def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: p
         def poll(self) -> None:
             return None
 
-    def spawn(child: Child, by_standby: bool) -> None:
-        child.process = cast("subprocess.Popen[bytes]", Loading())
+    def spawn(worker: SupervisedWorker, by_standby: bool) -> None:
+        worker.process = cast("subprocess.Popen[bytes]", Loading())
 
     node.lifecycle = Lifecycle(NodeConfig(), spawn, lambda: node.now_s)
     node.pass_time(10.0)
@@ -205,7 +207,7 @@ class Told:
 @pytest.mark.parametrize("restarts", [False, True])
 def test_in_a_node_that_stops_none_waits_for_a_frontend_that_has_ended(node: Node, restarts: bool) -> None:
     """Neither who restarts just then, nor who said that it is ready and has not been seen to be."""
-    first, told = node.children[0], Told()
+    first, told = node.workers[0], Told()
     first.table.begin(1, 0)
     first.table.state, first.epoch = State.READY, 1
     first.table.beat()
@@ -217,4 +219,4 @@ def test_in_a_node_that_stops_none_waits_for_a_frontend_that_has_ended(node: Nod
         node.lifecycle.reconcile([first])
     node.lifecycle.stop([first], by=node.now_s + 30.0)
     assert told.signals == [signal.SIGHUP] * restarts + [signal.SIGTERM]
-    assert (first.phase, first.desired, first.due) == (Phase.DRAINING, Desired.GONE, node.now_s + 30.0)
+    assert (first.phase, first.desired, first.due) == (Phase.DRAINING, Desired.STOP, node.now_s + 30.0)

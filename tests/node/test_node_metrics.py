@@ -5,7 +5,7 @@ from prometheus_client import Metric as Family
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
-from runtime.node.supervisor.node_metrics import NodeFigures, Usage
+from runtime.node.supervisor.node_metrics import NodeMetricsSource, Usage
 
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 
@@ -23,13 +23,13 @@ def value(families: dict[str, Family], name: str, **labels: str) -> float:
     return float(found[0])
 
 
-def read(figures: NodeFigures, worker: WorkerStatus) -> dict[str, Family]:
+def read(figures: NodeMetricsSource, worker: WorkerStatus) -> dict[str, Family]:
     return {family.name: family for family in figures.families([worker], supervisor_pid=1)}
 
 
 def test_a_workers_state_age_restarts_and_process_are_told() -> None:
     usages = {7: Usage(3.0, 4096, 5, 6), 1: Usage(1.0, 1024, 1, 9)}
-    found = read(NodeFigures(NodeConfig(), [POOL], "1.0", usages.__getitem__), status(7))
+    found = read(NodeMetricsSource(NodeConfig(), [POOL], "1.0", usages.__getitem__), status(7))
     assert value(found, "trinity_worker_up", worker="pool-0") == 1
     assert value(found, "trinity_worker_state", worker="pool-0", state="ready") == 1
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == 0.5
@@ -43,7 +43,7 @@ def test_a_workers_state_age_restarts_and_process_are_told() -> None:
 
 def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:
     spent = {7: 3.0, 8: 0.25, 0: 0.0, 1: 0.0}
-    figures = NodeFigures(NodeConfig(), [POOL], "1.0", lambda pid: Usage(cpu_s=spent[pid]))
+    figures = NodeMetricsSource(NodeConfig(), [POOL], "1.0", lambda pid: Usage(cpu_s=spent[pid]))
     seen = []
     for pid in (7, 0, 0, 8, 8):
         seen.append(value(read(figures, status(pid)), "trinity_worker_cpu_seconds", worker="pool-0"))
@@ -54,7 +54,7 @@ def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:
 
 def test_the_promises_are_told_with_their_limits() -> None:
     config = NodeConfig(slo=SloSection(ttft_s=0.4, objective=0.95))
-    found = read(NodeFigures(config, [POOL], "1.0", lambda pid: Usage()), status(0, "backoff"))
+    found = read(NodeMetricsSource(config, [POOL], "1.0", lambda pid: Usage()), status(0, "backoff"))
     assert value(found, "trinity_worker_up", worker="pool-0") == 0
     assert value(found, "trinity_slo_limit_seconds", slo="ttft") == 0.4
     assert value(found, "trinity_slo_objective_ratio") == 0.95

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from launchers.status import show_placement
 from runtime.checks import preflight
-from runtime.checks.memory_estimate import needed_bytes
+from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.api_keys import ApiKey, read_api_keys
 from runtime.node.config import KvSection, parse_config
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import NodePlan, place_spares
+from runtime.node.placement.plan import NodePlan, plan_spares
 from runtime.retrieval.collections.collection import Collection
 from runtime.serving.model.packages import torch_cuda
 
@@ -280,7 +280,7 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torch_with_cuda")
 def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Path) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
-    needed = needed_bytes(found)
+    needed = estimate_device_bytes(found)
     assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 2, "four slots more, of bfloat16"
     preflight.check(found, machine=machine)
     found, machine = on_gpus(tmp_path, free_gib=0.6)
@@ -292,7 +292,7 @@ def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Pat
 def test_the_host_tier_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     found = replace(found, config=replace(found.config, kv=KvSection(host_mib=130 << 10)))
-    assert needed_bytes(found)["decode-0"] < 2 << 30
+    assert estimate_device_bytes(found)["decode-0"] < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(
         ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*host tier 130\.0.*\), 1\.0 are free"
@@ -305,9 +305,9 @@ def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
-    spares = place_spares(replace(found.config, decode=replace(found.config.decode, spares=2)), found.workers)
+    spares = plan_spares(replace(found.config, decode=replace(found.config.decode, spares=2)), found.workers)
     found = replace(found, spares=spares)
-    needed = needed_bytes(found)
+    needed = estimate_device_bytes(found)
     assert needed["decode-spare-0"] == needed["decode-spare-1"] == needed["decode-0"]
     with pytest.raises(
         ResourceBusy, match=r"needed are decode-0 0\.7, decode-spare-0 0\.7, decode-spare-1 0\.7: lower"
@@ -389,4 +389,4 @@ def test_a_collection_that_is_not_required_may_be_missing_or_damaged(tmp_path: P
             preflight.check(lay_out(parse_config({"collections": [sections]})))
         found = lay_out(parse_config({"collections": [{**sections, "required": False}]}))
         preflight.check(found)
-        assert needed_bytes(found)["pool-0"] >= 0
+        assert estimate_device_bytes(found)["pool-0"] >= 0

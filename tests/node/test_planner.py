@@ -10,7 +10,7 @@ from runtime.node.control.loop import ControlLoop
 from runtime.node.control.planner import Move, Planner, Work
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics, Stage
-from runtime.node.supervisor.admin import ask
+from runtime.node.supervisor.admin import admin_request
 from runtime.testing.tiny_node import serve
 from tests.node.conftest import StartTiny
 
@@ -43,9 +43,10 @@ class Node:
         for _ in range(seconds):
             pass_s, rows, old = min(asked - left, self.workers["prefill"]), 100.0 * self.workers["decode"], self.work
             self.work = Work(
-                old.pass_s + pass_s, old.passed_tokens + pass_s * 10_000, old.asked_tokens + asked * 10_000,
-                old.left_tokens + left * 10_000, old.prompts + 10, old.row_s + rows, old.tokens + rows / token_s,
-                old.judged + 10, old.missed + 10 * missed, waiting, unpulled, dict(self.workers),
+                old.pass_s + pass_s, old.passed_tokens + pass_s * 10_000, old.arrived_tokens + asked * 10_000,
+                old.decode_prompt_tokens + left * 10_000, old.prompts + 10,
+                old.row_s + rows, old.tokens + rows / token_s,
+                old.slo_requests + 10, old.slo_violations + 10 * missed, waiting, unpulled, dict(self.workers),
             )  # fmt: skip
             self.now_s += 1.0
             if (move := self.planner.update(self.now_s, self.work)) is not None:
@@ -212,5 +213,7 @@ def test_the_supervisor_flips_workers_one_at_a_time_and_leaves_a_role_its_last(s
     node.eventually(lambda status: sum("decode" in found.name for found in status.workers) == 1, "the last one")
     log = node.log.read_text()
     assert log.index("decode-2 has left") < log.index("prefill-2 is added")
-    assert b"trinity_planner_moves_total" in ask(node.info.control, "metrics")
-    node.eventually(lambda status: "the decode worker stays what it is" in node.log.read_text(), "a refusal")
+    assert b"trinity_planner_moves_total" in admin_request(node.info.control, "metrics")
+    node.eventually(
+        lambda status: "the planner's flip of a decode worker is refused" in node.log.read_text(), "a refusal"
+    )

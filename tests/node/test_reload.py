@@ -12,114 +12,114 @@ from runtime.node.metrics.worker_metrics import PoolMetrics, RetrievingMetrics
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
-from runtime.node.supervisor.reload import Reload, Reloading
-from runtime.node.supervisor.supervised_worker import Child, Phase
+from runtime.node.supervisor.reload import ReloadStatus, RollingReload
+from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 
 
 class Stand:
     def __init__(self) -> None:
         collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
         plan = lay_out(parse_config({"pool": {"workers": 2}, "collections": collections}))
-        self.children = [self._child(place) for place in plan.of_role("pool")]
-        self.frontend = self._child(plan.of_role("frontend")[0])
-        self.reloading = Reloading(self.children, ["docs", "code"])
+        self.workers = [self._worker(place) for place in plan.of_role("pool")]
+        self.frontend = self._worker(plan.of_role("frontend")[0])
+        self.reload = RollingReload(self.workers, ["docs", "code"])
 
-    def _child(self, place: WorkerPlan) -> Child:
+    def _worker(self, place: WorkerPlan) -> SupervisedWorker:
         table = WorkerTable.create(place.role, place.name, SloSection())
-        return Child(place, table, Backoff(random.Random(0)), phase=Phase.READY)
+        return SupervisedWorker(place, table, Backoff(random.Random(0)), phase=Phase.READY)
 
     def asked(self, worker: int) -> tuple[float, float]:
         """Which reload a worker was asked for, and of which collection."""
-        table = self.children[worker].table
+        table = self.workers[worker].table
         return table.knob("reload"), table.knob("reload_of")
 
     def answer(self, worker: int, number: int, refused: str = "") -> None:
-        table = self.children[worker].table
+        table = self.workers[worker].table
         table.set(PoolMetrics.RELOAD, number)
         table.set(PoolMetrics.RELOAD_REFUSED, bool(refused))
         table.note = refused
 
-    def steps(self) -> Reload:
+    def steps(self) -> ReloadStatus:
         for _ in range(4):
-            self.reloading.step()
-        return self.reloading.state()
+            self.reload.step()
+        return self.reload.status()
 
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
     made = Stand()
     yield made
-    for table in {child.table for child in (*made.children, made.frontend)}:
+    for table in {worker.table for worker in (*made.workers, made.frontend)}:
         table.close()
 
 
 def test_the_next_worker_is_asked_when_the_one_before_has_answered(stand: Stand) -> None:
-    assert not stand.reloading.ask("code").over
-    assert stand.steps() == Reload(1, False)
+    assert not stand.reload.request("code").finished
+    assert stand.steps() == ReloadStatus(1, False)
     assert stand.asked(0) == (1.0, 1.0)
     assert stand.asked(1)[0] != 1.0
     stand.answer(0, 1)
-    assert stand.steps() == Reload(1, False, ("pool-0",))
+    assert stand.steps() == ReloadStatus(1, False, ("pool-0",))
     assert stand.asked(1) == (1.0, 1.0)
     stand.answer(1, 1)
-    assert stand.steps() == Reload(1, True, ("pool-0", "pool-1"))
+    assert stand.steps() == ReloadStatus(1, True, ("pool-0", "pool-1"))
 
 
 def test_after_a_refusal_nobody_else_is_asked_and_the_reason_is_told(stand: Stand) -> None:
-    stand.reloading.ask("")
+    stand.reload.request("")
     stand.steps()
     assert stand.asked(0) == (1.0, -1.0)
     stand.answer(0, 1, "collection docs: not reloaded: damaged")
-    assert stand.steps() == Reload(1, True, (), "pool-0: collection docs: not reloaded: damaged")
+    assert stand.steps() == ReloadStatus(1, True, (), "pool-0: collection docs: not reloaded: damaged")
     assert stand.asked(1)[0] != 1.0
-    stand.reloading.ask("")
-    assert stand.steps() == Reload(2, False)
+    stand.reload.request("")
+    assert stand.steps() == ReloadStatus(2, False)
 
 
 def test_a_worker_that_starts_is_asked_when_it_is_ready_and_one_that_does_not_run_is_not_waited_for(
     stand: Stand,
 ) -> None:
-    stand.children[0].phase, stand.children[1].phase = Phase.STARTING, Phase.BACKOFF
-    stand.reloading.ask("")
-    assert stand.steps() == Reload(1, False)
-    stand.children[0].phase = Phase.READY
+    stand.workers[0].phase, stand.workers[1].phase = Phase.STARTING, Phase.BACKOFF
+    stand.reload.request("")
+    assert stand.steps() == ReloadStatus(1, False)
+    stand.workers[0].phase = Phase.READY
     stand.steps()
     stand.answer(0, 1)
-    assert stand.steps() == Reload(1, True, ("pool-0",))
+    assert stand.steps() == ReloadStatus(1, True, ("pool-0",))
 
 
 def test_a_worker_that_dies_while_it_reloads_is_heard_when_it_is_back(stand: Stand) -> None:
-    stand.reloading.ask("")
+    stand.reload.request("")
     stand.steps()
-    stand.children[0].phase = Phase.BACKOFF
-    assert stand.steps() == Reload(1, False)
-    stand.children[0].phase = Phase.READY
+    stand.workers[0].phase = Phase.BACKOFF
+    assert stand.steps() == ReloadStatus(1, False)
+    stand.workers[0].phase = Phase.READY
     stand.answer(0, 1)
-    assert stand.steps().done == ("pool-0",)
+    assert stand.steps().workers == ("pool-0",)
 
 
 def test_a_collection_that_is_none_of_the_node_s_is_refused(stand: Stand) -> None:
-    assert stand.reloading.ask("other").trouble == "no collection 'other' on this node; known: docs, code"
-    assert stand.steps() == Reload(0, True)
+    assert stand.reload.request("other").error == "no collection 'other' on this node; known: docs, code"
+    assert stand.steps() == ReloadStatus(0, True)
 
 
 def test_a_reload_is_over_when_the_documents_are_open_where_they_are_looked_up(stand: Stand) -> None:
-    stand.children.insert(0, stand.frontend)
-    del stand.children[2]
-    stand.reloading.ask("docs")
+    stand.workers.insert(0, stand.frontend)
+    del stand.workers[2]
+    stand.reload.request("docs")
     stand.steps()
     assert stand.frontend.table.knob("reload") != 1.0  # before there is anything new
     stand.answer(1, 1)
-    assert stand.steps() == Reload(1, False, ("pool-0",))
+    assert stand.steps() == ReloadStatus(1, False, ("pool-0",))
     assert stand.frontend.table.knob("reload") == 1.0
     stand.frontend.table.set(RetrievingMetrics.RELOAD, 1)
-    assert stand.steps() == Reload(1, True, ("pool-0", "frontend-0"))
+    assert stand.steps() == ReloadStatus(1, True, ("pool-0", "frontend-0"))
 
 
 def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(stand: Stand) -> None:
-    stand.children.insert(0, stand.frontend)
-    del stand.children[2]
-    stand.reloading.ask("docs")
+    stand.workers.insert(0, stand.frontend)
+    del stand.workers[2]
+    stand.reload.request("docs")
     stand.steps()
     stand.answer(1, 1)
     stand.steps()
@@ -127,4 +127,6 @@ def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(
     table.note = "collection docs: documents.sqlite is damaged"
     table.set(RetrievingMetrics.RELOAD_REFUSED, 1)
     table.set(RetrievingMetrics.RELOAD, 1)
-    assert stand.steps() == Reload(1, True, ("pool-0",), "frontend-0: collection docs: documents.sqlite is damaged")
+    assert stand.steps() == ReloadStatus(
+        1, True, ("pool-0",), "frontend-0: collection docs: documents.sqlite is damaged"
+    )

@@ -12,7 +12,7 @@ from runtime.node.control.loop import ControlLoop
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PoolMetrics
 from runtime.node.placement.plan import NodePlan, WorkerPlan
-from runtime.node.supervisor.admin import NodeStatus, ask, change_worker, restart_node
+from runtime.node.supervisor.admin import NodeStatus, admin_request, restart_node, scale_workers
 from runtime.node.supervisor.supervisor import Supervisor
 from runtime.testing.tiny_node import TinyNode, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
@@ -60,7 +60,7 @@ def start(start_tiny: StartTiny) -> StartTiny:
 
 def change(node: TinyNode, verb: str, what: str) -> str:
     """The names of those who came or left."""
-    return " ".join(change_worker(node.info, verb, what, timeout_s=60))  # type: ignore[arg-type]
+    return " ".join(scale_workers(node.info, verb, what, timeout_s=60))  # type: ignore[arg-type]
 
 
 def names(status: NodeStatus) -> set[str]:
@@ -75,7 +75,7 @@ def test_a_worker_that_is_added_gets_ready_beside_the_others(start: StartTiny) -
     assert names(status) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert worker(status, "decode-1").restarts == 0
     assert {found.pid for found in before.workers} < {found.pid for found in status.workers}
-    assert 'worker="decode-1"' in ask(node.info.control, "metrics").decode()
+    assert 'worker="decode-1"' in admin_request(node.info.control, "metrics").decode()
 
 
 def test_a_worker_that_is_drained_ends_by_itself_and_leaves_the_node(start: StartTiny) -> None:
@@ -84,7 +84,7 @@ def test_a_worker_that_is_drained_ends_by_itself_and_leaves_the_node(start: Star
     assert change(node, "drain", "prefill") == "prefill-1"
     assert names(node.ready()) == {"prefill-0", "decode-0"}
     assert node.stopped() == ["prefill-1"]
-    assert 'worker="prefill-1"' not in ask(node.info.control, "metrics").decode()
+    assert 'worker="prefill-1"' not in admin_request(node.info.control, "metrics").decode()
     restart_node(node.info, "", timeout_s=60)  # all that is left can be restarted
 
 
@@ -107,11 +107,11 @@ def test_a_flip_drains_the_old_worker_when_the_new_one_is_ready(start: StartTiny
 
 def test_until_the_new_worker_is_ready_the_old_one_serves_on(start: StartTiny) -> None:
     node = start({"decode-1": ["never ready"]})
-    ask(node.info.control, "flip prefill-1")
+    admin_request(node.info.control, "flip prefill-1")
     status = node.eventually(lambda status: "decode-1" in names(status), "the new worker")
     assert worker(status, "prefill-1").phase == "ready"
     for verb in ("drain", "flip"):
-        with pytest.raises(InvalidRequest, match="prefill-1 is about to leave"):
+        with pytest.raises(InvalidRequest, match="prefill-1 is already draining"):
             change(node, verb, "prefill-1")
         with pytest.raises(InvalidRequest, match="without a ready prefill worker; add one first"):
             change(node, verb, "prefill-0")
@@ -130,7 +130,7 @@ def test_an_added_worker_that_cannot_run_is_given_up_and_the_node_goes_on(start:
 def test_a_leaving_worker_that_dies_is_not_started_again(start: StartTiny) -> None:
     node = start({"prefill-1": ["busy"]})
     pid = worker(node.ready(), "prefill-1").pid
-    ask(node.info.control, "drain prefill-1")
+    admin_request(node.info.control, "drain prefill-1")
     node.eventually(lambda status: worker(status, "prefill-1").phase == "draining", "it to drain")
     os.kill(pid, signal.SIGKILL)
     node.eventually(lambda status: names(status) == {"prefill-0", "decode-0"}, "it to be gone")
@@ -153,9 +153,9 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
         ("drain", "pool-0, prefill-0, prefill-1, decode-0"),
         ("flip", "prefill-0, prefill-1, decode-0"),
     ):
-        with pytest.raises(InvalidRequest, match=f"there is no worker '{what}'; there are {there}$"):
+        with pytest.raises(InvalidRequest, match=f"no worker '{what}'; workers that can be drained: {there}$"):
             change(node, verb, what)
-    with pytest.raises(InvalidRequest, match=f"'{what}' is no role whose workers come and go like that"):
+    with pytest.raises(InvalidRequest, match=f"workers of role '{what}' cannot be scaled like that"):
         change(node, "add", what)
 
 
@@ -163,15 +163,15 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
 def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) -> None:
     node = start()
     for verb, roles in (("add", "prefill, decode, pool"), ("drain", "prefill, decode, pool"), ("flip", "decode")):
-        with pytest.raises(InvalidRequest, match=f"no role whose workers come and go like that; .*{roles}$"):
+        with pytest.raises(InvalidRequest, match=f"cannot be scaled like that; .*{roles}$"):
             change(node, verb, what)
 
 
 def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> None:
     node = start(more="")
-    with pytest.raises(InvalidRequest, match=r"such roles here: pool$"):
+    with pytest.raises(InvalidRequest, match=r"roles of this node: pool$"):
         change(node, "add", "decode")
-    with pytest.raises(InvalidRequest, match=r"such roles here: none without a \[model\]"):
+    with pytest.raises(InvalidRequest, match=r"roles of this node: none without a \[model\]"):
         change(node, "flip", "pool-0")
 
 
@@ -184,16 +184,16 @@ def test_a_pool_worker_leaves_and_comes_back_and_there_are_never_more_than_plann
     assert change(node, "add", "pool") == "pool-1"
     status = node.ready()
     assert (worker(status, "pool-1").epoch, worker(status, "pool-1").restarts) == (2, 0)
-    with pytest.raises(InvalidRequest, match="all 4 pool workers of the plan are there"):
+    with pytest.raises(InvalidRequest, match="all 4 pool workers of the plan are running"):
         change(node, "add", "pool")
 
 
 def test_who_starts_while_a_pool_worker_is_away_is_told_of_it_all_the_same() -> None:
     plan = NodePlan(NodeConfig(), "", "t", tuple(WorkerPlan("pool", n, "cpu", (), 1) for n in range(2)))
     supervisor = Supervisor(plan)
-    supervisor.end(supervisor.children[1])
+    supervisor.remove_worker(supervisor.workers[1])
     assert [place.name for place in supervisor.plan.workers] == ["pool-0", "pool-1"]
-    assert [place.name for place in supervisor.figures.workers] == ["pool-0"]
+    assert [place.name for place in supervisor.node_metrics.workers] == ["pool-0"]
 
 
 def test_every_shard_keeps_a_pool_worker(start: StartTiny) -> None:
@@ -244,7 +244,7 @@ def test_a_worker_that_flipped_leaves_names_of_other_gpus_alone(start: StartTiny
     change(node, "drain", "decode-1")
     assert change(node, "flip", "prefill-1") == "decode-2"
     assert worker(node.ready(), "decode-2").device == "cuda:1"
-    with pytest.raises(InvalidRequest, match="flip a role's last worker or one by its name, not cuda:1"):
+    with pytest.raises(InvalidRequest, match="cannot flip cuda:1"):
         change(node, "flip", "cuda:1")
 
 
@@ -260,10 +260,10 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
     for table in tables.values():
         table.add(DecodeMetrics.ROW_SECONDS, 5.0)
     before = loop.readings()
-    loop.left(tables.pop("decode-1"))
+    loop.remove_worker(tables.pop("decode-1"))
     assert loop.readings() == before
     table = WorkerTable.create("decode", "decode-1", SloSection())
-    loop.joined(table)
+    loop.add_worker(table)
     table.add(DecodeMetrics.ROW_SECONDS, 2.0)
     assert loop.readings().row_s == before.row_s + 2.0
 
@@ -275,10 +275,10 @@ def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counte
         table.observe(PoolMetrics.WAIT["prefill"], 0.01)
     before = loop.readings()
     assert sum(before.wait_counts) == 2
-    loop.left(tables.pop("pool-1"))
+    loop.remove_worker(tables.pop("pool-1"))
     assert loop.readings() == before
     table = WorkerTable.create("pool", "pool-1", SloSection())
-    loop.joined(table)
+    loop.add_worker(table)
     assert table.knob("reserve") == 0.4
     table.observe(PoolMetrics.WAIT["prefill"], 0.01)
     assert sum(loop.readings().wait_counts) == 3

@@ -11,7 +11,14 @@ from runtime.errors import ConfigError, Unavailable
 from runtime.node.config import parse_config
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, ask, change_worker, restart_node, stop_node
+from runtime.node.supervisor.admin import (
+    NodeStatus,
+    WorkerStatus,
+    admin_request,
+    restart_node,
+    scale_workers,
+    stop_node,
+)
 from runtime.testing.tiny_node import TinyNode, gone, serve_eight_gpus, worker
 from tests.node.conftest import StartTiny
 
@@ -79,7 +86,7 @@ def test_a_standby_worker_becomes_the_one_that_died_and_another_takes_its_place(
     assert spare(again).pid not in (0, spare(before).pid)
     assert spare(again).restarts == 0
     assert worker(killed(node, "decode-0"), "decode-0").pid == spare(again).pid
-    assert "decode-spare-0 takes the place of decode-0" in node.log.read_text()
+    assert "decode-spare-0 replaces decode-0" in node.log.read_text()
     logged = node.home / "run/logs/decode-0.log"
     assert life == "serve" or "ready" in logged.read_text()  # under the name that it has now
 
@@ -88,7 +95,7 @@ def test_standby_workers_are_no_workers_of_the_node_until_then(start: StartTiny)
     node = start({"decode-spare-0": ["never ready"]})
     status = node.eventually(lambda status: spare(status).phase == "starting", "the spare")
     assert status.ready
-    text = ask(node.info.control, "metrics").decode()
+    text = admin_request(node.info.control, "metrics").decode()
     assert 'trinity_standby_up{model_name="nowhere",node="tiny",worker="decode-spare-0"} 0.0' in text
     assert 'trinity_worker_up{model_name="nowhere",node="tiny",worker="decode-spare-0"}' not in text
     assert 'trinity_worker_resident_memory_bytes{model_name="nowhere",node="tiny",worker="decode-spare-0"}' in text
@@ -163,19 +170,19 @@ def test_a_restart_that_was_asked_for_begins_with_new_processes_standby_workers_
 def test_a_worker_that_is_added_or_flipped_to_begins_with_what_stands_by(start: StartTiny) -> None:
     node = start()
     before = standing_by(node)
-    assert change_worker(node.info, "add", "decode", timeout_s=60) == ("decode-1",)
+    assert scale_workers(node.info, "add", "decode", timeout_s=60) == ("decode-1",)
     assert worker(node.ready(), "decode-1").pid == spare(before).pid
     before = standing_by(node)
-    assert change_worker(node.info, "flip", "prefill-1", timeout_s=60) == ("decode-2",)
+    assert scale_workers(node.info, "flip", "prefill-1", timeout_s=60) == ("decode-2",)
     assert worker(node.ready(), "decode-2").pid == spare(before).pid
 
 
 def test_a_worker_that_leaves_needs_nobody_in_its_place(start: StartTiny) -> None:
     node = start({"decode-1": ["busy"]})
     standing_by(node)
-    change_worker(node.info, "add", "decode", timeout_s=60)
+    scale_workers(node.info, "add", "decode", timeout_s=60)
     before = standing_by(node)
-    ask(node.info.control, "drain decode-1")
+    admin_request(node.info.control, "drain decode-1")
     node.eventually(lambda status: worker(status, "decode-1").phase == "draining", "it to drain")
     os.kill(worker(before, "decode-1").pid, signal.SIGKILL)
     after = node.eventually(lambda status: len(status.workers) == 5, "it to be gone")
@@ -189,11 +196,11 @@ def test_a_standby_worker_stands_in_on_its_own_gpu_alone_and_leaves_one_that_is_
     after = killed(node, "decode-1")
     assert worker(after, "decode-1").pid == spare(before, "decode-spare-1").pid
     standing_by(node)
-    change_worker(node.info, "drain", "cuda:2", timeout_s=60)
+    scale_workers(node.info, "drain", "cuda:2", timeout_s=60)
     left = node.eventually(lambda status: spare(status, "decode-spare-1").pid == 0, "it to have left the GPU")
     assert spare(left, "decode-spare-1").phase == "stopped"
     assert spare(left).pid == spare(before).pid
-    change_worker(node.info, "add", "cuda:2", timeout_s=60)
+    scale_workers(node.info, "add", "cuda:2", timeout_s=60)
     standing_by(node)
 
 

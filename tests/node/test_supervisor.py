@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
-from runtime.node.supervisor.admin import ask, restart_node, stop_node
+from runtime.node.supervisor.admin import admin_request, restart_node, stop_node
 from runtime.testing.tiny_node import (
     gone,
     serve_in_a_terminal,
@@ -44,8 +44,8 @@ def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(s
     second, other = worker(status), worker(status, "frontend-0")
     assert (second.epoch, second.restarts) == (first.epoch + 1, 1)
     assert (other.epoch, other.restarts) == (1, 0)
-    assert "pool-0 ended (signal SIGKILL); it starts again in 0." in node.log.read_text()
-    text = ask(node.info.control, "metrics").decode()
+    assert "pool-0 ended (signal SIGKILL); it restarts in 0." in node.log.read_text()
+    text = admin_request(node.info.control, "metrics").decode()
     assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
 
 
@@ -60,7 +60,7 @@ def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start_tin
     node = start_tiny({"pool-0": ["crash when ready", "crash", "crash", "crash", "crash", "serve"]})
     status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
     assert worker(status).restarts == 5
-    delays = [float(line.split()[-2]) for line in node.log.read_text().splitlines() if "starts again" in line]
+    delays = [float(line.split()[-2]) for line in node.log.read_text().splitlines() if "it restarts in" in line]
     steps = [0.0, *(0.1 * 2**failure for failure in range(4))]
     assert all(step / 2 - 0.01 <= delay <= step + 0.01 for step, delay in zip(steps, delays, strict=True))
 
@@ -88,7 +88,7 @@ def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start_tiny: S
     assert node.ended() == EXIT_CONFIG
     log = node.log.read_text()
     assert "frontend-0 cannot be" in log
-    assert "starts again" not in log
+    assert "it restarts in" not in log
 
 
 @pytest.mark.parametrize("life", ["real refuse", "crash"])
@@ -107,11 +107,11 @@ def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_sta
     )
     why = {"real refuse": "exit code 78: pool-0 cannot be", "crash": "exit code 3"}[life]
     assert worker(status).note.startswith(f"cannot run ({why})")
-    text = ask(node.info.control, "metrics").decode()
+    text = admin_request(node.info.control, "metrics").decode()
     assert 'trinity_worker_failed_starts{model_name="",node="tiny",worker="frontend-0"} 0.0' in text
     status = node.eventually(lambda status: status.ready, "the sixth life")
     assert (worker(status).epoch, worker(status).failed_starts, worker(status).note) == (6, 0, "")
-    assert f"pool-0 cannot run ({why}): the others go on, it starts again in 0." in node.log.read_text()
+    assert f"pool-0 cannot run ({why}): the others keep serving, it restarts in 0." in node.log.read_text()
 
 
 def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(start_tiny: StartTiny) -> None:
@@ -269,7 +269,7 @@ def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_sho
     node = start_tiny({"pool-0": ["ignore stop"]}, drain_s=3.0)
     node.ready()
     for _ in range(2):
-        ask(node.info.control, "stop")
+        admin_request(node.info.control, "stop")
     assert node.ended() == 0
     assert "not drained within 3 s: killing" in node.log.read_text()
 

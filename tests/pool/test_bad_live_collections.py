@@ -112,7 +112,7 @@ def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: 
     library = CollectionRegistry(make_plan(), clock=clock)
 
     def usable() -> bool:
-        clock.forward(1.0)
+        clock.advance(1.0)
         library.follow("notes", [identity])
         return not library.troubles
 

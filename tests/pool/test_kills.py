@@ -28,7 +28,7 @@ from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import deadline_after_ms
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from runtime.testing.worker import worker_of
+from runtime.testing.worker import make_worker
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
 from tests.pool.conftest import MakeClient, MakePool
@@ -106,7 +106,7 @@ def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queri
 
 
 def _serve(plan: NodePlan, name: str, epoch: int) -> None:
-    pool = Pool(worker_of(plan, name, epoch))
+    pool = Pool(make_worker(plan, name, epoch))
     while True:
         pool.step()
 

@@ -61,7 +61,7 @@ def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: Make
         found = []
 
         def ask_again() -> None:
-            clock.forward(1.0)  # it is looked again
+            clock.advance(1.0)  # it is looked again
             with suppress(Unavailable):  # the documents are compared with their checksum beside, and used after that
                 found.append(ask(asking))
 

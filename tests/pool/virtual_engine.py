@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.standalone_pool import Fate, Query
+from benchmarks.common.standalone_pool import Query, QueryOutcome
 from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
@@ -127,7 +127,7 @@ class VirtualPool:
             self._client.submit(vector, SearchSpec("docs", 1, query.stage, top_m=128, search_width=4))
             self._sent += 1
 
-    def run(self) -> list[Fate]:
+    def run(self) -> list[QueryOutcome]:
         """What becomes of them, in their order."""
         ended = 0
         while ended < len(self.queries):
@@ -137,7 +137,7 @@ class VirtualPool:
             ended += len(self._client.poll())
         begun, done = self.engine.begun, self.engine.ended
         return [
-            Fate(query.stage, begun[number] - query.at_ns, done[number] - query.at_ns)
+            QueryOutcome(query.stage, begun[number] - query.at_ns, done[number] - query.at_ns)
             for number, query in enumerate(self.queries)
         ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from launchers.main import main
 from runtime.checks.diagnosis import diagnose
-from runtime.checks.memory_estimate import host_bytes
+from runtime.checks.memory_estimate import estimate_host_bytes
 from runtime.checks.preflight import check_without_start
 from runtime.errors import ConfigError, ModelError
 from runtime.node.config_file import load_config
@@ -51,7 +51,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
 def test_a_node_says_at_its_start_which_embedder_is_missing_and_is_told_where_it_is(tmp_path: Path) -> None:
     spec, model = choose_embedder(str(write_tiny_model(tmp_path / "m")))
     Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
-    assert sum(host_bytes(plan_of(tmp_path)).values()) > sum(
+    assert sum(estimate_host_bytes(plan_of(tmp_path)).values()) > sum(
         path.stat().st_size for path in (tmp_path / "m").rglob("*") if path.is_file()
     )
     (tmp_path / "m").rename(tmp_path / "moved")

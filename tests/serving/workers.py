@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from benchmarks.common.stepped_workers import EPOCH, SteppedWorkers
-from runtime.errors import TrinityError, error_of
+from runtime.errors import TrinityError, error_from_code
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
@@ -199,7 +199,7 @@ class Workers(SteppedWorkers):
             return
         request = self._table.get(message.request_id)
         if request is not None and isinstance(message, Failed):
-            self._table.fail(request, error_of(message.code, message.message, message.param))
+            self._table.fail(request, error_from_code(message.code, message.message, message.param))
         elif request is not None and not isinstance(message, Failed):
             request.first_token_ns = request.first_token_ns or 1
             self._table.deliver(message)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.standalone_pool import Fate, Query, run_pool
+from benchmarks.common.standalone_pool import Query, QueryOutcome, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.pool.settings import policy_of
@@ -20,7 +20,7 @@ FIXED_NS, EACH_NS, QUERY_NS = 10_000, 60_000, 5_000
 TIMES = ServiceTimes(extend_s=FIXED_NS / 1e9, extend_slot_s=EACH_NS / 1e9, query_s=QUERY_NS / 1e9)
 
 
-def real_loop(queries: list[Query], config: NodeConfig) -> list[Fate]:
+def real_loop(queries: list[Query], config: NodeConfig) -> list[QueryOutcome]:
     policy = policy_of(config, slots_of(config.pool, TIMES))
     with closing(VirtualPool(queries, policy, fixed=FIXED_NS, each=EACH_NS, query=QUERY_NS)) as pool:
         return pool.run()

@@ -114,4 +114,4 @@ def _plan(setup: Setup, form: str, folder: str) -> NodePlan:
     }
     docs = {"name": "docs", "path": folder, "verify": "never"}
     plan = lay_out(parse_config({"pool": pool, "collections": [docs]}))
-    return replace(plan, workers=tuple(replace(one, alone=setup.on_gpu) for one in plan.workers))
+    return replace(plan, workers=tuple(replace(one, exclusive_gpu=setup.on_gpu) for one in plan.workers))

@@ -19,7 +19,7 @@ from benchmarks.serve.report import Measure, Section
 from launchers.http_client import get_json
 from runtime.errors import Unavailable
 from runtime.node.run_dir import NodeInfo, find_node
-from runtime.node.supervisor.admin import change_worker, node_status
+from runtime.node.supervisor.admin import node_status, scale_workers
 from runtime.serving.frontend.observability import Trace
 
 _ANSWER_S = 2.0
@@ -48,9 +48,9 @@ def run(bench: Bench) -> Section:
         sending.start()
         time.sleep(2.0)
         steps: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
-            ("add", lambda: change_worker(info, "add", "prefill", _WAIT_S)),
-            ("flip", lambda: change_worker(info, "flip", "prefill-0", _WAIT_S)),
-            ("drain", lambda: change_worker(info, "drain", "decode-0", _WAIT_S)),
+            ("add", lambda: scale_workers(info, "add", "prefill", _WAIT_S)),
+            ("flip", lambda: scale_workers(info, "flip", "prefill-0", _WAIT_S)),
+            ("drain", lambda: scale_workers(info, "drain", "decode-0", _WAIT_S)),
             ("kill", lambda: (_kill(info, "decode"),)),
         )
         begin = time.monotonic()

@@ -68,18 +68,18 @@ def run(worker: Worker) -> None:
     socket, metrics = worker.plan.engine_socket(worker.name), worker.plan.engine_metrics(worker.name)
     for leftover in (socket, f"{socket}.old", metrics):  # of a killed predecessor
         Path(leftover).unlink(missing_ok=True)
-    remove_files(worker.plan, worker.place)
-    arguments = command(section, worker.plan, worker.place, nixl=found.nixl)
+    remove_files(worker.plan, worker.placement)
+    arguments = command(section, worker.plan, worker.placement, nixl=found.nixl)
     worker.log.info("%s", " ".join(arguments))
     try:
-        instance = Instance(arguments, environment(section, worker.plan, worker.place), LogForwarder(worker.log))
+        instance = Instance(arguments, environment(section, worker.plan, worker.placement), LogForwarder(worker.log))
     except OSError as error:
         raise EngineFailed(f"vLLM could not be started: {error}") from error
     monitor = HealthMonitor(socket, metrics, worker.table)
-    worker.start.part("vLLM's processes")
+    worker.startup.mark("vLLM's processes")
     _serve(worker, instance, monitor)
     metrics.unlink(missing_ok=True)
-    remove_files(worker.plan, worker.place)
+    remove_files(worker.plan, worker.placement)
 
 
 def _serve(worker: Worker, instance: Instance, monitor: HealthMonitor) -> None:
@@ -88,7 +88,7 @@ def _serve(worker: Worker, instance: Instance, monitor: HealthMonitor) -> None:
     while not worker.stopping:
         if monitor.check() and not ready:
             ready = True
-            worker.start.part("model")
+            worker.startup.mark("model")
             worker.ready()
         if instance.wait(_CHECK_INTERVAL_S):
             raise EngineFailed(instance.exit_reason())

@@ -71,7 +71,7 @@ class ControlLaw:
         if settings.prefill_wait_target_s == "auto":
             self._longest_wait_s = max(self._wait_target_s, config.slo.prefill_wait_s)
         self._tpot_s = config.slo.tpot_s
-        self._reserve_min = settings.least_reserve(pool)
+        self._reserve_min = settings.min_reserve(pool)
         self.reserve = self._reserve_at_rest = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
         self.flush_prefill_s = self._flush_at_rest = pool.flush_prefill_s
         self.changes = 0

@@ -70,14 +70,14 @@ class ControlLoop:
             table.set_knob("reserve", self.law.reserve)
             table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
 
-    def joined(self, table: WorkerTable) -> None:
+    def add_worker(self, table: WorkerTable) -> None:
         """A worker has come to the node."""
         self._of[table.role].append(table)
         self._meter.links = len(self._of["decode"])
         if table.role == "pool":
             self._tell(table)
 
-    def left(self, table: WorkerTable) -> None:
+    def remove_worker(self, table: WorkerTable) -> None:
         """A worker has gone: what it has counted stays counted."""
         self._of[table.role].remove(table)
         self._meter.links = len(self._of["decode"])
@@ -111,18 +111,18 @@ class ControlLoop:
         return move if self._settings.planner == "act" else None
 
     def _work(self) -> Work:
-        left_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
-        not_passed = left_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
+        decode_prompt_tokens = self._sum(PrefillMetrics.NEW_TOKENS["decode"])
+        not_passed = decode_prompt_tokens + self._sum(PrefillMetrics.PREFIX_HIT_TOKENS)
         return Work(
             pass_s=self._sum(PrefillMetrics.PASS_SECONDS),
             passed_tokens=self._sum(PrefillMetrics.PROMPT_TOKENS) - not_passed,
-            asked_tokens=sum(map(self._sum, PrefillMetrics.NEW_TOKENS.values())),
-            left_tokens=left_tokens,
+            arrived_tokens=sum(map(self._sum, PrefillMetrics.NEW_TOKENS.values())),
+            decode_prompt_tokens=decode_prompt_tokens,
             prompts=sum(map(self._sum, PrefillMetrics.PROMPTS.values())),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS) - self._sum(DecodeMetrics.STALL_SECONDS),
             tokens=self._sum(DecodeMetrics.GENERATION_TOKENS),
-            judged=self._sum(FrontendMetrics.SLO_REQUESTS["all"]),
-            missed=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
+            slo_requests=self._sum(FrontendMetrics.SLO_REQUESTS["all"]),
+            slo_violations=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
             prefill_waiting=self._now("prefill", PrefillMetrics.WAITING),
             decode_waiting=self._now("decode", DecodeMetrics.WAITING),
             workers={role: len(self._of[role]) for role in get_args(Stage)},

@@ -29,7 +29,17 @@ _GAIN, _LEAST_GAIN = 0.08, 0.05
 _BUSY = 0.7
 _MOST_WAIT = 0.25
 _RISES = 1.1
-_COUNTERS = ("pass_s", "passed_tokens", "asked_tokens", "left_tokens", "prompts", "row_s", "tokens", "judged", "missed")
+_COUNTERS = (
+    "pass_s",
+    "passed_tokens",
+    "arrived_tokens",
+    "decode_prompt_tokens",
+    "prompts",
+    "row_s",
+    "tokens",
+    "slo_requests",
+    "slo_violations",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +48,13 @@ class Work:
 
     pass_s: float  # of all prefill workers
     passed_tokens: float  # of prompts, in these passes
-    asked_tokens: float  # of all prompts that came
-    left_tokens: float  # of those that prefill left to decode
+    arrived_tokens: float  # of all prompts that came
+    decode_prompt_tokens: float  # of those that prefill left to decode
     prompts: float
     row_s: float  # of all decode workers' rows, without their stalls
     tokens: float  # generated
-    judged: float  # requests to which the promises apply
-    missed: float  # of these, those that broke one
+    slo_requests: float  # requests to which the promises apply
+    slo_violations: float  # of these, those that broke one
     prefill_waiting: float
     decode_waiting: float
     workers: dict[Stage, int]
@@ -100,9 +110,9 @@ class Planner:
         if delta.passed_tokens > 0:
             self._token_s = delta.pass_s / delta.passed_tokens
         workers = delta.workers
-        found: dict[Stage, float] = {"prefill": delta.asked_tokens * self._token_s / passed_s, "decode": 0.0}
+        found: dict[Stage, float] = {"prefill": delta.arrived_tokens * self._token_s / passed_s, "decode": 0.0}
         if delta.tokens > 0:
-            left = delta.left_tokens * self._token_s / passed_s / workers["decode"]
+            left = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - left, 0.1)
             self._least_s = min(self._least_s, token_s)
             found["decode"] = (1 - self._least_s / token_s) * workers["decode"]
@@ -144,7 +154,7 @@ class Planner:
                 then = {role: workers[role] - 1, other: workers[other] + 1}
                 less = max(self._loads(then, apart=True).values()) <= apart * (1 - _GAIN)
                 after[role] = max(self._loads(then).values()) if less else inf
-        missed = delta.missed / max(delta.judged, 1)
+        missed = delta.slo_violations / max(delta.slo_requests, 1)
         misses = missed > 1 - self._slo.objective
         pressed = apart > _BUSY or misses
         better = [role for role in after if after[role] <= load * (1.0 if misses else 1 - _LEAST_GAIN)]

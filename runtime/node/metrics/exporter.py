@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, Gauge, Histogram, PrefillMetrics
-from runtime.node.supervisor_metrics import Figure
+from runtime.node.supervisor_metrics import SupervisorMetric
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -96,9 +96,11 @@ def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
 
 
 class VllmMetrics:
-    WAITING = Figure("vllm:num_requests_waiting", "Requests that wait for a worker or for room", "engine")
-    RUNNING = Figure("vllm:num_requests_running", "Requests in prefill and in decode", "engine")
-    KV_USED = Figure("vllm:kv_cache_usage_perc", "Share of KV blocks in use where it is highest, 0 to 1", "engine")
+    WAITING = SupervisorMetric("vllm:num_requests_waiting", "Requests that wait for a worker or for room", "engine")
+    RUNNING = SupervisorMetric("vllm:num_requests_running", "Requests in prefill and in decode", "engine")
+    KV_USED = SupervisorMetric(
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use where it is highest, 0 to 1", "engine"
+    )
 
 
 def vllm_families(tables: Collection[WorkerTable]) -> Iterator[Metric]:

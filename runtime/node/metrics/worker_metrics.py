@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from runtime.node.config import Role, SloSection
-from runtime.node.supervisor_metrics import Named
+from runtime.node.supervisor_metrics import NamedMetric
 
 _WAITS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -27,7 +27,7 @@ _EXTENDS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0,
 
 
 @dataclass(frozen=True, eq=False)
-class Counter(Named):
+class Counter(NamedMetric):
     """A number that only grows, also over the worker's restarts."""
 
     name: str
@@ -37,7 +37,7 @@ class Counter(Named):
 
 
 @dataclass(frozen=True, eq=False)
-class Gauge(Named):
+class Gauge(NamedMetric):
     """A number that a new process begins with 0."""
 
     name: str
@@ -47,7 +47,7 @@ class Gauge(Named):
 
 
 @dataclass(frozen=True, eq=False)
-class Histogram(Named):
+class Histogram(NamedMetric):
     """Counts by bucket, and the sum. SLOs are judged by buckets too, so a `limit` of the configuration is an edge."""
 
     name: str
@@ -67,7 +67,7 @@ Value = TypeVar("Value", bound=str)
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 
 
-class ByLabel(Named, dict[Value, Kind]):
+class ByLabel(NamedMetric, dict[Value, Kind]):
     """Metrics of one name, by the value of a label: the values of the type `values`, a `Literal`."""
 
     def __init__(self, kind: Callable[..., Kind], name: str, help: str, label: str, values: Any, *more: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.node.supervisor_metrics import Figure, GpuMetrics
+from runtime.node.supervisor_metrics import GpuMetrics, SupervisorMetric
 
 if TYPE_CHECKING:
     from runtime.node.supervisor_metrics import Family
@@ -84,7 +84,7 @@ class Gpus:
             if found:
                 yield figure.of(found)
 
-    def _figures(self) -> Sequence[tuple[Figure, Callable[[Any], float]]]:
+    def _figures(self) -> Sequence[tuple[SupervisorMetric, Callable[[Any], float]]]:
         if (nvml := self._nvml) is None:
             return ()
         return (

@@ -7,12 +7,12 @@ not say (a GPU's NUMA node) is left to the kernel, not guessed.
 import msgspec
 
 from runtime.errors import ConfigError
-from runtime.node.config import NodeConfig, Placed, Role
+from runtime.node.config import NodeConfig, Role, WorkerSection
 from runtime.node.engine_config import VllmSection
 from runtime.node.placement.gpus import Gpu
 from runtime.node.placement.machine import Machine
-from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, place, place_spares
-from runtime.node.placement.pool_placement import with_near_pools
+from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, plan_spares, plan_workers
+from runtime.node.placement.pool_placement import resolve_pool_placement
 
 _PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool beside them is where they are
 
@@ -21,29 +21,29 @@ def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
     """Every worker of `config` in its place: GPUs found by index, UUID or MIG id, cores by their NUMA nodes. Raises
     `ConfigError` for what cannot run. Without a `machine` devices and cores stay as they are written.
     """
-    config = with_near_pools(config)
+    config = resolve_pool_placement(config)
     if machine is None:
-        return place(config)
+        return plan_workers(config)
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
-    plan = place(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
+    plan = plan_workers(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
     workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
     if isinstance(config.model, VllmSection):
         workers = _with_gpus(workers, config.model, machine)
     _check_mig(workers, machine)
-    workers = _with_cores([_alone(worker, workers) for worker in workers], machine)
-    return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=place_spares(config, workers))
+    workers = _with_cores([_with_exclusive_gpu(worker, workers) for worker in workers], machine)
+    return msgspec.structs.replace(plan, config=config, workers=tuple(workers), spares=plan_spares(config, workers))
 
 
-def _alone(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
+def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
     """With whether a pool worker has its GPU, or instance of one, to itself."""
     if worker.role != "pool" or not worker.gpu:
         return worker
     others = [other for other in workers if other.name != worker.name]
-    alone = not any(other.is_on(name) for other in others for name in (worker.gpu, f"cuda:{worker.gpu_index}"))
-    return msgspec.structs.replace(worker, alone=alone)
+    exclusive = not any(other.is_on(name) for other in others for name in (worker.gpu, f"cuda:{worker.gpu_index}"))
+    return msgspec.structs.replace(worker, exclusive_gpu=exclusive)
 
 
-def _gpus_of(role: Role, section: Placed, machine: Machine) -> tuple[Gpu | None, ...]:
+def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu | None, ...]:
     """The GPU of each entry of `devices`; None for the CPU."""
     found: list[Gpu | None] = []
     for device in section.devices:
@@ -82,7 +82,7 @@ def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine
 
 def _as_seen_inside(
     config: NodeConfig, chosen: dict[Role, tuple[Gpu | None, ...]], simulated: bool
-) -> dict[str, Placed]:
+) -> dict[str, WorkerSection]:
     """The sections with devices as the processes will see them: each sees its own GPU alone, as number 0."""
     inside = CPU if simulated else "cuda:0"
     return {

@@ -11,9 +11,9 @@ import msgspec
 
 from runtime.errors import ConfigError
 from runtime.node.api_keys import read_api_keys
-from runtime.node.config import CollectionSection, NodeConfig, Placed, Role
+from runtime.node.config import CollectionSection, NodeConfig, Role, WorkerSection
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
-from runtime.node.placement.pool_placement import check_device, each_place, neighbours
+from runtime.node.placement.pool_placement import check_device, paired_workers, worker_devices
 from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
@@ -49,8 +49,8 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     spare: int | None = None
     gpu_numbers: tuple[str, ...] = ()
     stage: Stage = ""
-    beside: str = ""
-    alone: bool = False
+    paired_with: str = ""
+    exclusive_gpu: bool = False
 
     @property
     def name(self) -> str:
@@ -129,12 +129,12 @@ class NodePlan(msgspec.Struct, frozen=True):
     def of_role(self, role: Role) -> tuple[WorkerPlan, ...]:
         return tuple(worker for worker in self.workers if worker.role == role)
 
-    def near_pools(self, worker: str) -> tuple[int, ...]:
+    def local_pools(self, worker: str) -> tuple[int, ...]:
         """Which of the pool's workers stand beside a worker."""
-        return tuple(pool.index for pool in self.of_role("pool") if pool.beside == worker)
+        return tuple(pool.index for pool in self.of_role("pool") if pool.paired_with == worker)
 
 
-def place(config: NodeConfig) -> NodePlan:
+def plan_workers(config: NodeConfig) -> NodePlan:
     """Every worker by its device's name, of a configuration whose pool has its place. Raises `ConfigError`."""
     _check_collections(config)
     _check_remote(config)
@@ -153,10 +153,10 @@ def place(config: NodeConfig) -> NodePlan:
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
     _check_sockets(run_dir, workers)
-    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), place_spares(config, workers))
+    return NodePlan(config, run_dir, secrets.token_hex(8), tuple(workers), plan_spares(config, workers))
 
 
-def place_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
+def plan_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
     """The standby workers: the first of a role is placed like its first worker, and so on, round and round."""
     spares: list[WorkerPlan] = []
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
@@ -176,9 +176,9 @@ def default_run_dir(name: str) -> Path:
     return nodes_dir() / name
 
 
-def _place(role: Role, section: Placed) -> list[WorkerPlan]:
+def _place(role: Role, section: WorkerSection) -> list[WorkerPlan]:
     plans = []
-    for index, (device, cores) in enumerate(each_place(role, section)):
+    for index, (device, cores) in enumerate(worker_devices(role, section)):
         check_device(f"{role}.devices", device)
         plans.append(WorkerPlan(role=role, index=index, device=device, cores=cores, threads=section.threads))
     return plans
@@ -189,10 +189,10 @@ def _place_pool(config: NodeConfig) -> list[WorkerPlan]:
     if not config.needs_pool:
         return []
     workers = _place("pool", config.pool)
-    if not (names := neighbours(config)):
+    if not (names := paired_workers(config)):
         return workers
     return [
-        msgspec.structs.replace(worker, beside=name, spin=worker.device != CPU)
+        msgspec.structs.replace(worker, paired_with=name, spin=worker.device != CPU)
         for worker, name in zip(workers, names, strict=True)
     ]
 

@@ -1,7 +1,7 @@
 """Pool workers that stand beside model workers: one beside each of a role, or of both, on its device and its cores.
 
 `pool.placement` says beside which, and from that follows how many there are and where. Who stands beside a pool asks
-it first (`NodePlan.near_pools`).
+it first (`NodePlan.local_pools`).
 """
 
 import msgspec
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import MOST_WORKERS, NodeConfig, Placed, PoolSection, Role
+from runtime.node.config import MOST_WORKERS, NodeConfig, PoolSection, Role, WorkerSection
 
 _ROLES: dict[str, tuple[Role, ...]] = {
     "own": (),
@@ -19,14 +19,14 @@ _ROLES: dict[str, tuple[Role, ...]] = {
 }
 
 
-def neighbours(config: NodeConfig) -> tuple[str, ...]:
+def paired_workers(config: NodeConfig) -> tuple[str, ...]:
     """The names of the workers that have a pool worker beside them, pool-0's first; none if pools have places of their
     own."""
     roles = _ROLES[config.pool.placement] if config.needs_pool else ()
     return tuple(f"{role}-{index}" for role in roles for index in range(getattr(config, role).workers))
 
 
-def with_near_pools(config: NodeConfig) -> NodeConfig:
+def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
     """With as many pool workers as have neighbours, on their devices; on a CPU on their cores too. Raises `ConfigError`
     for what cannot stand so, and for `workers`, `devices` and `cores` that say something else."""
     roles = _ROLES[config.pool.placement]
@@ -44,11 +44,11 @@ def with_near_pools(config: NodeConfig) -> NodeConfig:
                 f"{said}: each pool worker holds whole collections, and {collection.name!r} has {collection.shards} "
                 'shards: index it in one piece, or set pool.placement = "own"'
             )
-    count = len(neighbours(config))
+    count = len(paired_workers(config))
     beside = f"one beside each {' and '.join(roles)} worker"
     if count > MOST_WORKERS:
         raise ConfigError(f"{said}: {count} pool workers, {beside}, and a node has at most {MOST_WORKERS}")
-    places = [place for role in roles for place in each_place(role, getattr(config, role))]
+    places = [place for role in roles for place in worker_devices(role, getattr(config, role))]
     devices = tuple(device for device, _ in places)
     # beside a model on a GPU a pool's loop has a core of its own
     cores = tuple(cores for _, cores in places) if "cpu" in devices else pool.cores
@@ -62,7 +62,7 @@ def with_near_pools(config: NodeConfig) -> NodeConfig:
     return replace(config, pool=replace(pool, **found))
 
 
-def each_place(role: Role, section: Placed) -> list[tuple[str, tuple[int, ...]]]:
+def worker_devices(role: Role, section: WorkerSection) -> list[tuple[str, tuple[int, ...]]]:
     """The device and the cores of each of a role's workers; () cores: any. Raises `ConfigError`."""
     for key, entries in (("devices", section.devices), ("cores", section.cores)):
         if len(entries) > 1 and len(entries) != section.workers:

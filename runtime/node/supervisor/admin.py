@@ -1,6 +1,6 @@
-"""The supervisor's control socket: status, metrics, stop, restart, changes of workers.
+"""Admin protocol of the supervisor over its control socket: status, metrics, stop, drain, restart, reload, scaling.
 
-Asked by the command line and the frontend.
+Clients are the command line and the frontend. A request is one line of text, a reply is JSON or Prometheus text.
 """
 
 import os
@@ -17,23 +17,23 @@ from runtime.errors import CollectionError, DeadlineExceeded, InvalidRequest, Tr
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics
 from runtime.node.run_dir import NodeInfo
-from runtime.node.supervisor.reload import Reload
-from runtime.node.supervisor.scaling import Verb
+from runtime.node.supervisor.reload import ReloadStatus
+from runtime.node.supervisor.scaling import ScaleAction
 
-_WRITTEN = (
+_LIVE_GAUGES = (
     FrontendMetrics.LIVE_DOCUMENTS, FrontendMetrics.LIVE_SEGMENTS, FrontendMetrics.LIVE_GROWING,
     FrontendMetrics.LIVE_TOMBSTONES, FrontendMetrics.LIVE_LOG_BYTES, FrontendMetrics.LIVE_BUILDING,
 )  # fmt: skip
-_MAX_QUESTION_BYTES = 128
-_LOOK_S = 0.1
-_MAX_ANSWER_BYTES = 8 << 20  # the metrics of 25 workers are a tenth of it
+_MAX_REQUEST_BYTES = 128
+_POLL_S = 0.1
+_MAX_REPLY_BYTES = 8 << 20  # ten times the metrics of 25 workers
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker as the supervisor sees it; `pid` 0 means that no process runs.
+    """State of one worker; `pid` is 0 if it has no process.
 
-    `failed_starts`: of its starts since it was last ready; 3 and more if it cannot run. `note`: what people should know
-    of it, in a line; "" if nothing.
+    `failed_starts`: since it was last ready; 3 or more mean that it cannot run. `note`: one line for the operator, ""
+    if there is nothing to report.
     """
 
     name: str
@@ -49,8 +49,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     failed_starts: int = 0
 
 
-class Written(msgspec.Struct, frozen=True):
-    """The live collections that the node writes to, all together; see the metrics `trinity_live_…`."""
+class LiveCollectionsStatus(msgspec.Struct, frozen=True):
+    """Totals over the live collections that the node writes to, see the metrics `trinity_live_…`."""
 
     documents: int
     segments: int
@@ -58,13 +58,19 @@ class Written(msgspec.Struct, frozen=True):
     tombstones: int
     log_bytes: int
     building: int
-    built: tuple[float, float, float] = (0.0, 0.0, 0.0)  # of the build that is least far: rows read, graph, written
+    built: tuple[float, float, float] = (
+        0.0,
+        0.0,
+        0.0,
+    )  # least advanced build: rows read, graph, files written
 
     @classmethod
-    def of(cls, table: WorkerTable) -> "Written | None":
-        """As the frontend tells it; None if nothing was written since it began."""
+    def read(cls, table: WorkerTable) -> "LiveCollectionsStatus | None":
+        """Read the frontend's table. Returns None if nothing has been written since it started."""
         rows, graph, written = map(table.value, FrontendMetrics.LIVE_BUILT.values())
-        documents, segments, growing, tombstones, log_bytes, building = (int(table.value(gauge)) for gauge in _WRITTEN)
+        documents, segments, growing, tombstones, log_bytes, building = (
+            int(table.value(gauge)) for gauge in _LIVE_GAUGES
+        )
         built = rows, graph, written
         return cls(documents, segments, growing, tombstones, log_bytes, building, built) if log_bytes else None
 
@@ -76,19 +82,19 @@ class NodeStatus(msgspec.Struct, frozen=True):
     stopping: bool
     workers: tuple[WorkerStatus, ...]
     spares: tuple[WorkerStatus, ...] = ()
-    draining: bool = False  # an operator has it drain
-    written: Written | None = None  # None as long as nothing was written
+    draining: bool = False  # requested by an operator
+    written: LiveCollectionsStatus | None = None  # None until something is written
 
     @property
     def ready(self) -> bool:
         return all(worker.phase == "ready" for worker in self.workers)
 
 
-class ControlServer:
-    """The answering side, in the supervisor's loop."""
+class AdminServer:
+    """Server of the admin protocol, polled by the supervisor's loop."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=_MAX_QUESTION_BYTES)
+        self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=_MAX_REQUEST_BYTES)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +106,7 @@ class ControlServer:
         return int(self._socket.getsockopt(zmq.FD))
 
     def pending(self) -> bool:
-        """Whether a question waits: ZeroMQ's fd is edge-triggered, so this is asked before sleeping on it."""
+        """Whether a request is waiting. ZeroMQ's fd is edge-triggered: check this before sleeping on it."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def serve(
@@ -110,92 +116,91 @@ class ControlServer:
         stop: Callable[[], None],
         drain: Callable[[bool], None],
         restart: Callable[[str], str],
-        change: Callable[[Verb, str], tuple[str, ...]],
-        reload: Callable[[str], Reload],
-        reloaded: Callable[[], Reload],
+        scale: Callable[[ScaleAction, str], tuple[str, ...]],
+        reload: Callable[[str], ReloadStatus],
+        reload_status: Callable[[], ReloadStatus],
     ) -> None:
-        """Answer every question that waits; what is not a question is dropped.
+        """Answer every waiting request; unknown requests are dropped.
 
-        `drain` is told whether the node is to drain; `restart` is given a worker's name, or "" for all, and returns
-        what is wrong with that; `change` (see `Changes.ask`) raises it; `reload` is given a collection's name, or ""
-        for all, and says so as `reloaded` does.
+        `drain` receives True or False. `restart` receives a worker's name, or "" for all, and returns an error message
+        or "". `scale` is `Scaler.request`. `reload` receives a collection's name, or "" for all.
         """
         while self.pending():
             frames = self._socket.recv_multipart()
             if len(frames) != 2:
                 continue
-            identity, question = frames
-            what, _, name = question.partition(b" ")
-            match what:
+            identity, request = frames
+            verb, _, name = request.partition(b" ")
+            match verb:
                 case b"status":
-                    answer = msgspec.json.encode(status())
+                    reply = msgspec.json.encode(status())
                 case b"metrics":
-                    answer = metrics().encode()
+                    reply = metrics().encode()
                 case b"stop":
                     stop()
-                    answer = b"{}"
+                    reply = b"{}"
                 case b"draining" if name in (b"on", b"off"):
                     drain(name == b"on")
-                    answer = b"{}"
+                    reply = b"{}"
                 case b"restart":
-                    answer = restart(name.decode(errors="replace")).encode()
+                    reply = restart(name.decode(errors="replace")).encode()
                 case b"reload":
-                    answer = msgspec.json.encode(reload(name.decode(errors="replace")))
+                    reply = msgspec.json.encode(reload(name.decode(errors="replace")))
                 case b"reloaded":
-                    answer = msgspec.json.encode(reloaded())
+                    reply = msgspec.json.encode(reload_status())
                 case b"add" | b"drain" | b"flip":
-                    answer = msgspec.json.encode(_changed(change, what.decode(), name.decode(errors="replace")))
+                    reply = msgspec.json.encode(_scale(scale, verb.decode(), name.decode(errors="replace")))
                 case _:
                     continue
-            self._socket.send_multipart([identity, answer], flags=zmq.DONTWAIT)
+            self._socket.send_multipart([identity, reply], flags=zmq.DONTWAIT)
 
 
-class Changed(msgspec.Struct, frozen=True):
-    """The workers that a change is about, or what is wrong with it."""
+class ScaleReply(msgspec.Struct, frozen=True):
+    """The workers that are being scaled, or an error. The names in JSON are part of the admin protocol."""
 
     workers: tuple[str, ...]
-    trouble: str = ""
+    error: str = msgspec.field(name="trouble", default="")
 
 
-def _changed(change: Callable[[Verb, str], tuple[str, ...]], verb: str, what: str) -> Changed:
+def _scale(scale: Callable[[ScaleAction, str], tuple[str, ...]], action: str, target: str) -> ScaleReply:
     try:
-        return Changed(change(cast("Verb", verb), what))
+        return ScaleReply(scale(cast("ScaleAction", action), target))
     except TrinityError as error:
-        return Changed((), error.message)
+        return ScaleReply((), error.message)
 
 
-def ask(endpoint: str, question: str, timeout_s: float = 5.0) -> bytes:
-    """Ask the supervisor at a control endpoint: "status", "metrics", "stop", "draining on", "draining off", "restart",
-    "restart WORKER", "reload", "reload COLLECTION", "reloaded", or a change: "add ROLE", "drain ROLE", "flip ROLE", the
-    last two also of a worker, the first two also of a GPU.
+def admin_request(endpoint: str, request: str, timeout_s: float = 5.0) -> bytes:
+    """Send one request to the supervisor at a control endpoint and return its reply.
 
-    Raises `Unavailable` if it does not answer in time.
+    Requests: "status", "metrics", "stop", "draining on", "draining off", "restart", "restart WORKER", "reload",
+    "reload COLLECTION", "reloaded" (status of the reload), "add ROLE|GPU", "drain ROLE|WORKER|GPU", "flip ROLE|WORKER".
+    Raises `Unavailable` on a timeout.
     """
-    with connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_ANSWER_BYTES) as socket:
-        socket.send(question.encode())
+    with connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_REPLY_BYTES) as socket:
+        socket.send(request.encode())
         if not socket.poll(int(timeout_s * 1000)):
             raise Unavailable(f"the node's supervisor does not answer after {timeout_s:.0f} s")
         return bytes(socket.recv())
 
 
 def node_status(info: NodeInfo) -> NodeStatus:
-    """The status of a running node."""
-    return msgspec.json.decode(ask(info.control, "status"), type=NodeStatus)
+    """Return the status of a running node."""
+    return msgspec.json.decode(admin_request(info.control, "status"), type=NodeStatus)
 
 
 def stop_node(info: NodeInfo, timeout_s: float) -> None:
-    """Have a node drain and stop, and return when it is gone. Raises `DeadlineExceeded` after `timeout_s` seconds."""
+    """Drain and stop a node, and wait until its supervisor has ended. Raises `DeadlineExceeded` after `timeout_s`."""
     try:
         pidfd = os.pidfd_open(info.pid)
     except ProcessLookupError:
         return
     try:
         try:
-            ask(info.control, "stop")
+            admin_request(info.control, "stop")
         except Unavailable:
             if not select.select([pidfd], [], [], 0)[0]:
                 raise
-            return  # it ended by itself before it could answer
+            return  # the supervisor ended before it could answer
         if not select.select([pidfd], [], [], timeout_s)[0]:
             raise DeadlineExceeded(f"node {info.name!r} (pid {info.pid}) still runs after {timeout_s:.0f} s")
     finally:
@@ -203,75 +208,74 @@ def stop_node(info: NodeInfo, timeout_s: float) -> None:
 
 
 def restart_node(info: NodeInfo, worker: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-    """Restart one worker, or with "" all, one after the other; returns when they have come back.
+    """Restart one worker, or all in turn with "", and wait until they are ready again.
 
-    Raises `InvalidRequest` for a worker that does not exist, `DeadlineExceeded` after `timeout_s` seconds.
+    Raises `InvalidRequest` for an unknown worker, `DeadlineExceeded` after `timeout_s` seconds.
     """
     before = {found.name: found.epoch for found in node_status(info).workers}
-    if trouble := ask(info.control, f"restart {worker}".strip()).decode():
-        raise InvalidRequest(trouble)
-    end = clock() + timeout_s
+    if error := admin_request(info.control, f"restart {worker}".strip()).decode():
+        raise InvalidRequest(error)
+    deadline = clock() + timeout_s
     while True:
-        status = node_status(info)
-        wanted = [found for found in status.workers if not worker or found.name == worker]
-        if all(found.phase == "ready" and found.epoch > before.get(found.name, 0) for found in wanted):
+        chosen = [found for found in node_status(info).workers if not worker or found.name == worker]
+        if all(found.phase == "ready" and found.epoch > before.get(found.name, 0) for found in chosen):
             return
-        if clock() > end:
-            left = ", ".join(found.name for found in wanted if found.epoch == before.get(found.name, 0))
-            raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {left or 'the last one is not ready'}")
-        select.select([], [], [], _LOOK_S)
+        if clock() > deadline:
+            pending = ", ".join(found.name for found in chosen if found.epoch == before.get(found.name, 0))
+            raise DeadlineExceeded(f"not restarted within {timeout_s:.0f} s: {pending or 'the last one is not ready'}")
+        select.select([], [], [], _POLL_S)
 
 
 def reload_collections(
     info: NodeInfo, collection: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[str, ...]:
-    """Have a node serve what lies in a collection's directory now, or with "" in those of all; the workers that do.
+    """Reload one collection, or all with "", from its directory in every worker; returns the workers that have.
 
-    Returns when all pool workers do, one after the other. Raises `InvalidRequest` for a collection that does not exist,
-    `CollectionError` if a worker refuses what lies there (it, and who was to follow, go on with what they had),
-    `DeadlineExceeded` after `timeout_s` seconds.
+    Raises `InvalidRequest` for an unknown collection, `CollectionError` if a worker refuses the new files (it and the
+    workers after it keep the old ones), `DeadlineExceeded` after `timeout_s` seconds.
     """
-    found = msgspec.json.decode(ask(info.control, f"reload {collection}".strip()), type=Reload)
-    if found.trouble:
-        raise InvalidRequest(found.trouble)
-    end, number = clock() + timeout_s, found.number
-    while not found.over:
-        if clock() > end:
-            raise DeadlineExceeded(f"not reloaded within {timeout_s:.0f} s, but by {', '.join(found.done) or 'nobody'}")
-        select.select([], [], [], _LOOK_S)
-        found = msgspec.json.decode(ask(info.control, "reloaded"), type=Reload)
-        if found.number != number:
-            raise InvalidRequest("another reload has taken the place of this one")
-    if found.trouble:
-        raise CollectionError(found.trouble)
-    return found.done
+    status = msgspec.json.decode(admin_request(info.control, f"reload {collection}".strip()), type=ReloadStatus)
+    if status.error:
+        raise InvalidRequest(status.error)
+    deadline, number = clock() + timeout_s, status.number
+    while not status.finished:
+        if clock() > deadline:
+            reloaded = ", ".join(status.workers) or "none"
+            raise DeadlineExceeded(f"not reloaded within {timeout_s:.0f} s; workers that have reloaded: {reloaded}")
+        select.select([], [], [], _POLL_S)
+        status = msgspec.json.decode(admin_request(info.control, "reloaded"), type=ReloadStatus)
+        if status.number != number:
+            raise InvalidRequest("another reload has replaced this one")
+    if status.error:
+        raise CollectionError(status.error)
+    return status.workers
 
 
-def change_worker(
-    info: NodeInfo, verb: Verb, what: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
+def scale_workers(
+    info: NodeInfo, action: ScaleAction, target: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[str, ...]:
-    """Add, drain or flip workers (see `Changes.ask`), and return their names when that is done.
+    """Add, drain or flip workers (see `Scaler.request`), wait until that is done, and return their names.
 
-    Raises `InvalidRequest` for what cannot be, `Unavailable` if a new worker cannot run, `DeadlineExceeded` after
+    Raises `InvalidRequest` if it is refused, `Unavailable` if a new worker cannot run, `DeadlineExceeded` after
     `timeout_s` seconds.
     """
     before = {found.name for found in node_status(info).workers}
-    changed = msgspec.json.decode(ask(info.control, f"{verb} {what}"), type=Changed)
-    if changed.trouble:
-        raise InvalidRequest(changed.trouble)
-    end = clock() + timeout_s
+    reply = msgspec.json.decode(admin_request(info.control, f"{action} {target}"), type=ScaleReply)
+    if reply.error:
+        raise InvalidRequest(reply.error)
+    deadline = clock() + timeout_s
     while True:
         phases = {found.name: found.phase for found in node_status(info).workers}
-        gone = [name for name in changed.workers if name not in phases]
-        if verb == "drain":
-            done = len(gone) == len(changed.workers)
+        gone = [name for name in reply.workers if name not in phases]
+        if action == "drain":
+            done = len(gone) == len(reply.workers)
         elif gone:
             raise Unavailable(f"{', '.join(gone)} cannot run; the node's log has the reason")
         else:
-            done = all(phases[name] == "ready" for name in changed.workers)
-            done = done and (verb == "add" or bool(before - phases.keys()))
+            done = all(phases[name] == "ready" for name in reply.workers)
+            done = done and (action == "add" or bool(before - phases.keys()))
         if done:
-            return changed.workers
-        if clock() > end:
-            raise DeadlineExceeded(f"{verb} {what}: not done within {timeout_s:.0f} s; it goes on")
-        select.select([], [], [], _LOOK_S)
+            return reply.workers
+        if clock() > deadline:
+            raise DeadlineExceeded(f"{action} {target}: not done within {timeout_s:.0f} s; it continues")
+        select.select([], [], [], _POLL_S)

@@ -1,11 +1,13 @@
-"""How long a worker that died waits before it starts again."""
+"""Exponential restart back-off of a worker."""
 
 import random
 
 
 class Backoff:
-    """No delay after the first failure, then doubling ones with jitter; a run of `healthy_s` or longer starts over.
-    Delays in seconds."""
+    """Restart delays in seconds: none after the first failure, then doubling with jitter up to `most_s`.
+
+    A run of `healthy_s` or longer resets them.
+    """
 
     def __init__(
         self, source: random.Random, first_s: float = 0.1, most_s: float = 60.0, healthy_s: float = 30.0
@@ -17,7 +19,7 @@ class Backoff:
         self._failures = 0
 
     def next_delay(self, ran_s: float) -> float:
-        """The delay after a run of `ran_s` seconds, 0 if it never got ready: the half to the whole of the step."""
+        """Return the delay after a run of `ran_s` seconds (0 if it never became ready): half to all of the step."""
         if ran_s >= self._healthy_s:
             self._failures = 0
         self._failures += 1

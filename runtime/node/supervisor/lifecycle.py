@@ -1,16 +1,16 @@
-"""The life of a node's worker processes: each is brought, step by step, to what is desired of it.
+"""Lifecycle of worker processes: a reconciler that moves each worker from its observed to its desired state.
 
 ```
-             start          says ready         SIGHUP                 its end
+             start         reports ready        SIGHUP               process exit
 BACKOFF ────────────▶ STARTING ────▶ READY ────────────▶ DRAINING ──┬──────────▶ BACKOFF, due at once  (RESTART)
-   ▲    when it is due    │            │  RESTART or GONE is desired └──────────▶ STOPPED               (GONE)
+   ▲      when due        │            │  RESTART or STOP is desired └──────────▶ STOPPED               (STOP)
    │                      ▼            ▼
-   └─────── its end ─── KILLED: too long in STARTING, or without a heartbeat in READY or DRAINING
+   └──── process exit ─ KILLED: start timeout in STARTING, or no heartbeat in READY or DRAINING
 ```
 
-A worker that ends unasked starts again after a growing delay. One that cannot run (it says so by its exit code, or it
-fails to start time after time) ends the node if the node needs it to be ready at all, is given up if it was added to a
-node that has done without it, and else, when it has run before, is tried again less and less often: the others go on.
+A worker that ends unexpectedly restarts with exponential back-off. A worker that cannot run (exit code `EXIT_CONFIG`,
+or `MAX_FAILED_STARTS` failed starts in a row) stops the node if it was never ready and is needed, is removed if it was
+added to a running node, and is retried with growing back-off if it ran before: the other workers keep serving.
 """
 
 import logging
@@ -20,142 +20,145 @@ from collections.abc import Callable, Iterable, Sequence
 from runtime.errors import EXIT_CONFIG
 from runtime.node.config import NodeConfig
 from runtime.node.supervisor.supervised_worker import (
-    MOST_FAILED_STARTS,
-    Child,
+    MAX_FAILED_STARTS,
     Desired,
     Phase,
+    SupervisedWorker,
     close_input,
-    how,
+    describe_exit,
     kill_group,
 )
 
-_SLOW_START_S = 15.0  # after it a person who waits is told why
-_LAST_WORDS_S = 2.0  # for a worker that hangs to write its stacks, before it is killed
+_SLOW_START_S = 15.0  # a start that takes longer is logged
+_ABORT_GRACE_S = 2.0  # time for a hung worker to write its stacks after SIGABRT, before SIGKILL
 
 log = logging.getLogger("supervisor")
 
 
 class Lifecycle:
-    """Of one node's processes.
+    """Reconciler of one node's worker processes.
 
-    `spawn` gives a child a process, which may be a standby worker's if it is told True. It raises `OSError` if there is
-    none to be had.
+    `spawn` starts a worker's process; its second argument permits the use of a standby worker's process. It raises
+    `OSError` if the system has no memory or process left.
     """
 
-    def __init__(self, config: NodeConfig, spawn: Callable[[Child, bool], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: NodeConfig, spawn: Callable[[SupervisedWorker, bool], None], clock: Callable[[], float]
+    ) -> None:
         self._config, self._spawn, self._clock = config, spawn, clock
-        self._stops_by: float | None = None  # when the node stops
+        self._stops_by: float | None = None  # deadline of the node's stop
 
-    def reap(self, children: Iterable[Child]) -> None:
-        """Take note of whose process has ended."""
-        for child in children:
-            if child.process is None or (code := child.process.poll()) is None:
+    def reap(self, workers: Iterable[SupervisedWorker]) -> None:
+        """Record the exits of ended processes."""
+        for worker in workers:
+            if worker.process is None or (code := worker.process.poll()) is None:
                 continue
-            kill_group(child.process.pid)  # what it started and left behind
-            close_input(child.process)
-            child.process, child.exit_code, child.last_exit = None, code, code
-            if stacks := child.take_stacks():
-                log.error("%s ended by a fatal signal; its stacks:", child.name, extra={"detail": stacks})
-            match child.desired:
-                case Desired.GONE:
-                    child.phase = Phase.STOPPED
+            kill_group(worker.process.pid)  # processes that it started and left behind
+            close_input(worker.process)
+            worker.process, worker.exit_code, worker.last_exit = None, code, code
+            if stacks := worker.read_stacks():
+                log.error("%s ended by a fatal signal; its stacks:", worker.name, extra={"detail": stacks})
+            match worker.desired:
+                case Desired.STOP:
+                    worker.phase = Phase.STOPPED
                 case Desired.RESTART:
-                    child.back_off()
+                    worker.back_off()
                 case Desired.RUN:
-                    self._ended(child, how(code))
+                    self._handle_failure(worker, describe_exit(code))
 
-    def reconcile(self, children: Sequence[Child]) -> None:
-        """Bring every one of them nearer to what is desired of it, where that is possible now."""
-        for child in children:
-            if child.process is not None:
-                self._guide(child)
-            elif child.desired is Desired.GONE:
-                child.phase = Phase.STOPPED
-            elif child.phase is Phase.BACKOFF and self._clock() >= child.due:
-                self._start(child)
+    def reconcile(self, workers: Sequence[SupervisedWorker]) -> None:
+        """Take the next step towards the desired state of every worker that has one due."""
+        for worker in workers:
+            if worker.process is not None:
+                self._advance(worker)
+            elif worker.desired is Desired.STOP:
+                worker.phase = Phase.STOPPED
+            elif worker.phase is Phase.BACKOFF and self._clock() >= worker.due:
+                self._start(worker)
 
-    def stop(self, children: Sequence[Child], by: float) -> None:
-        """The node stops: have these end when they have finished what they have, by then. Who asks them has ended."""
+    def stop(self, workers: Sequence[SupervisedWorker], by: float) -> None:
+        """Drain these workers until the deadline `by`, as part of the node's stop. Their clients have ended already."""
         self._stops_by = by
-        for child in children:
-            child.desired = Desired.GONE
-            if child.phase is Phase.DRAINING:
-                child.drain(signal.SIGTERM, until=by)  # the frontend, which it waits for, releases it no more
-        self.reconcile(children)
+        for worker in workers:
+            worker.desired = Desired.STOP
+            if worker.phase is Phase.DRAINING:
+                worker.drain(signal.SIGTERM, until=by)  # after SIGHUP it waits for a frontend, which has ended
+        self.reconcile(workers)
 
-    def _guide(self, child: Child) -> None:
-        """Note what its process says; have it drain if it shall end; kill it if it hangs."""
+    def _advance(self, worker: SupervisedWorker) -> None:
+        """Take over readiness from the table; drain the process on request; kill it on a timeout."""
         now, node = self._clock(), self._config.node
-        if child.phase is Phase.STARTING and child.says_ready:
-            child.phase = Phase.READY if child.place.spare is None else Phase.STANDBY
-            child.was_ready, child.failed_starts, child.failure = True, 0, ""
-        match child.phase:
-            case Phase.STARTING | Phase.STANDBY if child.desired is not Desired.RUN:
-                child.kill_group()  # it holds nothing yet, and may be far from looking at signals
-            case Phase.STARTING if now - child.started > node.start_s:
-                self._abort(child, f"is not ready after node.start_s = {node.start_s:g} s")
-            case Phase.STARTING if now >= child.due:
-                log.info("%s still starts: code is compiled the first time, and large models take long", child.name)
-                child.due = float("inf")
-            case Phase.READY | Phase.STANDBY | Phase.DRAINING if child.silent_s > node.heartbeat_s:
-                self._abort(child, f"has no heartbeat for {node.heartbeat_s:g} s")
-            case Phase.READY if child.desired is not Desired.RUN:
+        if worker.phase is Phase.STARTING and worker.reports_ready:
+            worker.phase = Phase.READY if worker.placement.spare is None else Phase.STANDBY
+            worker.was_ready, worker.failed_starts, worker.failure = True, 0, ""
+        match worker.phase:
+            case Phase.STARTING | Phase.STANDBY if worker.desired is not Desired.RUN:
+                worker.kill_group()  # it has no requests, and may handle signals late while it loads
+            case Phase.STARTING if now - worker.started > node.start_s:
+                self._abort(worker, f"is not ready after node.start_s = {node.start_s:g} s")
+            case Phase.STARTING if now >= worker.due:
+                log.info("%s still starts: the first start compiles code, and large models load slowly", worker.name)
+                worker.due = float("inf")
+            case Phase.READY | Phase.STANDBY | Phase.DRAINING if worker.heartbeat_age_s > node.heartbeat_s:
+                self._abort(worker, f"has no heartbeat for {node.heartbeat_s:g} s")
+            case Phase.READY if worker.desired is not Desired.RUN:
                 if self._stops_by is None:
-                    child.drain(signal.SIGHUP, until=now + self._drain_s(child))
+                    worker.drain(signal.SIGHUP, until=now + self._drain_s(worker))
                 else:
-                    child.drain(signal.SIGTERM, until=self._stops_by)
-            case Phase.DRAINING if now > child.due:
-                log.warning("%s has not drained within %g s: killed", child.name, self._drain_s(child))
-                child.kill_group()
-                child.due = float("inf")
-            case Phase.KILLED if now >= child.due:
-                child.kill_group()
+                    worker.drain(signal.SIGTERM, until=self._stops_by)
+            case Phase.DRAINING if now > worker.due:
+                log.warning("%s has not drained within %g s: killed", worker.name, self._drain_s(worker))
+                worker.kill_group()
+                worker.due = float("inf")
+            case Phase.KILLED if now >= worker.due:
+                worker.kill_group()
 
-    def _drain_s(self, child: Child) -> float:
-        """Who leaves finishes all that it has; what a restart cuts short goes on at another worker, or at the next."""
-        gone = child.desired is Desired.GONE
-        return self._config.http.request_timeout_s if gone else self._config.node.drain_s
+    def _drain_s(self, worker: SupervisedWorker) -> float:
+        """Return the drain timeout: a removed worker finishes its requests; those that a restart cuts off are retried
+        by another worker or by the next process."""
+        removed = worker.desired is Desired.STOP
+        return self._config.http.request_timeout_s if removed else self._config.node.drain_s
 
-    def _abort(self, child: Child, reason: str) -> None:
-        """Have it write its threads' stacks by which it ends; what does not end by that is killed soon after."""
-        log.error("%s %s: killed", child.name, reason)
-        child.send(signal.SIGABRT)
-        child.phase, child.due = Phase.KILLED, self._clock() + _LAST_WORDS_S
+    def _abort(self, worker: SupervisedWorker, reason: str) -> None:
+        """Send SIGABRT, on which the process writes its threads' stacks and ends; SIGKILL follows after a grace."""
+        log.error("%s %s: killed", worker.name, reason)
+        worker.send_signal(signal.SIGABRT)
+        worker.phase, worker.due = Phase.KILLED, self._clock() + _ABORT_GRACE_S
 
-    def _start(self, child: Child) -> None:
-        child.epoch += 1
-        child.started, child.exit_code, child.table.note = self._clock(), None, ""
-        by_standby = child.desired is Desired.RUN and not child.failed_starts
-        child.desired = Desired.RUN
+    def _start(self, worker: SupervisedWorker) -> None:
+        worker.epoch += 1
+        worker.started, worker.exit_code, worker.table.note = self._clock(), None, ""
+        use_standby = worker.desired is Desired.RUN and not worker.failed_starts
+        worker.desired = Desired.RUN
         try:
-            self._spawn(child, by_standby)
-        except OSError as error:  # no memory or no process to be had just now
-            self._ended(child, f"could not be started: {error}")
+            self._spawn(worker, use_standby)
+        except OSError as error:  # no memory, or no process left
+            self._handle_failure(worker, f"could not be started: {error}")
         else:
-            child.phase, child.due = Phase.STARTING, child.started + _SLOW_START_S
+            worker.phase, worker.due = Phase.STARTING, worker.started + _SLOW_START_S
 
-    def _ended(self, child: Child, how: str) -> None:
-        """A life is over that should have gone on, or could not begin: the next one after a while, or none."""
-        ran_s = self._clock() - child.started if child.says_ready else 0.0
-        child.was_ready = child.was_ready or child.says_ready  # if it ended before anybody could see it
-        child.failed_starts = 0 if child.says_ready else child.failed_starts + 1
-        if child.exit_code == EXIT_CONFIG:
-            child.failed_starts = max(child.failed_starts, MOST_FAILED_STARTS)
-        by_itself = child.exit_code is not None and child.exit_code > 0  # its note says why; else it is an older one
-        said = f"{how}: {child.table.note}" if by_itself and child.table.note else how
-        if child.cannot_run and not child.was_ready and child.place.spare is None:
-            log.error("%s cannot run (%s): %s", child.name, said, "the node stops" if child.needed else "given up")
-            if child.needed:
-                child.phase = Phase.FATAL
+    def _handle_failure(self, worker: SupervisedWorker, how: str) -> None:
+        """Schedule the restart of a worker that ended unexpectedly or could not be started, or give it up."""
+        ran_s = self._clock() - worker.started if worker.reports_ready else 0.0
+        worker.was_ready = worker.was_ready or worker.reports_ready  # it may have ended before `_advance` saw it
+        worker.failed_starts = 0 if worker.reports_ready else worker.failed_starts + 1
+        if worker.exit_code == EXIT_CONFIG:
+            worker.failed_starts = max(worker.failed_starts, MAX_FAILED_STARTS)
+        exited = worker.exit_code is not None and worker.exit_code > 0  # else its note is from an earlier epoch
+        reason = f"{how}: {worker.table.note}" if exited and worker.table.note else how
+        if worker.cannot_run and not worker.was_ready and worker.placement.spare is None:
+            log.error("%s cannot run (%s): %s", worker.name, reason, "the node stops" if worker.needed else "removed")
+            if worker.needed:
+                worker.phase = Phase.FATAL
             else:
-                child.desired, child.phase = Desired.GONE, Phase.STOPPED
+                worker.desired, worker.phase = Desired.STOP, Phase.STOPPED
             return
-        delay = child.backoff.next_delay(ran_s)
-        child.back_off(self._clock() + delay)
-        child.restarts += 1
-        if child.cannot_run:
-            child.failure = f"cannot run ({said})"
-            log.error("%s cannot run (%s): the others go on, it starts again in %.2f s", child.name, said, delay)
+        delay = worker.backoff.next_delay(ran_s)
+        worker.back_off(self._clock() + delay)
+        worker.restarts += 1
+        if worker.cannot_run:
+            worker.failure = f"cannot run ({reason})"
+            log.error("%s cannot run (%s): the others keep serving, it restarts in %.2f s", worker.name, reason, delay)
         else:
-            child.failure = f"ended ({said})"
-            log.warning("%s ended (%s); it starts again in %.2f s", child.name, said, delay)
+            worker.failure = f"ended ({reason})"
+            log.warning("%s ended (%s); it restarts in %.2f s", worker.name, reason, delay)

@@ -1,4 +1,4 @@
-"""The HTTP socket: bound once by the supervisor, before anything starts, and handed to each frontend it starts."""
+"""The HTTP listening socket: bound once by the supervisor before anything starts, and inherited by every frontend."""
 
 import errno
 import ipaddress
@@ -12,7 +12,8 @@ Address = tuple[Any, ...]
 
 
 def check_host(http: HttpSection) -> tuple[socket.AddressFamily, Address]:
-    """Where HTTP would listen. Raises `ConfigError` for no address, or if strangers could ask without a key."""
+    """Resolve the address that HTTP listens on. Raises `ConfigError` if it does not resolve, or if it is not loopback
+    and there are no API keys."""
     try:
         family, _, _, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:  # UnicodeError: a label that no host name can have
@@ -25,8 +26,8 @@ def check_host(http: HttpSection) -> tuple[socket.AddressFamily, Address]:
 
 
 def listen(http: HttpSection) -> socket.socket:
-    """A listening socket. Raises `ResourceBusy` if the port is taken, `ConfigError` if the address is none of this
-    machine's, or if strangers could ask without a key."""
+    """Open the listening socket. Raises `ResourceBusy` if the port is taken, and `ConfigError` as `check_host` does or
+    if the address is not one of this machine."""
     family, address = check_host(http)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -35,6 +36,6 @@ def listen(http: HttpSection) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        kind_of_error = ResourceBusy if error.errno == errno.EADDRINUSE else ConfigError
-        raise kind_of_error(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
+        error_type = ResourceBusy if error.errno == errno.EADDRINUSE else ConfigError
+        raise error_type(f"http.port = {http.port}: cannot listen on {http.host}: {error.strerror}") from error
     return listener

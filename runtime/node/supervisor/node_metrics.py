@@ -1,4 +1,4 @@
-"""What the supervisor knows of its node, as metrics: its workers' states and processes, and what was promised."""
+"""Metrics that the supervisor itself collects: states and resource usage of the workers, SLOs, machine memory."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds: seconds of processor time, resident bytes, threads, open descriptors."""
+    """Resource usage of a process: CPU seconds, resident bytes, threads, open descriptors."""
 
     cpu_s: float = 0.0
     resident_bytes: int = 0
@@ -27,15 +27,15 @@ class Usage:
 
 
 def node_version() -> str:
-    """The installed distribution's version; "" when run from a bare checkout."""
+    """Return the version of the installed distribution, "" in a checkout that is not installed."""
     try:
         return importlib.metadata.version("trinity-runtime")
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def usage_of(pid: int) -> Usage:
-    """Of a process of ours; nothing if it has just ended (or `pid` is 0)."""
+def process_usage(pid: int) -> Usage:
+    """Return the usage of one process; all 0 if it has ended or `pid` is 0."""
     if not pid:
         return Usage()
     try:
@@ -52,28 +52,28 @@ def usage_of(pid: int) -> Usage:
         return Usage()
 
 
-def usage_of_all(pid: int) -> Usage:
-    """Of a process of ours and all that it has started."""
+def tree_usage(pid: int) -> Usage:
+    """Return the usage of a process and all of its descendants."""
     try:
-        started = psutil.Process(pid).children(recursive=True) if pid else []
+        descendants = psutil.Process(pid).children(recursive=True) if pid else []
     except psutil.Error:
-        started = []
-    every = [usage_of(one) for one in (pid, *(process.pid for process in started))]
+        descendants = []
+    usages = [process_usage(one) for one in (pid, *(process.pid for process in descendants))]
     return Usage(
-        sum(one.cpu_s for one in every),
-        sum(one.resident_bytes for one in every),
-        sum(one.threads for one in every),
-        sum(one.fds for one in every),
+        sum(usage.cpu_s for usage in usages),
+        sum(usage.resident_bytes for usage in usages),
+        sum(usage.threads for usage in usages),
+        sum(usage.fds for usage in usages),
     )
 
 
 @dataclass
-class _Spent:
-    """Processor time of a worker over all its lives: what earlier ones were last seen with is kept."""
+class _CpuTime:
+    """CPU time of a worker over all of its processes: of ended ones, the last value read."""
 
     pid: int = 0
-    before_s: float = 0.0
-    seen_s: float = 0.0
+    before_s: float = 0.0  # of earlier processes
+    seen_s: float = 0.0  # of the current one
 
     def total(self, pid: int, now_s: float) -> float:
         if pid != self.pid:
@@ -83,14 +83,14 @@ class _Spent:
 
 
 @dataclass
-class NodeFigures:
-    """The families that do not come from the workers' tables. `usage` looks a process up."""
+class NodeMetricsSource:
+    """Source of the metric families that do not come from the workers' tables. `usage` reads a process's usage."""
 
     config: NodeConfig
     workers: Sequence[WorkerPlan]
     version: str
-    usage: Callable[[int], Usage] = usage_of
-    _spent: dict[str, _Spent] = field(default_factory=dict)
+    usage: Callable[[int], Usage] = process_usage
+    _cpu_times: dict[str, _CpuTime] = field(default_factory=dict)
 
     def families(
         self,
@@ -99,12 +99,12 @@ class NodeFigures:
         spares: Sequence[WorkerStatus] = (),
         draining: bool = False,
     ) -> "Iterator[Family]":
-        """All of them now. `spares`: the standby workers."""
+        """Yield all families with their current values. `spares`: the standby workers."""
         yield from _states(statuses)
         pids = {status.name: status.pid for status in (*statuses, *spares)}
         yield from self._processes(pids | {"supervisor": supervisor_pid})
         yield ProcessMetrics.STANDBY_UP.of({s.name: s.phase == "standby" for s in spares})
-        yield from self._promises()
+        yield from self._targets()
         yield NodeMetrics.INFO.of({self.version: 1.0})
         yield NodeMetrics.DRAINING.now(draining)
         yield ProcessMetrics.INFO.of({(w.name, w.role, w.shown_device, w.gpu): 1.0 for w in self.workers})
@@ -113,15 +113,17 @@ class NodeFigures:
         yield NodeMetrics.MEMORY_AVAILABLE.now(memory.available)
 
     def _processes(self, pids: dict[str, int]) -> "Iterator[Family]":
-        engines = {place.name for place in self.workers if place.role == "engine"}  # vLLM is what they have started
-        usages = {name: (usage_of_all if name in engines else self.usage)(pid) for name, pid in pids.items()}
-        spent = {name: self._spent.setdefault(name, _Spent()).total(pids[name], u.cpu_s) for name, u in usages.items()}
-        yield ProcessMetrics.CPU_SECONDS.of(spent)
+        engines = {place.name for place in self.workers if place.role == "engine"}  # vLLM runs in their descendants
+        usages = {name: (tree_usage if name in engines else self.usage)(pid) for name, pid in pids.items()}
+        totals = {
+            name: self._cpu_times.setdefault(name, _CpuTime()).total(pids[name], u.cpu_s) for name, u in usages.items()
+        }
+        yield ProcessMetrics.CPU_SECONDS.of(totals)
         yield ProcessMetrics.RESIDENT.of({name: usage.resident_bytes for name, usage in usages.items()})
         yield ProcessMetrics.THREADS.of({name: usage.threads for name, usage in usages.items()})
         yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
 
-    def _promises(self) -> "Iterator[Family]":
+    def _targets(self) -> "Iterator[Family]":
         slo, control = self.config.slo, self.config.control
         yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
         yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)

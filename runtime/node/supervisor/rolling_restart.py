@@ -1,45 +1,45 @@
-"""A rolling restart: one worker after the other drains, ends and comes back, while the others serve."""
+"""Rolling restart: drain and restart one worker after another while the others serve."""
 
 import logging
 from collections import deque
 from collections.abc import Sequence
 
-from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
 
 log = logging.getLogger("supervisor")
 
 
-class Rolling:
-    """The workers that are to be restarted, and whose turn it is."""
+class RollingRestart:
+    """Queue of workers to restart. `step` is called by the supervisor's loop."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
-        self._children = children  # the supervisor's own: workers come and go
-        self._waiting: deque[Child] = deque()
+    def __init__(self, workers: Sequence[SupervisedWorker]) -> None:
+        self._workers = workers  # the supervisor's list, which changes as it scales
+        self._queue: deque[SupervisedWorker] = deque()
 
-    def ask(self, name: str) -> str:
-        """Restart one worker, or with "" all of them. Returns what is wrong with that, "" if nothing is."""
-        chosen = [child for child in self._children if not name or child.name == name]
+    def request(self, name: str) -> str:
+        """Queue one worker, or all with "". Returns an error message, "" on success."""
+        chosen = [worker for worker in self._workers if not name or worker.name == name]
         if not chosen:
-            return f"no worker {name!r}; there are {', '.join(child.name for child in self._children)}"
-        for child in chosen:
-            if child not in self._waiting and child.desired is not Desired.RESTART:
-                self._waiting.append(child)
+            return f"no worker {name!r}; there are {', '.join(worker.name for worker in self._workers)}"
+        for worker in chosen:
+            if worker not in self._queue and worker.desired is not Desired.RESTART:
+                self._queue.append(worker)
         return ""
 
     def step(self, now_s: float) -> None:
-        """Go on where that is possible: the next begins when every worker is ready, but for those that cannot run.
+        """Restart the next worker once every worker is ready or cannot run.
 
-        One of these is started at once, whatever its back-off: who asks for that may have mended what it lacked.
+        A worker that cannot run starts at once, without its back-off: the cause may have been fixed.
         """
-        if not all(child.phase is Phase.READY or child.cannot_run for child in self._children):
+        if not all(worker.phase is Phase.READY or worker.cannot_run for worker in self._workers):
             return
-        while self._waiting:
-            child = self._waiting.popleft()
-            if child not in self._children or child.desired is Desired.GONE:  # it has left the node meanwhile
+        while self._queue:
+            worker = self._queue.popleft()
+            if worker not in self._workers or worker.desired is Desired.STOP:  # removed since it was queued
                 continue
-            if child.phase is Phase.READY:
-                log.info("%s restarts: it drains first", child.name)
-                child.desired = Desired.RESTART
-            elif child.phase is Phase.BACKOFF:
-                child.due = now_s
+            if worker.phase is Phase.READY:
+                log.info("%s restarts: it drains first", worker.name)
+                worker.desired = Desired.RESTART
+            elif worker.phase is Phase.BACKOFF:
+                worker.due = now_s
             return

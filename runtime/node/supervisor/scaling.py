@@ -1,13 +1,13 @@
-"""Workers that come and go while the node runs: added, drained one by one or with their GPU, flipped to the other role.
+"""Scaling of a running node: add workers, drain workers or whole GPUs, flip workers to the other role.
 
-Nothing is lost by it. A worker that leaves is given nothing new, finishes what it has, and ends when the frontend has
-let go of it; a pool worker's clients turn to the other replicas, and find it again if it comes back. A flip starts a
-worker in the other role first, and drains the old one only when that one is ready, so that capacity is never less than
-before: for a while the node holds one model more. The last worker of a role stays, and so does that of a shard.
+No request is lost. A worker that is drained receives no new requests, finishes those it has, and ends once the frontend
+has released it; clients of a pool worker switch to its replicas, and find it again if it is added back. A flip starts a
+worker in the other role first and drains the old one only when the new one is ready, so capacity never drops: for a
+while the node holds one more model. The last ready worker of a role, or of a shard, cannot be drained.
 
-A place of the plan whose worker has left is taken again before any other. Beyond the plan, an added prefill or decode
-worker shares the device and the cores of the one that it is modelled on; pools are never more than planned, since
-their clients know them from the start. The frontend is fixed.
+Vacant placements of the plan are filled first. Beyond the plan, an added prefill or decode worker shares device and
+cores with the worker that it is modelled on. Pool workers cannot exceed the plan, because their clients know the
+endpoints from the start. The frontend is fixed.
 """
 
 import itertools
@@ -20,143 +20,146 @@ import msgspec
 from runtime.errors import InvalidRequest
 from runtime.node.config import MOST_WORKERS, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
-from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
 
-Verb = Literal["add", "drain", "flip"]
-_OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+ScaleAction = Literal["add", "drain", "flip"]
+_OTHER_ROLE: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 GPU_NAMES = ("cuda:", "GPU-", "MIG-", "SIM-")
-"""What the name of a GPU begins with."""
+"""Prefixes of GPU names."""
 
 log = logging.getLogger("supervisor")
 
 
-class Changes:
-    """What was asked for and is under way. `begin` makes a child of the node, `end` takes one out of it."""
+class Scaler:
+    """Scaling operations in progress. `add` adds a worker to the supervisor, `remove` removes one that has ended."""
 
     def __init__(
         self,
-        children: Sequence[Child],
+        workers: Sequence[SupervisedWorker],
         plan: NodePlan,
         *,
-        begin: Callable[[WorkerPlan], None],
-        end: Callable[[Child], None],
+        add: Callable[[WorkerPlan], None],
+        remove: Callable[[SupervisedWorker], None],
     ) -> None:
-        self._children, self._config, self._planned = children, plan.config, plan.workers
-        self._begin, self._end = begin, end
-        self._flips: dict[str, str] = {}  # the new worker → the one that it is there for
+        self._workers, self._config, self._planned = workers, plan.config, plan.workers
+        self._add_worker, self._remove_worker = add, remove
+        self._flips: dict[str, str] = {}  # new worker → the worker that it replaces
 
-    def ask(self, verb: Verb, what: str) -> tuple[str, ...]:
-        """Begin a change of `what`: a role, a worker, or a GPU ("cuda:N" or its UUID).
+    def request(self, action: ScaleAction, target: str) -> tuple[str, ...]:
+        """Start an operation on `target`: a role, a worker, or a GPU ("cuda:N" or its UUID).
 
-        A role is one to add to, or its last ready worker to drain or flip; a GPU's workers are all drained, and all of
-        the plan's that are missing there are added. Returns the names of the workers that are added or leave; of a
-        flip, that of the new one. Raises InvalidRequest for what cannot be, and then nothing has begun.
+        With a role, one worker is added, or its last ready worker is drained or flipped; with a GPU, all of its workers
+        are drained, or all planned workers that are missing there are added. Returns the names of the added or drained
+        workers; of a flip, the name of the new one. Raises `InvalidRequest`, and then nothing has started.
         """
-        if verb == "add":
-            return self._add_on(what) if what.startswith(GPU_NAMES) else (self._add(self._role(what, "pool")),)
-        if verb == "drain":
-            leavers = self._leavers(what, "pool")
-            for child in leavers:
-                self._drain(child)
-            return tuple(child.name for child in leavers)
-        if what.startswith(GPU_NAMES):
-            raise InvalidRequest(f"flip a role's last worker or one by its name, not {what}")
-        (child,) = self._leavers(what)
-        name = self._add_like(child.place, _OTHER[child.place.role])
-        self._flips[name] = child.name
+        if action == "add":
+            return self._add_on(target) if target.startswith(GPU_NAMES) else (self._add(self._role(target, "pool")),)
+        if action == "drain":
+            leavers = self._select_leavers(target, "pool")
+            for worker in leavers:
+                self._drain(worker)
+            return tuple(worker.name for worker in leavers)
+        if target.startswith(GPU_NAMES):
+            raise InvalidRequest(f"cannot flip {target}: give a role, whose last worker is flipped, or a worker's name")
+        (worker,) = self._select_leavers(target)
+        name = self._add_like(worker.placement, _OTHER_ROLE[worker.placement.role])
+        self._flips[name] = worker.name
         return (name,)
 
     def step(self) -> None:
-        """Go on where that is possible."""
-        for child in list(self._children):
-            old = self._named(self._flips.get(child.name, ""))
-            if old is not None and child.phase is Phase.READY:
-                del self._flips[child.name]
+        """Advance the operations in progress."""
+        for worker in list(self._workers):
+            old = self._find(self._flips.get(worker.name, ""))
+            if old is not None and worker.phase is Phase.READY:
+                del self._flips[worker.name]
                 if old.phase is Phase.READY:
                     self._drain(old)
-            if child.desired is Desired.GONE and child.process is None:
-                self._flips.pop(child.name, None)
-                self._end(child)
-                log.info("%s has left", child.name)
+            if worker.desired is Desired.STOP and worker.process is None:
+                self._flips.pop(worker.name, None)
+                self._remove_worker(worker)
+                log.info("%s has left", worker.name)
 
     @property
-    def under_way(self) -> bool:
-        """Whether somebody comes, leaves or is not ready."""
-        return bool(self._flips) or not all(self._stays(child) for child in self._children)
+    def in_progress(self) -> bool:
+        """Whether a worker is being added, drained or flipped, or is not ready."""
+        return bool(self._flips) or not all(self._stays(worker) for worker in self._workers)
 
     @property
     def vacant(self) -> tuple[WorkerPlan, ...]:
-        """The places of the plan whose workers have left."""
-        return tuple(place for place in self._planned if self._named(place.name) is None)
+        """Planned placements without a worker."""
+        return tuple(placement for placement in self._planned if self._find(placement.name) is None)
 
-    # ---- coming
+    # ---- adding
 
     def _add(self, role: Role) -> str:
-        place = next((place for place in self.vacant if place.role == role), None)
-        if place is not None:
-            return self._start(place)
+        vacant = next((placement for placement in self.vacant if placement.role == role), None)
+        if vacant is not None:
+            return self._start(vacant)
         if role == "pool":
-            planned = sum(place.role == "pool" for place in self._planned)
-            raise InvalidRequest(f"all {planned} pool workers of the plan are there, and there can be no others")
-        return self._add_like(next(child.place for child in self._children if child.place.role == role), role)
+            planned = sum(placement.role == "pool" for placement in self._planned)
+            raise InvalidRequest(f"all {planned} pool workers of the plan are running; the plan limits their number")
+        return self._add_like(next(w.placement for w in self._workers if w.placement.role == role), role)
 
     def _add_on(self, gpu: str) -> tuple[str, ...]:
-        missing = [place for place in self.vacant if place.is_on(gpu)]
+        missing = [placement for placement in self.vacant if placement.is_on(gpu)]
         if not missing:
             raise InvalidRequest(f"no worker of the plan is missing on {gpu}")
-        return tuple(self._start(place) for place in missing)
+        return tuple(self._start(placement) for placement in missing)
 
-    def _add_like(self, like: WorkerPlan, role: Role) -> str:
-        taken = {child.place.index for child in self._children if child.place.role == role}
-        if len(taken) >= MOST_WORKERS:
-            raise InvalidRequest(f"the node has {len(taken)} {role} workers, the limit is {MOST_WORKERS}")
-        # The name of a place on another GPU is left to the worker that will be there again.
-        taken |= {place.index for place in self._planned if place.role == role and place.gpu != like.gpu}
-        index = next(index for index in itertools.count() if index not in taken)
+    def _add_like(self, model: WorkerPlan, role: Role) -> str:
+        used = {worker.placement.index for worker in self._workers if worker.placement.role == role}
+        if len(used) >= MOST_WORKERS:
+            raise InvalidRequest(f"the node has {len(used)} {role} workers, the limit is {MOST_WORKERS}")
+        # The name of a vacant placement on another GPU stays reserved for the worker that returns there.
+        used |= {p.index for p in self._planned if p.role == role and p.gpu != model.gpu}
+        index = next(index for index in itertools.count() if index not in used)
         threads = self._config.prefill.threads if role == "prefill" else self._config.decode.threads
-        return self._start(msgspec.structs.replace(like, role=role, index=index, threads=threads))
+        return self._start(msgspec.structs.replace(model, role=role, index=index, threads=threads))
 
-    def _start(self, place: WorkerPlan) -> str:
-        log.info("%s is added", place.name)
-        self._begin(place)
-        return place.name
+    def _start(self, placement: WorkerPlan) -> str:
+        log.info("%s is added", placement.name)
+        self._add_worker(placement)
+        return placement.name
 
-    # ---- leaving
+    # ---- draining
 
-    def _drain(self, child: Child) -> None:
-        log.info("%s leaves: it drains first", child.name)
-        child.desired = Desired.GONE
+    def _drain(self, worker: SupervisedWorker) -> None:
+        log.info("%s leaves: it drains first", worker.name)
+        worker.desired = Desired.STOP
 
-    def _leavers(self, what: str, *more: Role) -> list[Child]:
-        """The workers that are meant, if they can be spared. Those of a GPU need not be ready: it may be broken."""
+    def _select_leavers(self, target: str, *more: Role) -> list[SupervisedWorker]:
+        """Return the workers to drain. Those of a GPU need not be ready, since the GPU may have failed.
+
+        Raises `InvalidRequest` if a role or shard would be left without a ready worker.
+        """
         roles: set[Role]
-        if what.startswith(GPU_NAMES):
-            leavers = [child for child in self._children if child.place.is_on(what) and not self._leaves(child)]
-            roles = {child.place.role for child in leavers}
+        if target.startswith(GPU_NAMES):
+            leavers = [w for w in self._workers if w.placement.is_on(target) and not self._leaves(w)]
+            roles = {worker.placement.role for worker in leavers}
             if not leavers:
-                staying = [child.place for child in self._children if child.place.gpu and not self._leaves(child)]
-                gpus = sorted({place.shown_device for place in staying})
-                raise InvalidRequest(f"no worker stays on {what}; workers stay on {', '.join(gpus) or 'no GPU'}")
+                staying = [w.placement for w in self._workers if w.placement.gpu and not self._leaves(w)]
+                gpus = sorted({placement.shown_device for placement in staying})
+                raise InvalidRequest(f"no worker stays on {target}; workers stay on {', '.join(gpus) or 'no GPU'}")
         else:
-            child = self._named(what)
-            if child is None and what not in get_args(Role):
-                there = ", ".join(found.name for found in self._children if found.place.role in self._roles(*more))
-                raise InvalidRequest(f"there is no worker {what!r}; there are {there or 'none that come and go'}")
-            role = self._role(child.place.role if child else what, *more)
-            ready = [found for found in reversed(self._children) if found.place.role == role and self._stays(found)]
-            if child is not None and child not in ready:
+            named = self._find(target)
+            if named is None and target not in get_args(Role):
+                known = ", ".join(w.name for w in self._workers if w.placement.role in self._roles(*more))
+                raise InvalidRequest(f"no worker {target!r}; workers that can be drained: {known or 'none'}")
+            role = self._role(named.placement.role if named else target, *more)
+            ready = [w for w in reversed(self._workers) if w.placement.role == role and self._stays(w)]
+            if named is not None and named not in ready:
                 raise InvalidRequest(
-                    f"{child.name} is {'about to leave' if self._leaves(child) else child.phase.value}"
+                    f"{named.name} is {'already draining' if self._leaves(named) else named.phase.value}"
                 )
-            leavers, roles = ready[:1] if child is None else [child], {role}
+            leavers, roles = ready[:1] if named is None else [named], {role}
         for role in roles:
-            self._check_spared(leavers, role)
+            self._check_remaining(leavers, role)
         return leavers
 
-    def _check_spared(self, leavers: Sequence[Child], role: Role) -> None:
-        """Raises InvalidRequest unless the role, and each shard that its pools serve, has a ready worker without."""
-        left = [found for found in self._children if self._stays(found) and found not in leavers]
-        indexes = {found.place.index for found in left if found.place.role == role}
+    def _check_remaining(self, leavers: Sequence[SupervisedWorker], role: Role) -> None:
+        """Raise `InvalidRequest` unless the role, and each shard that its pools serve, keeps a ready worker."""
+        remaining = [worker for worker in self._workers if self._stays(worker) and worker not in leavers]
+        indexes = {worker.placement.index for worker in remaining if worker.placement.role == role}
         if not indexes:
             advice = "" if role == "pool" else "; add one first"
             raise InvalidRequest(f"that would leave the node without a ready {role} worker{advice}")
@@ -167,27 +170,27 @@ class Changes:
                         f"that would leave shard {shard} of collection {collection.name!r} without a ready pool worker"
                     )
 
-    # ---- who is meant
+    # ---- lookups
 
     def _role(self, role: str, *more: Role) -> Role:
-        """A role whose workers may do so: prefill, decode or one of `more`."""
+        """Return `role` if its workers can be scaled: prefill, decode or one of `more`. Raises `InvalidRequest`."""
         known = self._roles(*more)
         for one in known:
             if role == one:
                 return one
         roles = ", ".join(known) or "none without a [model]"
-        raise InvalidRequest(f"{role!r} is no role whose workers come and go like that; such roles here: {roles}")
+        raise InvalidRequest(f"workers of role {role!r} cannot be scaled like that; roles of this node: {roles}")
 
     def _roles(self, *more: Role) -> list[Role]:
-        """The roles of this node whose workers may: prefill, decode and `more`."""
-        roles: list[Role] = list(_OTHER) if self._config.own_model is not None else []
+        """Return the roles of this node that can be scaled: prefill, decode and `more`."""
+        roles: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
         return [*roles, *(more if self._config.collections else ())]
 
-    def _stays(self, child: Child) -> bool:
-        return child.phase is Phase.READY and not self._leaves(child)
+    def _stays(self, worker: SupervisedWorker) -> bool:
+        return worker.phase is Phase.READY and not self._leaves(worker)
 
-    def _leaves(self, child: Child) -> bool:
-        return child.desired is Desired.GONE or child.name in self._flips.values()
+    def _leaves(self, worker: SupervisedWorker) -> bool:
+        return worker.desired is Desired.STOP or worker.name in self._flips.values()
 
-    def _named(self, name: str) -> Child | None:
-        return next((child for child in self._children if child.name == name), None)
+    def _find(self, name: str) -> SupervisedWorker | None:
+        return next((worker for worker in self._workers if worker.name == name), None)

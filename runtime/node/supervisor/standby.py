@@ -1,9 +1,9 @@
-"""Standby workers: processes that have loaded what a role loads, and wait to take the place of a worker that dies.
+"""Standby workers: processes that have loaded a role's model and libraries and replace a worker that dies.
 
-A standby worker takes over name, epoch, table and endpoint of one that is placed as it is itself: on the same device,
-with the same cores. It stands in for a death alone: a restart that was asked for begins with a new process, and so do
-the next tries of a worker whose start has failed. Another standby worker is started in the background, one at a time,
-when the node has been ready and none of its workers is starting: loading is left to who is needed first.
+A standby worker takes over name, epoch, table and endpoint of a worker with the same placement (device and cores). It
+replaces workers that died; a requested restart starts a new process, and so do the retries of a failed start. Standby
+workers start in the background, one at a time, once the node has been ready and while none of its workers is starting,
+so that loading does not compete with them.
 """
 
 import logging
@@ -12,59 +12,66 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from runtime.node.placement.plan import WorkerPlan
-from runtime.node.supervisor.supervised_worker import Child, Desired, Phase
+from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
 
 log = logging.getLogger("supervisor")
 
 
-class Standbys:
-    """Those of one node, as children of its supervisor; `workers` are the node's own, who come and go."""
+class StandbyWorkers:
+    """The standby workers of one node (`spares`). `workers` is the supervisor's list, which changes as it scales."""
 
-    def __init__(self, children: Sequence[Child], workers: Sequence[Child]) -> None:
-        self.children, self._workers = tuple(children), workers
+    def __init__(self, spares: Sequence[SupervisedWorker], workers: Sequence[SupervisedWorker]) -> None:
+        self.spares, self._workers = tuple(spares), workers
 
-    def stand_in(self, child: Child) -> bool:
-        """Make the process of a standby worker that fits `child`'s, but tell it nothing yet. False if there is none."""
-        spare = self._for(child)
+    def assign(self, worker: SupervisedWorker) -> bool:
+        """Move the process of a matching standby worker to `worker`. Returns False if there is none.
+
+        The caller sends the process its new `WorkerSpec`.
+        """
+        spare = self._match(worker)
         if spare is None:
             return False
-        log.info("%s takes the place of %s", spare.name, child.name)
-        child.process, child.stack_fd = spare.process, spare.stack_fd
+        log.info("%s replaces %s", spare.name, worker.name)
+        worker.process, worker.stack_fd = spare.process, spare.stack_fd
         spare.process, spare.stack_fd = None, -1
         spare.back_off()
         return True
 
-    def _for(self, child: Child) -> Child | None:
-        fitting = (s for s in self.children if s.phase is Phase.STANDBY and _fits(s.place, child.place))
-        return next(fitting, None)
+    def _match(self, worker: SupervisedWorker) -> SupervisedWorker | None:
+        matching = (s for s in self.spares if s.phase is Phase.STANDBY and _matches(s.placement, worker.placement))
+        return next(matching, None)
 
-    def renew(self) -> None:
-        """Start them anew, as they would be after a restart of the whole node."""
-        for spare in self.children:
+    def restart_all(self) -> None:
+        """Restart them, as part of a restart of the whole node."""
+        for spare in self.spares:
             if spare.process is not None:
                 spare.desired = Desired.RESTART
 
-    def step(self, *, may_start: bool) -> tuple[Child, ...]:
-        """Those that are to be brought nearer to what is desired of them.
+    def step(self, *, may_start: bool) -> tuple[SupervisedWorker, ...]:
+        """Update their desired states, and return those that are to be reconciled now.
 
-        A standby worker is there as long as a worker is that it could stand in for: not on a GPU that was drained. A
-        worker that died does not wait for its back-off while one stands by: loading the next one slows deaths enough.
+        A standby worker runs only while there is a worker that it could replace: not on a GPU that was drained. A
+        worker that died skips its back-off if a standby worker matches: loading the next one limits the rate enough.
         """
-        for child in self._workers:
-            if child.phase is Phase.BACKOFF and not child.failed_starts and self._for(child) is not None:
-                child.due = 0.0
-        coming = [child for child in self._workers if child.phase is Phase.BACKOFF and not child.cannot_run]
-        starting = [child for child in (*self._workers, *self.children) if child.phase is Phase.STARTING]
-        may_start = may_start and not coming and not starting
+        for worker in self._workers:
+            if worker.phase is Phase.BACKOFF and not worker.failed_starts and self._match(worker) is not None:
+                worker.due = 0.0
+        restarting = [worker for worker in self._workers if worker.phase is Phase.BACKOFF and not worker.cannot_run]
+        starting = [worker for worker in (*self._workers, *self.spares) if worker.phase is Phase.STARTING]
+        may_start = may_start and not restarting and not starting
         chosen = []
-        for spare in self.children:
-            of_use = any(_fits(spare.place, w.place) for w in self._workers if w.desired is not Desired.GONE)
-            if not of_use:
-                spare.desired = Desired.GONE
-            elif spare.desired is Desired.GONE and spare.process is None:
+        for spare in self.spares:
+            useful = any(
+                _matches(spare.placement, worker.placement)
+                for worker in self._workers
+                if worker.desired is not Desired.STOP
+            )
+            if not useful:
+                spare.desired = Desired.STOP
+            elif spare.desired is Desired.STOP and spare.process is None:
                 spare.desired = Desired.RUN
                 spare.back_off()
-            if spare.process is not None or not of_use:
+            if spare.process is not None or not useful:
                 chosen.append(spare)
             elif may_start:
                 chosen.append(spare)
@@ -72,5 +79,5 @@ class Standbys:
         return tuple(chosen)
 
 
-def _fits(spare: WorkerPlan, place: WorkerPlan) -> bool:
-    return replace(spare, index=place.index, spare=None) == place
+def _matches(spare: WorkerPlan, placement: WorkerPlan) -> bool:
+    return replace(spare, index=placement.index, spare=None) == placement

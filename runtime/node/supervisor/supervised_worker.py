@@ -1,4 +1,4 @@
-"""A worker of the plan as its supervisor holds it: the process that is it now, and how that is started and ended."""
+"""State that the supervisor keeps for each worker, and helpers that start, feed and kill its process."""
 
 import contextlib
 import os
@@ -17,27 +17,27 @@ from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.worker import WorkerSpec
 
-MOST_FAILED_STARTS = 3  # one after the other: then it is a worker that cannot run
-_SILENT_S = 3.0  # by then people are told; a loop beats several times a second
-_MOST_STACKS = 32 << 10  # bytes
+MAX_FAILED_STARTS = 3  # consecutive failed starts after which a worker is reported as unable to run
+_MISSED_HEARTBEAT_S = 3.0  # `trinity status` shows a note from this age on; a loop writes several heartbeats a second
+_MAX_STACKS_BYTES = 32 << 10
 COMMAND = (sys.executable, "-m", "runtime.node.worker")
 
 
 class Desired(Enum):
-    """What shall become of a worker."""
+    """Desired state of a worker."""
 
     RUN = "run"
-    RESTART = "restart"  # its process ends, drained, and another one begins
-    GONE = "gone"  # its process ends, drained, and no other begins
+    RESTART = "restart"  # drain and end its process, then start another one
+    STOP = "stop"  # drain and end its process, start no other
 
 
 class Phase(Enum):
-    """Where a worker is (see `lifecycle`). In BACKOFF, STOPPED and FATAL it has no process."""
+    """Observed state of a worker, see `lifecycle`. In BACKOFF, STOPPED and FATAL it has no process."""
 
     BACKOFF = "backoff"
     STARTING = "starting"
     READY = "ready"
-    STANDBY = "standby"  # what READY is of a worker, of one that waits to take another's place
+    STANDBY = "standby"  # a standby worker that is ready
     DRAINING = "draining"
     KILLED = "killed"
     STOPPED = "stopped"
@@ -45,14 +45,14 @@ class Phase(Enum):
 
 
 @dataclass
-class Child:
-    """A worker of the plan and the process that is it now, if one is. `due`: when its phase calls for the next act.
+class SupervisedWorker:
+    """A worker of the plan and its current process, if it has one. `due`: time of the next transition of its phase.
 
-    `needed`: the node is not ready before this worker was. `failed_starts`: one after the other. `failure`: how its
-    last life ended, if it should have gone on.
+    `needed`: the node becomes ready only after this worker has. `failed_starts`: consecutive ones. `failure`: how its
+    last process ended, if that was not requested.
     """
 
-    place: WorkerPlan
+    placement: WorkerPlan
     table: WorkerTable
     backoff: Backoff
     needed: bool = True
@@ -63,78 +63,79 @@ class Child:
     restarts: int = 0
     started: float = 0.0
     due: float = 0.0
-    was_ready: bool = False  # in any of its lives
+    was_ready: bool = False  # in any epoch
     exit_code: int | None = None
-    last_exit: int = 0  # how the life before this one ended
+    last_exit: int = 0  # exit code of the previous process
     failed_starts: int = 0
     failure: str = ""
-    stack_fd: int = -1  # a file without a name, to which its process writes its threads' stacks at a fatal signal
-    clock_ns: Callable[[], int] = time.monotonic_ns  # that of the heartbeats
+    stack_fd: int = -1  # anonymous file to which the process writes its threads' stacks on a fatal signal
+    clock_ns: Callable[[], int] = time.monotonic_ns  # the clock of the heartbeats
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self.placement.name
 
     @property
-    def says_ready(self) -> bool:
-        """Whether its process of now has got ready; what the table says is that of the last one until it takes over."""
+    def reports_ready(self) -> bool:
+        """Whether the current process has become ready. Until it opens the table, the table has the last epoch's
+        state."""
         return self.table.epoch == self.epoch and self.table.state is not State.STARTING
 
     @property
-    def silent_s(self) -> float:
-        """Seconds since its loop's last heartbeat."""
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the last heartbeat of its loop."""
         return self.table.age_s(self.clock_ns())
 
     @property
     def cannot_run(self) -> bool:
-        """Whether it said so at its last start, or failed to start time after time."""
-        return self.failed_starts >= MOST_FAILED_STARTS
+        """Whether its last start ended with a configuration error, or several starts in a row failed."""
+        return self.failed_starts >= MAX_FAILED_STARTS
 
     def note(self, now_s: float) -> str:
-        """What people should know of it, in a line; "" if nothing."""
-        if self.phase is Phase.READY and self.silent_s > _SILENT_S:
-            return f"no heartbeat for {self.silent_s:.0f} s"
+        """Return the line that `trinity status` shows about the worker, "" if there is nothing to report."""
+        if self.phase is Phase.READY and self.heartbeat_age_s > _MISSED_HEARTBEAT_S:
+            return f"no heartbeat for {self.heartbeat_age_s:.0f} s"
         if not self.failure:
             return self.table.note
         if self.phase is Phase.BACKOFF:
-            return f"{self.failure}; starts again in {max(0.0, self.due - now_s):.0f} s"
+            return f"{self.failure}; restarts in {max(0.0, self.due - now_s):.0f} s"
         return self.failure
 
-    def send(self, kind: signal.Signals) -> None:
-        """A signal to its process, which may have just ended."""
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to its process; ignored if the process has ended."""
         if self.process is not None:
-            self.process.send_signal(kind)
+            self.process.send_signal(signum)
 
     def back_off(self, until: float = 0.0) -> None:
-        """It has no process, and gets one when that time has come: 0: as soon as one may start."""
+        """Enter BACKOFF; `until` is the earliest time of the next start, 0 for as soon as possible."""
         self.phase, self.due = Phase.BACKOFF, until
 
-    def drain(self, kind: signal.Signals, until: float) -> None:
-        """Have its process finish what it has and end. SIGHUP: in a node that goes on, SIGTERM: in one that stops."""
+    def drain(self, signum: signal.Signals, until: float) -> None:
+        """Drain its process until a deadline. SIGHUP: the node keeps running; SIGTERM: the node stops."""
         self.phase, self.due = Phase.DRAINING, until
-        self.send(kind)
+        self.send_signal(signum)
 
-    def take_stacks(self) -> str:
-        """What its process, which has ended, wrote there: "" if it did not end by such a signal."""
+    def read_stacks(self) -> str:
+        """Return the stacks that its ended process wrote, "" if no fatal signal ended it, and close their file."""
         if self.stack_fd < 0:
             return ""
         with open(self.stack_fd, "rb") as file:
             self.stack_fd = -1
             file.seek(0)
-            return file.read(_MOST_STACKS).decode(errors="replace")
+            return file.read(_MAX_STACKS_BYTES).decode(errors="replace")
 
     def kill_group(self) -> None:
-        """End its process and whatever that has started: it leads a session of its own."""
+        """Kill its process and every process that it has started; it leads a session of its own."""
         if self.process is not None:
             kill_group(self.process.pid)
 
 
-def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subprocess.Popen[bytes]:
-    """Start a worker's process; it finds its `WorkerSpec` on its standard input. Raises `OSError`.
+def spawn(command: Sequence[str], spec: WorkerSpec, placement: WorkerPlan) -> subprocess.Popen[bytes]:
+    """Start a worker's process and send it its `WorkerSpec` on standard input. Raises `OSError`.
 
-    A standby worker's input stays open: who it shall be is told there later.
+    The standard input of a standby worker stays open: its second `WorkerSpec` follows when it replaces a worker.
     """
-    visible, threads = place.visible_devices, str(place.threads)
+    visible, threads = placement.visible_devices, str(placement.threads)
     process = subprocess.Popen(
         list(command),
         stdin=subprocess.PIPE,
@@ -148,14 +149,14 @@ def spawn(command: Sequence[str], spec: WorkerSpec, place: WorkerPlan) -> subpro
             **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
         },
     )
-    tell(process, spec, last=place.spare is None)
+    send_spec(process, spec, last=placement.spare is None)
     return process
 
 
-def tell(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool = True) -> None:
-    """Write a `WorkerSpec` to a process's standard input, and nothing after the `last`."""
+def send_spec(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool = True) -> None:
+    """Write a `WorkerSpec` to a process's standard input, and close it after the `last` one."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died already: who reaps will see it
+    with contextlib.suppress(BrokenPipeError):  # the process has ended; `Lifecycle.reap` handles it
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
         process.stdin.flush()
     if last:
@@ -163,18 +164,18 @@ def tell(process: subprocess.Popen[bytes], spec: WorkerSpec, *, last: bool = Tru
 
 
 def close_input(process: subprocess.Popen[bytes]) -> None:
-    """Nothing more will be said to it."""
+    """Close a process's standard input."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group, if anything of it still lives."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: all of it are zombies
+    """Kill a process group; ignored if no process of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: only zombies are left
         os.killpg(leader, signal.SIGKILL)
 
 
-def how(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int) -> str:
+    """Return an exit code as text: "exit code 1", "signal SIGKILL"."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

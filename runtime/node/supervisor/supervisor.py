@@ -1,7 +1,7 @@
-"""The supervisor: starts every worker of a plan, watches it, restarts what dies, answers status, and stops all of it.
+"""The supervisor: starts the workers of a plan, monitors and restarts them, serves the admin protocol, stops the node.
 
-Its loop: serve the control socket → reap the dead → roll, change → bring each worker nearer to what is desired → tune.
-Workers are its children and die with it; nothing of a node outlives its supervisor.
+Its loop: reap ended processes → advance restarts, scaling, reloads → reconcile workers → control loop → serve requests.
+Workers are its child processes and die with it; no process of a node outlives its supervisor.
 """
 
 import logging
@@ -25,28 +25,36 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.node.placement.gpus import Gpus
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo, RunDir
-from runtime.node.supervisor.admin import ControlServer, NodeStatus, WorkerStatus, Written
+from runtime.node.supervisor.admin import AdminServer, LiveCollectionsStatus, NodeStatus, WorkerStatus
 from runtime.node.supervisor.backoff import Backoff
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.listen import listen
-from runtime.node.supervisor.node_metrics import NodeFigures, node_version, usage_of, usage_of_all
-from runtime.node.supervisor.reload import Reloading
-from runtime.node.supervisor.rolling_restart import Rolling
-from runtime.node.supervisor.scaling import Changes
-from runtime.node.supervisor.standby import Standbys
-from runtime.node.supervisor.supervised_worker import COMMAND, Child, Desired, Phase, close_input, spawn, tell
+from runtime.node.supervisor.node_metrics import NodeMetricsSource, node_version, process_usage, tree_usage
+from runtime.node.supervisor.reload import RollingReload
+from runtime.node.supervisor.rolling_restart import RollingRestart
+from runtime.node.supervisor.scaling import Scaler
+from runtime.node.supervisor.standby import StandbyWorkers
+from runtime.node.supervisor.supervised_worker import (
+    COMMAND,
+    Desired,
+    Phase,
+    SupervisedWorker,
+    close_input,
+    send_spec,
+    spawn,
+)
 from runtime.node.worker import WorkerSpec
 
-_STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # whoever asks stops before whoever answers
+_STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # clients stop before their servers
 _POLL_S = 0.1
 
 log = logging.getLogger("supervisor")
 
 
 class Supervisor:
-    """Runs one node in this process. `run` returns the exit code once the node has stopped.
+    """Supervisor of one node. `run` returns the exit code once the node has stopped.
 
-    `command` is what runs a worker: it finds its `WorkerSpec` on its standard input, one line of JSON.
+    `command` starts a worker, which reads its `WorkerSpec` from standard input as one line of JSON.
     """
 
     def __init__(
@@ -60,33 +68,34 @@ class Supervisor:
         self._command = list(command)
         self._clock = clock
         self._random = random.Random(seed)
-        self._epochs: dict[str, int] = {}  # the last of each worker that has left
-        self.children = [self._child(place) for place in plan.workers]
-        self._standbys = Standbys([self._child(place, needed=False) for place in plan.spares], self.children)
+        self._epochs: dict[str, int] = {}  # last epoch of each removed worker
+        self.workers = [self._make_worker(placement) for placement in plan.workers]
+        spares = [self._make_worker(placement, needed=False) for placement in plan.spares]
+        self._standbys = StandbyWorkers(spares, self.workers)
         self._lifecycle = Lifecycle(plan.config, self._spawn, clock)
-        tables = {child.place.name: child.table for child in self.children}
+        tables = {worker.name: worker.table for worker in self.workers}
         self._control_loop = ControlLoop(plan.config, tables)
-        self.figures = NodeFigures(plan.config, plan.workers, version=node_version())
+        self.node_metrics = NodeMetricsSource(plan.config, plan.workers, version=node_version())
         self._gpus = Gpus()
-        self._rolling = Rolling(self.children)
-        self._changes = Changes(self.children, plan, begin=self._begin, end=self.end)
-        self._reloading = Reloading(self.children, [collection.name for collection in plan.config.collections])
-        self._stop_signals = 0
-        self._announced = False
+        self._restarts = RollingRestart(self.workers)
+        self._scaler = Scaler(self.workers, plan, add=self._add_worker, remove=self.remove_worker)
+        self._reload = RollingReload(self.workers, [collection.name for collection in plan.config.collections])
+        self._stop_requests = 0
+        self._was_ready = False
 
     def run(self, on_ready: Callable[[NodeInfo], None] = lambda info: None) -> int:
-        """Start the node and serve until it is stopped; the exit code. `on_ready` is called once, when all are ready.
+        """Run the node until it is stopped. `on_ready` is called once, when all workers are ready.
 
-        The code is 0 after an orderly stop, `EXIT_CONFIG` if a worker says that it can never run, else
-        `EXIT_BUSY` if one lacked what may be free later, else 1.
+        Returns 0 after an orderly stop, else `EXIT_CONFIG` if a worker cannot run with this configuration, `EXIT_BUSY`
+        if a worker lacked a resource that may be free later, else 1.
         """
-        self._catch_signals()  # before there is a directory: who stops a node that starts leaves none behind either
+        self._catch_signals()  # before the run directory exists: a stop during the start removes it too
         run_dir = RunDir.acquire(Path(self.plan.run_dir))
         try:
             with (
                 log_to_file(self.plan, "supervisor"),
                 listen(self.plan.config.http) as listener,
-                ControlServer(self.plan.endpoint("control")) as control,
+                AdminServer(self.plan.endpoint("control")) as control,
             ):
                 self._info, self._listener = self._describe(listener), listener
                 run_dir.write(self._info)
@@ -94,53 +103,54 @@ class Supervisor:
         finally:
             self._kill_all()
             run_dir.release()
-            for child in self._all:
-                child.table.close()
-                child.take_stacks()
+            for worker in self._all:
+                worker.table.close()
+                worker.read_stacks()
 
     @property
-    def _all(self) -> tuple[Child, ...]:
-        """The workers and the standby workers."""
-        return (*self.children, *self._standbys.children)
+    def _all(self) -> tuple[SupervisedWorker, ...]:
+        """Workers and standby workers."""
+        return (*self.workers, *self._standbys.spares)
 
-    def _serve(self, control: ControlServer, on_ready: Callable[[NodeInfo], None]) -> int:
+    def _serve(self, control: AdminServer, on_ready: Callable[[NodeInfo], None]) -> int:
         while True:
             self._lifecycle.reap(self._all)
-            if fatal := [child.exit_code for child in self.children if child.phase is Phase.FATAL]:
+            if fatal := [worker.exit_code for worker in self.workers if worker.phase is Phase.FATAL]:
                 self._stop_all(control)
                 return next((code for code in (EXIT_CONFIG, EXIT_BUSY) if code in fatal), EXIT_FAILED)
-            if self._stop_signals:
+            if self._stop_requests:
                 self._stop_all(control)
                 return 0
-            self._rolling.step(self._clock())
-            self._changes.step()
-            self._reloading.step()
-            spares = self._standbys.step(may_start=self._announced)
-            self._lifecycle.reconcile((*self.children, *spares))
+            self._restarts.step(self._clock())
+            self._scaler.step()
+            self._reload.step()
+            spares = self._standbys.step(may_start=self._was_ready)
+            self._lifecycle.reconcile((*self.workers, *spares))
             self._control_loop.step(self._clock())
-            self._plan()
-            if not self._announced and all(child.phase is Phase.READY for child in self.children):
-                self._announced = True
+            self._flip_by_plan()
+            if not self._was_ready and all(worker.phase is Phase.READY for worker in self.workers):
+                self._was_ready = True
                 on_ready(self._info)
             self._wait(control)
-            self._answer(control)
+            self._serve_admin(control)
 
-    # ---- the steps of the loop
+    # ---- steps of the loop
 
-    def _plan(self) -> None:
-        """Flip the worker that the planner wants to move, one at a time: it looks while every worker is ready."""
-        if not self._changes.under_way and (move := self._control_loop.plan(self._clock())) is not None:
+    def _flip_by_plan(self) -> None:
+        """Carry out the planner's move, if it has one. It is consulted only while every worker is ready."""
+        if not self._scaler.in_progress and (move := self._control_loop.plan(self._clock())) is not None:
             try:
-                self._changes.ask("flip", move.role)
+                self._scaler.request("flip", move.role)
             except InvalidRequest as error:
-                log.warning("the %s worker stays what it is: %s", move.role, error)
+                log.warning("the planner's flip of a %s worker is refused: %s", move.role, error)
 
-    def _wait(self, control: ControlServer) -> None:
-        """Until something may have happened: a control message, a child's end, a signal, or a tenth of a second."""
+    def _wait(self, control: AdminServer) -> None:
+        """Sleep until an admin request, a process exit or a signal arrives, or `_POLL_S` has passed."""
         with selectors.DefaultSelector() as selector:
             selector.register(control.fileno(), selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
-            pidfds = [os.pidfd_open(c.process.pid) for c in self._all if c.process and c.process.poll() is None]
+            processes = [worker.process for worker in self._all if worker.process]
+            pidfds = [os.pidfd_open(process.pid) for process in processes if process.poll() is None]
             try:
                 for fd in pidfds:
                     selector.register(fd, selectors.EVENT_READ)
@@ -155,95 +165,97 @@ class Supervisor:
             except BlockingIOError:
                 return
 
-    def _answer(self, control: ControlServer) -> None:
+    def _serve_admin(self, control: AdminServer) -> None:
         control.serve(
             status=self.status,
             metrics=self.metrics_text,
             stop=self._request_drain,
-            drain=self._drain,
+            drain=self._set_draining,
             restart=self._restart,
-            change=self._changes.ask,
-            reload=self._reloading.ask,
-            reloaded=self._reloading.state,
+            scale=self._scaler.request,
+            reload=self._reload.request,
+            reload_status=self._reload.status,
         )
 
-    def _drain(self, wanted: bool) -> None:
-        """Have the frontend say that the node drains, or no longer; it reads it in its table, the next one too."""
-        log.info("an operator has the node drain" if wanted else "the node no longer drains")
-        self._frontend.set_knob("draining", float(wanted))
+    def _set_draining(self, draining: bool) -> None:
+        """Set whether the frontend reports the node as draining. The knob survives a restart of the frontend."""
+        log.info("draining, as requested by an operator" if draining else "no longer draining")
+        self._frontend.set_knob("draining", float(draining))
 
     @property
     def _frontend(self) -> WorkerTable:
-        """The table of the only one that a node has."""
-        return next(child.table for child in self.children if child.place.role == "frontend")
+        """The table of the node's only frontend."""
+        return next(worker.table for worker in self.workers if worker.placement.role == "frontend")
 
     def _restart(self, name: str) -> str:
-        trouble = self._rolling.ask(name)
+        error = self._restarts.request(name)
         if not name:
-            self._standbys.renew()
-        return trouble
+            self._standbys.restart_all()
+        return error
 
-    def _spawn(self, child: Child, by_standby: bool) -> None:
-        """Give a worker a process, that of a standby worker where that is possible and wanted. Raises `OSError`."""
-        child.take_stacks()  # of a life that could not begin
-        if by_standby and self._standbys.stand_in(child):
-            assert child.process is not None
-            tell(child.process, self._spec(child))
+    def _spawn(self, worker: SupervisedWorker, use_standby: bool) -> None:
+        """Give a worker a process: a standby worker's if there is one and it is permitted, else a new one. Raises
+        `OSError`."""
+        worker.read_stacks()  # close the file of a start that failed
+        if use_standby and self._standbys.assign(worker):
+            assert worker.process is not None
+            send_spec(worker.process, self._spec(worker))
             return
-        child.stack_fd = os.memfd_create(f"trinity-stacks-{child.name}")
-        child.process = spawn(self._command, self._spec(child), child.place)
+        worker.stack_fd = os.memfd_create(f"trinity-stacks-{worker.name}")
+        worker.process = spawn(self._command, self._spec(worker), worker.placement)
 
-    def _spec(self, child: Child) -> WorkerSpec:
+    def _spec(self, worker: SupervisedWorker) -> WorkerSpec:
         return WorkerSpec(
             plan=self.plan,
-            worker=child.place.name,
-            epoch=child.epoch,
-            table=child.table.reference,
+            worker=worker.name,
+            epoch=worker.epoch,
+            table=worker.table.reference,
             supervisor_pid=os.getpid(),
-            listen_fd=self._listener.fileno() if child.place.role == "frontend" else -1,
-            stack_fd=child.stack_fd,
-            node_ready=self._announced,
-            last_exit=child.last_exit,
+            listen_fd=self._listener.fileno() if worker.placement.role == "frontend" else -1,
+            stack_fd=worker.stack_fd,
+            node_ready=self._was_ready,
+            last_exit=worker.last_exit,
         )
 
-    def _child(self, place: WorkerPlan, needed: bool = True) -> Child:
-        table = WorkerTable.create(place.role, place.name, self.plan.config.slo)
-        return Child(place, table, Backoff(self._random), needed, epoch=self._epochs.get(place.name, 0))
+    def _make_worker(self, placement: WorkerPlan, needed: bool = True) -> SupervisedWorker:
+        table = WorkerTable.create(placement.role, placement.name, self.plan.config.slo)
+        epoch = self._epochs.get(placement.name, 0)
+        return SupervisedWorker(placement, table, Backoff(self._random), needed, epoch=epoch)
 
-    def _begin(self, place: WorkerPlan) -> None:
-        """One more worker, started in this round of the loop."""
-        child = self._child(place, needed=False)
-        self.children.append(child)
-        self._control_loop.joined(child.table)
-        self._replan()
+    def _add_worker(self, placement: WorkerPlan) -> None:
+        """Add a worker; `reconcile` starts it in this iteration of the loop."""
+        worker = self._make_worker(placement, needed=False)
+        self.workers.append(worker)
+        self._control_loop.add_worker(worker.table)
+        self._update_plan()
 
-    def end(self, child: Child) -> None:
-        """One worker less: its process is gone."""
-        self.children.remove(child)
-        self._epochs[child.name] = child.epoch
-        self._control_loop.left(child.table)
-        child.table.close()
-        self._replan()
+    def remove_worker(self, worker: SupervisedWorker) -> None:
+        """Remove a worker whose process has ended."""
+        self.workers.remove(worker)
+        self._epochs[worker.name] = worker.epoch
+        self._control_loop.remove_worker(worker.table)
+        worker.table.close()
+        self._update_plan()
 
-    def _replan(self) -> None:
-        workers = tuple(child.place for child in self.children)
-        # A pool that has left may come back: whoever starts meanwhile shall know where to look for it.
-        away = tuple(place for place in self._changes.vacant if place.role == "pool")
-        self.plan = replace(self.plan, workers=(*workers, *away))
-        self.figures.workers = workers
+    def _update_plan(self) -> None:
+        workers = tuple(worker.placement for worker in self.workers)
+        # Drained pool workers may be added back: workers that start meanwhile need their endpoints.
+        absent = tuple(placement for placement in self._scaler.vacant if placement.role == "pool")
+        self.plan = replace(self.plan, workers=(*workers, *absent))
+        self.node_metrics.workers = workers
 
     # ---- stopping
 
     def request_stop(self) -> None:
-        """Drain and stop; asked a second time, stop at once."""
-        self._stop_signals += 1
+        """Drain and stop; a second request stops at once."""
+        self._stop_requests += 1
 
     def _request_drain(self) -> None:
-        """`trinity stop`, or a terminal that closes (its kernel and its shell both send SIGHUP).
+        """Drain and stop, on `trinity stop` or a closed terminal (kernel and shell both send SIGHUP).
 
-        Whoever asks a second time waits for the same drain, and cuts nothing short.
+        Further such requests do not shorten the drain.
         """
-        self._stop_signals = max(1, self._stop_signals)
+        self._stop_requests = max(1, self._stop_requests)
 
     def _catch_signals(self) -> None:
         def stop(signum: int, frame: FrameType | None) -> None:
@@ -262,40 +274,40 @@ class Supervisor:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
             signal.signal(signal.SIGHUP, hang_up)
 
-    def _stop_all(self, control: ControlServer) -> None:
-        """Role by role, each given what is left of `drain_s`; a second signal, or the bound, kills the rest."""
-        log.info("draining (again to stop at once)")
-        self._listener.close()  # with the frontend's own gone, new connections are refused, not left in a queue
-        bound = self._clock() + self.plan.config.node.drain_s
-        patience = self._stop_signals
-        for spare in self._standbys.children:
-            spare.desired = Desired.GONE
-        self._lifecycle.reconcile(self._standbys.children)
+    def _stop_all(self, control: AdminServer) -> None:
+        """Drain role by role within `drain_s` in all; a second signal, or the deadline, kills the rest."""
+        log.info("draining (a second signal stops at once)")
+        self._listener.close()  # once the frontend's copy is closed too, new connections are refused instead of queued
+        deadline = self._clock() + self.plan.config.node.drain_s
+        requests = max(1, self._stop_requests)
+        for spare in self._standbys.spares:
+            spare.desired = Desired.STOP
+        self._lifecycle.reconcile(self._standbys.spares)
         for role in _STOP_ORDER:
-            group = [child for child in self.children if child.place.role == role]
-            self._lifecycle.stop(group, by=bound)
-            while any(child.process for child in group):
+            group = [worker for worker in self.workers if worker.placement.role == role]
+            self._lifecycle.stop(group, by=deadline)
+            while any(worker.process for worker in group):
                 self._wait(control)
-                self._answer(control)
+                self._serve_admin(control)
                 self._lifecycle.reap(self._all)
-                late, asked_again = self._clock() > bound, self._stop_signals > max(1, patience)
-                if late or asked_again:
+                late, forced = self._clock() > deadline, self._stop_requests > requests
+                if late or forced:
                     within = f"within {self.plan.config.node.drain_s:g} s"
-                    log.warning("not drained %s: killing", within if late else "yet, and asked again to stop")
+                    log.warning("not drained %s: killing", within if late else "yet, and a second signal arrived")
                     self._kill_all()
                     return
                 self._lifecycle.reconcile(group)
 
     def _kill_all(self) -> None:
-        for child in self._all:
-            child.kill_group()
-        for child in self._all:
-            if child.process is not None:
-                child.process.wait(timeout=30)
-                close_input(child.process)
-                child.process = None
+        for worker in self._all:
+            worker.kill_group()
+        for worker in self._all:
+            if worker.process is not None:
+                worker.process.wait(timeout=30)
+                close_input(worker.process)
+                worker.process = None
 
-    # ---- what is said to others
+    # ---- status and metrics
 
     def _describe(self, listener: socket.socket) -> NodeInfo:
         host, port = listener.getsockname()[:2]
@@ -314,27 +326,27 @@ class Supervisor:
         )
 
     def status(self) -> NodeStatus:
-        """The node as `trinity status` shows it."""
+        """Return the node's status, as `trinity status` shows it."""
         now_s = self._clock()
         return NodeStatus(
             info=self._info,
-            stopping=bool(self._stop_signals),
-            workers=tuple(_worker_status(child, now_s) for child in self.children),
-            spares=tuple(_worker_status(child, now_s) for child in self._standbys.children),
+            stopping=bool(self._stop_requests),
+            workers=tuple(_worker_status(worker, now_s) for worker in self.workers),
+            spares=tuple(_worker_status(spare, now_s) for spare in self._standbys.spares),
             draining=self._frontend.knob("draining") == 1,
-            written=Written.of(self._frontend),
+            written=LiveCollectionsStatus.read(self._frontend),
         )
 
     def metrics_text(self) -> str:
-        """All metrics of the node in Prometheus's text format."""
+        """Return all metrics of the node in Prometheus's text format."""
         status = self.status()
         model = self.plan.config.model
-        tables = {child.place.name: child.table for child in self.children}
+        tables = {worker.name: worker.table for worker in self.workers}
         vllm_names = self.plan.config.http.vllm_metrics and not self.plan.of_role("engine")
         collector = NodeCollector(
             tables,
             (
-                lambda: self.figures.families(
+                lambda: self.node_metrics.families(
                     status.workers, os.getpid(), status.spares, draining=status.draining or status.stopping
                 ),
                 self._control_loop.families,
@@ -349,18 +361,19 @@ class Supervisor:
         return render(collector)
 
 
-def _worker_status(child: Child, now_s: float) -> WorkerStatus:
-    usage = usage_of_all if child.place.role == "engine" else usage_of
+def _worker_status(worker: SupervisedWorker, now_s: float) -> WorkerStatus:
+    usage = tree_usage if worker.placement.role == "engine" else process_usage
+    pid = worker.process.pid if worker.process else 0
     return WorkerStatus(
-        name=child.place.name,
-        phase=child.phase.value,
-        pid=child.process.pid if child.process else 0,
-        epoch=child.epoch,
-        restarts=child.restarts,
-        heartbeat_age_s=child.silent_s,
-        resident_bytes=usage(child.process.pid if child.process else 0).resident_bytes,
-        device=child.place.shown_device,
-        cores=child.place.cores,
-        note=child.note(now_s),
-        failed_starts=child.failed_starts,
+        name=worker.name,
+        phase=worker.phase.value,
+        pid=pid,
+        epoch=worker.epoch,
+        restarts=worker.restarts,
+        heartbeat_age_s=worker.heartbeat_age_s,
+        resident_bytes=usage(pid).resident_bytes,
+        device=worker.placement.shown_device,
+        cores=worker.placement.cores,
+        note=worker.note(now_s),
+        failed_starts=worker.failed_starts,
     )

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from runtime.errors import CollectionError, TrinityError
-from runtime.node.worker import die_with
+from runtime.node.worker import die_with_parent
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.state import State, replay
 from runtime.retrieval.live.storage.checksums import LiveChecksums
@@ -133,7 +133,7 @@ def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
         sys.stdout.buffer.flush()
 
-    die_with(writer_pid, signal.SIGKILL)
+    die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
         state = _replayed(directory, job)

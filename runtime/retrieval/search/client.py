@@ -19,7 +19,7 @@ from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import PoolSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.remote_config import RemoteSection
-from runtime.node.run_dir import find_node, paths_of
+from runtime.node.run_dir import collection_paths, find_node
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.dispatcher import Dispatcher
@@ -99,7 +99,7 @@ class SearchClient:
         endpoints = [plan.endpoint(pool.name) for pool in plan.of_role("pool")]
         return cls(
             endpoints, name, plan.config.pool, collections=names, policy=policy, limits=limits, clock=clock,
-            remote=plan.config.remote, near=plan.near_pools(name),
+            remote=plan.config.remote, near=plan.local_pools(name),
         )  # fmt: skip
 
     @classmethod
@@ -121,7 +121,7 @@ class SearchClient:
         settings = PoolSection(doorbell=info.doorbell)
         client = cls(info.pools, name, settings, find=find, collections=info.collections, remote=info.remote)
         client._writes = WriteClient(lambda: find_node(node).url, api_key)
-        client.words.paths = lambda: paths_of(find_node(node))
+        client.words.paths = lambda: collection_paths(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
             if client.dispatcher.look_after(now) and not client.dispatcher.seeking:

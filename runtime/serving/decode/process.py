@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from runtime.errors import InternalError, TrinityError
 from runtime.node.metrics.worker_metrics import DecodeMetrics
-from runtime.node.startup import beside
+from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -45,8 +45,8 @@ class DecodeWorker:
         assert model is not None
         self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
-        transport = transport or transport_for(worker.place.device)
-        loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
+        transport = transport or transport_for(worker.placement.device)
+        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
         self._model = LanguageModel.load(
             model.name,
             blocks=blocks,
@@ -56,18 +56,18 @@ class DecodeWorker:
             device=transport.device,
             weights=weights_type(model.weights, transport.device),
             kernels=transport.kernels,
-            stamp=worker.start.part,
+            stamp=worker.startup.mark,
         )
         self._model.warm_up(config.decode.slots)
-        worker.start.part("first pass")
+        worker.startup.mark("first pass")
         library = loading()
-        worker.start.part("embedder")
-        if worker.take_place():
+        worker.startup.mark("embedder")
+        if worker.await_assignment():
             library.look_again()
         self._table, self._log = worker.table, worker.log
         self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
-        worker.start.part("first search")
+        worker.startup.mark("first search")
         self._follower = BuildFollower(self._retriever.library, self._retriever.client.identities, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
@@ -348,6 +348,6 @@ def run(worker: Worker) -> None:
     """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
     decode = DecodeWorker(worker)
     worker.ready()
-    while worker.goes_on(busy=decode.busy, released=decode.released):
+    while worker.should_continue(busy=decode.busy, released=decode.released):
         decode.step()
     decode.close()

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from runtime.errors import InvalidRequest, TrinityError, UnknownRequest, error_of
+from runtime.errors import InvalidRequest, TrinityError, UnknownRequest, error_from_code
 from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo, StatusClass
@@ -269,7 +269,7 @@ class RequestMetrics:
         elif ended.code == ClientDisconnected.code:
             self._table.add(FrontendMetrics.REQUESTS["cancelled"])
         else:
-            self._record_failure("failed", error_of(ended.code, ""))
+            self._record_failure("failed", error_from_code(ended.code, ""))
 
     def record_relayed(self, ended: RequestOutcome) -> None:
         """As `record_end`, of an engine that keeps no table of its own: its times go into this one."""

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
-from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_of
+from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_from_code
 from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits, Starts
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router
@@ -272,7 +272,7 @@ class WorkerLink(Engine):
             if not isinstance(message, Failed) and not (isinstance(message, Tokens) and message.finish_reason):
                 self._send(name, Cancel(message.request_id))  # it goes on with what has ended: say it again
         elif isinstance(message, Failed):
-            error = error_of(message.code, message.message, message.param)
+            error = error_from_code(message.code, message.message, message.param)
             if isinstance(error, WorkerLost):
                 self._restart(request, error, reported_by=name)
             else:

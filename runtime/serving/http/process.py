@@ -21,7 +21,7 @@ from runtime.node.api_keys import read_api_keys
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
-from runtime.node.supervisor.admin import ask
+from runtime.node.supervisor.admin import admin_request
 from runtime.node.worker import Worker
 from runtime.retrieval.answer_store import AnswerStore
 from runtime.retrieval.async_retriever import AsyncRetriever
@@ -64,11 +64,11 @@ class SupervisorLink:
         self._endpoint = endpoint
 
     async def metrics_text(self) -> str:
-        return (await asyncio.to_thread(ask, self._endpoint, "metrics")).decode()
+        return (await asyncio.to_thread(admin_request, self._endpoint, "metrics")).decode()
 
     async def drain(self, wanted: bool) -> None:
         """Have the node drain, or no longer. Raises Unavailable."""
-        await asyncio.to_thread(ask, self._endpoint, "draining on" if wanted else "draining off")
+        await asyncio.to_thread(admin_request, self._endpoint, "draining on" if wanted else "draining off")
 
 
 class _Server(uvicorn.Server):
@@ -97,7 +97,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
     library = CollectionRegistry(plan)
-    worker.start.part("embedder")
+    worker.startup.mark("embedder")
     search = AsyncRetriever(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     here = search or NoCollections()
     everywhere: CollectionRouter | None = None

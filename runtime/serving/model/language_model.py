@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
-from runtime.node.startup import beside
+from runtime.node.startup import run_in_background
 from runtime.serving.messages import Sampling
 from runtime.serving.model.model_info import (
     Kernels,
@@ -130,7 +130,7 @@ class LanguageModel:
         kernels = kernels or kernels_on(device)
         kind, directory = kv_type(weights, kernels), model_directory(name_or_dir)
         kv_bytes = info.kv_bytes(blocks, block_tokens, kind)
-        host_kv = beside(lambda: _host_kv(kv_bytes, buffer)) if device == "cpu" else None
+        host_kv = run_in_background(lambda: _host_kv(kv_bytes, buffer)) if device == "cpu" else None
         import torch
 
         from runtime.serving.network.llama import Llama, WeightFiles
@@ -139,7 +139,7 @@ class LanguageModel:
         kept: WeightsType = "bfloat16" if weights == "int8" and prompts_only else weights
         torch.set_num_threads(threads)
         _check_device(device)
-        tokenizer = beside(lambda: Tokenizer.load(directory))
+        tokenizer = run_in_background(lambda: Tokenizer.load(directory))
         try:
             network = Llama.load(read_config(directory), info, WeightFiles(directory), device, kept)
             memory = torch.from_numpy(host_kv()) if host_kv is not None else _device_kv(kv_bytes, buffer, device)

@@ -13,7 +13,7 @@ from typing import get_args
 from ipc import IpcError
 from runtime.errors import InternalError, InvalidRequest, TrinityError, Unavailable, WorkerLost
 from runtime.node.metrics.worker_metrics import OfferOutcome, PrefillMetrics
-from runtime.node.startup import beside
+from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
@@ -49,8 +49,8 @@ class PrefillWorker:
         )
         self._context_tokens = config.own_model.context_tokens
         blocks, block_tokens = config.prefill.blocks(config.own_model), config.own_model.kv_block_tokens
-        transport = transport or transport_for(worker.place.device)
-        loading = beside(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
+        transport = transport or transport_for(worker.placement.device)
+        loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.prefill.threads))
         weights = weights_type(config.own_model.weights, transport.device)
         kind = kv_type(weights, transport.kernels)
         self._source = transport.source(
@@ -71,23 +71,23 @@ class PrefillWorker:
             weights=weights,
             prompts_only=True,
             kernels=transport.kernels,
-            stamp=worker.start.part,
+            stamp=worker.startup.mark,
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
         self._model.forward([Chunk([0], 0, [0, 0])])  # warm-up: the first pass allocates
         self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
-        worker.start.part("first pass")
+        worker.startup.mark("first pass")
         worker.log.info("chunks of %d tokens", self.chunk_tokens)
         library = loading()
-        worker.start.part("embedder")
-        if worker.take_place():
+        worker.startup.mark("embedder")
+        if worker.await_assignment():
             library.look_again()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
         self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
         self.retriever.warm_up()
-        worker.start.part("first search")
+        worker.startup.mark("first search")
         self._follower = BuildFollower(self.retriever.library, self.retriever.client.identities, worker.table)
         self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
@@ -413,6 +413,6 @@ def run(worker: Worker) -> None:
     """Serve until the worker is stopped and its requests are finished (the supervisor bounds the drain)."""
     prefill = PrefillWorker(worker)
     worker.ready()
-    while worker.goes_on(busy=prefill.busy, released=prefill.released):
+    while worker.should_continue(busy=prefill.busy, released=prefill.released):
         prefill.step()
     prefill.close()

@@ -71,7 +71,9 @@ class SimPrefill:
         self._told = (-1, -1, -1)
         self.busy_ns = 0
         self.tokens = 0  # computed here
-        self.asked_tokens = self.left_tokens = 0  # not known here: of all prompts, and of those that decode computes
+        self.arrived_tokens = self.decode_prompt_tokens = (
+            0  # not known here: of all prompts, and of those that decode computes
+        )
 
     def receive(self, request: SimRequest) -> None:
         self.asking += 1
@@ -122,11 +124,11 @@ class SimPrefill:
         self.asking -= 1
         place, tokens = request.placement, request.arrival.prompt_tokens
         own = tokens - self.prompts.cached_tokens(request.arrival) if self.prompts is not None else tokens
-        self.asked_tokens += own
+        self.arrived_tokens += own
         now_ns = self._events.now_ns
         if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._ahead, place.decode_load):
             request.by_decode = True
-            self.left_tokens += own
+            self.decode_prompt_tokens += own
             self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
             return
         self._ahead += tokens
