@@ -177,7 +177,7 @@ class Retriever:
         self._free_ns = 0
         self.embedding, self.searching = Mail(clock), Mail(clock)
 
-    def ask(self, *_: Any, **__: Any) -> int:
+    def submit(self, *_: Any, **__: Any) -> int:
         self._free_ns = max(self._free_ns, self._clock.now_ns) + self._embed_ns
         ticket = next(self._tickets)
         self.embedding.put((ticket, self._free_ns), self._free_ns)

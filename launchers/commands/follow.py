@@ -88,7 +88,7 @@ def follow(
             f"the vectors of {directory} have {description.dim} numbers, those of {collection!r} {source.dim}: create "
             "it with the embedder that they came from, or have vectors made anew with --embed"
         )
-    model = load_embedder(description.embedder, threads=threads, for_a_build=True) if embed else None  # type: ignore[arg-type]
+    model = load_embedder(description.embedder, threads=threads, for_build=True) if embed else None  # type: ignore[arg-type]
     with (
         _stop_signals() as stop,
         LiveWriter(directory, embedder=model, threads=threads) as writer,

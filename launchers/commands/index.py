@@ -154,9 +154,9 @@ def add(
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
     with BuildProgress(sys.stderr) as progress:
-        place = EmbedderLocation(embedder_at, embedder_key_file)
+        location = EmbedderLocation(embedder_at, embedder_key_file)
         threads = threads or len(os.sched_getaffinity(0))
-        ingested = update(sources, out, place=place, threads=threads, progress=progress)
+        ingested = update(sources, out, location=location, threads=threads, progress=progress)
     print(
         f"{ingested.read:,} files new or changed, {ingested.gone:,} gone, {ingested.unchanged:,} unchanged; "
         f"{ingested.embedded:,} passages embedded"

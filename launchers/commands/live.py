@@ -73,7 +73,7 @@ def upsert(
     """Store documents, in the place of those with their ids. What was stored stays stored if a later one is refused."""
     begin, stored = time.monotonic(), 0
     spec = read_description(directory).embedder
-    embedder = None if spec is None else load_embedder(spec, threads=threads, for_a_build=True)
+    embedder = None if spec is None else load_embedder(spec, threads=threads, for_build=True)
     with LiveWriter(directory, embedder=embedder, threads=threads) as writer:
         if writer.repaired:
             print(writer.repaired, file=sys.stderr)

@@ -232,15 +232,15 @@ def _embedders(config: NodeConfig) -> Iterator[Finding]:
             continue  # told by those who look at collections
         if not isinstance(embedder, ServerSpec):
             continue
-        what, place = f"embedder of {collection.name}", embedder_location(collection)
+        what, location = f"embedder of {collection.name}", embedder_location(collection)
         try:
-            load_embedder(embedder, place=place).embed(["a first text"])
+            load_embedder(embedder, location=location).embed(["a first text"])
         except EmbedderUnreachable as error:
             yield Finding("warning", what, error.message, "start it; until it answers queries must be vectors")
         except TrinityError as error:
             yield Finding("error", what, error.message, "mend the server, or `embedder` and its key of the collection")
         else:
-            yield Finding("ok", what, f"{embedder.name} at {place.at or embedder.url}")
+            yield Finding("ok", what, f"{embedder.name} at {location.override or embedder.url}")
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:

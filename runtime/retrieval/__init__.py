@@ -1,1 +1,1 @@
-"""Collections of documents: storing, embedding, building, and asking the pool for the nearest."""
+"""Collections of documents: storage, embedding, building, and search through the vector pools."""

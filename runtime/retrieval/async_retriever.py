@@ -33,8 +33,8 @@ def _once_is_enough() -> None:
 class AsyncRetriever:
     """Searches for many callers of one event loop. Embedding runs in threads of its own, so the loop goes on."""
 
-    def __init__(self, library: CollectionRegistry, client: SearchClient) -> None:
-        self.library = library
+    def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
+        self.registry = registry
         self.client = AsyncSearchClient(client)
         self._embedding: dict[str, ThreadPoolExecutor] = {}
         self._words = ThreadPoolExecutor(1, thread_name_prefix="words")
@@ -65,11 +65,11 @@ class AsyncRetriever:
                 told = _once_is_enough
                 if asked.hybrid and query is not None:
                     wanted = filter_bytes(asked.wanted)
-                    by_words = self.library.by_words(collection, query, asked.k, wanted, deadline_ns)
+                    by_words = self.registry.keyword_query(collection, query, asked.k, wanted, deadline_ns)
                 searching = self.client.search(
                     array, by_words.depth if by_words else asked.k,
                     collection=collection, stage=asked.stage, filter=asked.wanted,
-                    accept=self.library.accept(collection, embedder, by_words.identity if by_words else ""),
+                    accept=self.registry.accept(collection, embedder, by_words.identity if by_words else ""),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
                 if by_words is None:
@@ -78,41 +78,41 @@ class AsyncRetriever:
                     looked = asyncio.get_running_loop().run_in_executor(self._words, by_words.search, array)
                     result, words = await asyncio.gather(searching, looked)
                     result = fuse_keywords(result, words, asked.k, asked.hybrid)
-                return list(self.library.passages(collection, result))
+                return list(self.registry.passages(collection, result))
             except CollectionReplaced:
                 if not attempts:
                     raise
             except InvalidFilter:
                 attempts += 1
                 content = filter_bytes(asked.wanted)
-                if time.monotonic_ns() > told_of_ns or not self.library.fits(collection, content):
+                if time.monotonic_ns() > told_of_ns or not self.registry.has_attributes(collection, content):
                     raise
                 self.client.look()
                 await asyncio.sleep(_LOOK_S)
 
     async def _embed(self, collection: str, text: str) -> tuple[str, Vectors]:
         """A text's vector [dim], and the embedder that made it: that of the build that the pools serve now."""
-        self.library.follow(collection, self.client.identities(collection))
-        embedder = self.library.embedder(collection)
+        self.registry.follow(collection, self.client.identities(collection))
+        embedder = self.registry.embedder(collection)
         loop = asyncio.get_running_loop()
         return embedder.name, (await loop.run_in_executor(self._threads(embedder), embedder.embed, [text]))[0]
 
     def _threads(self, embedder: Embedder) -> ThreadPoolExecutor:
         """One thread for all that compute here, some for each that waits for a server: as `EmbedThreads` has them."""
-        name = embedder.name if embedder.at_once > 1 else ""
+        name = embedder.name if embedder.max_concurrency > 1 else ""
         if name not in self._embedding:
-            self._embedding[name] = ThreadPoolExecutor(embedder.at_once, thread_name_prefix="embed")
+            self._embedding[name] = ThreadPoolExecutor(embedder.max_concurrency, thread_name_prefix="embed")
         return self._embedding[name]
 
     # ---- the collections and their embedders
 
     def about(self, collection: str) -> CollectionSummary:
         """What a collection is. Raises `UnknownCollection`."""
-        return self.library.about(collection)
+        return self.registry.summary(collection)
 
     def embedders(self) -> Mapping[str, Embedder]:
         """Those of the collections, by the names that requests use."""
-        return self.library.embedders()
+        return self.registry.embedders()
 
     async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
         """The texts' vectors [n, dim], and how many tokens they have; queries of searches take turns with them."""
@@ -124,7 +124,7 @@ class AsyncRetriever:
 
     def unavailable(self) -> dict[str, str]:
         """The collections that cannot be searched, and why."""
-        return {**self.library.troubles, **self.client.unavailable}
+        return {**self.registry.unavailable, **self.client.unavailable}
 
     async def run(self) -> None:
         """Bring results to their callers until cancelled."""

@@ -1,7 +1,7 @@
-"""The collections of a node as its clients see them: documents and embedders, but no search.
+"""Registry of a node's collections in a client process: open documents and embedders, without search.
 
-The pools say which build of a collection they serve; the library has the documents of that build open, or says why it
-has not. A result's ids are looked up in the build that the result is from, and in no other.
+The pools report which build of a collection they serve; the registry keeps the documents of that build open, or the
+reason why it cannot. A result's ids are resolved only in the build that the result comes from.
 """
 
 import logging
@@ -34,46 +34,47 @@ from runtime.retrieval.open_build import OpenBuild, directory_identity, document
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
-_KEPT = 4  # builds that no pool offers any more and whose last answers may be on their way
-_RETRY_NS = 1_000_000_000  # how often it is looked whether documents that were not there are there now
+_KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
+_RETRY_NS = 1_000_000_000  # interval between attempts to open a build that was missing
 
 log = logging.getLogger(__name__)
 
 
 class CollectionBuilds:
-    """A collection's builds that are open, those used last at the end.
+    """The open builds of one collection, least recently served first.
 
-    Documents are compared with their checksum beside everything else, as the pools compare the index; after there was
-    trouble with them, before they are used.
+    Document checksums are verified in the background, as the pools verify the index; after an error they are verified
+    before the documents are used again.
     """
 
     def __init__(self, name: str, directory: Path, verify: Verify, clock: Callable[[], int]) -> None:
         self._name, self.directory, self._verify, self._clock = name, directory, verify, clock
-        self.builds: dict[str, OpenBuild] = {}
+        self.by_identity: dict[str, OpenBuild] = {}
         self.current: OpenBuild | None = None
-        self.trouble = ""
-        self._offered: frozenset[str] = frozenset()
-        self._damaged: tuple[int, ...] = ()  # the file whose checksum was wrong: not to be tried again
-        self._refused = ("", 0)  # the identity that was not there last, and until when that is not looked at again
+        self.error = ""
+        self._served: frozenset[str] = frozenset()
+        self._damaged: tuple[int, ...] = ()  # stamp of the documents whose checksum was wrong: not opened again
+        self._missing = ("", 0)  # the identity that was missing last, and the time of the next attempt (ns)
 
     def has(self, identity: str) -> bool:
-        """Whether this build's documents are open; opens them if they are what lies in the directory now."""
-        if identity in self.builds:
-            return self._usable(self.builds[identity])
-        now, (refused, until_ns) = self._clock(), self._refused
-        if identity == refused and now < until_ns:
+        """Return whether this build's documents are usable; opens them if they are what the directory contains now."""
+        if identity in self.by_identity:
+            return self._usable(self.by_identity[identity])
+        now, (missing, retry_ns) = self._clock(), self._missing
+        if identity == missing and now < retry_ns:
             return False
-        self._refused = identity, now + _RETRY_NS
+        self._missing = identity, now + _RETRY_NS
         if self._damaged and documents_stamp(self.directory) == self._damaged:
             return False
         try:
             found = self.open()
         except CollectionError as error:
-            self.complain(error.message)
+            self.set_error(error.message)
             return False
         if found.identity != identity:
-            self.complain(
-                f"{self.directory} holds another build than the pools serve: `trinity index reload` has them serve it"
+            self.set_error(
+                f"{self.directory} contains another build than the pools serve; "
+                "`trinity index reload` makes the pools load it"
             )
             return False
         return self._usable(found)
@@ -81,87 +82,90 @@ class CollectionBuilds:
     def _usable(self, build: OpenBuild) -> bool:
         check = build.check
         if check is None or not check.done:
-            return not build.first_checked
+            return not build.verify_first
         if check.error_message:
-            self._damaged = build.file
-            self.drop(build, check.error_message)
+            self._damaged = build.stamp
+            self.discard(build, check.error_message)
             return False
         return True
 
-    def drop(self, build: OpenBuild, trouble: str) -> None:
-        """Documents that are of no use: they are opened anew, and compared first."""
-        self.builds.pop(build.identity, None)
+    def discard(self, build: OpenBuild, error: str) -> None:
+        """Close a build whose documents cannot be used; they are verified before they are used again."""
+        self.by_identity.pop(build.identity, None)
         build.close()
         if self.current is build:
             self.current = None
-        self.complain(trouble)
+        self.set_error(error)
 
     def open(self) -> OpenBuild:
-        """Open what lies in the directory now. Raises `CollectionError`."""
-        first_checked = self._verify == "start" or bool(self.trouble)
-        found = open_build(self.directory, self._verify, first_checked)
-        if found.identity in self.builds:
+        """Open the build that the directory contains now. Raises `CollectionError`."""
+        verify_first = self._verify == "start" or bool(self.error)
+        found = open_build(self.directory, self._verify, verify_first)
+        if found.identity in self.by_identity:
             found.close()
-        return self.builds.setdefault(found.identity, found)
+        return self.by_identity.setdefault(found.identity, found)
 
-    def opened_and_checked(self) -> OpenBuild:
-        """`open`, and wait for the checksum where that is to be compared at start. Raises `CollectionError`."""
+    def open_verified(self) -> OpenBuild:
+        """Open the build; wait for the checksums if they are verified at start. Raises `CollectionError`."""
         found = self.open()
-        if found.first_checked and found.check is not None:
+        if found.verify_first and found.check is not None:
             found.check.join()
             if not self._usable(found):
-                raise CollectionError(self.trouble)
+                raise CollectionError(self.error)
         return found
 
-    def follow(self, offered: Sequence[str]) -> None:
-        """The pools offer these builds: answers are from them, but for some that are on their way."""
-        for identity in set(offered) - self._offered:
-            self._renew(identity)
-        self._offered = frozenset(offered)
-        had = [identity for identity in offered if self.has(identity)]
-        if not offered:
+    def follow(self, served: Sequence[str]) -> None:
+        """Make the builds that the pools serve available, and close those that have not been served for long."""
+        for identity in set(served) - self._served:
+            self._reopen_if_replaced(identity)
+        self._served = frozenset(served)
+        usable = [identity for identity in served if self.has(identity)]
+        if not served:
             return
-        if not had:
+        if not usable:
             self.current = None
             return
-        self.trouble = ""
-        if self.current is None or self.current.identity not in had:
-            self.current = self.builds[had[-1]]
-        for identity in had:
-            self.builds[identity] = self.builds.pop(identity)
-        for identity in list(self.builds)[: -len(had) - _KEPT]:
-            self.builds.pop(identity).close()
+        self.error = ""
+        if self.current is None or self.current.identity not in usable:
+            self.current = self.by_identity[usable[-1]]
+        for identity in usable:
+            self.by_identity[identity] = self.by_identity.pop(identity)
+        for identity in list(self.by_identity)[: -len(usable) - _KEPT]:
+            self.by_identity.pop(identity).close()
 
-    def _renew(self, identity: str) -> None:
-        """A build is offered that was not: what is open of it may be another file than the one that the pools found."""
-        build = self.builds.get(identity)
+    def _reopen_if_replaced(self, identity: str) -> None:
+        """Reopen a build that is served again: the open file may not be the one that the pools loaded."""
+        build = self.by_identity.get(identity)
         if (
             build is None
             or isinstance(build.documents, LiveDocumentStore)
-            or build.file == documents_stamp(self.directory)
+            or build.stamp == documents_stamp(self.directory)
         ):
             return
         try:
-            found = open_build(self.directory, self._verify, first_checked=True)
-        except CollectionError:  # what is open is all that there is of it
+            found = open_build(self.directory, self._verify, verify_first=True)
+        except CollectionError:  # the open file is the only copy
             return
         if found.identity != identity:
             found.close()
             return
-        self.builds[identity] = found
+        self.by_identity[identity] = found
         self.current = found if self.current is build else self.current
         build.close()
 
-    def complain(self, trouble: str) -> None:
-        """Say once why the documents cannot be used."""
-        if trouble != self.trouble:
-            log.error("collection %s: its documents cannot be used: %s", self._name, trouble)
-        self.trouble = trouble
+    def set_error(self, error: str) -> None:
+        """Record why the documents cannot be used; log it once."""
+        if error != self.error:
+            log.error("collection %s: its documents cannot be used: %s", self._name, error)
+        self.error = error
 
 
 @dataclass(frozen=True)
-class KeywordSearch:
-    """A text's words in one build's documents: `search` with its vector, on a thread, finds `depth` rows at most."""
+class KeywordQuery:
+    """Keyword search for one text in one build's documents, for hybrid queries.
+
+    `search` needs the text's vector, runs on a thread, and returns at most `depth` rows.
+    """
 
     identity: str
     depth: int
@@ -169,171 +173,193 @@ class KeywordSearch:
 
 
 class CollectionRegistry:
-    """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 where it is unknown.
+    """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 while unknown.
 
-    Made whatever state the collections are in. `follow` it with what the pools offer.
+    Can be constructed whatever state the collections are in. `follow` keeps it in step with what the pools serve.
     """
 
     def __init__(self, plan: NodePlan, threads: int = 1, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """Raises `ModelError` for an embedder that is not there."""
+        """Raises `ModelError` for an embedder that is missing."""
         self._threads, self._max_k = threads, plan.config.pool.max_k
-        self._shelves = {
+        self._builds = {
             c.name: CollectionBuilds(c.name, Path(c.path), c.verify, clock) for c in plan.config.collections
         }
-        self._places = {c.name: embedder_location(c) for c in plan.config.collections}
+        self._locations = {c.name: embedder_location(c) for c in plan.config.collections}
         self._embedders: dict[tuple[EmbedderSpec, EmbedderLocation], Embedder] = {}
-        self._dims = dict.fromkeys(self._shelves, 0)
+        self._dims = dict.fromkeys(self._builds, 0)
         self.dims: Mapping[str, int] = MappingProxyType(self._dims)
-        self.look_again()
+        self.refresh()
 
     @classmethod
     def warm(cls, plan: NodePlan, threads: int = 1) -> "CollectionRegistry":
-        """One whose embedders have all been used once."""
-        library = cls(plan, threads)
-        library.warm_up()
-        return library
+        """Return a registry whose embedders have each been used once."""
+        registry = cls(plan, threads)
+        registry.warm_up()
+        return registry
 
-    def look_again(self) -> None:
-        """Have what lies in the directories now, which may have been built anew. Raises `ModelError`."""
-        for name, shelf in self._shelves.items():
+    def refresh(self) -> None:
+        """Open what the directories contain now; a collection may have been rebuilt. Raises `ModelError`."""
+        for name, builds in self._builds.items():
             try:
-                shelf.current = shelf.opened_and_checked()
+                builds.current = builds.open_verified()
             except CollectionError as error:
-                shelf.complain(error.message)
+                builds.set_error(error.message)
                 continue
-            self._dims[name], spec, place = shelf.current.dim, shelf.current.embedder, self._places[name]
-            if spec is not None and (spec, place) not in self._embedders:
-                self._embedders[spec, place] = load_embedder(spec, threads=self._threads, place=place)
+            self._dims[name], spec, location = builds.current.dim, builds.current.embedder, self._locations[name]
+            if spec is not None and (spec, location) not in self._embedders:
+                self._embedders[spec, location] = load_embedder(spec, threads=self._threads, location=location)
 
-    # ---- which build
+    # ---- builds
 
-    def follow(self, collection: str, offered: Iterable[str]) -> None:
-        """The pools serve these builds of a collection. Raises `UnknownCollection`."""
-        shelf = self.shelf(collection)
-        shelf.follow(tuple(offered))
-        if shelf.current is not None:
-            self._dims[collection] = shelf.current.dim
+    def builds_of(self, collection: str) -> CollectionBuilds:
+        """Return the open builds of a collection. Raises `UnknownCollection`."""
+        try:
+            return self._builds[collection]
+        except KeyError:
+            known = ", ".join(sorted(self._builds)) or "none"
+            raise UnknownCollection(
+                f"no collection {collection!r} on this node; known: {known}", "collection"
+            ) from None
 
-    def up_to_date(self, collection: str, offered: Iterable[str]) -> bool:
-        """Whether the pools serve one build of a collection, if any: that which lies in its directory now, and its
-        documents are open here. Reads the directory. Raises `UnknownCollection`."""
-        shelf, builds = self.shelf(collection), tuple(offered)
-        return not builds or (builds == (directory_identity(shelf.directory),) and shelf.has(builds[0]))
+    def follow(self, collection: str, served: Iterable[str]) -> None:
+        """Follow the builds of a collection that the pools serve. Raises `UnknownCollection`."""
+        builds = self.builds_of(collection)
+        builds.follow(tuple(served))
+        if builds.current is not None:
+            self._dims[collection] = builds.current.dim
 
-    def refused(self, collection: str, offered: Iterable[str]) -> bool:
-        """Whether the documents of what the pools serve cannot be used, and no other build lies in the directory.
+    def is_current(self, collection: str, served: Iterable[str]) -> bool:
+        """Return whether the pools serve no build, or only the one in the directory and its documents are usable here.
 
-        One of the `troubles` says why. Raises `UnknownCollection`.
+        Reads the directory. Raises `UnknownCollection`.
         """
-        shelf, builds = self.shelf(collection), tuple(offered)
-        if len(builds) != 1 or shelf.has(builds[0]) or builds[0] in shelf.builds:
+        builds, identities = self.builds_of(collection), tuple(served)
+        return not identities or (identities == (directory_identity(builds.directory),) and builds.has(identities[0]))
+
+    def is_unusable(self, collection: str, served: Iterable[str]) -> bool:
+        """Return whether the served build's documents cannot be used and the directory contains no other build.
+
+        `unavailable` has the reason. Raises `UnknownCollection`.
+        """
+        builds, identities = self.builds_of(collection), tuple(served)
+        if len(identities) != 1 or builds.has(identities[0]) or identities[0] in builds.by_identity:
             return False
-        return directory_identity(shelf.directory) in ("", builds[0])
+        return directory_identity(builds.directory) in ("", identities[0])
 
     def accept(self, collection: str, embedder: str = "", build: str = "") -> AcceptBuild:
-        """Tells of a build whether its answers can be looked up here and, with an `embedder`, whether it is its; with a
-        `build`, whether it is that one."""
-        shelf = self.shelf(collection)
+        """Return a predicate on build identities: whether results of that build can be resolved here.
+
+        With `embedder` the build must have been built with it; with `build` it must be that one.
+        """
+        builds = self.builds_of(collection)
 
         def accepts(identity: str) -> bool:
-            if build not in ("", identity) or not shelf.has(identity):
+            if build not in ("", identity) or not builds.has(identity):
                 return False
-            spec = shelf.builds[identity].embedder
+            spec = builds.by_identity[identity].embedder
             return not embedder or (spec is not None and embedder == embedder_name(spec))
 
         return accepts
 
     @property
-    def troubles(self) -> dict[str, str]:
-        """The collections of which no pool can be asked, for the documents of what they serve are not here; and why."""
-        return {name: shelf.trouble for name, shelf in self._shelves.items() if shelf.trouble}
+    def unavailable(self) -> dict[str, str]:
+        """Collections that cannot be queried because the documents of the served build are missing: the reasons."""
+        return {name: builds.error for name, builds in self._builds.items() if builds.error}
 
-    # ---- what is in it
+    def summary(self, collection: str) -> CollectionSummary:
+        """Return the size and properties of a collection. Raises `UnknownCollection`."""
+        current = self.builds_of(collection).current
+        return CollectionSummary() if current is None else current.current_summary
 
-    def fits(self, collection: str, wanted: bytes) -> bool:
-        """Whether a live collection's documents, as they are by now, have what a filter compares."""
-        build = self.shelf(collection).current
-        documents = None if build is None else build.documents
-        try:
-            return bool(wanted) and isinstance(documents, LiveDocumentStore) and documents.fits(decode_filter(wanted))
-        except CollectionError:
-            return False
+    # ---- embedders
 
     def embedder(self, collection: str) -> Embedder:
-        """The collection's own. Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not here."""
-        shelf = self.shelf(collection)
-        if shelf.current is None:
-            trouble = shelf.trouble or "the documents of the build that the pools serve are not open yet"
-            raise Unavailable(f"collection {collection!r} is unavailable: {trouble}")
-        spec, place = shelf.current.embedder, self._places[collection]
-        if spec is None:
-            raise InvalidRequest(f"collection {collection!r} was built from vectors: ask it with a vector", "query")
-        if (spec, place) not in self._embedders:
-            self._embedders[spec, place] = LazyEmbedder(spec, place, self._threads)
-        return self._embedders[spec, place]
+        """Return the collection's embedder.
 
-    def by_words(
-        self, collection: str, text: str, k: int, wanted: bytes, deadline_ns: int, identity: str = ""
-    ) -> "KeywordSearch":
-        """What finds a text's words in the documents of this build, or of that which the pools serve now.
-
-        Raises `InvalidRequest` for a build without words, `CollectionReplaced` where it is not here.
+        Raises `InvalidRequest` if it has none, `Unavailable` if its documents are not open.
         """
-        shelf = self.shelf(collection)
-        build = shelf.builds.get(identity) if identity else shelf.current
-        if build is None:
-            raise CollectionReplaced(f"collection {collection!r}: the words of the build that is asked are not here")
-        if build.words is None:
+        builds = self.builds_of(collection)
+        if builds.current is None:
+            reason = builds.error or "the documents of the build that the pools serve are not open yet"
+            raise Unavailable(f"collection {collection!r} is unavailable: {reason}")
+        spec, location = builds.current.embedder, self._locations[collection]
+        if spec is None:
             raise InvalidRequest(
-                f"collection {collection!r} has no index of words: "
-                "`trinity index add` with its files, or `trinity index build --force`, makes one",
-                "hybrid",
+                f"collection {collection!r} was built from vectors and has no embedder: query it with a vector", "query"
             )
-        depth = min(FUSION_DEPTH * k, max(self._max_k, k))
-        words, passing = build.words, decode_filter(wanted) if wanted else None
-
-        def search(vector: Vectors) -> Neighbors:
-            try:
-                return words.nearest(text, vector, depth, passing, deadline_ns)
-            except CollectionError as error:
-                told = f"collection {collection!r}: its words cannot be searched: {error.message}"
-                raise Unavailable(told) from error
-
-        return KeywordSearch(build.identity, depth, search)
-
-    def about(self, collection: str) -> CollectionSummary:
-        """What a collection is. Raises `UnknownCollection`."""
-        current = self.shelf(collection).current
-        return CollectionSummary() if current is None else current.now
+        if (spec, location) not in self._embedders:
+            self._embedders[spec, location] = LazyEmbedder(spec, location, self._threads)
+        return self._embedders[spec, location]
 
     def embedders(self) -> dict[str, Embedder]:
-        """Those of the collections, by a short name where no two have it (see `specs.embedder_name`)."""
+        """Return the collections' embedders by short name, or by full name where two share one (`embedder_name`)."""
         found = {}
-        for name, shelf in self._shelves.items():
-            if shelf.current is not None and shelf.current.embedder is not None:
+        for name, builds in self._builds.items():
+            if builds.current is not None and builds.current.embedder is not None:
                 embedder = self.embedder(name)
                 found[embedder.name] = embedder
         short = Counter(name.partition("@")[0] for name in found)
         return {name.partition("@")[0] if short[name.partition("@")[0]] == 1 else name: e for name, e in found.items()}
 
     def warm_up(self) -> None:
-        """Use every embedder once. A server that does not answer may do so later: that is logged."""
+        """Use every embedder once. A server that does not answer is logged: it may answer later."""
         for embedder in self._embedders.values():
             try:
                 embedder.embed(["a first text"])
             except (EmbedderUnreachable, EmbedderFailed) as error:
                 log.error("the embedder %s: %s", embedder.name, error.message)
 
-    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
-        """The documents of a search result; of a collection of bare vectors, passages without title and text.
+    # ---- documents
 
-        Those that are deleted by now are left out. Raises `CollectionReplaced` for a result from a build that is not
-        here any more, `Unavailable` where documents cannot be read.
+    def has_attributes(self, collection: str, filter: bytes) -> bool:
+        """Return whether a live collection's documents, as of now, have the attributes that a filter compares."""
+        build = self.builds_of(collection).current
+        documents = None if build is None else build.documents
+        try:
+            return bool(filter) and isinstance(documents, LiveDocumentStore) and documents.fits(decode_filter(filter))
+        except CollectionError:
+            return False
+
+    def keyword_query(
+        self, collection: str, text: str, k: int, filter: bytes, deadline_ns: int, identity: str = ""
+    ) -> KeywordQuery:
+        """Return a keyword search for a text in the build `identity`, or in the one that the pools serve now.
+
+        Raises `InvalidRequest` for a build without a keyword index, `CollectionReplaced` for one that is not open.
         """
-        shelf = self.shelf(collection)
-        build = shelf.builds.get(result.identity)
+        builds = self.builds_of(collection)
+        build = builds.by_identity.get(identity) if identity else builds.current
         if build is None:
-            raise CollectionReplaced(f"collection {collection!r}: the documents of this answer are gone")
+            raise CollectionReplaced(f"collection {collection!r}: the keyword index of this build is not open")
+        if build.words is None:
+            raise InvalidRequest(
+                f"collection {collection!r} has no keyword index: "
+                "`trinity index add` with its files, or `trinity index build --force`, creates one",
+                "hybrid",
+            )
+        depth = min(FUSION_DEPTH * k, max(self._max_k, k))
+        words, parsed = build.words, decode_filter(filter) if filter else None
+
+        def search(vector: Vectors) -> Neighbors:
+            try:
+                return words.nearest(text, vector, depth, parsed, deadline_ns)
+            except CollectionError as error:
+                raise Unavailable(
+                    f"collection {collection!r}: its keyword index cannot be searched: {error.message}"
+                ) from error
+
+        return KeywordQuery(build.identity, depth, search)
+
+    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
+        """Return the documents of a search result; without title and text for a collection of bare vectors.
+
+        Documents that have been deleted since are left out. Raises `CollectionReplaced` for a result of a build that
+        is not open any more, `Unavailable` if documents cannot be read.
+        """
+        builds = self.builds_of(collection)
+        build = builds.by_identity.get(result.identity)
+        if build is None:
+            raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
         rows = [int(row) for row in result.ids if row >= 0]
         found: Sequence[Document | None]
         if build.documents is None:
@@ -341,20 +367,11 @@ class CollectionRegistry:
         else:
             try:
                 found = build.documents.get(rows)
-            except CollectionError as error:  # that collection's failure, until its file is whole again
-                shelf.drop(build, error.message)
+            except CollectionError as error:  # only this collection fails, until its file is whole again
+                builds.discard(build, error.message)
                 raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
         return tuple(
             Passage(document.id, document.title, float(distance), document.text, document.attributes)
             for document, distance in zip(found, result.distances, strict=False)
             if document is not None
         )
-
-    def shelf(self, collection: str) -> CollectionBuilds:
-        try:
-            return self._shelves[collection]
-        except KeyError:
-            known = ", ".join(sorted(self._shelves)) or "none"
-            raise UnknownCollection(
-                f"no collection {collection!r} on this node; known: {known}", "collection"
-            ) from None

@@ -1,12 +1,14 @@
-"""What clients are told of a collection."""
+"""Size and properties of a collection, as reported to clients."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CollectionSummary:
-    """What a collection is, as far as its documents are open here (`here`). `files`: that its documents were read from,
-    or the documents where they were not. `created_at`: when it was built, in seconds of Unix time.
+    """A collection's size and properties. `here`: its documents are open in this process.
+
+    `files`: source files, or documents if the collection has none. `created_at`: time of the build, Unix time in
+    seconds.
     """
 
     here: bool = False

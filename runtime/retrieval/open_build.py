@@ -1,4 +1,4 @@
-"""One build of a collection as its clients have it open: its documents, and what it was embedded with."""
+"""An open build of a collection in a client process: its documents, its keyword index, its embedder's description."""
 
 import os
 from contextlib import suppress
@@ -21,11 +21,11 @@ from runtime.retrieval.live.storage.manifest import is_live, read_description
 
 @dataclass(frozen=True)
 class OpenBuild:
-    """One build of a collection: its documents, open (None: bare vectors), their words (None: a build without), and
-    what it was embedded with.
+    """One build of a collection: its open documents (None: bare vectors), its keyword index (None: built without), and
+    the embedder it was built with.
 
-    `file`: what the documents' file was when it was opened. `check` compares their checksums; None: nobody does.
-    `first_checked`: the documents are of no use before that has ended.
+    `stamp`: `documents_stamp` at the time of opening. `check` verifies the documents' checksums; None: not verified.
+    `verify_first`: the documents must not be used before the check has ended.
     """
 
     identity: str
@@ -33,20 +33,21 @@ class OpenBuild:
     words: KeywordSearch | LiveDocumentStore | None
     embedder: EmbedderSpec | None
     dim: int
-    about: CollectionSummary
-    file: tuple[int, ...]
+    summary: CollectionSummary
+    stamp: tuple[int, ...]
     check: "BackgroundTask[None] | LiveVerification | None"
-    first_checked: bool
+    verify_first: bool
 
     @property
-    def now(self) -> CollectionSummary:
-        """What it is by now: a live collection grows."""
+    def current_summary(self) -> CollectionSummary:
+        """The summary as of now: a live collection grows."""
         documents = self.documents
         if not isinstance(documents, LiveDocumentStore):
-            return self.about
-        return replace(self.about, size=documents.size, files=documents.size)
+            return self.summary
+        return replace(self.summary, size=documents.size, files=documents.size)
 
     def close(self) -> None:
+        """Stop the check and close the files."""
         if self.check is not None:
             self.check.cancel()
         if self.documents is not None:
@@ -56,7 +57,7 @@ class OpenBuild:
 
 
 def directory_identity(directory: Path) -> str:
-    """Of what lies in a directory now; "" if that cannot be read."""
+    """Return the identity of the build that a directory contains now; "" if it cannot be read."""
     try:
         return read_description(directory).identity if is_live(directory) else read_identity(directory)
     except CollectionError:
@@ -64,14 +65,14 @@ def directory_identity(directory: Path) -> str:
 
 
 def documents_stamp(directory: Path) -> tuple[int, ...]:
-    """Which files hold the documents now, and when they were last written; () if there are none."""
+    """Return device, inode, size, mtime and ctime of each file that contains documents; () if there is none."""
     paths = [directory / DOCUMENTS, *sorted(directory.glob(f"segments/*/{DOCUMENTS}"))]
-    told: list[int] = []
+    stamp: list[int] = []
     for path in paths:
         with suppress(OSError):
             found = os.stat(path)
-            told += (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return tuple(told)
+            stamp += (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return tuple(stamp)
 
 
 def _built_at(directory: Path) -> int:
@@ -81,58 +82,58 @@ def _built_at(directory: Path) -> int:
         return 0
 
 
-def open_build(directory: Path, verify: Verify, first_checked: bool) -> OpenBuild:
-    """The build that lies in a directory now. Raises `CollectionError`."""
+def open_build(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild:
+    """Open the build that a directory contains now. Raises `CollectionError`."""
     if is_live(directory):
-        return _open_live(directory, verify, first_checked)
+        return _open_live(directory, verify, verify_first)
 
     def opened(manifest: Manifest) -> OpenBuild:
-        file, check, documents, words = documents_stamp(directory), None, None, None
-        if (checksum := manifest.files.get(DOCUMENTS)) is not None:
+        stamp, check, documents, words = documents_stamp(directory), None, None, None
+        if (facts := manifest.files.get(DOCUMENTS)) is not None:
             documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
             try:
                 words = KeywordSearch(directory, manifest) if WORDS in manifest.files else None
                 if verify != "never":
                     files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, WORDS)}
-                    sums = Checksums({path: told for path, told in files.items() if told is not None})
+                    sums = Checksums({path: expected for path, expected in files.items() if expected is not None})
                     check = BackgroundTask(
-                        "documents", lambda work: sums.verify(work.check_cancelled if first_checked else work.throttle)
+                        "documents", lambda work: sums.verify(work.check_cancelled if verify_first else work.throttle)
                     )
             except CollectionError:
                 documents.close()
                 if words is not None:
                     words.close()
                 raise
-        waits = first_checked and check is not None
-        about = CollectionSummary(
+        summary = CollectionSummary(
             here=True,
             size=manifest.size,
             files=(documents.file_count if documents else 0) or manifest.size,
-            document_bytes=checksum.bytes if checksum else 0,
+            document_bytes=facts.bytes if facts else 0,
             created_at=_built_at(directory),
             dim=manifest.dim,
             metric=manifest.metric,
             embedder="" if manifest.embedder is None else embedder_name(manifest.embedder),
         )
         return OpenBuild(
-            manifest.identity, documents, words, manifest.embedder, manifest.dim, about, file, check, waits
-        )
+            manifest.identity, documents, words, manifest.embedder, manifest.dim, summary, stamp, check,
+            verify_first and check is not None,
+        )  # fmt: skip
 
     return open_consistent(directory, opened, OpenBuild.close)
 
 
 def check_documents(directory: Path, identity: str) -> None:
-    """Open the documents of a build. Raises `CollectionError` for what is wrong with them, or if another lies there."""
-    found = open_build(directory, "never", first_checked=False)
+    """Open the documents of a build once. Raises `CollectionError` if they are damaged or of another build."""
+    found = open_build(directory, "never", verify_first=False)
     found.close()
     if found.identity != identity:
         raise CollectionError(f"{directory} was replaced by another collection while it was opened")
 
 
 class LiveVerification:
-    """Compares the documents of a live collection beside everything else: of each segment, those that come later too.
+    """Background verification of a live collection's documents, segment by segment, including segments added later.
 
-    `done`: those that were there at first are compared.
+    `done`: the segments that existed at first have been verified.
     """
 
     def __init__(self, checksums: LiveChecksums, *, hurry: bool) -> None:
@@ -144,7 +145,7 @@ class LiveVerification:
 
     @property
     def done(self) -> bool:
-        """Also begins with what has come since."""
+        """Also starts verification of the segments added since."""
         if not self._work.done:
             return self._first_done
         self._first_done = True
@@ -158,27 +159,29 @@ class LiveVerification:
         return self._work.error_message if self._work.done else ""
 
     def cancel(self) -> None:
-        """Have it end soon."""
+        """Request an early end of the verification."""
         self._work.cancel()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for what runs."""
+        """Wait for the running verification."""
         self._work.join(timeout_s)
 
 
-def _open_live(directory: Path, verify: Verify, first_checked: bool) -> OpenBuild:
-    """A live collection is one build for ever: a row stands for one text."""
-    file, documents = documents_stamp(directory), LiveDocumentStore(directory)
-    told = documents.description
-    about = CollectionSummary(
+def _open_live(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild:
+    """Open a live collection. It is one build for its lifetime: a row stands for one text."""
+    stamp, documents = documents_stamp(directory), LiveDocumentStore(directory)
+    description = documents.description
+    summary = CollectionSummary(
         here=True,
         size=documents.size,
         files=documents.size,
         created_at=_built_at(directory),
-        dim=told.dim,
-        metric=told.metric,
-        embedder="" if told.embedder is None else embedder_name(told.embedder),
+        dim=description.dim,
+        metric=description.metric,
+        embedder="" if description.embedder is None else embedder_name(description.embedder),
     )
-    check = None if verify == "never" else LiveVerification(documents.checksums, hurry=first_checked)
-    waits = first_checked and check is not None
-    return OpenBuild(told.identity, documents, documents, told.embedder, told.dim, about, file, check, waits)
+    check = None if verify == "never" else LiveVerification(documents.checksums, hurry=verify_first)
+    return OpenBuild(
+        description.identity, documents, documents, description.embedder, description.dim, summary, stamp, check,
+        verify_first and check is not None,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A passage: what retrieval finds and an answer uses."""
+"""A passage: a retrieved document."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,12 +6,11 @@ import msgspec
 
 Attribute = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Attribute]
-"""What is known of a document beside its text: of a file's passage `source`, its path, `heading` and `page`."""
+"""A document's metadata: of a passage from a file `source` (its path), `heading` and `page`."""
 
 
 class Passage(msgspec.Struct, frozen=True):
-    """A document that was found: its id in the collection, its title, its distance to the query, its text, and what
-    else is known of it."""
+    """A retrieved document: id in the collection, title, distance to the query, text, attributes."""
 
     id: str
     title: str
@@ -21,4 +20,4 @@ class Passage(msgspec.Struct, frozen=True):
 
 
 class PartialPassages(list[Passage]):
-    """Passages that were found without some of the nodes that a collection is on."""
+    """Passages of a collection on several nodes, some of which did not answer."""

@@ -1,6 +1,5 @@
-"""From a text to the nearest passages: embed it, ask the pool, fetch the documents."""
+"""Non-blocking retrieval for model workers: embed a text, search the pools, fetch the documents."""
 
-import contextlib
 import os
 import queue
 import threading
@@ -8,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from runtime.errors import (
     TrinityError,
     Unavailable,
 )
-from runtime.retrieval.collection_registry import CollectionRegistry, KeywordSearch
+from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Passage
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
     import zmq
 
 
-# ---- embeds texts on threads of its own: a worker's loop goes on meanwhile
-# Embedders that compute here share one thread, as they share the worker's cores; their libraries let go of the
-# interpreter's lock. One that waits for a server has threads of its own, so that it holds up nobody else.
+# ---- embedding threads
+# All embedders that compute in this process share one thread, as they share the worker's cores; their libraries release
+# the GIL. An embedder that waits for a server has threads of its own, so it delays no other.
 
 
 MAX_WAITING = 1024
@@ -47,14 +46,14 @@ MAX_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """A text's vector float32 [dim], or the error that ended it, and when (monotonic ns); what its words have found,
-    if they were asked for."""
+    """A text's vector float32 [dim], or the error that ended it, and the time (monotonic ns); the results of its
+    keyword search, if one was requested."""
 
     ticket: int
     at_ns: int
     vector: Vectors | None = None
     error: TrinityError | None = None
-    words: Neighbors | None = None
+    keyword_results: Neighbors | None = None
 
 
 @dataclass(slots=True)
@@ -62,12 +61,12 @@ class _EmbeddingJob:
     ticket: int
     embedder: Embedder
     text: str
-    by_words: KeywordSearch | None
+    keywords: KeywordQuery | None
     cancelled: bool = False
 
 
 class _WorkerGroup:
-    """Texts that wait for some threads, and these."""
+    """A queue of texts and the threads that serve it."""
 
     def __init__(self, limit: int, threads: int, run: Callable[["_WorkerGroup"], None]) -> None:
         self.waiting: queue.Queue[_EmbeddingJob | None] = queue.Queue(limit)
@@ -77,10 +76,10 @@ class _WorkerGroup:
 
 
 class EmbeddingThreads:
-    """`put` texts, `poll` vectors. An error ends its text and no other; a text that hangs holds up those behind it,
-    where the embedder computes here.
+    """Threads that embed texts: `submit` texts, `poll` vectors.
 
-    `fileno` becomes readable when there is something to poll. At most `limit` texts wait for a thread; the end waits
+    An error ends only its own text. A text that hangs delays those behind it if the embedder computes in this process.
+    `fileno` becomes readable when there is something to poll. At most `limit` texts wait for a thread; `close` waits
     `end_s` for those that are being embedded.
     """
 
@@ -90,88 +89,91 @@ class EmbeddingThreads:
         self._end_s = end_s
         self._clock = clock
         self._limit = limit
-        self._lanes: dict[str, _WorkerGroup] = {}
-        self._open: dict[int, _EmbeddingJob] = {}  # the asking thread's
+        self._groups: dict[str, _WorkerGroup] = {}
+        self._open: dict[int, _EmbeddingJob] = {}  # used by the submitting thread alone
         self._done: deque[EmbeddingResult] = deque()
-        self._ended = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        return self._bell
+        return self._doorbell
 
-    def put(self, ticket: int, embedder: Embedder, text: str, by_words: KeywordSearch | None = None) -> None:
-        """Have a text embedded, then its words searched for. Raises `Overloaded` when as many wait as may."""
-        asked = _EmbeddingJob(ticket, embedder, text, by_words)
+    def submit(self, ticket: int, embedder: Embedder, text: str, keywords: KeywordQuery | None = None) -> None:
+        """Queue a text for embedding, followed by its keyword search. Raises `Overloaded` if the queue is full."""
+        job = _EmbeddingJob(ticket, embedder, text, keywords)
         try:
-            self._lane(embedder).waiting.put_nowait(asked)
+            self._group(embedder).waiting.put_nowait(job)
         except queue.Full:
             raise Overloaded(f"{self._limit} texts wait to be embedded, the limit; try again later") from None
-        self._open[ticket] = asked
+        self._open[ticket] = job
 
     def cancel(self, ticket: int) -> None:
-        """It is not wanted any more, and does not come from `poll`. Unknown tickets are ignored."""
-        asked = self._open.pop(ticket, None)
-        if asked is not None:
-            asked.cancelled = True
+        """Drop a text: `poll` does not return it. Unknown tickets are ignored."""
+        job = self._open.pop(ticket, None)
+        if job is not None:
+            job.cancelled = True
 
     def poll(self) -> list[EmbeddingResult]:
-        """What has come since the last call, each ticket once. Never waits."""
+        """Return what has finished since the last call, each ticket once. Never blocks."""
         try:
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._doorbell)
         except BlockingIOError:
             return []
-        found = []
-        while self._done:  # the bell was read first: what comes behind it rings again
-            embedded = self._done.popleft()
-            if self._open.pop(embedded.ticket, None) is not None:
-                found.append(embedded)
-        return found
+        finished = []
+        while self._done:  # after reading the doorbell: a later result rings again
+            result = self._done.popleft()
+            if self._open.pop(result.ticket, None) is not None:
+                finished.append(result)
+        return finished
 
     def close(self) -> None:
-        """End the threads, or leave those that hang to the process's end. Idempotent."""
-        if self._ended:
+        """Stop the threads; those that hang end with the process. Idempotent."""
+        if self._closed:
             return
-        self._ended = True
-        threads = [thread for lane in self._lanes.values() for thread in lane.threads]
-        for lane in self._lanes.values():
-            for _ in lane.threads:
-                with contextlib.suppress(queue.Full):  # then they look at `_ended`, after the text that they have
-                    lane.waiting.put_nowait(None)
+        self._closed = True
+        threads = [thread for group in self._groups.values() for thread in group.threads]
+        for group in self._groups.values():
+            for _ in group.threads:
+                with suppress(queue.Full):  # then the thread checks `_closed` after its current text
+                    group.waiting.put_nowait(None)
         until = time.monotonic() + self._end_s
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in threads):
-            os.close(self._bell)
+            os.close(self._doorbell)
 
-    def _lane(self, embedder: Embedder) -> _WorkerGroup:
-        name = embedder.name if embedder.at_once > 1 else ""
-        if name not in self._lanes:
-            self._lanes[name] = _WorkerGroup(self._limit, embedder.at_once, self._run)
-        return self._lanes[name]
+    def _group(self, embedder: Embedder) -> _WorkerGroup:
+        name = embedder.name if embedder.max_concurrency > 1 else ""
+        if name not in self._groups:
+            self._groups[name] = _WorkerGroup(self._limit, embedder.max_concurrency, self._run)
+        return self._groups[name]
 
-    def _run(self, lane: _WorkerGroup) -> None:
-        while (asked := lane.waiting.get()) is not None and not self._ended:
-            if asked.cancelled:
+    def _run(self, group: _WorkerGroup) -> None:
+        while (job := group.waiting.get()) is not None and not self._closed:
+            if job.cancelled:
                 continue
             try:
-                vector = asked.embedder.embed([asked.text])[0]
+                vector = job.embedder.embed([job.text])[0]
                 at_ns = self._clock()
-                words = None if asked.by_words is None else asked.by_words.search(vector)
-                self._done.append(EmbeddingResult(asked.ticket, at_ns, vector, words=words))
+                found = None if job.keywords is None else job.keywords.search(vector)
+                self._done.append(EmbeddingResult(job.ticket, at_ns, vector, keyword_results=found))
             except TrinityError as error:
-                self._done.append(EmbeddingResult(asked.ticket, self._clock(), error=error))
+                self._done.append(EmbeddingResult(job.ticket, self._clock(), error=error))
             except Exception as error:  # of a library we do not know: the next text may be fine
-                failed = ModelError(f"the embedder {asked.embedder.name} failed: {error}")
-                self._done.append(EmbeddingResult(asked.ticket, self._clock(), error=failed))
-            os.eventfd_write(self._bell, 1)
+                failed = ModelError(f"the embedder {job.embedder.name} failed: {error}")
+                self._done.append(EmbeddingResult(job.ticket, self._clock(), error=failed))
+            os.eventfd_write(self._doorbell, 1)
+
+
+# ---- the retriever
 
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """The answer to a query: its passages, nearest first, or the error that ended it.
+    """The end of a retrieval: its passages, nearest first, or the error that ended it.
 
-    `embedded_ns`: when its vector was there. `build`: the identity of the collection's build that it is from; "" of one
-    on other nodes, whose answer is `partial` without those of some.
+    `embedded_ns`: when its vector was ready. `build`: identity of the collection's build that the passages come from;
+    "" for a collection on other nodes, whose result is `partial` if some of these did not answer.
     """
 
     ticket: int
@@ -183,11 +185,13 @@ class RetrievalResult:
 
 
 _WARM_UP_NS = 5_000_000_000
-_LOOK_MS = 10  # how often it is looked whether a pool tells of an attribute by now
+_ATTRIBUTE_POLL_MS = 10  # how often pools are checked for an attribute that they do not know yet
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
+@dataclass(slots=True)
+class _Retrieval:
+    """A retrieval in progress: the request, then what is known of it so far."""
+
     ticket: int
     collection: str
     k: int
@@ -195,56 +199,56 @@ class _Pending:
     deadline_ns: int
     text: str = ""
     build: str = ""
-    embedder: str = ""
-    wanted: bytes = b""
+    filter: bytes = b""
     hybrid: float = 0.0
-    by_words: KeywordSearch | None = None
-    words: Neighbors | None = None
+    embedder: str = ""
     attempts: int = 0
     embedded_ns: int = 0
+    keywords: KeywordQuery | None = None
+    keyword_results: Neighbors | None = None
 
 
 class Retriever:
-    """Asks the pool for many texts at once without waiting: `ask` returns a ticket, `poll` brings what has come.
+    """Runs many retrievals at once without blocking: `submit` returns a ticket, `poll` returns what has ended.
 
-    Texts are embedded on threads of its own; one that is not embedded by its deadline ends then.
+    Texts are embedded on threads; a text that is not embedded by its deadline ends then.
     """
 
     def __init__(
-        self, library: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
+        self, registry: CollectionRegistry, client: SearchClient, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self.library = library
+        self.registry = registry
         self.client = client
         self._clock = clock
         self._embedding = EmbeddingThreads(clock=clock)
         self._tickets = count(1)
-        self._texts: dict[int, _Pending] = {}  # being embedded, by ticket
-        self._early: list[tuple[_Pending, Vectors]] = []  # with attributes that no pool has told of yet
-        self._searches: dict[int, _Pending] = {}  # in the pool, by the client's ticket
+        self._texts: dict[int, _Retrieval] = {}  # being embedded, by ticket
+        self._awaiting_attributes: list[tuple[_Retrieval, Vectors]] = []  # the pools do not know their attributes yet
+        self._searches: dict[int, _Retrieval] = {}  # in the pools, by the client's ticket
 
     def warm_up(self) -> None:
-        """Embed with every embedder and search every collection once, so that first uses (compiled code, files, the
-        session) are not a user's.
+        """Use every embedder and search every collection once, so that no user's request pays for first uses (compiled
+        code, files, the session).
 
-        Without a pool in time there is no warm-up: it may start later than its clients.
+        Ends without warm-up if no pool is attached in time: a pool may start later than its clients.
         """
-        self.library.warm_up()
+        self.registry.warm_up()
         end = self._clock() + _WARM_UP_NS
         waiting = set()
-        for name, dim in self.library.dims.items():
-            query = _Pending(next(self._tickets), name, 1, "decode", end)
-            with suppress(TrinityError):  # what cannot be searched now may be later
-                self._search(query, np.ones(max(dim, 1), np.float32))
-                waiting.add(query.ticket)
+        for name, dim in self.registry.dims.items():
+            retrieval = _Retrieval(next(self._tickets), name, 1, "decode", end)
+            with suppress(TrinityError):  # it may become searchable later
+                self._search(retrieval, np.ones(max(dim, 1), np.float32))
+                waiting.add(retrieval.ticket)
         for name in self.client.remote:
-            waiting.add(self.ask("a first text", name, 1, "decode", end))
+            waiting.add(self.submit("a first text", name, 1, "decode", end))
         while waiting and self._clock() < end:
             waiting -= {found.ticket for found in self.poll()}
             self.sleep((), 10)
         for ticket in waiting:
             self.cancel(ticket)
 
-    def ask(
+    def submit(
         self,
         text: str,
         collection: str,
@@ -252,148 +256,154 @@ class Retriever:
         stage: Stage,
         deadline_ns: int,
         build: str = "",
-        wanted: bytes = b"",
+        filter: bytes = b"",
         hybrid: float = 0.0,
     ) -> int:
-        """Have a text embedded and the pool asked for it; an answer from this `build` alone is of use, if one is named,
-        and only passages that pass the filter `wanted`. `hybrid`: the share of what its words find, 0 for none.
+        """Start a retrieval of the `k` passages nearest to a text; return its ticket.
 
-        Raises `Overloaded` when too many wait to be embedded,
-        `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts."""
-        query = _Pending(
-            next(self._tickets), collection, k, stage, deadline_ns, text, build, wanted=wanted, hybrid=hybrid
-        )
+        `build`: accept results of this build only. `filter`: passages must pass it (`filter_bytes`). `hybrid`: weight
+        of the keyword search, 0 for none. Raises `Overloaded` if too many texts wait to be embedded,
+        `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts.
+        """
+        ticket = next(self._tickets)
+        retrieval = _Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid)
         if collection not in self.client.remote:
-            self._embed(query)
-        elif hybrid:  # ranks of different nodes say nothing of each other
-            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
+            self._embed(retrieval)
+        elif hybrid:  # ranks of different nodes are not comparable
+            raise InvalidRequest(
+                f"collection {collection!r} is on other nodes: hybrid is not supported there", "hybrid"
+            )
         else:
-            asked = self.client.submit(
-                text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=wanted
+            search = self.client.submit(
+                text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=filter
             )
-            self._searches[asked] = replace(query, embedded_ns=self._clock())
-        return query.ticket
+            retrieval.embedded_ns = self._clock()
+            self._searches[search] = retrieval
+        return ticket
 
-    def _embed(self, query: _Pending) -> None:
-        """With the embedder of the build that the pools serve now. Raises as `ask` does."""
-        self.library.follow(query.collection, self.client.identities(query.collection))
-        embedder = self.library.embedder(query.collection)
-        by_words = None
-        if query.hybrid:
-            by_words = self.library.by_words(
-                query.collection, query.text, query.k, query.wanted, query.deadline_ns, query.build
+    def _embed(self, retrieval: _Retrieval) -> None:
+        """Submit the text to the embedder of the build that the pools serve now. Raises as `submit`."""
+        collection, keywords = retrieval.collection, None
+        self.registry.follow(collection, self.client.identities(collection))
+        embedder = self.registry.embedder(collection)
+        if retrieval.hybrid:
+            keywords = self.registry.keyword_query(
+                collection, retrieval.text, retrieval.k, retrieval.filter, retrieval.deadline_ns, retrieval.build
             )
-        self._embedding.put(query.ticket, embedder, query.text, by_words)
-        self._texts[query.ticket] = replace(
-            query, embedder=embedder.name, by_words=by_words, attempts=query.attempts + 1
-        )
+        self._embedding.submit(retrieval.ticket, embedder, retrieval.text, keywords)
+        retrieval.embedder, retrieval.keywords = embedder.name, keywords
+        retrieval.attempts += 1
+        self._texts[retrieval.ticket] = retrieval
 
     def poll(self) -> list[RetrievalResult]:
-        """What has come back since the last call; every ticket comes exactly once, unless it was cancelled."""
-        found = self.take_vectors()
+        """Return what has ended since the last call; every ticket exactly once, unless it was cancelled."""
+        ended = self.forward_embeddings()
         for result in self.client.poll():
-            query = self._searches.pop(result.ticket, None)
-            if query is None:
-                continue  # cancelled, and answered all the same
+            retrieval = self._searches.pop(result.ticket, None)
+            if retrieval is None:
+                continue  # cancelled, and answered nevertheless
             if result.error is not None:
-                found += self._again(query, result.error)
+                ended += self._retry(retrieval, result.error)
                 continue
             try:
-                if query.words is not None:
-                    result = fuse_keywords(result, query.words, query.k, query.hybrid)
-                remote = query.collection in self.client.remote
-                passages = result.passages if remote else self.library.passages(query.collection, result)
-                found.append(
-                    RetrievalResult(
-                        query.ticket, passages, None, query.embedded_ns, result.identity, partial=result.partial
-                    )
-                )
+                if retrieval.keyword_results is not None:
+                    result = fuse_keywords(result, retrieval.keyword_results, retrieval.k, retrieval.hybrid)
+                remote = retrieval.collection in self.client.remote
+                passages = result.passages if remote else self.registry.passages(retrieval.collection, result)
             except TrinityError as error:
-                found += self._again(query, error)
-        return found
+                ended += self._retry(retrieval, error)
+                continue
+            ended.append(
+                RetrievalResult(
+                    retrieval.ticket, passages, None, retrieval.embedded_ns, result.identity, partial=result.partial
+                )
+            )
+        return ended
 
-    def _again(self, query: _Pending, error: TrinityError) -> list[RetrievalResult]:
-        """What ends a query; nothing if it is asked once more, for its collection was replaced meanwhile."""
+    def _retry(self, retrieval: _Retrieval, error: TrinityError) -> list[RetrievalResult]:
+        """Start again if the collection was replaced meanwhile; otherwise end with the error."""
         if (
             isinstance(error, CollectionReplaced)
-            and query.text
-            and not query.build
-            and query.attempts < MAX_BUILD_ATTEMPTS
+            and retrieval.text
+            and not retrieval.build
+            and retrieval.attempts < MAX_BUILD_ATTEMPTS
         ):
             try:
-                self._embed(query)
+                self._embed(retrieval)
                 return []
             except TrinityError as refusal:
                 error = refusal
-        return [RetrievalResult(query.ticket, error=error)]
+        return [RetrievalResult(retrieval.ticket, error=error)]
 
-    def take_vectors(self) -> list[RetrievalResult]:
-        """Pass on to the pool what is embedded; what ended before that."""
-        ended, (early, self._early), now = [], (self._early, []), self._clock()
-        for query, vector in early:
-            ended += self._pass_on(query, vector, now)
+    def forward_embeddings(self) -> list[RetrievalResult]:
+        """Send finished embeddings to the pools; return the retrievals that ended before that."""
+        ended, (waiting, self._awaiting_attributes), now = [], (self._awaiting_attributes, []), self._clock()
+        for retrieval, vector in waiting:
+            ended += self._try_search(retrieval, vector, now)
         for embedded in self._embedding.poll():
-            query = replace(self._texts.pop(embedded.ticket), embedded_ns=embedded.at_ns, words=embedded.words)
+            retrieval = self._texts.pop(embedded.ticket)
+            retrieval.embedded_ns, retrieval.keyword_results = embedded.at_ns, embedded.keyword_results
             if embedded.vector is None:
-                ended += self._again(query, embedded.error or ModelError("the embedder said nothing"))
+                ended += self._retry(retrieval, embedded.error or ModelError("the embedder returned nothing"))
             else:
-                ended += self._pass_on(query, embedded.vector, now)
-        for query in [query for query in self._texts.values() if query.deadline_ns <= now]:
-            self.cancel(query.ticket)
-            ended.append(RetrievalResult(query.ticket, error=DeadlineExceeded("its text was not embedded in time")))
+                ended += self._try_search(retrieval, embedded.vector, now)
+        for retrieval in [retrieval for retrieval in self._texts.values() if retrieval.deadline_ns <= now]:
+            self.cancel(retrieval.ticket)
+            ended.append(RetrievalResult(retrieval.ticket, error=DeadlineExceeded("its text was not embedded in time")))
         return ended
 
-    def _pass_on(self, query: _Pending, vector: Vectors, now: int) -> list[RetrievalResult]:
-        """Search, now or once pools tell of the attributes that a document has which was stored a moment ago. What ends
-        the query."""
+    def _try_search(self, retrieval: _Retrieval, vector: Vectors, now: int) -> list[RetrievalResult]:
+        """Search, now or once the pools know an attribute that a document stored a moment ago has. Return the end of
+        the retrieval if it failed."""
         try:
-            self._search(query, vector)
+            self._search(retrieval, vector)
         except InvalidFilter as error:
-            until = min(query.deadline_ns, query.embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
-            if now >= until or not self.library.fits(query.collection, query.wanted):
-                return [RetrievalResult(query.ticket, error=error)]
-            self._early.append((query, vector))
+            until = min(retrieval.deadline_ns, retrieval.embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
+            if now >= until or not self.registry.has_attributes(retrieval.collection, retrieval.filter):
+                return [RetrievalResult(retrieval.ticket, error=error)]
+            self._awaiting_attributes.append((retrieval, vector))
         except TrinityError as error:
-            return self._again(query, error)
+            return self._retry(retrieval, error)
         except IpcError as error:
-            return [RetrievalResult(query.ticket, error=Unavailable(str(error)))]
+            return [RetrievalResult(retrieval.ticket, error=Unavailable(str(error)))]
         return []
 
-    def _search(self, query: _Pending, vector: Vectors) -> None:
-        """Send a vector to the pool. Raises `Overloaded` when there is no room for it."""
-        k, build = query.k, query.build
-        if query.by_words is not None:
-            k, build = query.by_words.depth, query.by_words.identity
+    def _search(self, retrieval: _Retrieval, vector: Vectors) -> None:
+        """Send a vector to the pools. Raises `Overloaded` if the rings are full."""
+        k, build = retrieval.k, retrieval.build
+        if retrieval.keywords is not None:
+            k, build = retrieval.keywords.depth, retrieval.keywords.identity
         pools = self.client.dispatcher
         spec = SearchSpec(
-            query.collection, k, query.stage, None, pools.settings.search_width, None, query.deadline_ns, query.wanted
-        )
-        accept = self.library.accept(query.collection, query.embedder, build)
-        question = Query(next(pools.tickets), vector, spec, accept=accept)
-        pools.ask(question)
-        self._searches[question.ticket] = query
+            retrieval.collection, k, retrieval.stage, None, pools.settings.search_width, None, retrieval.deadline_ns,
+            retrieval.filter,
+        )  # fmt: skip
+        accept = self.registry.accept(retrieval.collection, retrieval.embedder, build)
+        query = Query(next(pools.tickets), vector, spec, accept=accept)
+        pools.submit(query)
+        self._searches[query.ticket] = retrieval
 
     def cancel(self, ticket: int) -> None:
-        """Forget a query."""
+        """Drop a retrieval: `poll` does not return it."""
         if self._texts.pop(ticket, None) is not None:
             self._embedding.cancel(ticket)
-        self._early = [early for early in self._early if early[0].ticket != ticket]
-        for search in [search for search, query in self._searches.items() if query.ticket == ticket]:
+        self._awaiting_attributes = [waiting for waiting in self._awaiting_attributes if waiting[0].ticket != ticket]
+        for search in [search for search, retrieval in self._searches.items() if retrieval.ticket == ticket]:
             del self._searches[search]
             self.client.cancel(search)
 
     def sleep(self, sockets: "Sequence[zmq.Socket[bytes]]", timeout_ms: int) -> None:
-        """Until there may be something to `poll`, one of `sockets` can be read, or the time is over."""
-        self.client.sleep(
-            (*sockets, self._embedding.fileno()), min(timeout_ms, _LOOK_MS) if self._early else timeout_ms
-        )
+        """Wait until there may be something to `poll`, one of `sockets` is readable, or the timeout is over."""
+        if self._awaiting_attributes:
+            timeout_ms = min(timeout_ms, _ATTRIBUTE_POLL_MS)
+        self.client.sleep((*sockets, self._embedding.fileno()), timeout_ms)
 
     def close(self) -> None:
-        """End it all. What is outstanding never comes. Idempotent."""
+        """Stop the threads and close the client; outstanding retrievals never end. Idempotent."""
         self._embedding.close()
         self.client.close()
 
 
 def without_text(passages: Iterable[Passage]) -> tuple[Passage, ...]:
-    """Without their texts: what a client is told of the passages that its answer uses."""
+    """Return the passages as clients receive them as citations: without their texts."""
     return tuple(structs.replace(passage, text="") for passage in passages)

@@ -27,7 +27,7 @@ class Letters:
     name = "letters"
     dim = 26
     max_tokens = 1000
-    at_once = 1
+    max_concurrency = 1
 
     def count_tokens(self, text: str) -> int:
         return len(text)

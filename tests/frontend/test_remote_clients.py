@@ -192,8 +192,8 @@ def test_what_a_client_may_not_ask_is_a_typed_error(part: Any, tmp_path: Path) -
 @contextlib.contextmanager
 def retriever(tmp_path: Path, *nodes: str, **options: Any) -> Iterator[Retriever]:
     with client(tmp_path, *nodes, **options) as asked:
-        library: Any = SimpleNamespace(dims={}, warm_up=lambda: None)
-        made = Retriever(library, asked)
+        registry: Any = SimpleNamespace(dims={}, warm_up=lambda: None)
+        made = Retriever(registry, asked)
         try:
             yield made
         finally:
@@ -215,7 +215,7 @@ def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: A
     with retriever(tmp_path, even, odd) as asker:
         asker.warm_up()
         for text, wanted in itertools.product(TEXTS, (None, SOME)):
-            ticket = asker.ask(text, "all", 10, "decode", LATE, wanted=filter_bytes(wanted))
+            ticket = asker.submit(text, "all", 10, "decode", LATE, filter=filter_bytes(wanted))
             found = ended(asker)
             assert (found.ticket, found.error, found.build, found.partial) == (ticket, None, "", False)
             assert list(found.passages) == nearest(whole, text, wanted=wanted)
@@ -225,21 +225,21 @@ def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: A
 def test_a_worker_is_told_when_nodes_are_missing(part: Any, tmp_path: Path) -> None:
     _, even = part(DOCUMENTS[::2])
     with retriever(tmp_path, even, NOBODY, missing="partial") as asker:
-        asker.ask("cats", "all", 10, "prefill", LATE)
+        asker.submit("cats", "all", 10, "prefill", LATE)
         assert ended(asker).partial
     with retriever(tmp_path, even, NOBODY) as asker:
-        asker.ask("cats", "all", 10, "prefill", LATE)
+        asker.submit("cats", "all", 10, "prefill", LATE)
         assert isinstance(ended(asker).error, Unavailable)
         with pytest.raises(InvalidRequest, match="on other nodes") as caught:
-            asker.ask("cats", "all", 10, "prefill", LATE, hybrid=0.5)
+            asker.submit("cats", "all", 10, "prefill", LATE, hybrid=0.5)
         assert caught.value.param == "hybrid"
 
 
 def test_what_a_worker_cancels_never_comes(tmp_path: Path, part: Any) -> None:
     _, even = part(DOCUMENTS)
     with retriever(tmp_path, even) as asker:
-        dropped = asker.ask("cats", "all", 10, "decode", LATE)
+        dropped = asker.submit("cats", "all", 10, "decode", LATE)
         asker.cancel(dropped)
-        kept = asker.ask("dogs", "all", 10, "decode", LATE)
+        kept = asker.submit("dogs", "all", 10, "decode", LATE)
         assert ended(asker).ticket == kept
         assert asker.poll() == []

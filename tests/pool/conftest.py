@@ -54,7 +54,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MakePool = Callable[..., InProcessPool]
 BUSY = Timing(control_ns=0)
 PATIENT = QueueLimits(retry_ns=10_000_000, wait_ns=60 * 10**9)
-NEVER_STUCK = ReplicaPolicy(stuck_ns=3600 * 10**9)
+NEVER_STALLED = ReplicaPolicy(stalled_ns=3600 * 10**9)
 MakeClient = Callable[..., SearchClient]
 
 
@@ -62,13 +62,13 @@ MakeClient = Callable[..., SearchClient]
 def make_client() -> Iterator[MakeClient]:
     """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process.
 
-    Nor do they take a pool for stuck that only waits for a core, unless a test hands them a policy that does.
+    Nor do they take a pool for stalled that only waits for a core, unless a test hands them a policy that does.
     """
     made: list[SearchClient] = []
 
     def make(
         plan: NodePlan,
-        policy: ReplicaPolicy = NEVER_STUCK,
+        policy: ReplicaPolicy = NEVER_STALLED,
         clock: Callable[[], int] = time.monotonic_ns,
         **limits: int,
     ) -> SearchClient:

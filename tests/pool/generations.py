@@ -52,7 +52,7 @@ def retriever(plan: NodePlan, clock: Callable[[], int] = time.monotonic_ns) -> I
 def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> RetrievalResult:
     """One query, until it has ended."""
     found: list[RetrievalResult] = []
-    ticket = retriever.ask(text, "docs", k, "decode", LATER_NS, build)
+    ticket = retriever.submit(text, "docs", k, "decode", LATER_NS, build)
 
     def poll() -> None:
         found.extend(retriever.poll())

@@ -62,13 +62,13 @@ class Served:
 
     def __init__(self, plan: NodePlan, pools: list[InProcessPool], client: SearchClient) -> None:
         self.pools, self.pool, self.client = pools, pools[0], client
-        self._library = CollectionRegistry(plan)
-        self._library.follow("docs", client.identities("docs"))
+        self._registry = CollectionRegistry(plan)
+        self._registry.follow("docs", client.identities("docs"))
 
     def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
         """Ids as texts say them."""
         result = self.client.search(query, k, top_m=64, **asked)
-        found = self._library.passages("docs", result)
+        found = self._registry.passages("docs", result)
         assert all(passage.text == f"text of {passage.id}" for passage in found)
         return [passage.id for passage in found]
 

@@ -109,25 +109,25 @@ def test_where_nothing_is_to_be_verified_nothing_is(
 def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: Any) -> None:
     clock = Clock()
     identity = writer.state.description.identity
-    library = CollectionRegistry(make_plan(), clock=clock)
+    registry = CollectionRegistry(make_plan(), clock=clock)
 
     def usable() -> bool:
         clock.advance(1.0)
-        library.follow("notes", [identity])
-        return not library.troubles
+        registry.follow("notes", [identity])
+        return not registry.unavailable
 
     until(usable)
     writer.upsert(documents(range(40, 80)))
     writer.flush()
     whole = altered(writer.directory, "documents.sqlite")
-    documents_of = library.shelf("notes").builds[identity].documents
+    documents_of = registry.builds_of("notes").by_identity[identity].documents
     assert documents_of is not None
     until(lambda: documents_of.get([79]) and not usable())
-    assert "documents.sqlite is damaged: its checksum" in library.troubles["notes"]
-    assert not library.accept("notes")(identity)
+    assert "documents.sqlite is damaged: its checksum" in registry.unavailable["notes"]
+    assert not registry.accept("notes")(identity)
     newest = max((writer.directory / "segments").iterdir(), key=lambda one: int(one.name))
     (newest / "documents.sqlite").write_bytes(whole)
-    until(lambda: usable() and library.accept("notes")(identity))
+    until(lambda: usable() and registry.accept("notes")(identity))
 
 
 def test_another_collection_in_the_place_of_one_is_served_from_a_reload_on(
@@ -151,15 +151,15 @@ def test_a_restored_earlier_state_is_served_in_the_place_of_what_was_served(
 ) -> None:
     plan = make_plan()
     make_pool(plan).start()
-    client, library = attached(make_client(plan)), CollectionRegistry(plan)
+    client, registry = attached(make_client(plan)), CollectionRegistry(plan)
     shutil.copytree(writer.directory, writer.directory.with_name("backup"))
     writer.upsert(documents(range(40, 50)))
 
     def answers() -> int:
         client.poll()
-        library.follow("notes", client.identities("notes"))
+        registry.follow("notes", client.identities("notes"))
         try:
-            return len(library.passages("notes", client.search(QUERY, 60, collection="notes")))
+            return len(registry.passages("notes", client.search(QUERY, 60, collection="notes")))
         except Unavailable:
             return 0
 

@@ -80,7 +80,7 @@ def ended(retriever: Retriever, ticket: int) -> RetrievalResult:
 
 
 def ask(retriever: Retriever, text: str, k: int = 4, **options: Any) -> tuple[Passage, ...]:
-    found = ended(retriever, retriever.ask(text, "docs", k, "prefill", LATER_NS, **options))
+    found = ended(retriever, retriever.submit(text, "docs", k, "prefill", LATER_NS, **options))
     if found.error is not None:
         raise found.error
     return found.passages
@@ -106,14 +106,14 @@ def test_words_alone_decide_with_all_of_the_share(asker: Retriever) -> None:
 
 
 def test_a_filter_is_for_both_sides(asker: Retriever) -> None:
-    found = ask(asker, "all of s7", k=8, hybrid=1.0, wanted=filter_bytes(of("blue")))
+    found = ask(asker, "all of s7", k=8, hybrid=1.0, filter=filter_bytes(of("blue")))
     assert {passage.id for passage in found[:5]} == {f"g1-{row}" for row in range(71, 80, 2)}
     assert {passage.attributes["tenant"] for passage in found} == {"blue"}
     assert len(found) == 8
 
 
 def test_a_query_whose_words_take_too_long_ends_at_its_deadline(asker: Retriever) -> None:
-    found = ended(asker, asker.ask("all of s7", "docs", 4, "decode", 1, hybrid=0.5))
+    found = ended(asker, asker.submit("all of s7", "docs", 4, "decode", 1, hybrid=0.5))
     assert isinstance(found.error, DeadlineExceeded)
 
 
@@ -133,7 +133,7 @@ def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool
     plan = plan_of(tmp_path / "docs")
     (pool,) = serve(plan, make_pool)
     with retriever(plan) as asker:
-        first = ended(asker, asker.ask("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0))
+        first = ended(asker, asker.submit("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0))
         assert first.passages[0].id == "g1-77"
         build(tmp_path / "docs", generation=2)
         assert ask(asker, "n78", hybrid=1.0)[0].id == "g1-78", "which the pool still serves"
@@ -153,9 +153,9 @@ def test_altered_words_are_damage(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CollectionError, match=r"words\.sqlite is damaged"):
         Collection.verify(tmp_path / "docs")
-    library, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
-    until(lambda: bool(library.troubles), lambda: library.follow("docs", (identity,)))
-    assert "words.sqlite is damaged" in library.troubles["docs"]
+    registry, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
+    until(lambda: bool(registry.unavailable), lambda: registry.follow("docs", (identity,)))
+    assert "words.sqlite is damaged" in registry.unavailable["docs"]
 
 
 def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePool) -> None:

@@ -42,9 +42,9 @@ def test_pools_of_a_build_whose_documents_are_gone_are_not_asked_and_the_library
     build(tmp_path / "docs", 2)
     with retriever(plan) as asking:  # of a worker that was started after the rebuild
         attached(asking.client)
-        with pytest.raises(Unavailable, match="holds another build than the pools serve: `trinity index reload`"):
+        with pytest.raises(Unavailable, match="contains another build than the pools serve; `trinity index reload`"):
             ask(asking)
-        assert list(asking.library.troubles) == ["docs"]
+        assert list(asking.registry.unavailable) == ["docs"]
 
 
 def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: MakePool) -> None:
@@ -67,7 +67,7 @@ def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: Make
 
         until(lambda: found, ask_again)
         assert generation_of(found[0].passages) == 1
-        assert asking.library.troubles == {}
+        assert asking.registry.unavailable == {}
 
 
 def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: MakePool) -> None:
@@ -81,7 +81,7 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         killed(first)
         make_pool(plan, "pool-0", epoch=2).start()
         attached(asking.client)
-        ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)  # waits: no build has both shards
+        ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)  # waits: no build has both shards
         assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
         killed(second)
         make_pool(plan, "pool-1", epoch=2).start()
@@ -100,13 +100,13 @@ def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_emb
         ask(asking)
         build(tmp_path / "docs", 2, dim=24)
         with first.held():
-            ticket = asking.ask("what?", "docs", 5, "decode", LATER_NS)
+            ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)
         killed(first)
         make_pool(plan, epoch=2).start()
         attached(asking.client)
         found = ask(asking)
         assert generation_of(found.passages) == 2
-        assert asking.library.dims["docs"] == 24
+        assert asking.registry.dims["docs"] == 24
         assert ticket != found.ticket
 
 

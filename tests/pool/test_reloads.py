@@ -31,7 +31,7 @@ class Readers:
 
     def step(self) -> None:
         while len(self._asked) < IN_FLIGHT:
-            ticket = self._retriever.ask(f"question {self._count}", "docs", 4, "decode", LATER_NS)
+            ticket = self._retriever.submit(f"question {self._count}", "docs", 4, "decode", LATER_NS)
             self._asked[ticket] = self._count
             self._count += 1
         self._read(self._retriever.poll())
@@ -194,10 +194,10 @@ def test_the_readers_see_texts_of_another_build(
     make_pool(plan).start()
     with retriever(plan) as asking:
         attached(asking.client)
-        shelf = asking.library.shelf("docs")
+        builds = asking.registry.builds_of("docs")
         build(tmp_path / "docs", 2)
-        newer = shelf.open()
+        newer = builds.open()
         found = ask(asking)
         assert generation_of(found.passages) == 1
-        shelf.builds = {identity: newer for identity in shelf.builds}  # as one who looks rows up by name alone
+        builds.by_identity = dict.fromkeys(builds.by_identity, newer)  # as if rows were resolved by collection alone
         assert generation_of(ask(asking).passages) == 2

@@ -167,10 +167,10 @@ def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
     make_pool(plan).start()
     client = attached(make_client(plan))
     many = np.tile(queries, (4, 1))
-    questions = Parts(Query(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
-    batch = BatchSearch(client.dispatcher, questions, many, 3)
+    parts = Parts(Query(ticket, row, SearchSpec("docs", 3)) for ticket, row in enumerate(many, 1))
+    batch = BatchSearch(client.dispatcher, parts, many, 3)
     batch.send()
-    assert len(many) <= questions.copied <= 2 * len(many)
+    assert len(many) <= parts.copied <= 2 * len(many)
     for result in collect(client, len(many)).values():
         batch.take(result)
     assert not batch.result().errors

@@ -30,10 +30,10 @@ def outstanding(client: SearchClient) -> int:
     return sum(pool.outstanding for pool in client.statistics().pools)
 
 
-def ask_others(client: SearchClient, monkeypatch: pytest.MonkeyPatch, *stuck: int) -> None:
-    """Take these pools for stuck, now and until the test ends."""
-    monkeypatch.setattr(client.dispatcher.replicas, "stuck", lambda pool, now_ns: pool in stuck)
-    client.dispatcher.rescue(0)
+def ask_others(client: SearchClient, monkeypatch: pytest.MonkeyPatch, *stalled: int) -> None:
+    """Take these pools for stalled, now and until the test ends."""
+    monkeypatch.setattr(client.dispatcher.replicas, "stalled", lambda pool, now_ns: pool in stalled)
+    client.dispatcher.hedge(0)
 
 
 def drained(client: SearchClient) -> None:
@@ -183,14 +183,14 @@ def test_where_every_pool_is_silent_nothing_is_asked_twice(
     assert sorted(collect(client, 6)) == tickets
 
 
-def test_a_pool_is_stuck_when_it_owes_answers_and_gives_none() -> None:
+def test_a_pool_is_stalled_when_it_owes_answers_and_gives_none() -> None:
     replicas = Replicas(2)
-    assert not replicas.stuck(0, 10_000 * MS), "it was asked nothing"
+    assert not replicas.stalled(0, 10_000 * MS), "it was asked nothing"
     replicas.sent(0, 0, 3)
-    assert not replicas.stuck(0, 499 * MS)
-    assert replicas.stuck(0, 500 * MS)
+    assert not replicas.stalled(0, 499 * MS)
+    assert replicas.stalled(0, 500 * MS)
     replicas.answered(0, 500 * MS, 500 * MS)
-    assert not replicas.stuck(0, 999 * MS), "slow, but it answers"
-    assert replicas.stuck(0, 1000 * MS)
+    assert not replicas.stalled(0, 999 * MS), "slow, but it answers"
+    assert replicas.stalled(0, 1000 * MS)
     replicas.lost(0)
-    assert not replicas.stuck(0, 5000 * MS)
+    assert not replicas.stalled(0, 5000 * MS)

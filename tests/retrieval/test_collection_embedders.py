@@ -55,7 +55,7 @@ def test_a_node_says_at_its_start_which_embedder_is_missing_and_is_told_where_it
         path.stat().st_size for path in (tmp_path / "m").rglob("*") if path.is_file()
     )
     (tmp_path / "m").rename(tmp_path / "moved")
-    with pytest.raises(ModelError, match=r"collection docs: the embedder m is not at .*/m: `embedder` of the collect"):
+    with pytest.raises(ModelError, match=r"collection docs: the embedder m is not at .*/m: set `embedder` of the coll"):
         check_without_start(plan_of(tmp_path))
     moved = plan_of(tmp_path, 'embedder = "moved"')  # relative to the configuration's folder
     check_without_start(moved)
@@ -79,9 +79,9 @@ def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_doe
     gone = plan_of(tmp_path, 'embedder = "http://127.0.0.1:9/v1"')
     check_without_start(gone)
     assert diagnosed(tmp_path)[0] == "warning"
-    library = CollectionRegistry.warm(gone)
+    registry = CollectionRegistry.warm(gone)
     assert "http://127.0.0.1:9/v1 does not answer" in caplog.text
-    assert library.embedder("docs").dim == 4
+    assert registry.embedder("docs").dim == 4
 
 
 def test_the_command_line_takes_a_models_directory_and_says_what_a_collection_was_built_with(

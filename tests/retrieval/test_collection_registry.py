@@ -30,14 +30,14 @@ def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: P
 
     build("old")
     plan = lay_out(parse_config({"collections": [{"name": "docs", "path": str(tmp_path / "docs")}]}))
-    library = CollectionRegistry(plan)
-    embedder = library.embedder("docs")
+    registry = CollectionRegistry(plan)
+    embedder = registry.embedder("docs")
     build("new")
-    library.look_again()
-    assert library.embedder("docs") is embedder  # which takes long to load
+    registry.refresh()
+    assert registry.embedder("docs") is embedder  # which takes long to load
     identity = read_manifest(tmp_path / "docs").identity
     result = SearchResult(1, np.array([7]), np.array([0.5], np.float32), identity=identity)
-    assert [passage.text for passage in library.passages("docs", result)] == ["new 7"]
+    assert [passage.text for passage in registry.passages("docs", result)] == ["new 7"]
 
 
 Verify = Literal["start", "background", "never"]
@@ -53,7 +53,7 @@ class Docs:
         shutil.copytree(self.path, self.kept)
         self.identity = read_manifest(self.path).identity
 
-    def library(self, verify: Verify = "background") -> CollectionRegistry:
+    def registry(self, verify: Verify = "background") -> CollectionRegistry:
         section = {"name": "docs", "path": str(self.path), "verify": verify}
         return CollectionRegistry(lay_out(parse_config({"collections": [section]})), clock=self._clock)
 
@@ -79,12 +79,12 @@ class Docs:
         shutil.rmtree(self.path)
         shutil.copytree(self.kept, self.path)
 
-    def text(self, library: CollectionRegistry, row: int = 7) -> str:
+    def text(self, registry: CollectionRegistry, row: int = 7) -> str:
         """What a row's answer says, as the pools' clients ask; "" if that build is not accepted."""
-        if not library.accept("docs")(self.identity):
+        if not registry.accept("docs")(self.identity):
             return ""
         result = SearchResult(1, np.array([row]), np.array([0.5], np.float32), identity=self.identity)
-        return library.passages("docs", result)[0].text.partition(" x")[0]
+        return registry.passages("docs", result)[0].text.partition(" x")[0]
 
 
 @pytest.fixture
@@ -95,88 +95,88 @@ def docs(tmp_path: Path) -> Docs:
 @pytest.mark.parametrize("verify", ["start", "background"])
 def test_altered_documents_are_found_and_of_no_use_until_they_are_put_back(docs: Docs, verify: Verify) -> None:
     docs.alter()
-    library = docs.library(verify)
-    until(lambda: docs.text(library) == "", lambda: library.follow("docs", [docs.identity]))
-    assert "documents.sqlite is damaged" in library.troubles["docs"]
+    registry = docs.registry(verify)
+    until(lambda: docs.text(registry) == "", lambda: registry.follow("docs", [docs.identity]))
+    assert "documents.sqlite is damaged" in registry.unavailable["docs"]
     with pytest.raises(Unavailable, match=r"documents.sqlite is damaged"):
-        library.embedder("docs")
+        registry.embedder("docs")
     docs.put_back()
-    until(lambda: docs.text(library) == "text 7", lambda: library.follow("docs", [docs.identity]))
-    library.follow("docs", [docs.identity])
-    assert library.troubles == {}
-    assert library.embedder("docs").name == "hashing-64"
+    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
+    registry.follow("docs", [docs.identity])
+    assert registry.unavailable == {}
+    assert registry.embedder("docs").name == "hashing-64"
 
 
 def test_what_is_found_altered_is_not_read_again_and_again(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
     docs.alter()
-    library = docs.library("start")
-    assert docs.text(library) == ""
+    registry = docs.registry("start")
+    assert docs.text(registry) == ""
     opened: list[str] = []
     monkeypatch.setattr("runtime.retrieval.collection_registry.open_build", lambda *told: opened.append("again"))
     for _ in range(20):
-        library.follow("docs", [docs.identity])
+        registry.follow("docs", [docs.identity])
     assert opened == []
 
 
 def test_a_file_that_was_put_back_is_opened_anew_when_the_pools_serve_it_again(docs: Docs) -> None:
-    library = docs.library("never")
+    registry = docs.registry("never")
     docs.alter()
-    assert docs.text(library) == "text 8"  # nobody has looked, and the pools do not know either
-    library.follow("docs", [])  # now they do
+    assert docs.text(registry) == "text 8"  # nobody has looked, and the pools do not know either
+    registry.follow("docs", [])  # now they do
     docs.put_back()
-    until(lambda: docs.text(library) == "text 7", lambda: library.follow("docs", [docs.identity]))
+    until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
 
 
 def test_documents_that_cannot_be_read_any_more_are_told_and_used_again_when_they_are_put_back(docs: Docs) -> None:
-    library = docs.library()
-    library.follow("docs", [docs.identity])
-    assert docs.text(library) == "text 7"
+    registry = docs.registry()
+    registry.follow("docs", [docs.identity])
+    assert docs.text(registry) == "text 7"
     docs.tear()
     errors: list[TrinityError] = []
 
     def ask() -> None:
         try:
-            docs.text(library, 200)
+            docs.text(registry, 200)
         except TrinityError as error:
             errors.append(error)
 
     ask()
     assert isinstance(errors[0], Unavailable)
-    library.follow("docs", [docs.identity])
-    assert "documents.sqlite is damaged" in library.troubles["docs"]
+    registry.follow("docs", [docs.identity])
+    assert "documents.sqlite is damaged" in registry.unavailable["docs"]
     docs.put_back()
-    until(lambda: docs.text(library, 200) == "text 200", lambda: library.follow("docs", [docs.identity]))
-    library.follow("docs", [docs.identity])
-    assert library.troubles == {}
+    until(lambda: docs.text(registry, 200) == "text 200", lambda: registry.follow("docs", [docs.identity]))
+    registry.follow("docs", [docs.identity])
+    assert registry.unavailable == {}
 
 
 def test_a_build_whose_place_another_has_taken_stays_open_while_the_pools_serve_it(docs: Docs) -> None:
-    library = docs.library()
-    library.follow("docs", [docs.identity])
+    registry = docs.registry()
+    registry.follow("docs", [docs.identity])
     documents = [Document(str(n), "", f"other {n}") for n in range(30)]
     Collection.build(documents, docs.path, embedder="hashing-64", force=True)
     for offered in ([], [docs.identity]):
-        library.follow("docs", offered)
-    assert docs.text(library) == "text 7"
+        registry.follow("docs", offered)
+    assert docs.text(registry) == "text 7"
 
 
 def test_a_library_is_up_to_date_when_the_build_in_the_directory_is_all_that_the_pools_serve(tmp_path: Path) -> None:
     docs = Docs(tmp_path)
-    library, first = docs.library(), docs.identity
-    assert library.up_to_date("docs", [])
-    assert library.up_to_date("docs", [first])
+    registry, first = docs.registry(), docs.identity
+    assert registry.is_current("docs", [])
+    assert registry.is_current("docs", [first])
     Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
     second = read_manifest(docs.path).identity
-    assert not library.up_to_date("docs", [first])
-    assert not library.up_to_date("docs", [first, second])
-    assert library.up_to_date("docs", [second])
+    assert not registry.is_current("docs", [first])
+    assert not registry.is_current("docs", [first, second])
+    assert registry.is_current("docs", [second])
 
 
 def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path: Path) -> None:
     docs = Docs(tmp_path)
-    library, offered = docs.library(), [docs.identity]
+    registry, offered = docs.registry(), [docs.identity]
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = BuildFollower(library, lambda _: offered, table)
+        follower = BuildFollower(registry, lambda _: offered, table)
         table.set_knob("reload", 3.0)
         Collection.build([Document("0", "", "another build")], docs.path, embedder="hashing-64", force=True)
         follower.step(10**9)
@@ -188,9 +188,9 @@ def test_a_worker_tells_that_a_reload_is_over_when_it_has_the_documents(tmp_path
 
 def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_path: Path) -> None:
     docs = Docs(tmp_path)
-    library, offered, now_ns = docs.library(), [docs.identity], itertools.count(10**9, 10**9)
+    registry, offered, now_ns = docs.registry(), [docs.identity], itertools.count(10**9, 10**9)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = BuildFollower(library, lambda _: offered, table)
+        follower = BuildFollower(registry, lambda _: offered, table)
 
         def reload(number: float) -> None:
             offered[:] = [read_manifest(docs.path).identity]
@@ -215,10 +215,10 @@ def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_t
         Collection.build([Document("0", "", "a build")], tmp_path / name, embedder="hashing-64")
         sections.append({"name": name, "path": str(tmp_path / name)})
         served[name] = [read_manifest(tmp_path / name).identity]
-    library = CollectionRegistry(lay_out(parse_config({"collections": sections})))
+    registry = CollectionRegistry(lay_out(parse_config({"collections": sections})))
     Collection.build([Document("0", "", "another")], tmp_path / "code", embedder="hashing-64", force=True)
     with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
-        follower = BuildFollower(library, lambda name: served[name], table)
+        follower = BuildFollower(registry, lambda name: served[name], table)
         for number, collection in ((1, 0.0), (2, 1.0), (3, -1.0)):
             table.set_knob("reload_of", collection)
             table.set_knob("reload", float(number))

@@ -31,10 +31,10 @@ def server() -> Iterator[EmbeddingServer]:
 class Slept:
     """An embedder whose waits are noted."""
 
-    def __init__(self, server: EmbeddingServer, patience: RetryPolicy = BUILD_RETRIES, **spec: Any) -> None:
+    def __init__(self, server: EmbeddingServer, retries: RetryPolicy = BUILD_RETRIES, **spec: Any) -> None:
         self.waits: list[float] = []
         described = ServerSpec(name="words", dim=spec.pop("dim", 4), url=server.url, **spec)
-        self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1), patience=patience)
+        self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1), retries=retries)
 
 
 def test_texts_are_sent_in_batches_and_their_vectors_come_in_their_order(server: EmbeddingServer) -> None:
@@ -73,11 +73,11 @@ def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingSer
     assert len(server.asked) == 4
 
 
-@pytest.mark.parametrize(("patience", "attempts"), [(REQUEST_RETRIES, 2), (BUILD_RETRIES, 6)])
-def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, patience: RetryPolicy, attempts: int) -> None:
+@pytest.mark.parametrize(("retries", "attempts"), [(REQUEST_RETRIES, 2), (BUILD_RETRIES, 6)])
+def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, retries: RetryPolicy, attempts: int) -> None:
     server.script = [(503, {}, {"error": {"message": "too many texts"}})] * 9
-    with pytest.raises(EmbedderUnreachable, match="answers with 503: too many texts"):
-        Slept(server, patience).embedder.embed(["cat"])
+    with pytest.raises(EmbedderUnreachable, match="responded with 503: too many texts"):
+        Slept(server, retries).embedder.embed(["cat"])
     assert len(server.asked) == attempts
 
 
@@ -98,13 +98,13 @@ def test_a_server_that_is_not_there_is_unreachable(server: EmbeddingServer) -> N
 @pytest.mark.parametrize(
     ("status", "answer", "message"),
     [
-        (401, {"error": {"message": "no such key"}}, "answers with 401: no such key"),
-        (400, "short", "answers with 400"),
+        (401, {"error": {"message": "no such key"}}, "responded with 401: no such key"),
+        (400, "short", "responded with 400"),
         (200, {"data": []}, "0 vectors for 1 texts"),
-        (200, {"data": [{"index": 1, "embedding": [1, 2, 3, 4]}]}, "or with others'"),
+        (200, {"data": [{"index": 1, "embedding": [1, 2, 3, 4]}]}, "or wrong indexes"),
         (200, {"data": [{"index": 0, "embedding": [1, 2, 3]}]}, "3 dimensions, the collection's have 4"),
         (200, {"data": [{"index": 0, "embedding": [1, 2, 3, 1e300]}]}, "beyond float32"),
-        (200, {"data": [{"index": 0, "embedding": "AAAA"}]}, "no embeddings"),
+        (200, {"data": [{"index": 0, "embedding": "AAAA"}]}, "not a list of embeddings"),
         (200, ["x" * 99_999], "more than"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a
     spec, embedder = choose_embedder(server.url + "/", model="words", key_file=str(tmp_path / "key"))
     assert spec == ServerSpec(name="words", dim=4, url=server.url)
     embedder.embed(["cat"])
-    again = load_embedder(spec, place=EmbedderLocation(key_file=str(tmp_path / "key")))
+    again = load_embedder(spec, location=EmbedderLocation(key_file=str(tmp_path / "key")))
     again.embed(["cat"])
     assert server.keys == ["Bearer sk-secret"] * 3
     assert again.name == embedder.name
@@ -130,14 +130,14 @@ def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a
 
 def test_a_collection_asks_where_this_machine_says(server: EmbeddingServer) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
-    load_embedder(spec, place=EmbedderLocation(server.url)).embed(["cat"])
+    load_embedder(spec, location=EmbedderLocation(server.url)).embed(["cat"])
     assert server.texts == ["cat"]
 
 
 def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
     (tmp_path / "key").write_text("sk-secrét\n")
-    for file, message in (("none", "cannot be read"), ("key", "no key of printable ASCII")):
+    for file, message in (("none", "cannot be read"), ("key", "is not a key: printable ASCII")):
         with pytest.raises(ConfigError, match=message) as raised:
             check_embedder(spec, EmbedderLocation(key_file=str(tmp_path / file)))
         assert "secr" not in raised.value.message
@@ -145,10 +145,10 @@ def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://", "http://user:pass@host/v1", "http://host/v1?x=1"])
 def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL of a server"):
+    with pytest.raises(ConfigError, match="is not a valid server URL"):
         choose_embedder(url, model="m")
 
 
 def test_a_server_without_a_models_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="asked for a model by its name"):
+    with pytest.raises(ConfigError, match="requires the name of the embedder"):
         choose_embedder("http://127.0.0.1:9/v1")

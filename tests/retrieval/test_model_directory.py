@@ -104,13 +104,13 @@ def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path)
     spec, embedder = chosen(write_tiny_model(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
     for check in (check_embedder, load_embedder):
-        with pytest.raises(ModelError, match=r"is not at .*here: `embedder` of the collection"):
+        with pytest.raises(ModelError, match=r"is not at .*here: set `embedder` of the collection"):
             check(spec)
-    place = EmbedderLocation(str(tmp_path / "there"))
-    np.testing.assert_array_equal(load_embedder(spec, place=place).embed(["cat"]), embedder.embed(["cat"]))
+    location = EmbedderLocation(str(tmp_path / "there"))
+    np.testing.assert_array_equal(load_embedder(spec, location=location).embed(["cat"]), embedder.embed(["cat"]))
     write_tiny_model(tmp_path / "there", max_tokens=7)
     with pytest.raises(ModelError, match="another model than the here"):
-        load_embedder(spec, place=place)
+        load_embedder(spec, location=location)
 
 
 def test_one_of_several_files_is_named_with_its_path(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'hashing-64' takes no prefixes"):
         choose_embedder("hashing-64", query_prefix="x")
-    with pytest.raises(ConfigError, match="is no URL of a server"):
+    with pytest.raises(ConfigError, match="is not a server's URL"):
         choose_embedder(str(tmp_path), model="m")
     with pytest.raises(ConfigError, match="1025 characters, the limit is 1024"):
         choose_embedder(str(tmp_path), query_prefix="x" * 1025)

@@ -26,8 +26,8 @@ class Embedder:
 
     name, dim, max_tokens = "lengths", 1, 1000
 
-    def __init__(self, name: str = "lengths", at_once: int = 1) -> None:
-        self.name, self.at_once = name, at_once
+    def __init__(self, name: str = "lengths", max_concurrency: int = 1) -> None:
+        self.name, self.max_concurrency = name, max_concurrency
         self.gate = threading.Event()
         self.began = threading.Event()
         self.seen: list[str] = []
@@ -46,11 +46,11 @@ class Embedder:
         return np.array([[len(text)] for text in texts], np.float32)
 
 
-class Library:
+class Registry:
     def __init__(self) -> None:
         self.lengths, self.stored = Embedder(), b""
 
-    def fits(self, collection: str, wanted: bytes) -> bool:
+    def has_attributes(self, collection: str, wanted: bytes) -> bool:
         return wanted == self.stored
 
     def follow(self, collection: str, offered: Sequence[str]) -> None:
@@ -82,15 +82,15 @@ class Client:
     def dispatcher(self) -> "Client":
         return self
 
-    def ask(self, question: Query) -> None:
+    def submit(self, query: Query) -> None:
         if self.full:
             raise Overloaded("the ring is full")
-        if question.spec.filter != self.known:
+        if query.spec.filter != self.known:
             raise InvalidFilter("there is no such attribute", "filter")
-        assert isinstance(question.vector, np.ndarray)
-        first = question.vector[0]
+        assert isinstance(query.vector, np.ndarray)
+        first = query.vector[0]
         self.submitted.append(float(first))
-        self.results.append(SearchResult(question.ticket, np.array([int(first)]), np.zeros(1, np.float32)))
+        self.results.append(SearchResult(query.ticket, np.array([int(first)]), np.zeros(1, np.float32)))
 
     def identities(self, collection: str) -> tuple[str, ...]:
         return ("first",)
@@ -115,15 +115,15 @@ class Client:
 class Stand:
     def __init__(self) -> None:
         self.now_ns = 0
-        self.library, self.client = Library(), Client()
-        self.retriever = Retriever(self.library, self.client, lambda: self.now_ns)  # type: ignore[arg-type]
+        self.registry, self.client = Registry(), Client()
+        self.retriever = Retriever(self.registry, self.client, lambda: self.now_ns)  # type: ignore[arg-type]
 
     def ask(self, text: str, deadline_ns: int = 1000, wanted: bytes = b"") -> int:
-        return self.retriever.ask(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, wanted=wanted)
+        return self.retriever.submit(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, filter=wanted)
 
     def until_embedded(self) -> list[RetrievalResult]:
         """The next vector, passed on; what has ended by it."""
-        self.library.lengths.gate.set()
+        self.registry.lengths.gate.set()
         self.retriever.sleep((), int(SOON_S * 1e3))
         return self.retriever.poll()
 
@@ -140,7 +140,7 @@ class Stand:
 def stand() -> Iterator[Stand]:
     made = Stand()
     yield made
-    made.library.lengths.gate.set()
+    made.registry.lengths.gate.set()
     made.retriever.close()
 
 
@@ -148,7 +148,7 @@ def test_who_asks_goes_on_while_the_text_is_embedded_and_is_woken_by_its_vector(
     ticket = stand.ask("four")
     assert stand.retriever.poll() == []
     stand.now_ns = 7
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     (found,) = stand.until_found()
     assert (found.ticket, found.error, [p.id for p in found.passages]) == (ticket, None, ["4"])
     assert found.embedded_ns == 7
@@ -156,7 +156,7 @@ def test_who_asks_goes_on_while_the_text_is_embedded_and_is_woken_by_its_vector(
 
 def test_every_text_comes_back_under_its_own_ticket(stand: Stand) -> None:
     tickets = {stand.ask("x" * length): str(length) for length in (3, 1, 2)}
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     assert {found.ticket: found.passages[0].id for found in stand.until_found(3)} == tickets
     assert stand.retriever.poll() == []
 
@@ -169,7 +169,7 @@ def test_a_text_that_is_not_embedded_in_time_ends_at_its_deadline_and_is_not_sea
     (found,) = stand.retriever.poll()
     assert found.ticket == ticket
     assert isinstance(found.error, DeadlineExceeded)
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     stand.ask("later", deadline_ns=5000)
     assert [found.passages[0].id for found in stand.until_found()] == ["5"]
     assert stand.client.submitted == [5.0]
@@ -177,20 +177,20 @@ def test_a_text_that_is_not_embedded_in_time_ends_at_its_deadline_and_is_not_sea
 
 def test_a_cancelled_text_that_waits_is_not_embedded(stand: Stand) -> None:
     stand.ask("first")
-    assert stand.library.lengths.began.wait(SOON_S)
+    assert stand.registry.lengths.began.wait(SOON_S)
     stand.retriever.cancel(stand.ask("second"))
     last = stand.ask("third one")
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     assert last in {found.ticket for found in stand.until_found(2)}
-    assert stand.library.lengths.seen == ["first", "third one"]
+    assert stand.registry.lengths.seen == ["first", "third one"]
 
 
 def test_a_cancelled_search_is_cancelled_in_the_pool(stand: Stand) -> None:
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     ticket = stand.ask("four")
     while not stand.client.submitted:
         stand.retriever.sleep((), int(SOON_S * 1e3))
-        stand.retriever.take_vectors()
+        stand.retriever.forward_embeddings()
     stand.retriever.cancel(ticket)
     assert stand.client.cancelled == [101]
     assert stand.retriever.poll() == []
@@ -198,7 +198,7 @@ def test_a_cancelled_search_is_cancelled_in_the_pool(stand: Stand) -> None:
 
 @pytest.mark.parametrize(("text", "kind"), [("bad", InvalidRequest), ("broken", ModelError)])
 def test_a_text_that_cannot_be_embedded_ends_and_the_next_one_is(stand: Stand, text: str, kind: type) -> None:
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     ticket = stand.ask(text)
     stand.ask("fine")
     failed, fine = sorted(stand.until_found(2), key=lambda found: found.ticket)
@@ -209,14 +209,14 @@ def test_a_text_that_cannot_be_embedded_ends_and_the_next_one_is(stand: Stand, t
 
 def test_a_vector_that_the_pool_has_no_room_for_ends_its_query(stand: Stand) -> None:
     stand.client.full = True
-    stand.library.lengths.gate.set()
+    stand.registry.lengths.gate.set()
     stand.ask("four")
     (found,) = stand.until_found()
     assert isinstance(found.error, Overloaded)
 
 
 def test_an_attribute_that_was_stored_a_moment_ago_is_waited_for_until_the_pools_tell_of_it(stand: Stand) -> None:
-    stand.library.stored = b"new"
+    stand.registry.stored = b"new"
     ticket = stand.ask("four", wanted=b"new")
     assert stand.until_embedded() == []
     assert (stand.retriever.poll(), stand.client.submitted) == ([], [])
@@ -230,7 +230,7 @@ def test_an_attribute_that_was_stored_a_moment_ago_is_waited_for_until_the_pools
 def test_it_is_not_waited_for_longer_than_two_seconds_nor_beyond_the_deadline(
     stand: Stand, deadline_ns: int, waited_ns: int
 ) -> None:
-    stand.library.stored = b"new"
+    stand.registry.stored = b"new"
     stand.ask("four", deadline_ns, b"new")
     assert stand.until_embedded() == []
     stand.now_ns = waited_ns - 1
@@ -245,7 +245,7 @@ def test_an_attribute_that_no_document_has_is_refused_at_once_and_a_cancelled_on
     stand.ask("four", wanted=b"none has it")
     (found,) = stand.until_embedded()
     assert isinstance(found.error, InvalidFilter)
-    stand.library.stored = b"new"
+    stand.registry.stored = b"new"
     cancelled = stand.ask("four", wanted=b"new")
     assert stand.until_embedded() == []
     stand.retriever.cancel(cancelled)
@@ -255,12 +255,12 @@ def test_an_attribute_that_no_document_has_is_refused_at_once_and_a_cancelled_on
 
 def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
     embedder, thread = Embedder(), EmbeddingThreads(limit=2)
-    thread.put(0, embedder, "taken up")
+    thread.submit(0, embedder, "taken up")
     assert embedder.began.wait(SOON_S)
-    thread.put(1, embedder, "waits")
-    thread.put(2, embedder, "waits")
+    thread.submit(1, embedder, "waits")
+    thread.submit(2, embedder, "waits")
     with pytest.raises(Overloaded, match="2 texts wait"):
-        thread.put(3, embedder, "too many")
+        thread.submit(3, embedder, "too many")
     embedder.gate.set()
     found: list[EmbeddingResult] = []
     while len(found) < 3:
@@ -272,17 +272,17 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
 
 def test_an_embedder_that_hangs_does_not_hold_up_the_end() -> None:
     embedder, thread = Embedder(), EmbeddingThreads(end_s=0.01)
-    thread.put(0, embedder, "hangs")
+    thread.submit(0, embedder, "hangs")
     thread.close()
     embedder.gate.set()
 
 
 def test_an_embedder_that_waits_for_its_server_holds_up_nobody_else() -> None:
-    slow, quick, threads = Embedder("slow", at_once=2), Embedder("quick"), EmbeddingThreads()
+    slow, quick, threads = Embedder("slow", max_concurrency=2), Embedder("quick"), EmbeddingThreads()
     quick.gate.set()
     for ticket in range(3):
-        threads.put(ticket, slow, "waits")
-    threads.put(7, quick, "four")
+        threads.submit(ticket, slow, "waits")
+    threads.submit(7, quick, "four")
     assert select.select([threads], [], [], SOON_S)[0]
     assert [embedded.ticket for embedded in threads.poll()] == [7]
     slow.gate.set()

@@ -33,8 +33,8 @@ class FakePool:
         self.asked = 0
         self._open: dict[int, list[int]] = {}
 
-    def ask(
-        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", wanted: bytes = b"",
+    def submit(
+        self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", filter: bytes = b"",
         hybrid: float = 0.0,
     ) -> int:  # fmt: skip
         self.asked += 1

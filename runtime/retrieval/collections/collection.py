@@ -261,7 +261,7 @@ class Collection:
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 # First: it may be missing, and reading may take long.
-                model = model or load_embedder(embedder, threads=threads, for_a_build=True)
+                model = model or load_embedder(embedder, threads=threads, for_build=True)
                 read = columns.collect(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)

@@ -1,1 +1,1 @@
-"""From texts to vectors."""
+"""Embedders: built in, from a model directory, or behind a server."""

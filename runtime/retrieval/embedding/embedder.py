@@ -1,4 +1,4 @@
-"""Text to vectors: what an embedder is. `loading.load_embedder` makes one.
+"""Embedders: their descriptions, their interface, and feature hashing. `loading.load_embedder` creates one.
 
 embedder = load_embedder("all-minilm-l6-v2", threads=1)
 vectors = embedder.embed(["How does a with statement call __exit__?"])  # float32 [1, 384], of length 1
@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from runtime.errors import InvalidRequest
 
-# ---- which embedder a collection was built with, as its description has it: enough to embed queries alike
-# A name stands for what is built in. What lies in a directory or behind a URL is described, with the prefixes that its
-# texts were given.
+# ---- the description of an embedder, stored with a collection so that queries are embedded as its documents were
+# Built-in embedders are described by a name; a model directory or a server by a struct that includes its prefixes.
 
 
 MAX_DIM = 16_384
-SERVER_AT_ONCE = 8  # requests to one server
+SERVER_CONCURRENCY = 8  # concurrent requests to one server
 _Text = Annotated[str, Meta(max_length=1024)]
 _Place = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
@@ -33,15 +32,15 @@ _Dim = Annotated[int, Meta(ge=1, le=MAX_DIM)]
 
 class _Described(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """For people: a directory's last part, or what a server calls its model."""
+    """Display name: a directory's last part, or the server's model name."""
     dim: _Dim
     query_prefix: _Text = ""
     passage_prefix: _Text = ""
 
 
 class DirectorySpec(_Described, frozen=True, tag="directory"):
-    """A sentence-transformers model in ONNX form. `sha256` is of all files that are read of it: where it lies may be
-    another place on another machine, but not what it holds."""
+    """A sentence-transformers model in ONNX form. `sha256` covers all files that are read: the directory may differ
+    between machines, its content may not."""
 
     directory: _Place
     model_file: _Place
@@ -49,68 +48,68 @@ class DirectorySpec(_Described, frozen=True, tag="directory"):
 
 
 class ServerSpec(_Described, frozen=True, tag="server"):
-    """A server with OpenAI's `/v1/embeddings`. Its key is never in here: who serves the collection has one of their
-    own."""
+    """A server with OpenAI's `/v1/embeddings`. The key is not part of the description: it belongs to the node that
+    serves the collection."""
 
     url: _Place
-    """With its /v1."""
+    """Including /v1."""
 
 
 EmbedderSpec = str | DirectorySpec | ServerSpec
 
 
 def embedder_name(spec: EmbedderSpec) -> str:
-    """Two embedders with one name give the same vectors."""
+    """Return the embedder's name; two embedders with the same name produce the same vectors."""
     if isinstance(spec, str):
         return spec
     differs = msgspec.structs.replace(spec, directory="-") if isinstance(spec, DirectorySpec) else spec
     return f"{spec.name}@{hashlib.sha256(msgspec.json.encode(differs)).hexdigest()[:12]}"
 
 
-MAX_CHARACTERS = 32_768  # of one text; no embedder reads further, so a huge query costs no more than a long one
+MAX_CHARACTERS = 32_768  # of one text; the rest is ignored, which bounds the cost of a query
 
 Vectors = NDArray[np.float32]
 TextKind = Literal["query", "passage"]
-"""Some models want a prefix before a text, and another one before what is looked for than before what is found."""
+"""Some models require a prefix, with different prefixes for queries and passages."""
 
 
 class Embedder(Protocol):
-    """What turns texts into vectors. Safe to call from several threads."""
+    """Interface of embedders. Thread-safe."""
 
     @property
     def name(self) -> str:
-        """Names what it makes of a text: two with one name give the same vectors."""
+        """Two embedders with the same name produce the same vectors."""
 
     @property
     def dim(self) -> int:
-        """The length of every vector."""
+        """Dimension of the vectors."""
 
     @property
     def max_tokens(self) -> int:
-        """Of a longer text the end is not read."""
+        """Longer texts are truncated."""
 
     @property
-    def at_once(self) -> int:
-        """How many calls of `embed` may go on at once with profit: 1 where it computes, more where it waits."""
+    def max_concurrency(self) -> int:
+        """Useful number of concurrent calls of `embed`: 1 if it computes in this process, more if it waits."""
 
     def count_tokens(self, text: str) -> int:
-        """How many of `max_tokens` a text takes, about; the marks around it and its prefix not counted."""
+        """Return the approximate number of tokens of a text, without special tokens and prefix."""
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
-        """Vectors float32 [len(texts), dim], each of Euclidean length 1, in the order of `texts`.
+        """Return vectors float32 [len(texts), dim] in the order of `texts`, each normalized to Euclidean length 1.
 
-        (The length is another where a model's own files do not scale its vectors.) Raises `InvalidRequest` for a text
-        that is not valid Unicode (an unpaired surrogate), `EmbedderUnreachable` and `EmbedderFailed` of a server.
+        (Not normalized if the model's own files do not ask for it.) Raises `InvalidRequest` for a text that is not
+        valid Unicode (an unpaired surrogate); a server's embedder raises `EmbedderUnreachable` and `EmbedderFailed`.
         """
 
 
 def embedding_text(title: str, text: str) -> str:
-    """What is embedded of a document: its title, where it has one, and its text."""
+    """Return the text that is embedded for a document: its title, if it has one, and its text."""
     return f"{title}\n{text}" if title else text
 
 
 def truncate_text(text: str) -> str:
-    """As much of a text as is read. Raises `InvalidRequest` for one that is not valid Unicode."""
+    """Return the first `MAX_CHARACTERS` of a text. Raises `InvalidRequest` if they are not valid Unicode."""
     text = text[:MAX_CHARACTERS]
     try:
         text.encode()
@@ -120,33 +119,34 @@ def truncate_text(text: str) -> str:
 
 
 def normalize(vectors: Vectors) -> Vectors:
-    """Scaled to length 1; a zero vector becomes one along the first axis, so that every text has a direction."""
+    """Scale vectors to length 1. A zero vector becomes the first unit vector, so that every text has a direction."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: Vectors = (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
     scaled[norms[:, 0] == 0, 0] = 1.0
     return scaled
 
 
-# ---- feature hashing of words and of the 3- and 4-grams of their characters; no model, no training, any language
+# ---- feature hashing of words and of their character 3- and 4-grams: no model, no training, any language
 
 
 MIN_HASHING_DIM, MAX_HASHING_DIM = 16, 4096
 
 
 class HashingEmbedder:
-    """Each feature adds ±1 times its weight to one of `dim` places (Weinberger et al. 2009, "Feature Hashing for Large
-    Scale Multitask Learning"). Long words weigh more than short ones, a cheap stand-in for their rarity.
+    """Embedder by feature hashing: each feature adds ±1 times its weight to one of `dim` components (Weinberger et al.
+    2009, "Feature Hashing for Large Scale Multitask Learning"). Long words weigh more than short ones, a cheap proxy
+    for rarity.
     """
 
     max_tokens = MAX_CHARACTERS
-    at_once = 1
+    max_concurrency = 1
 
     def __init__(self, dim: int) -> None:
         self.name = f"hashing-{dim}"
         self.dim = dim
 
     def count_tokens(self, text: str) -> int:
-        """See `Embedder.count_tokens`: its words."""
+        """See `Embedder.count_tokens`: counts words."""
         return len(re.findall(r"\w+", text))
 
     def embed(self, texts: Sequence[str], kind: TextKind = "query") -> Vectors:
@@ -156,7 +156,7 @@ class HashingEmbedder:
             for feature, weight in self._features(truncate_text(text)):
                 code = zlib.crc32(feature.encode())
                 vector[(code >> 1) % self.dim] += weight if code & 1 else -weight
-        return normalize(vectors)  # an empty text, or features that cancel out, have the first axis
+        return normalize(vectors)  # an empty text, or features that cancel out, become the first unit vector
 
     def _features(self, text: str) -> list[tuple[str, float]]:
         words = Counter(re.findall(r"\w+", text.lower()))

@@ -1,4 +1,4 @@
-"""From what somebody names to an embedder: a built-in name, a model's directory, a server's URL."""
+"""Loading of embedders: by built-in name, from a model directory, or from a server's URL."""
 
 import difflib
 import re
@@ -17,7 +17,7 @@ from runtime.node.config import CollectionSection
 from runtime.retrieval.embedding.embedder import (
     MAX_HASHING_DIM,
     MIN_HASHING_DIM,
-    SERVER_AT_ONCE,
+    SERVER_CONCURRENCY,
     DirectorySpec,
     Embedder,
     EmbedderSpec,
@@ -34,10 +34,10 @@ DEFAULT_EMBEDDER = MINILM
 
 @dataclass(frozen=True)
 class EmbedderLocation:
-    """Where an embedder is on this machine: `at` another directory or URL than the collection says ("": there), and the
-    file with a server's key."""
+    """Where an embedder is found on this machine: `override` replaces the directory or URL stored in the collection
+    ("": not replaced); `key_file` contains a server's key."""
 
-    at: str = ""
+    override: str = ""
     key_file: str = ""
 
 
@@ -45,19 +45,19 @@ DEFAULT_LOCATION = EmbedderLocation()
 
 
 def embedder_location(collection: CollectionSection) -> EmbedderLocation:
-    """Where the collection's embedder is on this machine."""
+    """Return where the collection's embedder is found on this machine."""
     return EmbedderLocation(collection.embedder, collection.embedder_key_file)
 
 
 def load_embedder(
-    spec: EmbedderSpec, *, threads: int = 1, place: EmbedderLocation = DEFAULT_LOCATION, for_a_build: bool = False
+    spec: EmbedderSpec, *, threads: int = 1, location: EmbedderLocation = DEFAULT_LOCATION, for_build: bool = False
 ) -> Embedder:
-    """The embedder of a collection, or of a name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
+    """Load an embedder by its description or name: "all-minilm-l6-v2" (384 dims), or "hashing-D", D from 16 to 4096.
 
-    `threads` bounds the cores that one `embed` may use, or the requests to a server at once (hashing uses one). A
-    server is waited for longer if it is `for_a_build`; it is not asked here. Raises `ModelError` for an unknown name,
-    for a model whose package or files are missing (with the command that installs it), or are not those that the
-    collection was built with; `ConfigError` for a key's file.
+    `threads` bounds the cores that one `embed` may use, or the concurrent requests to a server (hashing uses one
+    core). `for_build` selects longer timeouts and more retries for a server; no request is sent here. Raises
+    `ModelError` for an unknown name and for a model whose package or files are missing (with the command that installs
+    it) or differ from those that the collection was built with; `ConfigError` for a key file.
     """
     if threads < 1:
         raise ModelError(f"an embedder needs at least 1 thread, not {threads}")
@@ -71,22 +71,23 @@ def load_embedder(
             ServerEmbedder,
         )
 
-        patience = BUILD_RETRIES if for_a_build else REQUEST_RETRIES
-        return ServerEmbedder(spec, key=read_key(place.key_file), threads=threads, url=place.at, patience=patience)
-    found = _directory(spec, place)
+        retries = BUILD_RETRIES if for_build else REQUEST_RETRIES
+        key = read_key(location.key_file)
+        return ServerEmbedder(spec, key=key, threads=threads, url=location.override, retries=retries)
+    found = _directory(spec, location)
     if found.sha256() != spec.sha256:
         raise ModelError(
-            f"{found.directory} holds another model than the {spec.name} that the collection was built with: "
+            f"{found.directory} contains another model than the {spec.name} that the collection was built with: "
             "the checksum of its files differs"
         )
     embedder = _of_directory(found, spec, threads)
     if embedder.dim != spec.dim:
-        raise ModelError(f"the embedder {spec.name} gives vectors of {embedder.dim} dimensions, not of {spec.dim}")
+        raise ModelError(f"the embedder {spec.name} returns vectors of {embedder.dim} dimensions, not {spec.dim}")
     return embedder
 
 
 def embedder_dim(spec: EmbedderSpec) -> int:
-    """The length of its vectors; it is not loaded. Raises `ModelError` for an unknown name."""
+    """Return the dimension of an embedder's vectors without loading it. Raises `ModelError` for an unknown name."""
     if not isinstance(spec, str):
         return spec.dim
     if spec == MINILM:
@@ -100,22 +101,22 @@ def embedder_dim(spec: EmbedderSpec) -> int:
     return int(match[1])
 
 
-def check_embedder(spec: EmbedderSpec, place: EmbedderLocation = DEFAULT_LOCATION) -> None:
-    """Raises what `load_embedder` would, as far as that can be seen without loading anything."""
+def check_embedder(spec: EmbedderSpec, location: EmbedderLocation = DEFAULT_LOCATION) -> None:
+    """Raise the errors of `load_embedder` that can be found without loading anything."""
     embedder_dim(spec)
-    if isinstance(spec, str) and place != DEFAULT_LOCATION:
-        raise ConfigError(f"the embedder {spec!r} is built in: it has no other place and no key")
+    if isinstance(spec, str) and location != DEFAULT_LOCATION:
+        raise ConfigError(f"the embedder {spec!r} is built in: it has no other location and no key")
     if spec == MINILM:
         minilm_files()
     elif isinstance(spec, ServerSpec):
-        read_key(place.key_file)
+        read_key(location.key_file)
     elif isinstance(spec, DirectorySpec):
-        _directory(spec, place)
+        _directory(spec, location)
 
 
-def model_bytes(spec: DirectorySpec, place: EmbedderLocation = DEFAULT_LOCATION) -> int:
-    """Of the files that are loaded. Raises `ModelError`."""
-    found = _directory(spec, place)
+def model_bytes(spec: DirectorySpec, location: EmbedderLocation = DEFAULT_LOCATION) -> int:
+    """Return the size of the files that are loaded, in bytes. Raises `ModelError`."""
+    found = _directory(spec, location)
     return sum((found.directory / name).stat().st_size for name in found.files)
 
 
@@ -128,11 +129,11 @@ def choose_embedder(
     passage_prefix: str | None = None,
     threads: int = 1,
 ) -> tuple[EmbedderSpec, Embedder]:
-    """The embedder for a new collection, loaded, and its description. A server is asked for one vector.
+    """Load the embedder for a new collection; return its description and the embedder. A server embeds one text.
 
     named: a built-in name, a directory with a sentence-transformers model in ONNX form (or an .onnx file in it), or the
-    URL of a server with its /v1, which calls the embedder `model`. Prefixes: None takes the model's own. Raises
-    `ModelError`, `ConfigError`, `EmbedderUnreachable` and `EmbedderFailed`.
+    URL of a server including /v1, whose name for the embedder is `model`. Prefixes: None selects the model's own.
+    Raises `ModelError`, `ConfigError`, `EmbedderUnreachable` and `EmbedderFailed`.
     """
     prefixes = {
         name: given
@@ -144,7 +145,7 @@ def choose_embedder(
     if re.match(r"https?://", named):
         return _choose_server(named, model, key_file, prefixes, threads)
     if model or key_file:
-        raise ConfigError(f"{named!r} is no URL of a server: an embedder's model and key go with one")
+        raise ConfigError(f"{named!r} is not a server's URL: an embedder's model and key require one")
     if "/" not in named and not named.endswith(".onnx") and not Path(named).is_dir():
         if prefixes:
             raise ConfigError(f"the embedder {named!r} takes no prefixes")
@@ -168,18 +169,18 @@ def _choose_server(
 
     parts = urlsplit(url)
     if not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is no URL of a server as it is needed here: http(s)://HOST[:PORT]/v1")
+        raise ConfigError(f"{url!r} is not a valid server URL: the form is http(s)://HOST[:PORT]/v1")
     if not 1 <= len(model) <= 256:
-        raise ConfigError("a server is asked for a model by its name: give the embedder's model")
+        raise ConfigError("a server's URL requires the name of the embedder's model")
     key = read_key(key_file)
     spec = ServerSpec(name=model, dim=1, url=url.rstrip("/"), **prefixes)
     probe = ServerEmbedder(msgspec.structs.replace(spec, dim=0), key=key)
     spec = msgspec.structs.replace(spec, dim=int(probe.embed(["a first text"], "passage").shape[1]))
-    return spec, ServerEmbedder(spec, key=key, threads=threads, patience=BUILD_RETRIES)
+    return spec, ServerEmbedder(spec, key=key, threads=threads, retries=BUILD_RETRIES)
 
 
 def read_key(path: str, whose: str = "the embedder's") -> str:
-    """The first line of a file; "" for no file. Raises `ConfigError`, which never shows the key."""
+    """Return the first line of a file; "" for no file. Raises `ConfigError`, which never contains the key."""
     if not path:
         return ""
     try:
@@ -188,17 +189,17 @@ def read_key(path: str, whose: str = "the embedder's") -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{whose} key cannot be read from {path}: {error}") from error
     if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"{path} has no key of printable ASCII on its first line")
+        raise ConfigError(f"the first line of {path} is not a key: printable ASCII is required")
     return key
 
 
-def _directory(spec: DirectorySpec, place: EmbedderLocation) -> ModelDirectory:
-    """The files where the collection, or this machine's configuration, says that they are."""
-    named = Path(place.at or spec.directory)
+def _directory(spec: DirectorySpec, location: EmbedderLocation) -> ModelDirectory:
+    """Read the model directory named by the collection, or by this machine's configuration."""
+    named = Path(location.override or spec.directory)
     if named.suffix != ".onnx":
         if not named.is_dir():
             raise ModelError(
-                f"the embedder {spec.name} is not at {named}: `embedder` of the collection says where it is"
+                f"the embedder {spec.name} is not at {named}: set `embedder` of the collection to its directory"
             )
         named /= spec.model_file
     return read_model_directory(named)
@@ -210,16 +211,16 @@ def _of_directory(found: ModelDirectory, spec: DirectorySpec, threads: int) -> O
     return OnnxEmbedder(embedder_name(spec), found.directory / found.model_file, tokenizer, encoding, threads=threads)
 
 
-# ---- an embedder that is loaded when it is first needed
+# ---- an embedder that is loaded on first use
 
 
 class LazyEmbedder:
-    """Loaded by the thread that embeds with it first: a loop does not wait for that."""
+    """Embedder that is loaded by the thread that first embeds with it, so that no event loop waits for loading."""
 
-    def __init__(self, spec: EmbedderSpec, place: EmbedderLocation, threads: int) -> None:
+    def __init__(self, spec: EmbedderSpec, location: EmbedderLocation, threads: int) -> None:
         self.name, self.dim = embedder_name(spec), embedder_dim(spec)
-        self.at_once = SERVER_AT_ONCE if isinstance(spec, ServerSpec) else 1
-        self._spec, self._place, self._threads = spec, place, threads
+        self.max_concurrency = SERVER_CONCURRENCY if isinstance(spec, ServerSpec) else 1
+        self._spec, self._location, self._threads = spec, location, threads
         self._lock = threading.Lock()
         self._loaded: Embedder | None = None
 
@@ -236,5 +237,5 @@ class LazyEmbedder:
     def _embedder(self) -> Embedder:
         with self._lock:
             if self._loaded is None:
-                self._loaded = load_embedder(self._spec, threads=self._threads, place=self._place)
+                self._loaded = load_embedder(self._spec, threads=self._threads, location=self._location)
             return self._loaded

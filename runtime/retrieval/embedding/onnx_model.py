@@ -37,7 +37,7 @@ class Encoding:
 class OnnxEmbedder:
     """An embedder from a model's file and its tokenizer's. Raises `ModelError` for files that cannot be used."""
 
-    at_once = 1
+    max_concurrency = 1
 
     def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding, *, threads: int = 1) -> None:
         import onnxruntime  # slow to import, and needed by these embedders alone

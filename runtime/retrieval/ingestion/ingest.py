@@ -82,7 +82,7 @@ def add(
     paths: Sequence[Path],
     out: Path,
     *,
-    place: EmbedderLocation | None = None,
+    location: EmbedderLocation | None = None,
     threads: int = 1,
     progress: Progress = no_progress,
     load: Callable[..., Embedder] = load_embedder,
@@ -96,7 +96,7 @@ def add(
     with _lock_collection(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or old.documents is None:
             raise BuildRefused(f"{out} was built from vectors: files cannot be added to it")
-        embedder = load(old.embedder, threads=threads, place=place or EmbedderLocation(), for_a_build=True)
+        embedder = load(old.embedder, threads=threads, location=location or EmbedderLocation(), for_build=True)
         before = old.documents.sources()
         root = Path(before.root) if before else common_root(paths)
         limit = before.passage_tokens if before else _passage_tokens(0, embedder)

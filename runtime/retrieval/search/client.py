@@ -124,7 +124,7 @@ class SearchClient:
         client.words.paths = lambda: collection_paths(find_node(node))
         end = time.monotonic_ns() + int(timeout_s * 1e9)
         while (now := time.monotonic_ns()) < end and client.dispatcher.pools:
-            if client.dispatcher.look_after(now) and not client.dispatcher.seeking:
+            if client.dispatcher.maintain(now) and not client.dispatcher.connecting:
                 return client
             time.sleep(0.002)
         if not client.live and (info.pools or not info.remote):
@@ -182,10 +182,10 @@ class SearchClient:
             check_finite(row)
         if not spec.collection:
             spec = replace(spec, collection=self._only())
-        question = Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
-        asks = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
-        asks.ask(question, wait_for_room)
-        return question.ticket
+        query = Query(next(self.dispatcher.tickets), row, spec, accept=accept, text=text)
+        transport = self.dispatcher if self._remote is None else self._transport_to(spec.collection, text)
+        transport.submit(query, wait_for_room)
+        return query.ticket
 
     def _transport_to(self, collection: str, text: str = "") -> QueryTransport:
         """Who asks for a collection. Raises `InvalidRequest` for a text that nobody would embed."""

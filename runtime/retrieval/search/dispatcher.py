@@ -33,9 +33,9 @@ from runtime.retrieval.search.routing import RoutingTable
 from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
-_AGAIN = ("lost", "stale_epoch")  # what says nothing about the query
-_ELSEWHERE = (*_AGAIN, "overloaded")  # of no weight while another pool has the query too
-_RESCUE_NS = 50_000_000  # how often the questions of silent pools are looked through
+_RETRYABLE = ("lost", "stale_epoch")  # what says nothing about the query
+_IGNORED_WHILE_HEDGED = (*_RETRYABLE, "overloaded")  # of no weight while another pool has the query too
+_HEDGE_EVERY_NS = 50_000_000  # how often the questions of silent pools are looked through
 BATCH_QUERIES = 32  # questions of a batch that go to one pool before the next has its turn
 
 
@@ -63,7 +63,7 @@ class Dispatcher:
         self.replicas = Replicas(len(self.pools), policy, near)
         self.routes = RoutingTable()
         self._parked: deque[Query] = deque()  # waiting for any pool
-        self._rescue_ns = 0  # not before then
+        self._hedge_at_ns = 0  # not before then
         self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
         self._ended: list[SearchResult] = []
         self._open = True
@@ -73,15 +73,15 @@ class Dispatcher:
     def _session(self, endpoint: str) -> PoolSession:
         return PoolSession(endpoint, self._name, self.settings, self._limits.retry_ns)
 
-    def look_after(self, now_ns: int) -> bool:
+    def maintain(self, now_ns: int) -> bool:
         """Have sessions with as many pools as can be had. Whether there is one with any."""
         for number, pool in enumerate(self.pools):
-            self._note(number, pool.look_after(now_ns))
+            self._update_pool(number, pool.maintain(now_ns))
         if not any(self._up):
-            self._find_again(now_ns)
+            self._rediscover(now_ns)
         return any(self._up)
 
-    def _find_again(self, now_ns: int) -> None:
+    def _rediscover(self, now_ns: int) -> None:
         """All pools are lost: a node that was started again has others, where its run directory says."""
         if self._find is None or now_ns < self._find_ns or any(pool.asks for pool in self.pools):
             return
@@ -103,11 +103,11 @@ class Dispatcher:
         self.replicas = Replicas(len(self.pools), self._policy, self._near)
 
     @property
-    def seeking(self) -> bool:
+    def connecting(self) -> bool:
         """Whether a pool is being looked for at this moment."""
-        return any(pool.seeking for pool in self.pools)
+        return any(pool.connecting for pool in self.pools)
 
-    def _note(self, number: int, live: bool) -> None:
+    def _update_pool(self, number: int, live: bool) -> None:
         up = self.pools[number].opened if live else 0
         if up == self._up[number]:
             return
@@ -136,27 +136,27 @@ class Dispatcher:
 
     # ---- questions
 
-    def ask(self, question: Query, patient: bool = False) -> None:
-        """Send a question, or keep what of it cannot be sent now; also while the rings are full if it is `patient`.
+    def submit(self, query: Query, wait_for_room: bool = False) -> None:
+        """Send a query, or park what cannot be sent now; with `wait_for_room` also while the rings are full.
 
         Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
         """
         if not self._open:
             self.check_open()
-        parts, accept = [question], question.accept
+        parts, accept = [query], query.accept
         route: Sequence[int]
-        identity, route = self.routes.direct.get(question.spec.collection, ("", ()))
-        if not route or question.spec.filter:
-            self.routes.check_filter(question.spec.collection, question.spec.filter)
+        identity, route = self.routes.direct.get(query.spec.collection, ("", ()))
+        if not route or query.spec.filter:
+            self.routes.check_filter(query.spec.collection, query.spec.filter)
         if not route or (accept is not None and not accept(identity)):
-            parts = self._parts(question)
+            parts = self._split(query)
             route = self._route(parts[0])
             if len(parts) > 1:
                 self._check_room()
         try:
-            sent = self._give(parts[0], route, self.clock())
+            sent = self._send(parts[0], route, self.clock())
         except Overloaded:
-            if not patient:
+            if not wait_for_room:
                 raise
             sent = False
         if not sent:
@@ -174,25 +174,25 @@ class Dispatcher:
         if (count := len(self._parked)) >= self._limits.parked:
             raise Overloaded(f"{count} queries wait for a pool to take them, the limit is {self._limits.parked}")
 
-    def _park(self, question: Query) -> None:
-        question.parked_ns = question.parked_ns or self.clock()
-        self._parked.append(question)
+    def _park(self, query: Query) -> None:
+        query.parked_ns = query.parked_ns or self.clock()
+        self._parked.append(query)
 
-    def ask_many(self, questions: list[Query], rows: Vectors) -> int:
+    def submit_many(self, queries: list[Query], rows: Vectors) -> int:
         """`ask` for as many questions as there is room for now, from the first on; how many.
 
         They are alike but for their vectors, `rows`, and no more than `BATCH_QUERIES`. Raises `InvalidRequest`,
         `Unavailable` (closed).
         """
         self.check_open()
-        collection = questions[0].spec.collection
-        self.routes.check_filter(collection, questions[0].spec.filter)
+        collection = queries[0].spec.collection
+        self.routes.check_filter(collection, queries[0].spec.filter)
         if self.routes.shards(collection) != 1:
-            return self._ask_each(questions)
+            return self._submit_each(queries)
         now, sent = self.clock(), 0
-        for number in self.replicas.choose(self.routes.choose(collection, questions[0].accept), now):
+        for number in self.replicas.choose(self.routes.choose(collection, queries[0].accept), now):
             try:
-                sent = self.pools[number].submit_many(rows, questions)
+                sent = self.pools[number].submit_many(rows, queries)
             except (RingFull, PeerLost, Draining):
                 continue
             except InvalidArgument as error:
@@ -201,40 +201,40 @@ class Dispatcher:
             break
         return sent
 
-    def _ask_each(self, questions: list[Query]) -> int:
-        for number, question in enumerate(questions):
+    def _submit_each(self, queries: list[Query]) -> int:
+        for number, query in enumerate(queries):
             try:
-                self.ask(question)
+                self.submit(query)
             except TrinityError as error:
                 if number == 0 and not isinstance(error, Overloaded):
                     raise
                 return number  # it is the first of the next ones
-        return len(questions)
+        return len(queries)
 
-    def _parts(self, question: Query) -> list[Query]:
+    def _split(self, query: Query) -> list[Query]:
         """The question itself, or what each shard is asked of it, once every shard of one build is there."""
-        collection = question.spec.collection
-        if question.gather is not None or (shards := self.routes.shards(collection)) <= 1:
-            return [question]
-        identity = self.routes.whole_build(collection, question.accept)
+        collection = query.spec.collection
+        if query.gather is not None or (shards := self.routes.shards(collection)) <= 1:
+            return [query]
+        identity = self.routes.whole_build(collection, query.accept)
         if identity is None:
-            return [question]
-        gather = ShardGather(question, identity, question.spec.k, shards)
-        return [replace(question, shard=shard, gather=gather) for shard in range(shards)]
+            return [query]
+        gather = ShardGather(query, identity, query.spec.k, shards)
+        return [replace(query, shard=shard, gather=gather) for shard in range(shards)]
 
-    def _send_or_park(self, question: Query) -> bool:
+    def _send_or_park(self, query: Query) -> bool:
         with suppress(Overloaded):
-            if self._give(question, self._route(question), self.clock()):
+            if self._send(query, self._route(query), self.clock()):
                 return True
-        self._park(question)
+        self._park(query)
         return False
 
-    def _give(self, question: Query, route: Sequence[int], now: int) -> bool:
+    def _send(self, query: Query, route: Sequence[int], now: int) -> bool:
         """Give a question to one of these pools; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
         for number in self.replicas.choose(route, now) if len(route) > 1 else route:
             try:
-                self.pools[number].submit(question)
+                self.pools[number].submit(query)
             except RingFull as error:
                 full = error
             except (PeerLost, Draining):
@@ -243,24 +243,24 @@ class Dispatcher:
                 raise InvalidRequest(str(error)) from error
             else:
                 self.replicas.sent(number, now)
-                question.parked_ns = 0
+                query.parked_ns = 0
                 return True
         if full is not None:
             raise Overloaded(str(full)) from full
         return False
 
-    def _route(self, question: Query) -> Sequence[int]:
-        collection, gather = question.spec.collection, question.gather
+    def _route(self, query: Query) -> Sequence[int]:
+        collection, gather = query.spec.collection, query.gather
         if gather is not None:
-            return self.routes.pools(collection, gather.identity, question.shard)
+            return self.routes.pools(collection, gather.identity, query.shard)
         if self.routes.shards(collection) > 1:
             return ()  # it is split once all shards are there
-        return self.routes.choose(collection, question.accept)
+        return self.routes.choose(collection, query.accept)
 
     def cancel(self, ticket: int) -> None:
         """A question's result is not wanted any more; it comes as an error, or not at all."""
         if self._parked:
-            self._parked = deque(question for question in self._parked if question.ticket != ticket)
+            self._parked = deque(query for query in self._parked if query.ticket != ticket)
         for pool in self.pools:
             pool.cancel(ticket, _MAX_ATTEMPTS)
 
@@ -271,44 +271,44 @@ class Dispatcher:
         self.check_open()
         now = self.clock()
         for number, pool in enumerate(self.pools):
-            for question, result in pool.poll(now):
+            for query, result in pool.poll(now):
                 self.replicas.answered(number, now - result.enqueue_ns if result.status == "ok" else None, now)
-                self._end(question, result, now)
-            self._note(number, pool.look_after(now))
+                self._end(query, result, now)
+            self._update_pool(number, pool.maintain(now))
         if not any(self._up):
-            self._find_again(now)
-        if now >= self._rescue_ns and len(self.pools) > 1:
-            self._rescue_ns = now + _RESCUE_NS
-            self.rescue(now)
+            self._rediscover(now)
+        if now >= self._hedge_at_ns and len(self.pools) > 1:
+            self._hedge_at_ns = now + _HEDGE_EVERY_NS
+            self.hedge(now)
         if self._parked:
-            self._unpark(now)
+            self._retry_parked(now)
         ended, self._ended = self._ended, []
         return ended
 
-    def rescue(self, now: int) -> None:
+    def hedge(self, now: int) -> None:
         """Ask others what pools were asked that have fallen silent: each question once, where there is room."""
-        stuck = {number for number in range(len(self.pools)) if self.replicas.stuck(number, now)}
-        for number in stuck:
-            for question in self.pools[number].questions():
-                if question.ended or question.at > 1 or question.attempts >= _MAX_ATTEMPTS:
+        stalled = {number for number in range(len(self.pools)) if self.replicas.stalled(number, now)}
+        for number in stalled:
+            for query in self.pools[number].queries():
+                if query.ended or query.at > 1 or query.attempts >= _MAX_ATTEMPTS:
                     continue
                 with suppress(TrinityError):  # it may still be answered where it is
-                    self._give(question, [other for other in self._route(question) if other not in stuck], now)
+                    self._send(query, [other for other in self._route(query) if other not in stalled], now)
 
-    def _unpark(self, now: int) -> None:
+    def _retry_parked(self, now: int) -> None:
         full: set[tuple[str, str, int]] = set()  # builds' shards of which no pool is up, or none has room
         for _ in range(len(self._parked)):
-            question = self._parked.popleft()
-            if question.gather is not None:
-                if question.gather.ended:
+            query = self._parked.popleft()
+            if query.gather is not None:
+                if query.gather.ended:
                     continue
-                question = self._of_a_whole_build(question, question.gather)
-            end = self.unserved(question, question.parked_ns, now)
+                query = self._restart_on_whole_build(query, query.gather)
+            end = self.wait_error(query, query.parked_ns, now)
             if end is not None:
-                self._fail(question, end)
+                self._fail(query, end)
                 continue
             try:
-                parts = self._parts(question)
+                parts = self._split(query)
                 for part in parts:
                     place = part.spec.collection, part.gather.identity if part.gather else "", part.shard
                     if place in full:
@@ -316,9 +316,9 @@ class Dispatcher:
                     elif not self._send_or_park(part) and part.accept is None:
                         full.add(place)
             except TrinityError as error:
-                self._fail(question, error)
+                self._fail(query, error)
 
-    def _of_a_whole_build(self, part: Query, gather: ShardGather) -> Query:
+    def _restart_on_whole_build(self, part: Query, gather: ShardGather) -> Query:
         """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
         collection = gather.whole.spec.collection
         if self.routes.is_whole(collection, gather.identity):
@@ -332,22 +332,22 @@ class Dispatcher:
         gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
         return gather.whole
 
-    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
+    def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
-        if question.spec.deadline_ns:
-            late = now_ns >= question.spec.deadline_ns
+        if query.spec.deadline_ns:
+            late = now_ns >= query.spec.deadline_ns
             return DeadlineExceeded("no pool took the query before its deadline") if late else None
-        if now_ns < max(since_ns, self._answered.get(question.spec.collection, 0)) + self._limits.wait_ns:
+        if now_ns < max(since_ns, self._answered.get(query.spec.collection, 0)) + self._limits.wait_ns:
             return None
-        collection = question.spec.collection
+        collection = query.spec.collection
         try:
             shards = self.routes.shards(collection)
-            if question.gather is not None:
-                up = {question.shard: bool(self._route(question))}
+            if query.gather is not None:
+                up = {query.shard: bool(self._route(query))}
             elif shards > 1:
                 up = {shard: self.routes.has_shard(collection, shard) for shard in range(shards)}
             else:
-                up = {0: bool(self._route(question))}
+                up = {0: bool(self._route(query))}
         except TrinityError as error:
             return error
         for shard in (shard for shard, there in up.items() if not there):
@@ -355,42 +355,42 @@ class Dispatcher:
             return Unavailable(f"no pool with {of}{collection!r} is up")
         return Unavailable(f"no pool with {collection!r} had room for {self._limits.wait_ns / 1e9:g} s")
 
-    def _end(self, question: Query, result: Result, now: int) -> None:
-        gather = question.gather
-        if question.ended or (gather is not None and gather.ended):
+    def _end(self, query: Query, result: Result, now: int) -> None:
+        gather = query.gather
+        if query.ended or (gather is not None and gather.ended):
             return  # another pool has answered it, or its query has ended without it
-        if question.at and result.status in _ELSEWHERE:
+        if query.at and result.status in _IGNORED_WHILE_HEDGED:
             return
         if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
             # No healthy index has such a distance: vectors and queries are checked to be finite.
-            damaged = f"collection {question.spec.collection!r} is damaged: its index gave a distance that is no number"
-            self._fail(question, Unavailable(damaged))
+            damaged = f"collection {query.spec.collection!r} is damaged: its index gave a distance that is no number"
+            self._fail(query, Unavailable(damaged))
         elif result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
             found = SearchResult(
-                question.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,
-                identity=question.identity,
+                query.ticket, result.ids, result.distances, result.extends, wait_ns, search_ns,
+                identity=query.identity,
             )  # fmt: skip
             whole = found if gather is None else gather.add(found)
-            question.ended = True
-            if question.at:
+            query.ended = True
+            if query.at:
                 for pool in self.pools:
-                    pool.withdraw(question)
+                    pool.withdraw(query)
             if whole is not None:
-                self._answered[question.spec.collection] = now
+                self._answered[query.spec.collection] = now
                 self._ended.append(whole)
-        elif result.status in _AGAIN and question.attempts < _MAX_ATTEMPTS:
-            self._park(question)
+        elif result.status in _RETRYABLE and query.attempts < _MAX_ATTEMPTS:
+            self._park(query)
         else:
-            self._fail(question, status_error(result.status, question))
+            self._fail(query, status_error(result.status, query))
 
-    def _fail(self, question: Query, error: TrinityError) -> None:
-        question.ended = True
-        if question.gather is not None:
-            question.gather.ended = True  # never a part of an answer
+    def _fail(self, query: Query, error: TrinityError) -> None:
+        query.ended = True
+        if query.gather is not None:
+            query.gather.ended = True  # never a part of an answer
             for pool in self.pools:
-                pool.cancel(question.ticket, _MAX_ATTEMPTS)
-        self._ended.append(failed_result(question.ticket, error))
+                pool.cancel(query.ticket, _MAX_ATTEMPTS)
+        self._ended.append(failed_result(query.ticket, error))
 
     def statistics(self) -> SearchStatistics:
         """See `SearchStatistics`."""

@@ -93,7 +93,7 @@ class HybridSearch:
             path = paths.get(collection or next(iter(paths), ""))  # without a name it is the only one
             if path is None:
                 raise Unavailable(f"the files of collection {collection!r} are not known here")
-            found = open_build(Path(path), "never", first_checked=False)
+            found = open_build(Path(path), "never", verify_first=False)
             if found.identity != identity:
                 found.close()
                 raise Unavailable(f"another build than the pools serve lies in {path}: reload it")

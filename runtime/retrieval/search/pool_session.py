@@ -54,7 +54,7 @@ class PoolSession:
         self._name, self._settings, self._retry_every_ns = name, settings, retry_every_ns
         self._retry_ns = 0
         self._patience_ms = _RETRY_MS[0]  # doubles with every attempt: on a busy machine an answer takes its time
-        self._seeker: threading.Thread | None = None
+        self._connector: threading.Thread | None = None
         self._found: list[RingClient] = []  # by the seeker
         self._session: _Session | None = None
         self._ending: list[_Session] = []  # another has taken their place, and they have results to come
@@ -87,27 +87,27 @@ class PoolSession:
         if self._session is not None:
             yield self._session
 
-    def look_after(self, now_ns: int) -> bool:
+    def maintain(self, now_ns: int) -> bool:
         """Whether there is a session. What is lost or renewed is sought by a thread: the caller never waits."""
         live = self.live
         if live and self._session is not None and not self._session.client.draining:
             return True
-        if self._seeker is None:
+        if self._connector is None:
             if now_ns >= self._retry_ns:
                 self._retry_ns = now_ns + self._retry_every_ns
-                self._seeker = threading.Thread(target=self._seek, daemon=True)
-                self._seeker.start()
-        elif not self.seeking and (live or not self.asks):  # what was lost must have been read first
-            self._seeker = None
+                self._connector = threading.Thread(target=self._connect, daemon=True)
+                self._connector.start()
+        elif not self.connecting and (live or not self.asks):  # what was lost must have been read first
+            self._connector = None
             self._adopt()
         return self.live
 
     @property
-    def seeking(self) -> bool:
+    def connecting(self) -> bool:
         """Whether the thread is still at it."""
-        return self._seeker is not None and self._seeker.is_alive()
+        return self._connector is not None and self._connector.is_alive()
 
-    def _seek(self) -> None:
+    def _connect(self) -> None:
         patience_ms, self._patience_ms = self._patience_ms, min(2 * self._patience_ms, _RETRY_MS[1])
         with suppress(IpcError):  # nobody there, refused, or dead half way through
             made = RingClient(
@@ -131,18 +131,18 @@ class PoolSession:
             self._ending.remove(session)
             session.client.close()
 
-    def submit(self, question: Query) -> None:
+    def submit(self, query: Query) -> None:
         """Raises what `RingClient.submit` raises, `InvalidRequest` if CUDA does not copy; nothing was sent then."""
-        session, vector = self._session, question.vector
+        session, vector = self._session, query.vector
         if session is None:
             raise PeerLost(f"no session with {self.endpoint}")
         if isinstance(vector, DeviceVectors):
-            request_id = self._submit_from_gpu(session.client, vector, question.spec)
+            request_id = self._submit_from_gpu(session.client, vector, query.spec)
         else:
-            request_id = session.client.submit(vector, question.spec)
-        question.attempts += 1
-        question.at += 1
-        session.asked[request_id] = question
+            request_id = session.client.submit(vector, query.spec)
+        query.attempts += 1
+        query.at += 1
+        session.asked[request_id] = query
         self.sent += 1
 
     @staticmethod
@@ -153,30 +153,30 @@ class PoolSession:
                 return client.submit(vector.span, spec)
         return client.submit(vector.on_host(), spec)
 
-    def submit_many(self, rows: Vectors, questions: list[Query]) -> int:
+    def submit_many(self, rows: Vectors, queries: list[Query]) -> int:
         """`submit` for as many questions (alike but for their vectors, `rows`) as there is room for; how many."""
         session = self._session
         if session is None:
             raise PeerLost(f"no session with {self.endpoint}")
         if isinstance(rows, DeviceVectors) and session.client.has_arena:
-            return self._submit_each(questions)
-        ids = session.client.submit_many(on_host(rows), questions[0].spec)
-        for request_id, question in zip(ids, questions, strict=False):
-            question.attempts += 1
-            question.at += 1
-            session.asked[request_id] = question
+            return self._submit_each(queries)
+        ids = session.client.submit_many(on_host(rows), queries[0].spec)
+        for request_id, query in zip(ids, queries, strict=False):
+            query.attempts += 1
+            query.at += 1
+            session.asked[request_id] = query
         self.sent += len(ids)
         return len(ids)
 
-    def _submit_each(self, questions: list[Query]) -> int:
-        for number, question in enumerate(questions):
+    def _submit_each(self, queries: list[Query]) -> int:
+        for number, query in enumerate(queries):
             try:
-                self.submit(question)
+                self.submit(query)
             except (RingFull, PeerLost, Draining, TrinityError):
                 if number == 0:
                     raise
                 return number
-        return len(questions)
+        return len(queries)
 
     def poll(self, now_ns: int) -> list[tuple[Query, Result]]:
         """What has ended since the last call; a pool that breaks the protocol has lost the session."""
@@ -191,34 +191,34 @@ class PoolSession:
         except (StaleEpoch, ProtocolViolation):  # the rest comes as 'lost' next time
             return []
         ended = [(session.asked.pop(result.request_id), result) for result in results]
-        for question, result in ended:
-            question.at -= 1
+        for query, result in ended:
+            query.at -= 1
             if result.status == "ok":
                 self.answered += 1
                 self._round_trips.append(now_ns - result.enqueue_ns)
-                if not question.ended:
-                    question.identity = session.identities[question.spec.collection]
+                if not query.ended:
+                    query.identity = session.identities[query.spec.collection]
             else:
                 self.errors[result.status] += 1
         return ended
 
-    def questions(self) -> list[Query]:
+    def queries(self) -> list[Query]:
         """Those without an answer yet."""
-        return [question for session in self._sessions() for question in session.asked.values()]
+        return [query for session in self._sessions() for query in session.asked.values()]
 
-    def withdraw(self, question: Query) -> None:
+    def withdraw(self, query: Query) -> None:
         """Another pool has answered a question: this one need not."""
         for session in self._sessions():
             for request_id, asked in session.asked.items():
-                if asked is question:
+                if asked is query:
                     session.client.cancel(request_id)
 
     def cancel(self, ticket: int, most_attempts: int) -> None:
         """A ticket's questions are not wanted any more, nor asked again if the pool dies."""
         for session in self._sessions():
-            for request_id, question in session.asked.items():
-                if question.ticket == ticket:
-                    question.attempts = most_attempts
+            for request_id, query in session.asked.items():
+                if query.ticket == ticket:
+                    query.attempts = most_attempts
                     session.client.cancel(request_id)
 
     def statistics(self, slow: bool) -> PoolStatistics:
@@ -237,8 +237,8 @@ class PoolSession:
         )
 
     def close(self) -> None:
-        if self._seeker is not None:
-            self._seeker.join()  # it gives up by itself
+        if self._connector is not None:
+            self._connector.join()  # it gives up by itself
         self._adopt()
         for session in self._sessions():
             session.client.close()
@@ -257,7 +257,7 @@ class ReplicaPolicy:
     best one's plus `floor_ns`, and no longer slow once it is under `recovered` times that plus `floor_ns` (hysteresis:
     what lies between changes nothing). A slow pool is sent one query every `probe_ns`; the answer weighs half, so that
     one that has recovered is soon back. With `crowded` queries more than the least loaded one a pool has no turn. One
-    that has answered nothing for `stuck_ns`, though it owes answers, is stuck: others are asked what it was asked.
+    that has answered nothing for `stalled_ns`, though it owes answers, is stalled: others are asked what it was asked.
     """
 
     weight: float = 0.2
@@ -266,7 +266,7 @@ class ReplicaPolicy:
     floor_ns: int = 5_000_000
     probe_ns: int = 100_000_000
     crowded: int = 32
-    stuck_ns: int = 500_000_000
+    stalled_ns: int = 500_000_000
 
 
 _PROBE_WEIGHT = 0.5
@@ -282,7 +282,7 @@ class _Replica:
     turn: int = 0
 
     def expected_ns(self, now_ns: int) -> float | None:
-        """The average round trip, or the present silence if that is longer: who is stuck answers nothing."""
+        """The average round trip, or the present silence if that is longer: who is stalled answers nothing."""
         silent = now_ns - self.waiting_ns if self.outstanding else 0
         return float(silent) or None if self.average_ns is None else max(self.average_ns, silent)
 
@@ -359,10 +359,10 @@ class Replicas:
         """Whether a pool is passed over for being slow, as `choose` judged last."""
         return self._replicas[pool].slow
 
-    def stuck(self, pool: int, now_ns: int) -> bool:
+    def stalled(self, pool: int, now_ns: int) -> bool:
         """Whether a pool owes answers and has given none for too long."""
         replica = self._replicas[pool]
-        return replica.outstanding > 0 and now_ns - replica.waiting_ns >= self._policy.stuck_ns
+        return replica.outstanding > 0 and now_ns - replica.waiting_ns >= self._policy.stalled_ns
 
     def outstanding(self, pool: int) -> int:
         """Queries that a pool has not answered yet."""

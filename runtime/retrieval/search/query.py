@@ -298,7 +298,7 @@ class Query(msgspec.Struct, eq=False):
     text: str = ""
 
 
-def status_error(status: str, question: Query) -> TrinityError:
+def status_error(status: str, query: Query) -> TrinityError:
     """What ends a question that its pool ended with this status."""
     match status:
         case "overloaded":
@@ -307,12 +307,12 @@ def status_error(status: str, question: Query) -> TrinityError:
             return DeadlineExceeded("the pool could not answer the query before its deadline")
         case "invalid_request":
             try:
-                check_finite(on_host(question.vector))
+                check_finite(on_host(query.vector))
             except InvalidRequest as error:
                 return error
             return InvalidRequest("the pool refused the query: a limit of its own is passed")
         case "lost" | "stale_epoch":
-            return WorkerLost(f"the pool died with the query, {question.attempts} times")
+            return WorkerLost(f"the pool died with the query, {query.attempts} times")
         case "cancelled":
             return DeadlineExceeded("the query was cancelled")
         case _:

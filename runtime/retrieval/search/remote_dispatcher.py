@@ -47,24 +47,24 @@ class RemoteDispatcher:
         """Whether a question is outstanding."""
         return bool(self._outstanding)
 
-    def ask(self, question: Query, patient: bool = False) -> None:
+    def submit(self, query: Query, wait_for_room: bool = False) -> None:
         """Raises `Overloaded`: not taken."""
         if len(self._outstanding) >= self._limit:
             raise Overloaded(f"{len(self._outstanding)} queries wait for other nodes, the limit is {self._limit}")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread.start()
-        self._outstanding.add(question.ticket)
-        self._loop.call_soon_threadsafe(self._begin, question)
+        self._outstanding.add(query.ticket)
+        self._loop.call_soon_threadsafe(self._begin, query)
 
-    def ask_many(self, questions: Sequence[Query], rows: Vectors) -> int:
+    def submit_many(self, queries: Sequence[Query], rows: Vectors) -> int:
         """As many as may be outstanding together, from the first on; how many."""
         room = max(_AT_ONCE - len(self._outstanding), 0)
-        for question in questions[:room]:
-            self.ask(question)
-        return min(room, len(questions))
+        for query in queries[:room]:
+            self.submit(query)
+        return min(room, len(queries))
 
-    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
+    def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """Nothing ends a question but its nodes' time."""
         return None
 
@@ -114,32 +114,32 @@ class RemoteDispatcher:
             task.cancel()
         await asyncio.gather(looking, *self._tasks.values(), return_exceptions=True)
 
-    def _begin(self, question: Query) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(question))
-        self._tasks[question.ticket] = task
-        task.add_done_callback(lambda _: self._tasks.pop(question.ticket, None))
+    def _begin(self, query: Query) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(query))
+        self._tasks[query.ticket] = task
+        task.add_done_callback(lambda _: self._tasks.pop(query.ticket, None))
 
     def _drop(self, ticket: int) -> None:
         if (task := self._tasks.get(ticket)) is not None:
             task.cancel()
 
-    async def _answer(self, question: Query) -> None:
-        spec, vector = question.spec, question.vector
+    async def _answer(self, query: Query) -> None:
+        spec, vector = query.spec, query.vector
         left_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
         try:
-            row = None if question.text else on_host(vector).tolist()
-            asked = PassageQuery(spec.collection, spec.k, question.text or None, row, wanted=spec.filter)
+            row = None if query.text else on_host(vector).tolist()
+            asked = PassageQuery(spec.collection, spec.k, query.text or None, row, wanted=spec.filter)
             found = await self._remote.search(asked, left_s)
             result = SearchResult(
-                question.ticket,
+                query.ticket,
                 np.full(len(found), -1, np.int64),
                 np.array([passage.distance for passage in found], np.float32),
                 passages=tuple(found),
                 partial=isinstance(found, PartialPassages),
             )
         except TrinityError as error:
-            result = failed_result(question.ticket, error)
+            result = failed_result(query.ticket, error)
         except Exception as error:  # of a library: the question ends all the same
-            result = failed_result(question.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
+            result = failed_result(query.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
         self._ended.append(result)
         os.eventfd_write(self._bell, 1)

@@ -14,15 +14,15 @@ class QueryTransport(Protocol):
     def clock(self) -> int:
         """Monotonic ns: what deadlines are measured by."""
 
-    def ask(self, question: Query, patient: bool = False) -> None:
-        """Take a question, also while there is no room to send it if it is `patient`. Raises `InvalidRequest`,
+    def submit(self, query: Query, wait_for_room: bool = False) -> None:
+        """Take a question, also while there is no room to send it if it is `wait_for_room`. Raises `InvalidRequest`,
         `Overloaded`, `Unavailable`: not taken."""
 
-    def ask_many(self, questions: list[Query], rows: Vectors) -> int:
+    def submit_many(self, queries: list[Query], rows: Vectors) -> int:
         """As many of the questions as there is room for now, from the first on; how many. They are alike but for their
         vectors, `rows` [n, dim]. Raises as `ask`."""
 
-    def unserved(self, question: Query, since_ns: int, now_ns: int) -> TrinityError | None:
+    def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
         """What ends a question that was not taken since `since_ns`; None if it may wait on."""
 
     def cancel(self, ticket: int) -> None:

@@ -42,9 +42,9 @@ class Probes:
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
         row.last_probe_at, row.asked_ns = row.generated, self.clock()
         try:
-            row.ticket = self.retriever.ask(
+            row.ticket = self.retriever.submit(
                 window, retrieval.collection, retrieval.k, stage="decode",
-                deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build, wanted=retrieval.filter,
+                deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build, filter=retrieval.filter,
                 hybrid=retrieval.hybrid,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:

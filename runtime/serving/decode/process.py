@@ -60,15 +60,15 @@ class DecodeWorker:
         )
         self._model.warm_up(config.decode.slots)
         worker.startup.mark("first pass")
-        library = loading()
+        registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
-            library.look_again()
+            registry.refresh()
         self._table, self._log = worker.table, worker.log
-        self._retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
+        self._retriever = Retriever(registry, SearchClient.of_plan(worker.plan, worker.name))
         self._retriever.warm_up()
         worker.startup.mark("first search")
-        self._follower = BuildFollower(self._retriever.library, self._retriever.client.identities, worker.table)
+        self._follower = BuildFollower(self._retriever.registry, self._retriever.client.identities, worker.table)
         endpoint = worker.plan.endpoint(worker.name)
         kv = self._model.kv_array
         self._sink = transport.sink(endpoint)

@@ -96,9 +96,9 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     plan = worker.plan
     config = plan.config
     metrics = RequestMetrics(worker.table, config.slo)
-    library = CollectionRegistry(plan)
+    registry = CollectionRegistry(plan)
     worker.startup.mark("embedder")
-    search = AsyncRetriever(library, SearchClient.of_plan(plan, worker.name)) if config.collections else None
+    search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.collections else None
     here = search or NoCollections()
     everywhere: CollectionRouter | None = None
     if config.remote:
@@ -115,7 +115,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     settings = Settings(
         model=model,
         context_tokens=served.context_tokens if served else 0,
-        collections=library.dims if everywhere is None else ChainMap(dict(everywhere.dims), library.dims),  # type: ignore[arg-type]
+        collections=registry.dims if everywhere is None else ChainMap(dict(everywhere.dims), registry.dims),  # type: ignore[arg-type]
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
         access=access_by_key(keys),
@@ -136,7 +136,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
         writes = WriterService(
-            places, search.embedded, library.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
+            places, search.embedded, registry.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
         )
     answers = None
     if config.stores_answers:
@@ -278,7 +278,7 @@ async def _heartbeat(
     drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
     told_at = 0.0
-    follower = None if search is None else BuildFollower(search.library, search.client.identities, worker.table)
+    follower = None if search is None else BuildFollower(search.registry, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:

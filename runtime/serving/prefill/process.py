@@ -79,16 +79,16 @@ class PrefillWorker:
         self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
         worker.startup.mark("first pass")
         worker.log.info("chunks of %d tokens", self.chunk_tokens)
-        library = loading()
+        registry = loading()
         worker.startup.mark("embedder")
         if worker.await_assignment():
-            library.look_again()
+            registry.refresh()
             self._source.name = worker.name
         self._table, self._log = worker.table, worker.log
-        self.retriever = Retriever(library, SearchClient.of_plan(worker.plan, worker.name))
+        self.retriever = Retriever(registry, SearchClient.of_plan(worker.plan, worker.name))
         self.retriever.warm_up()
         worker.startup.mark("first search")
-        self._follower = BuildFollower(self.retriever.library, self.retriever.client.identities, worker.table)
+        self._follower = BuildFollower(self.retriever.registry, self.retriever.client.identities, worker.table)
         self._retrieving: dict[int, Job] = {}  # ticket → job that waits for its passages
         self._waiting: list[Job] = []  # prompts that wait for a lease and blocks
         self._running: list[Job] = []  # prompts that have blocks and are not computed completely
@@ -173,9 +173,9 @@ class PrefillWorker:
             self._enqueue(job)
             return
         text = query_text(self._model.tokenizer, generation.messages, generation.prompt)
-        job.ticket = self.retriever.ask(
+        job.ticket = self.retriever.submit(
             text, retrieval.collection, retrieval.k, stage="prefill", deadline_ns=generation.deadline_ns,
-            wanted=retrieval.filter, hybrid=retrieval.hybrid,
+            filter=retrieval.filter, hybrid=retrieval.hybrid,
         )  # fmt: skip
         self._retrieving[job.ticket] = job
 
