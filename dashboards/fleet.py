@@ -1,4 +1,4 @@
-"""All nodes at once: what they do together, who has the load, and which of them is worst off."""
+"""The fleet dashboard: totals, a table of nodes, load, and SLOs and latency by node."""
 
 from dashboards import queries as q
 from dashboards.grafana import Json, Panel, Query, Row, dashboard, label_variable
@@ -12,12 +12,12 @@ _NODE = ("node",)
 
 
 def fleet() -> Json:
-    """The dashboard of several nodes; the overview tells more of one."""
+    """Return the dashboard of several nodes; the overview shows one node in detail."""
     variables = [
         label_variable("node", "Node", NodeMetrics.INFO, "node"),
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
     ]
-    return dashboard(UID, "Trinity: fleet", [_together(), _nodes(), _load(), _worst()], variables)
+    return dashboard(UID, "Trinity: fleet", [_totals(), _nodes(), _load(), _slos()], variables)
 
 
 def _s(metric: NamedMetric, **labels: str) -> str:
@@ -34,7 +34,7 @@ def _waiting() -> str:
 
 
 def _running() -> str:
-    """A node in front of other servers has no such stages: what it has taken runs."""
+    """Return running requests; a node without its own prefill and decode counts all requests in flight."""
     stages = f"{_by_node('sum', PrefillMetrics.RUNNING)} + {_by_node('sum', DecodeMetrics.RUNNING)}"
     return f"{stages} or {_by_node('sum', FrontendMetrics.IN_FLIGHT)}"
 
@@ -48,26 +48,39 @@ def _lines(title: str, about: str, expr: str, unit: str, legend: str = "{{node}}
     return Panel("timeseries", title, about, [Query(expr, legend)], unit, width=6, stacked=stacked)
 
 
-def _together() -> Row:
+def _totals() -> Row:
     return Row(
-        "All of them",
+        "Fleet",
         [
-            _tile("Nodes", "That Prometheus reaches", f"count(count by (node) ({_s(NodeMetrics.INFO)}))"),
+            _tile("Nodes", "Nodes that Prometheus scrapes", f"count(count by (node) ({_s(NodeMetrics.INFO)}))"),
             _tile(
-                "Not reached",
-                "Targets that Prometheus cannot scrape, whatever Node and Model say: it knows their addresses alone",
+                "Down",
+                "Targets that Prometheus cannot scrape; not filtered by Node and Model, which are unknown for them",
                 'count(up{job="trinity"} == 0) or vector(0)',
                 bad_from=1,
             ),
+            _tile("Draining", "Nodes whose health check fails because they drain", f"sum({_s(NodeMetrics.DRAINING)})"),
             _tile(
-                "Draining", "Nodes whose health fails because somebody wants it to", f"sum({_s(NodeMetrics.DRAINING)})"
+                "Workers not ready",
+                "Workers of all nodes' plans that do not serve",
+                f"sum(1 - {_s(ProcessMetrics.UP)})",
+                bad_from=1,
             ),
-            _tile("Workers not ready", "Of all nodes' plans", f"sum(1 - {_s(ProcessMetrics.UP)})", bad_from=1),
-            _tile("Waiting", "Requests, for a worker or for room", f"sum({_waiting()})"),
-            _tile("Requests", "Generations that ended, a second", q.rate(_s(FrontendMetrics.REQUESTS)), "reqps"),
-            _tile("Errors", "Share that failed or was refused", q.failing(HERE), "percentunit", bad_from=0.01),
+            _tile("Waiting", "Requests that wait for a worker or for KV blocks", f"sum({_waiting()})"),
+            _tile("Requests", "Completed generations per second", q.rate(_s(FrontendMetrics.REQUESTS)), "reqps"),
             _tile(
-                "Fullest KV", "Of any decode worker", f"max({_s(DecodeMetrics.KV_USED)})", "percentunit", bad_from=0.98
+                "Errors",
+                "Share of generations that failed or were refused",
+                q.failure_ratio(HERE),
+                "percentunit",
+                bad_from=0.01,
+            ),
+            _tile(
+                "Fullest KV",
+                "KV in use of the fullest decode worker",
+                f"max({_s(DecodeMetrics.KV_USED)})",
+                "percentunit",
+                bad_from=0.98,
             ),
         ],
     )
@@ -83,34 +96,50 @@ def _nodes() -> Row:
         Query(_by_node("max", DecodeMetrics.KV_USED), "fullest KV", "percentunit"),
         Query(_by_node("min", NodeMetrics.MEMORY_AVAILABLE), "memory left", "bytes"),
     ]
-    about = "A row each; the worst of its workers, and the sum of their requests. A node's name leads to its overview"
+    about = "One row per node: worst value over its workers, sum of their requests. Names link to the overview"
     links = (("node", "/d/" + OVERVIEW + "?var-node=${__value.text}&${__url_time_range}"),)
     table = Panel("table", "Nodes", about, columns, width=24, height=8, column_links=links)
-    return Row("Which node?", [table])
+    return Row("Nodes", [table])
 
 
 def _load() -> Row:
     requests = q.rate(_s(FrontendMetrics.REQUESTS), _NODE)
     return Row(
-        "Who has the load?",
+        "Load",
         [
-            _lines("Requests", "Generations that ended, a second", requests, "reqps", stacked=True),
-            _lines("Waiting", "For a worker, or for room", _waiting(), "short", stacked=True),
-            _lines("Running", "In prefill and in decode", _running(), "short", stacked=True),
-            _lines("Fullest KV", "Of its decode workers", _by_node("max", DecodeMetrics.KV_USED), "percentunit"),
+            _lines("Requests", "Completed generations per second", requests, "reqps", stacked=True),
+            _lines("Waiting", "Requests that wait for a worker or for KV blocks", _waiting(), "short", stacked=True),
+            _lines("Running", "Requests in prefill and decode", _running(), "short", stacked=True),
+            _lines(
+                "Fullest KV",
+                "KV in use of the node's fullest decode worker",
+                _by_node("max", DecodeMetrics.KV_USED),
+                "percentunit",
+            ),
         ],
     )
 
 
-def _worst() -> Row:
+def _slos() -> Row:
     first = q.quantile(0.95, DecodeMetrics.TTFT, HERE, _NODE)
     between = q.quantile(0.95, DecodeMetrics.INTER_TOKEN, HERE, _NODE)
     return Row(
-        "Who is worst?",
+        "SLOs and latency",
         [
-            _lines("Burn rate", "Pages at 14.4 and 6", q.burn(HERE), "short", "{{node}} {{slo}}"),
-            _lines("Errors", "Share that failed or was refused", q.failing(HERE, _NODE), "percentunit"),
-            _lines("Time to first token", "p95", first, "s"),
-            _lines("Inter-token latency", "p95", between, "s"),
+            _lines(
+                "Burn rate",
+                "Error budget burn rate; alerts page at 14.4 and at 6",
+                q.burn_rate(HERE),
+                "short",
+                "{{node}} {{slo}}",
+            ),
+            _lines(
+                "Errors",
+                "Share of generations that failed or were refused",
+                q.failure_ratio(HERE, _NODE),
+                "percentunit",
+            ),
+            _lines("Time to first token", "Time from the request's arrival to its first token, p95", first, "s"),
+            _lines("Inter-token latency", "Time between two consecutive tokens, p95", between, "s"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Grafana's dashboard JSON (schema version 39) from a few plain descriptions: rows of panels, each with its queries."""
+"""Builder of Grafana's dashboard JSON (schema version 39) from rows of panels and their queries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _COLUMNS = 24
 class Query:
     """A PromQL expression and the legend of its series (Grafana's `{{label}}` syntax).
 
-    `needs_gpu`: without an NVIDIA driver there is nothing that it could return.
+    `needs_gpu`: returns nothing without an NVIDIA driver.
     """
 
     expr: str
@@ -26,9 +26,9 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `unit` is Grafana's name of it ("s", "bytes", "reqps", "percentunit", "short"); width in 24ths.
+    """One panel. `unit`: Grafana's name ("s", "bytes", "reqps", "percentunit", "short"); `width` in 24ths of a row.
 
-    A table has a row for each worker or GPU, and a column for each query, named by its legend.
+    A table has one row per worker or GPU, and one column per query, named by its legend.
     """
 
     kind: Literal["stat", "timeseries", "table"]
@@ -39,21 +39,21 @@ class Panel:
     width: int = 6
     height: int = 7
     stacked: bool = False
-    # (from this value on, colour), lowest first; the first value is ignored by Grafana
+    # (lower bound, colour), ascending; Grafana ignores the first bound
     thresholds: Sequence[tuple[float, str]] = ((0.0, "green"),)
-    column_links: Sequence[tuple[str, str]] = ()  # (a table's column, where its cells lead)
+    column_links: Sequence[tuple[str, str]] = ()  # (a table's column, link of its cells)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A titled group of panels, laid out from left to right and wrapped."""
+    """A titled group of panels, laid out left to right with wrapping."""
 
     title: str
     panels: Sequence[Panel]
 
 
 def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Json] = ()) -> Json:
-    """The whole dashboard. Panel ids count from 1 in reading order, so equal input gives equal JSON."""
+    """Return a dashboard. Panel ids count from 1 in reading order, so equal input gives equal JSON."""
     panels: list[Json] = []
     y = 0
     for row in rows:
@@ -94,7 +94,7 @@ def dashboard(uid: str, title: str, rows: Sequence[Row], variables: Sequence[Jso
 
 
 def label_variable(name: str, label: str, metric: NamedMetric, source_label: str, only: str = "") -> Json:
-    """A drop-down with the values of a label of a metric: all of them by default, or `only` one at a time."""
+    """Return a variable over the values of a metric's label: multi-value with all selected, or single with `only`."""
     current = {"text": only, "value": only} if only else {"text": ["All"], "value": ["$__all"]}
     return {
         "type": "query",
@@ -167,7 +167,7 @@ def _panel(panel: Panel, number: int, place: Json) -> Json:
 
 
 def _properties(panel: Panel) -> Iterator[tuple[str, str, Any]]:
-    """Of a table's columns: (column, property, its value)."""
+    """Iterate over the properties of a table's columns: (column, property, value)."""
     for query in panel.queries:
         if query.unit:
             yield query.legend, "unit", query.unit
@@ -176,7 +176,7 @@ def _properties(panel: Panel) -> Iterator[tuple[str, str, Any]]:
 
 
 def _columns(panel: Panel) -> list[Json]:
-    """One row for what the queries have in common, values under their legends; what tells them apart is dropped."""
+    """Merge the queries' rows by common labels and name the value columns by their legends."""
     values = {f"Value #{chr(ord('A') + i)}": query.legend for i, query in enumerate(panel.queries) if query.legend}
     unnamed = [f"Value #{chr(ord('A') + i)}" for i, query in enumerate(panel.queries) if not query.legend]
     hidden = dict.fromkeys(["Time", *unnamed], True)

@@ -1,7 +1,6 @@
-"""The first screen, in the order in which somebody on call asks.
+"""The overview dashboard of a node, its rows in the order of an on-call investigation.
 
-Are promises kept? Is it up? Who waits? What is full? What is kept of KV? Where does the time go? What does the
-controller do? What is written? Which GPU?
+SLOs, health, queues, saturation, KV cache, latency, control loop, live collections, workers and GPUs.
 """
 
 from collections.abc import Mapping
@@ -22,19 +21,29 @@ from runtime.serving.stages import TO_FIRST_TOKEN
 
 UID = "trinity-overview"
 HERE = 'node=~"$node",model_name=~"$model"'
-_WORKER = ("node", "worker")  # workers of different nodes are called alike
+_WORKER = ("node", "worker")  # worker names repeat across nodes
 _OF_WORKER = "{{node}} {{worker}}"
 _SLO = f'{HERE},slo="$slo"'
 
 
 def overview() -> Json:
-    """The overview dashboard, from the metrics that a node exports."""
+    """Return the overview dashboard."""
     variables = [
         label_variable("node", "Node", NodeMetrics.INFO, "node"),
         label_variable("model", "Model", NodeMetrics.INFO, "model_name"),
         label_variable("slo", "SLO", FrontendMetrics.SLO_REQUESTS, "slo", only="all"),
     ]
-    rows = [_promises(), _up(), _queues(), _saturation(), _kv(), _latency(), _controller(), _live(), _places()]
+    rows = [
+        _slos(),
+        _health(),
+        _queues(),
+        _saturation(),
+        _kv(),
+        _latency(),
+        _control_loop(),
+        _live_collections(),
+        _workers_and_gpus(),
+    ]
     return dashboard(UID, "Trinity: overview", rows, variables)
 
 
@@ -55,55 +64,85 @@ def _percentiles(title: str, description: str, histogram: NamedMetric) -> Panel:
     return _lines(title, description, queries, "s", 8)
 
 
-def _promises() -> Row:
+def _slos() -> Row:
     burning = ((0, "green"), (6, "orange"), (14.4, "red"))
     kept = ((0, "red"), (0.95, "orange"), (0.99, "green"))
-    attainment = Query(f"1 - ({q.broken(HERE)})", "{{node}} {{slo}}")
+    attainment = Query(f"1 - ({q.violation_ratio(HERE)})", "{{node}} {{slo}}")
     return Row(
-        "Are promises kept?",
+        "SLOs",
         [
             _tile(
                 "SLO attainment",
-                "Share of sent requests that kept $slo, in the last hour",
-                f"1 - ({q.broken(_SLO, '1h')})",
+                "Share of requests that met the SLO $slo, over the last hour",
+                f"1 - ({q.violation_ratio(_SLO, '1h')})",
                 "percentunit",
                 thresholds=kept,
             ),
-            _tile("Burn rate, 1 h", "1 uses the budget up exactly", q.burn(_SLO, "1h"), "short", thresholds=burning),
-            _tile("Burn rate, 5 m", "Is it still going on?", q.burn(_SLO, "5m"), "short", thresholds=burning),
-            _lines("Attainment", "Share of sent requests that kept their limit", [attainment], "percentunit", height=4),
-            _lines("Burn rate", "Pages at 14.4 and 6", [Query(q.burn(HERE), "{{node}} {{slo}}")], "short", height=4),
+            _tile(
+                "Burn rate, 1 h",
+                "Error budget burn rate over one hour; 1 spends the budget exactly",
+                q.burn_rate(_SLO, "1h"),
+                "short",
+                thresholds=burning,
+            ),
+            _tile(
+                "Burn rate, 5 m",
+                "Error budget burn rate over five minutes: whether the burn continues",
+                q.burn_rate(_SLO, "5m"),
+                "short",
+                thresholds=burning,
+            ),
+            _lines("Attainment", "Share of requests that met their SLO", [attainment], "percentunit", height=4),
+            _lines(
+                "Burn rate",
+                "Error budget burn rate; alerts page at 14.4 and at 6",
+                [Query(q.burn_rate(HERE), "{{node}} {{slo}}")],
+                "short",
+                height=4,
+            ),
         ],
     )
 
 
-def _up() -> Row:
+def _health() -> Row:
     ended = q.rate(_s(FrontendMetrics.REQUESTS))
     alarm = ((0, "green"), (0.001, "orange"), (0.01, "red"))
     one = ((0, "green"), (1, "red"))
     return Row(
-        "Is it up?",
+        "Health",
         [
-            _tile("Workers not ready", "Of the plan", f"sum(1 - {_s(ProcessMetrics.UP)})", "short", thresholds=one),
+            _tile(
+                "Workers not ready",
+                "Workers of the plan that do not serve",
+                f"sum(1 - {_s(ProcessMetrics.UP)})",
+                "short",
+                thresholds=one,
+            ),
             _tile(
                 "Oldest heartbeat",
-                "Since a loop last ran",
+                "Longest time since a worker's loop last ran",
                 f"max({_s(ProcessMetrics.HEARTBEAT_AGE)})",
                 "s",
                 thresholds=((0, "green"), (5, "orange"), (15, "red")),
             ),
             _tile(
                 "Restarts, 15 m",
-                "Workers that died",
+                "Worker restarts over the last 15 minutes",
                 f"sum(increase({_s(ProcessMetrics.RESTARTS)}[15m]))",
                 "short",
                 thresholds=one,
             ),
-            _tile("Requests", "Generations that ended, a second", ended, "reqps"),
-            _tile("Errors", "Share that failed or was refused", q.failing(HERE), "percentunit", thresholds=alarm),
+            _tile("Requests", "Completed generations per second", ended, "reqps"),
+            _tile(
+                "Errors",
+                "Share of generations that failed or were refused",
+                q.failure_ratio(HERE),
+                "percentunit",
+                thresholds=alarm,
+            ),
             _tile(
                 "HTTP 5xx",
-                "Of all answers",
+                "Share of HTTP responses with status 5xx",
                 f"{q.rate(_s(FrontendMetrics.HTTP_RESPONSES, status='5xx'))}"
                 f" / {q.rate(_s(FrontendMetrics.HTTP_RESPONSES))}",
                 "percentunit",
@@ -127,12 +166,12 @@ def _queues() -> Row:
     ]
     received = [Query(q.rate(_s(PoolMetrics.QUERIES), ("stage",)), "{{stage}}")]
     return Row(
-        "Who waits?",
+        "Queues",
         [
-            _lines("Pool queues", "Queries that wait for a slot: Q_pre and Q_dec", depth, "short"),
-            _lines("Pool wait", "From enqueue to slot", waits, "s"),
-            _lines("Requests", "By where they are", requests, "short"),
-            _lines("Pool queries", "Received, a second", received, "reqps"),
+            _lines("Pool queues", "Queries that wait for a slot, by queue: Q_pre and Q_dec", depth, "short"),
+            _lines("Pool wait", "Time from enqueue to slot, p95", waits, "s"),
+            _lines("Requests", "Requests by stage", requests, "short"),
+            _lines("Pool queries", "Queries received per second", received, "reqps"),
         ],
     )
 
@@ -141,19 +180,19 @@ def _saturation() -> Row:
     real, padded = (q.rate(_s(steps)) for steps in (PoolMetrics.SLOT_STEPS, PoolMetrics.PADDED_SLOT_STEPS))
     steps = q.rate(_s(PoolMetrics.EXTENDS))
     slots = [
-        Query(f"{real} / {steps}", "real a step"),
-        Query(f"({real} + {padded}) / {steps}", "padded to"),
+        Query(f"{real} / {steps}", "active per step"),
+        Query(f"({real} + {padded}) / {steps}", "padded per step"),
         Query(f"sum({_s(PoolMetrics.ACTIVE_SLOTS)} + {_s(PoolMetrics.PADDED_SLOTS)})", "padded now"),
-        Query(f"sum({_s(PoolMetrics.SLOTS)})", "at most"),
+        Query(f"sum({_s(PoolMetrics.SLOTS)})", "limit"),
         Query(f"sum({_s(PoolMetrics.PAUSED_SLOTS)})", "paused"),
     ]
     extending, looping = (
         q.rate(_s(seconds), _WORKER) for seconds in (PoolMetrics.EXTEND_SECONDS, PoolMetrics.LOOP_SECONDS)
     )
-    # Each worker's loop is stacked on its own extends by a sum: a stacked panel would stack the workers on one another.
+    # Extends and loop are summed here: a stacked panel would stack the workers on each other.
     busy = [
         Query(extending, f"{_OF_WORKER} extends"),
-        Query(f"{extending} + {looping}", f"{_OF_WORKER} with its loop"),
+        Query(f"{extending} + {looping}", f"{_OF_WORKER} extends and loop"),
     ]
     blocks = [Query(_s(DecodeMetrics.KV_USED), _OF_WORKER)]
     link = [
@@ -162,27 +201,31 @@ def _saturation() -> Row:
     ]
     bandwidth = [
         Query(_s(GpuMetrics.MEMORY_BUSY), "{{node}} GPU {{gpu}}", needs_gpu=True),
-        Query(f"sum({_s(GpuMetrics.NVML_UP)})", "NVML works"),
+        Query(f"sum({_s(GpuMetrics.NVML_UP)})", "NVML available"),
     ]
     return Row(
-        "What is full?",
+        "Saturation",
         [
             _lines(
                 "Pool slots",
-                "Mean of the real ones in a step, and of the size of the GPU's graph that it is padded to",
+                "Active slots per step (mean), and the CUDA graph size that the step is padded to",
                 slots,
                 "short",
             ),
             _lines(
                 "Pool busy",
-                "Share of time in engine steps, and with what the loop does beside them stacked on it",
+                "Share of time in extends, and in extends plus the rest of the loop",
                 busy,
                 "percentunit",
             ),
-            _lines("KV in use", "Share of a decode worker's KV", blocks, "percentunit", 4),
-            _lines("KV link", "Share of time in which KV is pulled", link, "percentunit", 4),
+            _lines("KV in use", "Share of a decode worker's KV blocks in use", blocks, "percentunit", 4),
+            _lines("KV link", "Share of time in which KV is transferred", link, "percentunit", 4),
             _lines(
-                "GPU memory bandwidth", "Share of time in which memory is read or written", bandwidth, "percentunit", 4
+                "GPU memory bandwidth",
+                "Share of time in which GPU memory is read or written",
+                bandwidth,
+                "percentunit",
+                4,
             ),
         ],
     )
@@ -193,11 +236,11 @@ def _kv() -> Row:
         Query(f"{q.rate(_s(role.PREFIX_HIT_TOKENS))} / {q.rate(_s(role.PREFIX_QUERY_TOKENS))}", name)
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
     ]
-    kept = [Query(f"sum by (tier) (max by (node, tier) ({_s(KvMetrics.TIER_BYTES)}))", "{{tier}}")]
-    moved = {"fetched": KvMetrics.TIER_LOADED, "written": KvMetrics.TIER_STORED}
-    lost = {"evicted": KvMetrics.TIER_EVICTED, "damaged": KvMetrics.TIER_DAMAGED, "not written": KvMetrics.TIER_FAILED}
+    tier_bytes = [Query(f"sum by (tier) (max by (node, tier) ({_s(KvMetrics.TIER_BYTES)}))", "{{tier}}")]
+    moved = {"loaded": KvMetrics.TIER_LOADED, "stored": KvMetrics.TIER_STORED}
+    lost = {"evicted": KvMetrics.TIER_EVICTED, "damaged": KvMetrics.TIER_DAMAGED, "not stored": KvMetrics.TIER_FAILED}
     evicted = [
-        Query(q.rate(_s(role.KV_EVICTIONS)), f"{name}'s own, evicted")
+        Query(q.rate(_s(role.KV_EVICTIONS)), f"{name} KV, evicted")
         for name, role in (("prefill", PrefillMetrics), ("decode", DecodeMetrics))
     ]
 
@@ -205,18 +248,18 @@ def _kv() -> Row:
         return [Query(q.rate(_s(metric), ("tier",)), f"{{{{tier}}}}, {name}") for name, metric in metrics.items()]
 
     return Row(
-        "What is kept of KV?",
+        "KV cache",
         [
-            _lines("KV in tiers", "Bytes of the host's and the disk's blocks", kept, "bytes"),
-            _lines("Prefix hits", "Share of the tokens looked up that a worker's own blocks had", hits, "percentunit"),
+            _lines("KV in tiers", "Bytes of KV blocks in the host and disk tiers", tier_bytes, "bytes"),
+            _lines("Prefix hits", "Share of looked-up tokens found in the worker's own KV blocks", hits, "percentunit"),
             _lines(
-                "Blocks to and from tiers",
-                "Fetched instead of computed, and written, a second",
+                "Tier transfers",
+                "KV blocks loaded instead of computed, and stored, per second",
                 by_tier(moved),
                 "short",
             ),
             _lines(
-                "Blocks lost", "A second: evicted to make room, damaged, not written", by_tier(lost) + evicted, "short"
+                "Blocks lost", "KV blocks per second: evicted, damaged, not stored", by_tier(lost) + evicted, "short"
             ),
         ],
     )
@@ -228,20 +271,24 @@ def _latency() -> Row:
     causes = ("rejected", "lost", "expired")
     failed = [Query(q.rate(_s(PrefillMetrics.OFFERS, outcome=cause)), cause) for cause in causes]
     return Row(
-        "Where does the time go?",
+        "Latency",
         [
-            _lines("TTFT by stage (mean)", "Stages before the first token", means, "s", 8, stacked=True),
-            _percentiles("Time to first token", "Frontend to first token", DecodeMetrics.TTFT),
-            _percentiles("Inter-token latency", "Between two tokens", DecodeMetrics.INTER_TOKEN),
-            _lines("Prompts", "A second, by the workers that compute them", computed, "reqps", 12),
-            _lines("Hand-overs that failed", "A second, by cause", failed, "reqps", 12),
+            _lines(
+                "TTFT by stage (mean)", "Mean time of each stage before the first token", means, "s", 8, stacked=True
+            ),
+            _percentiles(
+                "Time to first token", "Time from the request's arrival to its first token", DecodeMetrics.TTFT
+            ),
+            _percentiles("Inter-token latency", "Time between two consecutive tokens", DecodeMetrics.INTER_TOKEN),
+            _lines("Prompts", "Prompts computed per second, by role", computed, "reqps", 12),
+            _lines("Failed hand-overs", "Failed KV hand-overs per second, by cause", failed, "reqps", 12),
         ],
     )
 
 
-def _controller() -> Row:
+def _control_loop() -> Row:
     reserve = [
-        Query(_s(ControlMetrics.RESERVE), "{{node}} wanted"),
+        Query(_s(ControlMetrics.RESERVE), "{{node}} target"),
         Query(_s(PoolMetrics.RESERVE), _OF_WORKER),
     ]
     flush = [Query(_s(ControlMetrics.FLUSH_PREFILL), "{{node}} τ_pre")]
@@ -254,56 +301,61 @@ def _controller() -> Row:
     ]
     events = [
         Query(q.rate(_s(PoolMetrics.PREEMPTIONS)), "preemptions"),
-        Query(q.rate(_s(PoolMetrics.DEADLINE_MISSES), ("stage",)), "missed {{stage}} deadlines"),
-        Query(q.rate(_s(ControlMetrics.CHANGES)), "changes of mind"),
+        Query(q.rate(_s(PoolMetrics.DEADLINE_MISSES), ("stage",)), "{{stage}} deadlines missed"),
+        Query(q.rate(_s(ControlMetrics.CHANGES)), "control changes"),
     ]
     loads = [Query(_s(ControlMetrics.ROLE_LOAD), "{{node}} {{role}}")]
     moves = [Query(q.rate(_s(ControlMetrics.MOVES), ("role",)), "{{role}}")]
     return Row(
-        "What does the controller do?",
+        "Control loop",
         [
-            _lines("Reserve r", "Share of slots owed to prefill queries", reserve, "percentunit"),
-            _lines("Flush τ_pre", "How long prefill leaves the slots to decode", flush, "s"),
-            _lines("Decode stalled", "Share of the rows' time in which they wait for a probe", stall, "percentunit"),
-            _lines("Events", "A second", events, "short"),
+            _lines("Reserve r", "Share of slots reserved for prefill queries", reserve, "percentunit"),
+            _lines("Flush τ_pre", "Time for which prefill queries leave the slots to decode", flush, "s"),
+            _lines("Decode stalled", "Share of the rows' time spent waiting for probes", stall, "percentunit"),
+            _lines("Events", "Scheduler and control events per second", events, "short"),
             _lines(
-                "Load of prefill and decode", "Over what each can do within the SLOs, with a planner", loads, "short"
+                "Load of prefill and decode",
+                "Load relative to the capacity within the SLOs; with a planner only",
+                loads,
+                "short",
             ),
-            _lines("Workers that change roles", "A second, by the role that loses one", moves, "short"),
+            _lines("Role changes", "Workers that change roles per second, by previous role", moves, "short"),
         ],
     )
 
 
-def _live() -> Row:
+def _live_collections() -> Row:
     segments = [
         Query(f"sum({_s(FrontendMetrics.LIVE_SEGMENTS)})", "segments"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_BUILDING)})", "being built"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_BUILDING)})", "building"),
     ]
     merges = [
-        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed an hour"),
-        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged an hour"),
+        Query(q.rate(_s(FrontendMetrics.LIVE_SEALED), window="1h") + " * 3600", "sealed per hour"),
+        Query(q.rate(_s(FrontendMetrics.LIVE_MERGED), window="1h") + " * 3600", "merged per hour"),
     ]
     built = [Query(f"max({_s(FrontendMetrics.LIVE_BUILT, part=part)})", part) for part in get_args(BuildPart)]
     rows = [
         Query(f"sum({_s(FrontendMetrics.LIVE_DOCUMENTS)})", "documents"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_GROWING)})", "not sealed"),
-        Query(f"sum({_s(FrontendMetrics.LIVE_TOMBSTONES)})", "deleted in segments"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_GROWING)})", "growing"),
+        Query(f"sum({_s(FrontendMetrics.LIVE_TOMBSTONES)})", "tombstones"),
     ]
     log = [Query(f"sum({_s(FrontendMetrics.LIVE_LOG_BYTES)})", "log")]
     return Row(
-        "What is written?",
+        "Live collections",
         [
-            _percentiles("Writes", "Until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME),
-            _lines("Documents", "There, not sealed yet, and deleted but not merged away", rows, "short", 8),
-            _lines("Log", "Bytes that a restart reads", log, "bytes", 8),
-            _lines("Segments", "Of the live collections that are written to", segments, "short", 8),
-            _lines("Seals and merges", "Segments built from logs, and from others", merges, "short", 8),
-            _lines("Build", "What is done of the segment that is being built", built, "percentunit", 8),
+            _percentiles(
+                "Writes", "Time until a write to a live collection is acknowledged", FrontendMetrics.WRITE_TIME
+            ),
+            _lines("Documents", "Documents, growing rows, and tombstones not yet merged away", rows, "short", 8),
+            _lines("Log", "Bytes of the write-ahead log that a restart replays", log, "bytes", 8),
+            _lines("Segments", "Segments of the live collections, and segments being built", segments, "short", 8),
+            _lines("Seals and merges", "Segments built from the log, and by merges, per hour", merges, "short", 8),
+            _lines("Build", "Progress of the segment build, by part", built, "percentunit", 8),
         ],
     )
 
 
-def _places() -> Row:
+def _workers_and_gpus() -> Row:
     by = "by (node, role, worker, device, uuid)"
     placed = f"max {by} ({_s(ProcessMetrics.INFO)})"
 
@@ -327,10 +379,17 @@ def _places() -> Row:
         Query(_gpu(GpuMetrics.POWER), "power", "watt", needs_gpu=True),
     ]
     return Row(
-        "Which GPU?",
+        "Workers and GPUs",
         [
-            Panel("table", "Workers by role", "Where each runs", workers, width=12, height=9),
-            Panel("table", "GPUs", "As NVML sees them", gpus, width=12, height=9),
+            Panel(
+                "table",
+                "Workers by role",
+                "State, restarts, heartbeat, memory, threads and file descriptors of each worker",
+                workers,
+                width=12,
+                height=9,
+            ),
+            Panel("table", "GPUs", "Utilization, memory and power by GPU, from NVML", gpus, width=12, height=9),
         ],
     )
 

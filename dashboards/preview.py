@@ -1,6 +1,6 @@
-"""A dashboard with data and without Grafana: the same generated JSON, its queries asked of a Prometheus.
+"""Preview of a dashboard without Grafana: runs the queries of the generated JSON against a Prometheus.
 
-`shown` gives what every panel has to show, `drawing.page` draws that as one HTML file without scripts.
+`load_panels` returns every panel's data; `svg.render_page` renders it as one HTML file without scripts.
 """
 
 import http.client
@@ -18,15 +18,15 @@ from dashboards.grafana import Json
 from runtime.errors import InvalidRequest, Unavailable
 
 _VARIABLES = {"$node": ".*", "$model": ".*", "$slo": "all", "$__rate_interval": "30s"}
-_POINTS = 120  # of a line
+_POINTS = 120  # per line
 
-Ask = Callable[[str, Mapping[str, str]], list[Json]]
+RunQuery = Callable[[str, Mapping[str, str]], list[Json]]
 """Prometheus's HTTP API: a path under /api/v1/ and its parameters → `data.result`."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series: (Unix time in seconds, value), only where it has a finite one."""
+    """One series of finite points: (Unix time in seconds, value)."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -34,15 +34,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table and its unit."""
+    """A table cell: value and unit."""
 
     value: float | str
     unit: str = "short"
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A panel with its data. `place` is x, y, width and height on Grafana's grid of 24 columns."""
+class PanelData:
+    """A panel with its data. `place`: x, y, width and height on Grafana's grid of 24 columns."""
 
     kind: str
     title: str
@@ -57,41 +57,41 @@ class Shown:
 
     @property
     def last(self) -> float | None:
-        """What a tile shows: the last value of its first series."""
+        """The value of a stat panel: the last of its first series."""
         return self.lines[0].points[-1][1] if self.lines and self.lines[0].points else None
 
 
-def shown(board: Json, ask: Ask, end_s: float, span_s: float = 300.0) -> list[Shown]:
-    """Every panel of a dashboard with its data over the `span_s` seconds before `end_s` (Unix time)."""
-    return [_panel(panel, ask, end_s, span_s) for panel in board["panels"]]
+def load_panels(board: Json, run_query: RunQuery, end_s: float, span_s: float = 300.0) -> list[PanelData]:
+    """Return every panel with its data over the `span_s` seconds before `end_s` (Unix time)."""
+    return [_panel(panel, run_query, end_s, span_s) for panel in board["panels"]]
 
 
-def _panel(panel: Json, ask: Ask, end_s: float, span_s: float) -> Shown:
+def _panel(panel: Json, run_query: RunQuery, end_s: float, span_s: float) -> PanelData:
     grid = panel["gridPos"]
     place = (grid["x"], grid["y"], grid["w"], grid["h"])
     if panel["type"] == "row":
-        return Shown("row", panel["title"], place)
+        return PanelData("row", panel["title"], place)
     defaults = panel["fieldConfig"]["defaults"]
     steps = [(-math.inf if s["value"] is None else s["value"], s["color"]) for s in defaults["thresholds"]["steps"]]
     common: Json = {
         "kind": panel["type"], "title": panel["title"], "place": place, "unit": defaults["unit"],
         "no_value": defaults.get("noValue", ""), "thresholds": steps,
     }  # fmt: skip
-    targets = [(target, _filled(target["expr"])) for target in panel["targets"]]
+    targets = [(target, _substitute(target["expr"])) for target in panel["targets"]]
     if panel["type"] == "table":
-        found = [ask("query", {"query": expr, "time": f"{end_s:.3f}"}) for _, expr in targets]
-        return Shown(**common, **_table(panel, found))
+        found = [run_query("query", {"query": expr, "time": f"{end_s:.3f}"}) for _, expr in targets]
+        return PanelData(**common, **_table(panel, found))
     parameters = {"start": f"{end_s - span_s:.3f}", "end": f"{end_s:.3f}", "step": f"{span_s / _POINTS:.3f}"}
     lines = [
         Line(_legend(target["legendFormat"], series["metric"], panel["title"]), _points(series["values"]))
         for target, expr in targets
-        for series in ask("query_range", {"query": expr} | parameters)
+        for series in run_query("query_range", {"query": expr} | parameters)
     ]
     stacked = defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal"
-    return Shown(**common, stacked=stacked, lines=[line for line in lines if line.points])
+    return PanelData(**common, stacked=stacked, lines=[line for line in lines if line.points])
 
 
-def _filled(expr: str) -> str:
+def _substitute(expr: str) -> str:
     for name, value in _VARIABLES.items():
         expr = expr.replace(name, value)
     return expr
@@ -108,7 +108,7 @@ def _legend(pattern: str, labels: Mapping[str, str], title: str) -> str:
 
 
 def _table(panel: Json, found: Sequence[Sequence[Json]]) -> Json:
-    """Rows by their labels, a column for each query: what Grafana's transformations "merge" and "organize" do."""
+    """Join series by labels, one column per query, as Grafana's transformations "merge" and "organize" do."""
     names: dict[str, str] = panel["transformations"][1]["options"]["renameByName"]
     units = {
         override["matcher"]["options"]: one["value"]
@@ -132,20 +132,20 @@ def _table(panel: Json, found: Sequence[Sequence[Json]]) -> Json:
     }
 
 
-# ---- questions to a Prometheus, over its HTTP API
+# ---- client of Prometheus's HTTP API
 
 
 _TIMEOUT_S = 30.0
 
 
 class Prometheus:
-    """The one at `url`, such as http://127.0.0.1:9090."""
+    """A Prometheus at `url`, such as http://127.0.0.1:9090."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
 
-    def ask(self, path: str, parameters: Mapping[str, str]) -> list[Json]:
-        """`data.result` of "query" or "query_range". Raises `Unavailable`, and `InvalidRequest` for a wrong query."""
+    def query(self, path: str, parameters: Mapping[str, str]) -> list[Json]:
+        """Return `data.result` of "query" or "query_range". Raises `Unavailable`, `InvalidRequest`."""
         data = urllib.parse.urlencode(parameters).encode()
         try:
             with urllib.request.urlopen(f"{self._url}/api/v1/{path}", data, timeout=_TIMEOUT_S) as answer:
@@ -153,7 +153,7 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             with error:
                 raise InvalidRequest(
-                    f"{self._url} refuses {parameters.get('query')}: {error.read(1000).decode(errors='replace')}"
+                    f"{self._url} rejects {parameters.get('query')}: {error.read(1000).decode(errors='replace')}"
                 ) from error
         except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-            raise Unavailable(f"no answer from a Prometheus at {self._url}: {error}") from error
+            raise Unavailable(f"Prometheus at {self._url} does not answer: {error}") from error

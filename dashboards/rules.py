@@ -1,8 +1,8 @@
-"""Prometheus alerts as code. Each has a section of its own name in docs/runbook.md.
+"""Prometheus alerts as code. Each has a section with its name in docs/runbook.md.
 
 Burn-rate pages are the multi-window ones of the SRE workbook (chapter 5, table 5-8): 14.4 times the allowed rate over
-an hour and five minutes, 6 times over six hours and thirty minutes. An alert is `value op limit`; the parts stay apart
-so that a test can ask Prometheus for the value of one that does not fire.
+an hour and five minutes, 6 times over six hours and thirty minutes. An alert is `value op limit`, in separate fields,
+so that tests can query the value of an alert that does not fire.
 """
 
 import json
@@ -19,7 +19,7 @@ RUNBOOK = "docs/runbook.md"
 
 @dataclass(frozen=True)
 class Condition:
-    """A PromQL value and the limit beyond which it is bad. `needs_gpu`: nothing to see without a driver."""
+    """A PromQL value, an operator and the limit at which the condition holds."""
 
     value: str
     op: Literal[">", "<", "=="]
@@ -32,7 +32,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Alert:
-    """All `conditions` for `for_s` seconds. "page" wakes somebody up, "ticket" waits for the morning."""
+    """Fires if all `conditions` hold for `for_s` seconds. "page" is urgent, "ticket" is not.
+
+    `needs_gpu`: has no data without an NVIDIA driver.
+    """
 
     name: str
     conditions: Sequence[Condition]
@@ -47,13 +50,13 @@ class Alert:
 
 
 def alerts(scale: float = 1.0) -> list[Alert]:
-    """Every alert. `scale` shortens all of their windows and waits: for tests that cannot take hours."""
+    """Return every alert. `scale` shortens all windows and durations, for tests."""
 
     def window(seconds: float) -> str:
         return f"{max(1, round(seconds * scale * 1000))}ms" if scale != 1 else _duration(seconds)
 
     def burning(times: float, long_s: float, short_s: float) -> list[Condition]:
-        return [Condition(q.burn(window=window(seconds)), ">", times) for seconds in (long_s, short_s)]
+        return [Condition(q.burn_rate(window=window(seconds)), ">", times) for seconds in (long_s, short_s)]
 
     node, by_node = ("node",), "by (node)"
     five = window(300)
@@ -66,14 +69,14 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             burning(14.4, 3600, 300),
             120 * scale,
             "page",
-            "{{ $labels.slo }} on {{ $labels.node }} uses up a month's error budget in two days",
+            "{{ $labels.slo }} on {{ $labels.node }} spends a month's error budget in two days",
         ),
         Alert(
             "TrinitySLOBurnsSlowly",
             burning(6, 6 * 3600, 1800),
             900 * scale,
             "page",
-            "{{ $labels.slo }} on {{ $labels.node }} uses up a month's error budget in five days",
+            "{{ $labels.slo }} on {{ $labels.node }} spends a month's error budget in five days",
         ),
         Alert(
             "TrinityNodeDown",
@@ -87,21 +90,21 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             [Condition(str(NodeMetrics.DRAINING), "==", 1)],
             1800 * scale,
             "ticket",
-            "{{ $labels.node }} has drained for half an hour and takes no part",
+            "{{ $labels.node }} has been draining for half an hour",
         ),
         Alert(
             "TrinityWorkerDown",
             [Condition(str(ProcessMetrics.UP), "==", 0)],
             120 * scale,
             "page",
-            "{{ $labels.worker }} of {{ $labels.node }} does not serve",
+            "{{ $labels.worker }} of {{ $labels.node }} is not ready",
         ),
         Alert(
             "TrinityWorkerCannotRun",
             [Condition(str(ProcessMetrics.FAILED_STARTS), ">", 2)],
             0,
             "page",
-            "{{ $labels.worker }} of {{ $labels.node }} cannot run; the others go on without it",
+            "{{ $labels.worker }} of {{ $labels.node }} cannot start; the node runs without it",
         ),
         Alert(
             "TrinityCollectionUnavailable",
@@ -115,11 +118,11 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             [Condition(f"increase({ProcessMetrics.RESTARTS}[{window(900)}])", ">", 3)],
             0,
             "ticket",
-            "{{ $labels.worker }} of {{ $labels.node }} keeps dying",
+            "{{ $labels.worker }} of {{ $labels.node }} has restarted more than three times in 15 minutes",
         ),
         Alert(
             "TrinityHeartbeatOld",
-            # The supervisor ends it after half a minute; Prometheus, which may look once a minute, sees it still.
+            # The supervisor kills the worker after half a minute; the window covers a scrape interval of one minute.
             [Condition(f"max_over_time({ProcessMetrics.HEARTBEAT_AGE}[{window(120)}])", ">", 15)],
             0,
             "ticket",
@@ -127,7 +130,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
         ),
         Alert(
             "TrinityRequestsFail",
-            [Condition(q.failing("", node, five), ">", 0.01)],
+            [Condition(q.failure_ratio("", node, five), ">", 0.01)],
             300 * scale,
             "page",
             "More than 1 % of the generations on {{ $labels.node }} fail or are refused",
@@ -137,14 +140,14 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             [Condition(f"{wait} / max {by_node} ({ControlMetrics.WAIT_TARGET})", ">", 2)],
             600 * scale,
             "ticket",
-            "Prefill queries on {{ $labels.node }} wait twice as long as they should, and the controller is at its end",
+            "Prefill queries on {{ $labels.node }} wait over twice the target, and the control loop cannot correct it",
         ),
         Alert(
             "TrinityDeadlinesMissed",
             [Condition(f"{missed} / {q.rate(PoolMetrics.QUERIES, node, five)}", ">", 0.01)],
             600 * scale,
             "ticket",
-            "More than 1 % of the pool's answers on {{ $labels.node }} come too late",
+            "More than 1 % of the pool's queries on {{ $labels.node }} miss their deadline",
         ),
         Alert(
             "TrinityPoolRefuses",
@@ -157,7 +160,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             ],
             300 * scale,
             "ticket",
-            "The pool of {{ $labels.node }} has full queues and refuses queries",
+            "The pool of {{ $labels.node }} refuses queries because its queues are full",
         ),
         Alert(
             "TrinityDecodeStalls",
@@ -171,7 +174,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             ],
             900 * scale,
             "ticket",
-            "Rows on {{ $labels.node }} wait for probes far longer than is borne",
+            "Decode rows on {{ $labels.node }} are stalled by probes for over 1.5 times the target",
         ),
         Alert(
             "TrinityKVFull",
@@ -181,7 +184,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
             ],
             600 * scale,
             "ticket",
-            "{{ $labels.worker }} of {{ $labels.node }} has no KV left and hand-overs wait for it",
+            "{{ $labels.worker }} of {{ $labels.node }} has no free KV blocks, and hand-overs wait",
         ),
         Alert(
             "TrinityMemoryLow",
@@ -202,7 +205,7 @@ def alerts(scale: float = 1.0) -> list[Alert]:
 
 
 def rules_yaml(scale: float = 1.0, interval_s: float | None = None) -> str:
-    """The rule file that Prometheus loads. `interval_s` sets how often it evaluates them, else Prometheus's default."""
+    """Return the Prometheus rule file. `interval_s`: the evaluation interval, default Prometheus's own."""
     lines = [
         "# Generated by `trinity dashboards export`; see dashboards/rules.py.",
         "groups:",
@@ -225,7 +228,7 @@ def rules_yaml(scale: float = 1.0, interval_s: float | None = None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As Prometheus spells it."""
+    """Format a duration as Prometheus does."""
     for unit, size in (("h", 3600), ("m", 60), ("s", 1)):
         if seconds >= size and seconds % size == 0:
             return f"{round(seconds / size)}{unit}"

@@ -1,4 +1,4 @@
-"""`trinity top`: the first screen in a terminal, drawn anew with every look at /metrics."""
+"""`trinity top`: a Textual app that shows a node's overview in the terminal, refreshed from /metrics."""
 
 import time
 import urllib.error
@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Grid
 from textual.widgets import DataTable, Footer, Static
 
-from dashboards import screen
-from dashboards.screen import Live, Snapshot
+from dashboards import terminal_overview
+from dashboards.terminal_overview import MetricWindow, Snapshot
 from runtime.errors import Unavailable
 
 _COLOURS = {"good": "green", "warn": "yellow", "bad": "bold red", "plain": ""}
@@ -23,18 +23,18 @@ _TIMEOUT_S = 5.0
 
 
 def fetch_metrics(url: str, key: str = "") -> str:
-    """A node's /metrics, asked for with an API key if there is one. Raises `Unavailable`."""
+    """Fetch a node's /metrics, with an API key if given. Raises `Unavailable`."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/metrics", headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode())
-    except (OSError, ValueError) as error:  # ValueError: not a URL, or not UTF-8
+    except (OSError, ValueError) as error:  # ValueError: invalid URL or UTF-8
         raise Unavailable(f"no metrics from {url}: {error}") from error
 
 
-class Top(App[None]):
-    """Looks every `every_s` seconds; `fetch` gives /metrics' text or raises `Unavailable`."""
+class TopApp(App[None]):
+    """Refreshes every `every_s` seconds; `fetch` returns the text of /metrics or raises `Unavailable`."""
 
     CSS = """
     #title { height: 1; text-style: bold; background: $panel; padding: 0 1; }
@@ -42,7 +42,7 @@ class Top(App[None]):
     Grid Static { border-top: solid $primary; text-wrap: nowrap; text-overflow: ellipsis; }
     DataTable { height: auto; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Look now")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit"), Binding("r", "refresh_now", "Refresh")]
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(
@@ -52,13 +52,13 @@ class Top(App[None]):
         self._fetch = fetch
         self._every_s = every_s
         self._clock = clock
-        self._live = Live()
+        self._window = MetricWindow()
 
     def compose(self) -> ComposeResult:
         yield Static(id="title")
         yield Grid()
         table: DataTable[str] = DataTable(id="workers", show_cursor=False)
-        table.add_columns(*screen.WORKER_COLUMNS)
+        table.add_columns(*terminal_overview.WORKER_COLUMNS)
         yield table
         yield Footer()
 
@@ -67,24 +67,24 @@ class Top(App[None]):
         self.action_refresh_now()
 
     def action_refresh_now(self) -> None:
-        """Look now; one look at a time, and never in the way of the keyboard."""
-        self.run_worker(self._look, thread=True, exclusive=True, group="look")
+        """Refresh in a thread, one at a time, so that the keyboard stays responsive."""
+        self.run_worker(self._refresh_metrics, thread=True, exclusive=True, group="refresh")
 
-    def _look(self) -> None:
+    def _refresh_metrics(self) -> None:
         try:
             snapshot = Snapshot.parse(self._clock(), self._fetch())
         except (Unavailable, ValueError) as error:
-            self.call_from_thread(self._say, str(error))
+            self.call_from_thread(self._show_error, str(error))
             return
         self.call_from_thread(self._show, snapshot)
 
-    def _say(self, trouble: str) -> None:
-        self.query_one("#title", Static).update(Text(trouble, "bold red"))
+    def _show_error(self, message: str) -> None:
+        self.query_one("#title", Static).update(Text(message, "bold red"))
 
     def _show(self, snapshot: Snapshot) -> None:
-        self._live.add(snapshot)
-        self.query_one("#title", Static).update(Text(screen.title(self._live)))
-        sections = screen.sections(self._live)
+        self._window.add(snapshot)
+        self.query_one("#title", Static).update(Text(terminal_overview.title(self._window)))
+        sections = terminal_overview.sections(self._window)
         grid = self.query_one(Grid)
         grid.mount_all(Static() for _ in range(len(grid.children), len(sections)))
         width = self.size.width // _COLUMNS - 1
@@ -93,11 +93,11 @@ class Top(App[None]):
             box.update(Text("\n").join(_line(line, width) for line in section.lines))
         table = self.query_one("#workers", DataTable)
         table.clear()
-        for row in screen.workers(self._live):
+        for row in terminal_overview.worker_rows(self._window):
             table.add_row(*row)
 
 
-def _line(line: screen.Line, width: int) -> Text:
-    """The figures stand below each other; a long one takes the room that its name leaves."""
+def _line(line: terminal_overview.Line, width: int) -> Text:
+    """Align values in a column; a long value moves left into the space of its name."""
     column = min(_NAME_WIDTH, width - len(line.text) - 1)
-    return Text.assemble((f"{line.name:<{max(column, 0)}} ", "dim"), (line.text, _COLOURS[line.mood]))
+    return Text.assemble((f"{line.name:<{max(column, 0)}} ", "dim"), (line.text, _COLOURS[line.status]))

@@ -114,11 +114,11 @@ def top(
     key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if /metrics wants one.")] = "",
 ) -> None:
     """Watch a node in the terminal: what the Grafana overview shows first. Ends with q."""
-    from dashboards.top import Top, fetch_metrics  # textual takes its time to import
+    from dashboards.top import TopApp, fetch_metrics  # textual takes its time to import
 
     address = url or find_node(meant(node, named)).url
     fetch_metrics(address, key)  # what is wrong with the address is said in one line, not on a screen
-    Top(lambda: fetch_metrics(address, key), every).run()
+    TopApp(lambda: fetch_metrics(address, key), every).run()
 
 
 def restart(

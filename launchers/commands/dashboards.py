@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from dashboards import files
-from dashboards.drawing import page
-from dashboards.files import Credential, Pusher, all_dashboards
-from dashboards.preview import Prometheus, shown
+from dashboards import provisioning
+from dashboards.preview import Prometheus, load_panels
+from dashboards.provisioning import Credential, Pusher, all_dashboards
+from dashboards.svg import render_page
 
 dashboards_app = typer.Typer(help="Grafana dashboards and Prometheus alerts of a node.", no_args_is_help=True)
 
@@ -21,16 +21,16 @@ def export(
     out: Annotated[Path, typer.Option(help="Where to write the files, such as Grafana's provisioning folder.")],
 ) -> None:
     """Write the dashboards (JSON, for provisioning or the import dialogue) and the alerts (for Prometheus)."""
-    for path in files.export(out):
+    for path in provisioning.export(out):
         print(path)
 
 
 @dashboards_app.command()
 def check(
-    directory: Annotated[Path, typer.Option("--dir", help="The files to compare.")] = files.GENERATED,
+    directory: Annotated[Path, typer.Option("--dir", help="The files to compare.")] = provisioning.GENERATED,
 ) -> None:
     """Compare exported files with what this version would write. Exits with 1 if one is missing or differs."""
-    stale = files.stale(directory)
+    stale = provisioning.stale(directory)
     for name in stale:
         print(f"{directory / name}: missing or out of date")
     raise typer.Exit(1 if stale else 0)
@@ -69,8 +69,8 @@ def draw(
     """Draw a dashboard with a Prometheus's data, without Grafana, as one HTML file."""
     now = time.time()
     caption = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC, the last {minutes:g} minutes"
-    panels = shown(all_dashboards()[f"trinity-{dashboard}"], Prometheus(prometheus_url).ask, now, 60 * minutes)
-    out.write_text(page(panels, caption), encoding="utf-8")
+    panels = load_panels(all_dashboards()[f"trinity-{dashboard}"], Prometheus(prometheus_url).query, now, 60 * minutes)
+    out.write_text(render_page(panels, caption), encoding="utf-8")
     print(out)
 
 

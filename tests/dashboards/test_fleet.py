@@ -86,7 +86,7 @@ def checked(home: Path, expr: str, expected: list[dict[str, Any]], node: str = "
 @pytest.mark.parametrize(
     ("title", "node", "value"),
     [
-        ("Nodes", ".*", 3), ("Nodes", "a|b", 2), ("Not reached", ".*", 1), ("Not reached", "a", 1),
+        ("Nodes", ".*", 3), ("Nodes", "a|b", 2), ("Down", ".*", 1), ("Down", "a", 1),
         ("Draining", ".*", 1), ("Waiting", ".*", 12), ("Requests", ".*", 9), ("Requests", "a", 2),
         ("Fullest KV", ".*", 0.5), ("Errors", ".*", 1 / 3), ("Errors", "gateway", 0.25),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from dashboards.files import GENERATED, all_dashboards, export, stale
+from dashboards.provisioning import GENERATED, all_dashboards, export, stale
 from dashboards.rules import alerts
 from runtime.errors import ConfigError
 from tests.dashboards.exported import exported_names
@@ -95,22 +95,22 @@ def test_panels_are_of_kinds_that_grafana_has_with_options_and_units_that_it_kno
 def test_the_first_screen_is_in_the_order_in_which_somebody_on_call_asks() -> None:
     rows = [panel["title"] for panel in BOARDS["trinity-overview"]["panels"] if panel["type"] == "row"]
     assert rows == [
-        "Are promises kept?",
-        "Is it up?",
-        "Who waits?",
-        "What is full?",
-        "What is kept of KV?",
-        "Where does the time go?",
-        "What does the controller do?",
-        "What is written?",
-        "Which GPU?",
+        "SLOs",
+        "Health",
+        "Queues",
+        "Saturation",
+        "KV cache",
+        "Latency",
+        "Control loop",
+        "Live collections",
+        "Workers and GPUs",
     ]
 
 
 def test_the_fleet_shows_sums_and_the_worst_and_then_each_node() -> None:
     panels = BOARDS["trinity-fleet"]["panels"]
     rows = [panel["title"] for panel in panels if panel["type"] == "row"]
-    assert rows == ["All of them", "Which node?", "Who has the load?", "Who is worst?"]
+    assert rows == ["Fleet", "Nodes", "Load", "SLOs and latency"]
     told = [(panel["type"], target["expr"]) for panel in panels for target in panel.get("targets", ())]
     assert all("by (node" in expr or "by (le, node" in expr for kind, expr in told if kind != "stat")
     assert [panel["title"] for panel in panels if panel["type"] == "table"] == ["Nodes"]

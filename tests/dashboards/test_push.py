@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-import dashboards.files as module
-from dashboards.files import FOLDER_UID, SOURCE_UID, Pusher, all_dashboards
+import dashboards.provisioning as module
+from dashboards.provisioning import FOLDER_UID, SOURCE_UID, Pusher, all_dashboards
 from launchers.main import command_line
 from runtime.errors import ConfigError, Unavailable, UsageError
 from tests.dashboards.grafana_server import TOKEN, GrafanaServer
@@ -99,13 +99,13 @@ def test_a_grafana_that_fails_or_is_not_there_is_one_clear_error(grafana: Grafan
     grafana.fails_with = 500
     with pytest.raises(Unavailable, match="database is locked"):
         Pusher(grafana.url, TOKEN).push()
-    with pytest.raises(Unavailable, match=r"no answer from Grafana at http://127\.0\.0\.1:1:"):
+    with pytest.raises(Unavailable, match=r"Grafana at http://127\.0\.0\.1:1 does not answer:"):
         Pusher("http://user:secret@127.0.0.1:1", TOKEN).push()
 
 
 @pytest.mark.parametrize("url", ["localhost:3000", "ftp://x", ""])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="is not the URL of a Grafana"):
+    with pytest.raises(UsageError, match="is not a Grafana URL"):
         Pusher(url, TOKEN)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dashboards.files import GENERATED
+from dashboards.provisioning import GENERATED
 from dashboards.rules import RUNBOOK, Alert, alerts, rules_yaml
 from runtime.node.config import SloSection
 from runtime.node.metrics.exporter import NodeCollector, render

@@ -20,10 +20,10 @@ import pyte
 import pytest
 from textual.widgets import DataTable, Static
 
-from dashboards import screen
+from dashboards import terminal_overview
 from dashboards.overview import overview
-from dashboards.screen import Live, Snapshot
-from dashboards.top import Top
+from dashboards.terminal_overview import MetricWindow, Snapshot
+from dashboards.top import TopApp
 from runtime.errors import Unavailable
 from runtime.node.config import NodeConfig, SloSection
 from runtime.node.control.loop import ControlLoop
@@ -83,15 +83,15 @@ def source() -> Iterator[Source]:
     made.close()
 
 
-def lines(live: Live, title: str) -> dict[str, str]:
-    section = next(section for section in screen.sections(live) if section.title == title)
+def lines(live: MetricWindow, title: str) -> dict[str, str]:
+    section = next(section for section in terminal_overview.sections(live) if section.title == title)
     return {line.name: line.text for line in section.lines}
 
 
 def questions(*, written: bool) -> list[str]:
     """The overview's, but for the last, which is the table, and what is kept of KV, which is said with what is full."""
     rows = [panel["title"] for panel in overview()["panels"] if panel["type"] == "row"]
-    left_out = {"What is kept of KV?"} if written else {"What is kept of KV?", "What is written?"}
+    left_out = {"KV cache"} if written else {"KV cache", "Live collections"}
     return [row for row in rows[:-1] if row not in left_out]
 
 
@@ -99,26 +99,26 @@ def questions(*, written: bool) -> list[str]:
 def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source, written: bool) -> None:
     if written:
         source.write()
-    live = Live()
+    live = MetricWindow()
     live.add(Snapshot.parse(0.0, source()))
-    assert [section.title for section in screen.sections(live)] == questions(written=written)
+    assert [section.title for section in terminal_overview.sections(live)] == questions(written=written)
     if written:
-        found = lines(live, "What is written?")
+        found = lines(live, "Live collections")
         assert (found["segments"], found["log"]) == ("3", "1 MiB")
 
 
 def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
-    live = Live()
+    live = MetricWindow()
     for at_s in (0.0, 2.0):
         live.add(Snapshot.parse(at_s, source()))
-    assert lines(live, "Are promises kept?")["all"] == "90.0 %, burns 10.0×"
-    assert lines(live, "Are promises kept?")["search"] == "–"
-    assert lines(live, "Is it up?")["workers ready"] == "4 of 5"
-    assert lines(live, "Is it up?")["requests/s"] == "5.0"
-    assert lines(live, "Who waits?")["Q_pre"] == "7 waiting, p95 –"
-    assert lines(live, "Where does the time go?")["prefill"] == "250 ms"
-    assert "NVML: none" in lines(live, "What is full?")["GPU bandwidth"]
-    decode = next(row for row in screen.workers(live) if row[0] == "decode-0")
+    assert lines(live, "SLOs")["all"] == "90.0 %, burns 10.0×"
+    assert lines(live, "SLOs")["search"] == "–"
+    assert lines(live, "Health")["workers ready"] == "4 of 5"
+    assert lines(live, "Health")["requests/s"] == "5.0"
+    assert lines(live, "Queues")["Q_pre"] == "7 waiting, p95 –"
+    assert lines(live, "Latency")["prefill"] == "250 ms"
+    assert "NVML: none" in lines(live, "Saturation")["GPU bandwidth"]
+    decode = next(row for row in terminal_overview.worker_rows(live) if row[0] == "decode-0")
     assert decode == ("decode-0", "cpu", "backoff", "2", "50 ms", "100 MiB", "3", "20")
 
 
@@ -133,7 +133,7 @@ def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source:
 
     async def drive() -> None:
         nonlocal fails
-        app = Top(fetch, every_s=3600, clock=lambda: float(next(moments)))
+        app = TopApp(fetch, every_s=3600, clock=lambda: float(next(moments)))
         async with app.run_test(size=(COLUMNS, ROWS)) as pilot:
             for _ in range(2):
                 await pilot.press("r")
@@ -169,7 +169,7 @@ def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tu
     moments = iter(range(0, 100, 2))
 
     async def drive() -> list[str]:
-        app = Top(source, every_s=3600, clock=lambda: float(next(moments)))
+        app = TopApp(source, every_s=3600, clock=lambda: float(next(moments)))
         async with app.run_test(size=size) as pilot:
             for _ in range(2):
                 await pilot.press("r")
@@ -180,7 +180,7 @@ def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tu
     shown = asyncio.run(drive())
     firsts = [line.split()[0] for line in shown if line.strip()]
     assert [first for first in firsts if first in source.tables] == list(source.tables)
-    figures = [line for section in screen.sections(live_of(source)) for line in section.lines]
+    figures = [line for section in terminal_overview.sections(live_of(source)) for line in section.lines]
     for figure in figures:
         place = next((line for line in shown if figure.name in line), None)
         assert place is not None, figure.name
@@ -188,8 +188,8 @@ def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tu
         assert any(words in line for line in shown), words
 
 
-def live_of(source: Source) -> Live:
-    live = Live()
+def live_of(source: Source) -> MetricWindow:
+    live = MetricWindow()
     live.add(Snapshot.parse(0.0, source()))
     return live
 

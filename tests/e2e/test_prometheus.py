@@ -9,8 +9,8 @@ from functools import partial
 import httpx
 import pytest
 
-from dashboards.files import all_dashboards
 from dashboards.overview import overview
+from dashboards.provisioning import all_dashboards
 from dashboards.rules import alerts, rules_yaml
 from runtime.retrieval.live.collection import create
 from runtime.testing.background import Background

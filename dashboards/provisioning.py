@@ -1,8 +1,8 @@
-"""Dashboards and alerts as files, and brought into a Grafana: a folder, a data source, dashboards by fixed uids.
+"""Export of dashboards and alerts as files, and push to a Grafana: a folder, a data source, dashboards by fixed uids.
 
-What is there already is recognised and not written again: a dashboard by a hash of its content, kept in one of its
-tags (the body that Grafana stores is its own, and cannot be compared). Dashboards that Grafana has from files
-(provisioned) are left alone. Needs the extra [grafana], which is imported on first use.
+A push skips unchanged items. A dashboard is compared by a hash of its content in one of its tags, because Grafana
+rewrites the body that it stores. Dashboards that Grafana has loaded from files (provisioned) are not changed. Needs the
+extra [grafana], imported on first use.
 """
 
 import copy
@@ -21,38 +21,38 @@ from dashboards.grafana import Json
 from dashboards.rules import rules_yaml
 from runtime.errors import ConfigError, Unavailable, UsageError
 
-# ---- dashboards and alerts as files: written for Grafana's and Prometheus's provisioning, compared with the code
+# ---- export as files, for provisioning of Grafana and Prometheus
 
 
 GENERATED = Path(__file__).parent / "generated"
 
 
 def all_dashboards() -> dict[str, Json]:
-    """Every dashboard by its uid."""
+    """Return every dashboard by its uid."""
     return {overview.UID: overview.overview(), fleet.UID: fleet.fleet()}
 
 
 def export(directory: Path) -> list[Path]:
-    """Write every dashboard (JSON) and the alerts (YAML) to `directory`; returns the files. Raises `ConfigError`."""
+    """Write every dashboard (JSON) and the alerts (YAML) to `directory`; return the files. Raises `ConfigError`."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in _files().items():
+        for name, text in _render_files().items():
             (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror}") from error
-    return [directory / name for name in _files()]
+    return [directory / name for name in _render_files()]
 
 
 def stale(directory: Path = GENERATED) -> list[str]:
-    """The files that are missing there, or differ from what the code gives now."""
+    """Return the names of files that are missing in `directory` or differ from the code."""
     return [
         name
-        for name, text in _files().items()
+        for name, text in _render_files().items()
         if not (path := directory / name).is_file() or path.read_text(encoding="utf-8") != text
     ]
 
 
-def _files() -> dict[str, str]:
+def _render_files() -> dict[str, str]:
     boards = {
         f"{uid}.json": json.dumps(board, indent=1, ensure_ascii=False) + "\n" for uid, board in all_dashboards().items()
     }
@@ -69,7 +69,7 @@ Credential = str | tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Change:
-    """Something in Grafana and what has to be done to it; `write` does it."""
+    """An item in Grafana and the action it needs, which `write` performs."""
 
     what: str
     action: Literal["create", "update", "unchanged", "provisioned"]
@@ -81,10 +81,10 @@ class Change:
 
 
 class Pusher:
-    """One Grafana. `credential` is a service account's token or a name and password; None takes what the URL has.
+    """Pushes to one Grafana. `credential`: a service account's token, or name and password; None uses the URL's.
 
-    With a `prometheus_url` a data source of that address is kept too, and the dashboards choose it; without, they
-    choose Grafana's default one. Raises `ConfigError` without the extra, `UsageError` for a URL that is none.
+    With a `prometheus_url`, a data source of that address is maintained too and selected by the dashboards; without,
+    they select Grafana's default. Raises `ConfigError` without the extra, `UsageError` for an invalid URL.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Pusher:
         try:
             client = importlib.import_module("grafana_client")
             self._errors = importlib.import_module("grafana_client.client")
-            self._lost = importlib.import_module("niquests.exceptions").RequestException
+            self._connection_error = importlib.import_module("niquests.exceptions").RequestException
         except ImportError as error:
             raise ConfigError(f"pushing dashboards needs grafana-client: {_INSTALL}") from error
         self._url = url
@@ -102,26 +102,26 @@ class Pusher:
         self._folder = folder
 
     def changes(self) -> list[Change]:
-        """What Grafana has now against what it should have; nothing is written. Raises as `push`."""
-        with self._explained():
+        """Compare Grafana's state with the code; nothing is written. Raises as `push`."""
+        with self._mapped_errors():
             found = [self._folder_change()]
             if self._prometheus_url:
                 found.append(self._source_change())
             return found + [self._board_change(uid, board) for uid, board in all_dashboards().items()]
 
     def push(self) -> list[Change]:
-        """Write what is missing or different; returns all that was looked at.
+        """Write what is missing or different; return all items.
 
-        Raises `Unavailable` when Grafana does not answer, `ConfigError` when it refuses.
+        Raises `Unavailable` if Grafana does not answer, `ConfigError` if it refuses.
         """
         changes = self.changes()
-        with self._explained():
+        with self._mapped_errors():
             for change in changes:
                 if change.needed:
                     change.write()
         return changes
 
-    # ---- the three kinds
+    # ---- folder, data source, dashboards
 
     def _folder_change(self) -> Change:
         what = f"folder {self._folder!r}"
@@ -158,7 +158,7 @@ class Pusher:
 
     def _board_change(self, uid: str, board: Json) -> Change:
         what = f"dashboard {uid!r}"
-        wanted = _tagged(_of_source(board) if self._prometheus_url else board)
+        wanted = _tagged(_with_source(board) if self._prometheus_url else board)
         body = {"dashboard": wanted, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
         found = self._get(lambda: self._api.dashboard.get_dashboard(uid))
         if found is not None and found["meta"].get("provisioned"):
@@ -169,7 +169,7 @@ class Pusher:
         return _unchanged(what) if same else Change(what, "update", lambda: self._api.dashboard.update_dashboard(body))
 
     def _get(self, read: Callable[[], Json]) -> Json | None:
-        """What is there; None if nothing is."""
+        """Return the item; None if Grafana does not have it."""
         try:
             return read()
         except self._errors.GrafanaClientError as error:
@@ -178,37 +178,39 @@ class Pusher:
             raise
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _mapped_errors(self) -> Iterator[None]:
         try:
             yield
         except self._errors.GrafanaUnauthorizedError as error:
-            raise ConfigError(f"Grafana at {self._shown()} does not accept the credential: {error.message}") from error
+            raise ConfigError(
+                f"Grafana at {self._redacted_url()} does not accept the credential: {error.message}"
+            ) from error
         except self._errors.GrafanaTimeoutError as error:
-            raise Unavailable(f"Grafana at {self._shown()} does not answer in time") from error
+            raise Unavailable(f"Grafana at {self._redacted_url()} does not answer in time") from error
         except self._errors.GrafanaServerError as error:
-            raise Unavailable(f"Grafana at {self._shown()} answers {error.message}") from error
+            raise Unavailable(f"Grafana at {self._redacted_url()} answers {error.message}") from error
         except self._errors.GrafanaException as error:
-            raise ConfigError(f"Grafana at {self._shown()} refuses: {error.message}") from error
-        except self._lost as error:
-            raise Unavailable(f"no answer from Grafana at {self._shown()}: {type(error).__name__}") from error
+            raise ConfigError(f"Grafana at {self._redacted_url()} refuses the change: {error.message}") from error
+        except self._connection_error as error:
+            raise Unavailable(f"Grafana at {self._redacted_url()} does not answer: {type(error).__name__}") from error
 
-    def _shown(self) -> str:
-        """The URL without what may be a secret."""
+    def _redacted_url(self) -> str:
+        """Return the URL without credentials and query."""
         parts = urlsplit(self._url)
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _with_slash(url: str) -> str:
-    """grafana-client glues "api" to the path as it is."""
+    """Append a slash to the path, because grafana-client appends "api" directly."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url!r} is not the URL of a Grafana: it should begin with http:// or https://")
+        raise UsageError(f"{url!r} is not a Grafana URL: it must begin with http:// or https://")
     path = parts.path if not parts.path or parts.path.endswith("/") else f"{parts.path}/"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
-def _of_source(board: Json) -> Json:
-    """The same dashboard with our own data source chosen."""
+def _with_source(board: Json) -> Json:
+    """Return the dashboard with our own data source selected."""
     board = copy.deepcopy(board)
     for variable in board["templating"]["list"]:
         if variable["type"] == "datasource":

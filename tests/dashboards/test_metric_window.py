@@ -2,8 +2,8 @@
 
 import pytest
 
-from dashboards import screen
-from dashboards.screen import Live, Snapshot
+from dashboards import terminal_overview
+from dashboards.terminal_overview import MetricWindow, Snapshot
 
 HISTOGRAM = """# TYPE wait_seconds histogram
 wait_seconds_bucket{{le="0.1"}} {0}
@@ -14,8 +14,8 @@ wait_seconds_count {2}
 """
 
 
-def live(*texts: str, every_s: float = 2.0, span_s: float = 30.0) -> Live:
-    made = Live(span_s)
+def live(*texts: str, every_s: float = 2.0, span_s: float = 30.0) -> MetricWindow:
+    made = MetricWindow(span_s)
     for number, text in enumerate(texts):
         made.add(Snapshot.parse(number * every_s, text))
     return made
@@ -58,11 +58,11 @@ def test_a_quantile_beyond_the_last_edge_is_that_edge_and_without_observations_t
 
 
 def test_figures_are_shown_in_the_unit_that_fits() -> None:
-    assert [screen.seconds(value) for value in (None, 0.0, 50e-6, 0.0123, 2.5)] == [
+    assert [terminal_overview.seconds(value) for value in (None, 0.0, 50e-6, 0.0123, 2.5)] == [
         "–",
         "0 s",
         "50 µs",
         "12.3 ms",
         "2.5 s",
     ]
-    assert [screen.size(value) for value in (None, 1 << 20, 3 << 30)] == ["–", "1 MiB", "3.0 GiB"]
+    assert [terminal_overview.size(value) for value in (None, 1 << 20, 3 << 30)] == ["–", "1 MiB", "3.0 GiB"]
