@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 
 from runtime.serving.frontend.answer_cache import AnswerCache
-from runtime.serving.frontend.requests import Choices
+from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.app import create_app
+from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import Service, Settings
 from runtime.testing.waiting import until
 from tests.engines.fake_openai import MODEL, Behaviour
@@ -102,15 +103,17 @@ def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
 
 
 def test_tool_calls_grow_by_their_index() -> None:
-    found = Choices()
+    response = ChatResponse("r", MODEL, 0)
     call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "search", "arguments": ""}}
-    found.add(({"index": 0, "delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None},))
+    choices: list[Json] = [{"index": 0, "delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None}]
     for part in ('{"q": ', '"x"}'):
         more = {"index": 0, "function": {"arguments": part}}
-        found.add(({"index": 0, "delta": {"tool_calls": [more]}, "finish_reason": None},))
+        choices.append({"index": 0, "delta": {"tool_calls": [more]}, "finish_reason": None})
     other = {"index": 1, "id": "call-2", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
-    found.add(({"index": 0, "delta": {"tool_calls": [other]}, "finish_reason": "tool_calls"},))
-    (choice,) = found.whole()
+    choices.append({"index": 0, "delta": {"tool_calls": [other]}, "finish_reason": "tool_calls"})
+    for choice in choices:
+        response.add(Relayed("r", "", (), "stop" if choice["finish_reason"] else None, choices=(choice,)))
+    (choice,) = response.body()["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     assert choice["message"]["tool_calls"] == [

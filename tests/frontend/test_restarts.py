@@ -169,7 +169,7 @@ def test_there_is_a_limit_to_new_starts() -> None:
             await workers[request.placement.prefill].say(Failed(request.attempt_id, "worker_lost", "again"))
             error = await ending(request)
             assert isinstance(error, WorkerLost)
-            assert error.message == "again; the limit of 2 new starts is reached"
+            assert error.message == "again; the limit of 2 restarts is reached"
 
     run(test())
 

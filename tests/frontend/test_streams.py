@@ -53,6 +53,6 @@ def test_an_answer_says_that_its_passages_are_partial() -> None:
         answer = ChatResponse("r", "m", 0, Retrieval("docs"))
         for piece in (Retrieved("r", ()), Retrieved("r", (), 8, partial=partial), Tokens("r", "one", (1,), "stop")):
             answer.add(piece)
-        assert answer.whole()["retrieval"].get("partial", False) is partial
+        assert answer.body()["retrieval"].get("partial", False) is partial
         assert (b'"partial":true' in answer.opening()) is partial
         assert (b'"partial":true' in answer.chunk(answer.searches[1])) is partial

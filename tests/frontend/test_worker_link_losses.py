@@ -131,7 +131,7 @@ def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> No
             await prefill.hear_prefill()
             again = await stand.worker("decode", "d0", epoch=2)
             error = await ending(request)
-            assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was started anew")
+            assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was restarted")
             assert await prefill.hear() == Cancel("r1")
             stand.link.worker_lost("d0", "the supervisor says so too")
             await again.hello()

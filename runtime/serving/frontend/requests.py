@@ -1,4 +1,4 @@
-"""The requests in flight. Each ends exactly once: finished, failed, cancelled, late, or lost with its workers."""
+"""Requests in flight. Each ends exactly once: finished, failed, cancelled, expired, or lost with its workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,20 +11,16 @@ from runtime.errors import TrinityError
 from runtime.serving.frontend.router import UNPLACED, Placement
 from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tokens
 
-# ---- pieces of an answer that another server writes: its choices go on as they came, with all that it put into them
-
-
 Json = dict[str, Any]
-
-_CONCATENATED = frozenset({"content", "text", "reasoning_content", "reasoning", "refusal", "arguments"})
 
 
 class Relayed(Tokens, frozen=True, kw_only=True):
-    """`choices` as the server wrote them, each with its `index` and a `delta` (a chat) or `text` (a completion).
+    """A piece of an answer that another server generates, with its choices unchanged.
 
-    `text` and `token_ids` are those of the first choice, as far as they are known. The last piece's `finish_reason`
-    says "length" if any choice ended so; the choices have their own. `usage` comes with the last piece, None if the
-    server did not tell it; `completion_tokens` then counts what was seen.
+    `choices` are as the server sent them, each with its `index` and a `delta` (a chat) or `text` (a completion). `text`
+    and `token_ids` are those of the first choice, as far as they are known. The last piece has the `finish_reason`
+    "length" if any choice ended so, and the `usage`, None if the server did not send it; `completion_tokens` then
+    counts the pieces seen.
     """
 
     choices: tuple[Json, ...] = ()
@@ -32,72 +28,11 @@ class Relayed(Tokens, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
-@dataclass(slots=True)
-class Choices:
-    """The choices of a whole answer, put together from their pieces. A stream never asks for them."""
-
-    pieces: list[Json] = field(default_factory=list)
-
-    def add(self, choices: tuple[Json, ...]) -> None:
-        """Take in a piece's."""
-        self.pieces += choices
-
-    def merged(self) -> tuple[Json, ...]:
-        """Each choice in one piece, in order."""
-        merged: dict[int, Json] = {}
-        for choice in self.pieces:
-            index = choice.get("index", 0)
-            merged[index] = _merge_delta(merged[index], choice) if index in merged else choice
-        return tuple(choice for _, choice in sorted(merged.items()))
-
-    def whole(self) -> list[Json]:
-        """All choices in order, a chat's `delta`s as messages."""
-        return [_with_message(choice) for choice in self.merged()]
-
-
-def _with_message(choice: Json) -> Json:
-    if "delta" not in choice:
-        return choice
-    message = {"role": "assistant", "content": None, "refusal": None} | choice["delta"]
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
-    rest = {name: value for name, value in choice.items() if name != "delta"}
-    return rest | {"message": message}
-
-
-def _merge_delta(old: Json, new: Json) -> Json:
-    """A piece behind what there is: text grows, lists too (of things with an `index` by it), the rest is replaced."""
-    grown = dict(old)
-    for name, value in new.items():
-        before = old.get(name)
-        if value is None:
-            grown.setdefault(name, None)
-        elif isinstance(value, dict) and isinstance(before, dict):
-            grown[name] = _merge_delta(before, value)
-        elif isinstance(value, list) and isinstance(before, list):
-            grown[name] = _merge_lists(before, value)
-        elif isinstance(value, str) and isinstance(before, str) and name in _CONCATENATED:
-            grown[name] = before + value
-        else:
-            grown[name] = value
-    return grown
-
-
-def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
-    if not all(isinstance(entry, dict) and "index" in entry for entry in (*old, *new)):
-        return old + new
-    by_index = {entry["index"]: entry for entry in old}
-    for entry in new:
-        index = entry["index"]
-        by_index[index] = _merge_delta(by_index[index], entry) if index in by_index else entry
-    return [entry for _, entry in sorted(by_index.items())]
-
-
 Piece = Retrieved | Tokens
 
 
 class ClientDisconnected(TrinityError):
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before the answer was complete."""
 
     code = "client_closed_request"
     status = 499
@@ -116,17 +51,17 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class Progress:
-    """What of an answer is with its consumer: enough to go on elsewhere, with no token twice and none left out."""
+    """The part of an answer that was delivered: enough to continue it elsewhere without a repeated or missing token."""
 
     prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
-    inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after how many tokens → what a probe brought
+    inserted: dict[int, tuple[int, ...]] = field(default_factory=dict)  # number of tokens before → inserted by a probe
     passages: list[str] = field(default_factory=list)
-    count: int = 0  # of tokens; of an answer whose tokens nobody tells, of its pieces
-    last_probe_at: int = 0  # after how many tokens the last probe was asked
+    count: int = 0  # of tokens; of pieces, if a server sends no token ids
+    last_probe_at: int = 0  # number of tokens at the last probe
 
     def add(self, piece: Piece) -> None:
-        """Take note of a piece."""
+        """Record a delivered piece."""
         if isinstance(piece, Tokens):
             self.prompt = piece.prompt_token_ids or self.prompt
             self.tokens += piece.token_ids
@@ -138,39 +73,39 @@ class Progress:
                 self.inserted[piece.at_token] = piece.inserted
 
     def resume(self, first_token_ns: int) -> Resume:
-        """The sequence so far. What a probe brought went in before the token that was the last one then.
+        """Return the sequence so far. Tokens inserted by a probe stand before the token that was the last one then.
 
-        A probe was out if the last token called for it and it had brought nothing. (Or it had found nothing; then it
-        finds nothing again.)
+        A probe was pending if the last token triggered it and nothing was inserted. (Or it found nothing; then the
+        retried probe finds nothing either.)
         """
-        told, last = self.tokens, None
-        if told and len(told) == self.last_probe_at and len(told) not in self.inserted:
-            told, last = told[:-1], told[-1]
+        generated, last = self.tokens, None
+        if generated and len(generated) == self.last_probe_at and len(generated) not in self.inserted:
+            generated, last = generated[:-1], generated[-1]
         sequence = list(self.prompt)
-        for number, token in enumerate(told, start=1):
+        for number, token in enumerate(generated, start=1):
             sequence += [*self.inserted.get(number, ()), token]
         return Resume(
-            tuple(sequence),
-            len(self.prompt),
-            tuple(told),
-            tuple(self.passages),
-            first_token_ns,
-            last,
-            self.last_probe_at,
+            tokens=tuple(sequence),
+            prompt_tokens=len(self.prompt),
+            generated=tuple(generated),
+            seen_passages=tuple(self.passages),
+            first_token_ns=first_token_ns,
+            last_token=last,
+            last_probe_at=self.last_probe_at,
         )
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request in flight, as its consumer sees it: pieces in order, then its end.
+    """One request in flight: pieces in order, then its end.
 
-    What waits here is bounded by the request's own max_tokens, or by the context, so a slow reader needs no other
-    limit. A request with retrieval has its passages from the prefill worker, over a connection of its own, so the
-    decode worker's first pieces can be here sooner: all are `held` until both are there. Until then it can be started
-    again as if nothing had happened; after that (`opened`) it can be resumed, from what it `delivered`.
+    The queue of pieces is bounded by the request's max_tokens or by the context, so a slow reader needs no other limit.
+    The passages of a request with retrieval come from the prefill worker over a connection of its own, so the first
+    tokens of the decode worker can arrive before them: all pieces are `held` until both have arrived. Until then the
+    request can be restarted from the beginning, afterwards (`opened`) it is resumed from what was `delivered`.
 
-    `placement` is where it runs, or ran last (then it is not `placed`). `attempts` counts how often it was started
-    again, `resends` how often within one attempt: by an engine that looks after this itself.
+    `placement` is where it runs, or ran last if it is not `placed`. `attempts` counts its restarts, `resends` the
+    retries within one attempt, by an engine that retries itself.
     """
 
     id: str
@@ -189,7 +124,7 @@ class Request:
 
     @property
     def attempt_id(self) -> str:
-        """Its id for the workers: a new one with every start, so that no piece of an old one can be taken for it."""
+        """The id that workers see: a new one with every restart, so that late pieces of an attempt are recognized."""
         return f"{self.id}~{self.attempts}" if self.attempts else self.id
 
     @property
@@ -197,52 +132,50 @@ class Request:
         return self.generation.deadline_ns
 
     def runs_on(self, worker: str) -> bool:
-        """Whether it would be lost with this worker (a prefill worker's part ends when decode has it)."""
+        """Whether the loss of this worker affects it (prefill's part ends when decode has the request)."""
         if not self.placed:
             return False
-        part = self.placement.prefill == worker and not (self.prefilled and self.opened)
-        return part or self.placement.decode == worker
+        in_prefill = self.placement.prefill == worker and not (self.prefilled and self.opened)
+        return in_prefill or self.placement.decode == worker
 
     def resume(self) -> Resume | None:
-        """Where its next start goes on; None if that is the beginning."""
-        if not self.opened:
-            return None
-        return self.delivered.resume(self.first_token_ns)
+        """Return where the next attempt continues; None: at the beginning."""
+        return self.delivered.resume(self.first_token_ns) if self.opened else None
 
     def message(self, frontend_epoch: int, placement: Placement, resume: Resume | None) -> Prefill:
-        """What the prefill worker of a placement is told."""
-        asked = replace(self.generation, messages=(), prompt="") if resume else self.generation
+        """Return the message for the prefill worker of a placement."""
+        generation = replace(self.generation, messages=(), prompt="") if resume else self.generation
         return Prefill(
-            self.attempt_id, frontend_epoch, asked, placement.decode, placement.decode_endpoint, resume,
+            self.attempt_id, frontend_epoch, generation, placement.decode, placement.decode_endpoint, resume,
             placement.decode_load,
         )  # fmt: skip
 
     async def next(self) -> Piece:
-        """The next piece, in order; the last is a `Tokens` with a `finish_reason`. Raises what ended the request."""
+        """Return the next piece; the last is a `Tokens` with a `finish_reason`. Raises the error of the request."""
         piece = await self._pieces.get()
         if isinstance(piece, TrinityError):
-            self._pieces.put_nowait(piece)  # an end stays an end, however often one asks
+            self._pieces.put_nowait(piece)  # further calls raise it too
             raise piece
         return piece
 
     async def next_batch(self) -> list[Piece]:
-        """The next piece and all behind it that are there already, in order. Raises what ended the request."""
-        found = [await self.next()]
+        """Return the next piece and all that are queued behind it, in order. Raises the request's error."""
+        pieces = [await self.next()]
         while not self._pieces.empty():
             piece = self._pieces.get_nowait()
             if isinstance(piece, TrinityError):
-                self._pieces.put_nowait(piece)  # told when it is asked for next
+                self._pieces.put_nowait(piece)  # raised by the next call
                 break
-            found.append(piece)
-        return found
+            pieces.append(piece)
+        return pieces
 
     def put(self, piece: Piece | TrinityError) -> None:
-        """For the table alone."""
+        """Queue a piece or the end; called by the table only."""
         self._pieces.put_nowait(piece)
 
 
 class RequestTable:
-    """Requests in flight, by their ids for the workers. `on_end` is called once for each, when it has left."""
+    """Requests in flight by attempt id. `on_end` is called once for each, after it has left the table."""
 
     def __init__(self, on_end: Callable[[RequestOutcome, Request], None]) -> None:
         self._requests: dict[str, Request] = {}
@@ -258,11 +191,11 @@ class RequestTable:
         self._requests[request.attempt_id] = request
 
     def get(self, attempt_id: str) -> Request | None:
-        """The request in flight with this id for the workers, or None when it never was or has ended."""
+        """Return the request in flight with this attempt id, or None."""
         return self._requests.get(attempt_id)
 
     def start_attempt(self, request: Request) -> None:
-        """The request is to be started again: what still comes of the last attempt is not its own any more."""
+        """Give a request that is restarted a new attempt id; later pieces of the last attempt are ignored."""
         del self._requests[request.attempt_id]
         request.attempts += 1
         request.prefilled = False
@@ -272,7 +205,7 @@ class RequestTable:
         self._requests[request.attempt_id] = request
 
     def deliver(self, piece: Piece) -> bool:
-        """Pass a piece to its request; a `finish_reason` ends it. False when the request is not in flight."""
+        """Deliver a piece to its request; a `finish_reason` ends it. Return False if the request is not in flight."""
         request = self._requests.get(piece.request_id)
         if request is None:
             return False
@@ -295,7 +228,7 @@ class RequestTable:
             self._end(request, piece.finish_reason, piece.prompt_tokens, piece.stages)
 
     def fail(self, request: Request, error: TrinityError) -> bool:
-        """End a request with an error. False, and nothing happens, when it has ended before."""
+        """End a request with an error. Return False, without any effect, if it has ended before."""
         if request.ended:
             return False
         request.put(error)
@@ -303,15 +236,15 @@ class RequestTable:
         return True
 
     def of_worker(self, name: str) -> list[Request]:
-        """The requests that would be lost with this worker."""
+        """Return the requests that the loss of this worker affects."""
         return [request for request in self._requests.values() if request.runs_on(name)]
 
     def expired(self, now_ns: int) -> list[Request]:
-        """The requests whose deadline has passed."""
+        """Return the requests whose deadline has passed."""
         return [request for request in self._requests.values() if request.deadline_ns <= now_ns]
 
     def all(self) -> list[Request]:
-        """All requests in flight."""
+        """Return all requests in flight."""
         return list(self._requests.values())
 
     def _end(self, request: Request, code: str, prompt_tokens: int, stages: dict[str, int]) -> None:

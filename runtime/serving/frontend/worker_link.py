@@ -1,12 +1,16 @@
-"""The frontend's link to its workers: who is there, what they are given, what comes back, and what a death ends.
+"""Engine that runs requests on the node's own prefill and decode workers, over one ZeroMQ ROUTER socket.
 
-One ROUTER socket. Workers introduce themselves (`Hello`), are welcomed with the frontend's epoch, and report their
-load. A worker is gone when it has been silent for `lost_after_ns`, when its connection is, or when another process
-says `Hello` under its name: its requests are started again elsewhere (`engine.py`), or end with WorkerLost, once, and
-their other worker is told to forget them. A worker that was only slow comes back with its next report.
+Workers introduce themselves (`Hello`), receive the frontend's epoch (`Welcome`) and report their load. A worker is lost
+when it has been silent for `lost_after_ns`, when its connection is gone, or when another process sends `Hello` under
+its name. A worker that was only slow rejoins with its next report.
 
-Everything but the socket's receive loop is synchronous and reads the time from the injected clock, so that tests
-decide what time it is (`tick`).
+A request whose worker is lost is restarted on other workers or ends with WorkerLost, once; its remaining worker
+receives a `Cancel`. If the client has received nothing yet, it starts from the beginning. Otherwise it continues from
+the tokens that the client has: they run through a prefill worker like a prompt (its prefix cache often holds most of
+them), and a decode worker samples the next token. While a role has no ready worker, restarted requests wait for one,
+for a bounded time; so do new ones, as all workers of a role may have died at once.
+
+Everything but the receive loop is synchronous and reads the injected clock, so tests control the time (`tick`).
 """
 
 import asyncio
@@ -22,10 +26,10 @@ import zmq.asyncio
 
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
-from runtime.errors import DeadlineExceeded, TrinityError, Unavailable, WorkerLost, error_from_code
-from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits, Starts
+from runtime.errors import DeadlineExceeded, Overloaded, TrinityError, Unavailable, WorkerLost, error_from_code
+from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
-from runtime.serving.frontend.router import Router
+from runtime.serving.frontend.router import Router, known_prefix, prefix_blocks
 from runtime.serving.messages import (
     Cancel,
     Failed,
@@ -49,24 +53,24 @@ MAX_WORKERS = 256
 MAX_NAME = 128
 TICK_SECONDS = 0.1
 BURST = 32
-QUEUE = 10_000  # messages that may wait for one worker; one that lets more gather is taken for lost
-_PROBE_AFTER_NS = 1_000_000_000  # silent for longer than between two reports: see whether it is still there
+QUEUE = 10_000  # messages queued for one worker; a worker that lets more pile up counts as lost
+_PROBE_AFTER_NS = 1_000_000_000  # silent for longer than the report interval: check the connection
 
 
 @dataclass(slots=True)
 class Peer:
-    """A worker's connection. One that is lost stays known, so that it can come back."""
+    """Connection of a worker. A lost one stays known so that it can rejoin."""
 
     hello: Hello
     identity: bytes
     heard_ns: int
     lost: bool = False
-    released: bool = False  # told that it may go: it had drained
+    released: bool = False  # it has drained and was sent `Release`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatistics(EngineStatistics):
-    """`workers` by role, those that answer; `stale` counts messages that were dropped."""
+    """`workers`: the connected ones by role; `stale`: dropped messages of ended requests or unknown workers."""
 
     workers: dict[Role, int]
     lost_workers: int
@@ -74,7 +78,7 @@ class LinkStatistics(EngineStatistics):
 
 
 class WorkerLink(Engine):
-    """Binds `endpoint` and serves the workers that connect to it. Lives in one event loop, `run` in a task.
+    """Binds `endpoint` and serves the workers that connect to it. Belongs to one event loop, `run` in a task.
 
     Raises `ipc.errors.InvalidArgument` when the endpoint is taken.
     """
@@ -95,41 +99,33 @@ class WorkerLink(Engine):
         super().__init__(epoch=epoch, clock=clock, on_end=on_end, on_refused=on_refused, keep_traces=keep_traces)
         self.router = router
         self._lost_after_ns = lost_after_ns
-        self._starts = Starts(
-            router,
-            self.requests,
-            restarts,
-            epoch=epoch,
-            clock=clock,
-            send=self._send,
-            lost=self.worker_lost,
-            end=self._fail,
-        )
+        self._limits = restarts
+        self._waiting: dict[Request, tuple[int, TrinityError]] = {}  # for a worker: until when, and why
         self._peers: dict[str, Peer] = {}
         self._names: dict[bytes, str] = {}
-        self._lost_workers = self._stale = 0
+        self._restarts = self._lost_workers = self._stale = 0
         self._malformed = MalformedMessages(log, clock)
         self.endpoint = endpoint
         self._zmq_socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES, queue=QUEUE)
-        self._zmq_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is not there is an error, not silence
+        self._zmq_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to an absent worker is an error
         self._zmq_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted worker takes over its predecessor's identity
         self._socket = zmq.asyncio.Socket(self._zmq_socket)
 
-    # ---- for the routes
-
     def missing(self) -> list[Role]:
-        """The roles without a worker that takes requests; empty when the node is ready."""
+        """Return the roles without a worker that accepts requests; empty when the node is ready."""
         return self.router.missing()
 
-    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
-        """Place it and send it off. While a role has no worker it waits for one. Raises ContextLengthExceeded too."""
-        try:
-            self._starts.start(request)
-        except Unavailable as error:
-            self._starts.wait(request, error)
+    def statistics(self) -> LinkStatistics:
+        """Return a snapshot of the counters."""
+        connected = [worker.hello.role for worker in self.router.workers()]
+        workers: dict[Role, int] = {"prefill": connected.count("prefill"), "decode": connected.count("decode")}
+        return LinkStatistics(
+            workers=workers, in_flight=len(self.requests), lost_workers=self._lost_workers,
+            restarts=self._restarts, stale=self._stale, malformed=self._malformed.count,
+        )  # fmt: skip
 
     def worker_lost(self, name: str, reason: str) -> None:
-        """A worker is gone: end its requests. Called by the link itself; a supervisor that knows sooner may call it."""
+        """Remove a worker and restart its requests. A supervisor that detects the loss earlier may call it, too."""
         peer = self._peers.get(name)
         if peer is None or peer.lost:
             return
@@ -142,14 +138,94 @@ class WorkerLink(Engine):
             if request.runs_on(name):  # and was not moved meanwhile
                 self._restart(request, WorkerLost(f"{peer.hello.role} worker {name!r} was lost: {reason}"))
 
-    def statistics(self) -> LinkStatistics:
-        """A snapshot of the link's counters."""
-        answering = [worker.hello.role for worker in self.router.workers()]
-        workers: dict[Role, int] = {"prefill": answering.count("prefill"), "decode": answering.count("decode")}
-        return LinkStatistics(
-            workers=workers, in_flight=len(self.requests), lost_workers=self._lost_workers,
-            restarts=self._starts.restarts, stale=self._stale, malformed=self._malformed.count,
-        )  # fmt: skip
+    # ---- placement and restart of requests
+
+    def _accept(self, request: Request, sent: dict[str, Any]) -> None:
+        """Place a new request, or queue it while a role has no worker. Raises ContextLengthExceeded too."""
+        try:
+            self._place(request)
+        except Unavailable as error:
+            if not self._limits.times or not self._limits.wait_ns:
+                raise
+            if len(self.requests) >= self.router.max_in_flight:
+                message = f"{error.message}; {len(self.requests)} requests are in flight or wait, the limit"
+                raise Overloaded(message) from None
+            self._wait(request, error)
+
+    def _place(self, request: Request, avoid: str = "") -> None:
+        """Choose workers and send the request to its prefill worker. `avoid` is used only if there is no other worker.
+
+        Raises Overloaded, Unavailable or ContextLengthExceeded; nothing was sent then.
+        """
+        generation, resume = request.generation, request.resume()
+        prompt = resume.tokens if resume else generation.prompt
+        tokens = generation.sampling.max_tokens - (len(resume.generated) if resume else 0)
+        tokens += len(prompt) if isinstance(prompt, tuple) else 1
+        prefix, blocks = (prefix_blocks(prompt, salt=generation.salt), 0) if resume else known_prefix(generation)
+        while True:
+            placement = self.router.place(prefix, tokens, avoid=avoid, blocks=blocks)
+            if self._send(placement.prefill, request.message(self.epoch, placement, resume)):
+                request.placement, request.placed = placement, True
+                return
+            self.router.finished(placement, prefilled=False)
+            self.worker_lost(placement.prefill, "its connection is gone")  # the next iteration has one worker less
+
+    def _wait(self, request: Request, error: TrinityError) -> None:
+        """Queue a request until workers are ready; after the wait limit it ends with `error`."""
+        self._waiting[request] = (min(request.deadline_ns, self._clock() + self._limits.wait_ns), error)
+
+    def _restart(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
+        """Cancel a request on its workers and place it anew; end it with `error` if its restarts are used up."""
+        log.info("restarting: %s", error.message, extra={"request": request.id})
+        self._cancel_on_workers(request, reported_by)
+        self._unassign(request)
+        limit = self._limits.times
+        if request.attempts >= limit:
+            if limit:
+                error = WorkerLost(f"{error.message}; the limit of {limit} restarts is reached")
+            self._fail(request, error)
+            return
+        self.requests.start_attempt(request)
+        self._wait(request, error)
+        # Prefill reports decode workers that it cannot reach before this end detects their loss.
+        self._place_waiting(request, avoid=request.placement.decode if reported_by else "")
+
+    def _place_waiting(self, request: Request, avoid: str = "") -> None:
+        """Place a waiting request; end it if it has waited too long."""
+        until_ns, error = self._waiting[request]
+        try:
+            self._place(request, avoid)
+        except (Unavailable, Overloaded) as reason:
+            if self._clock() >= until_ns:
+                lost = WorkerLost(f"{error.message}, and no other has taken it: {reason.message}")
+                self._fail(request, lost if request.attempts else reason)
+        except TrinityError as reason:
+            self._fail(request, reason)
+        else:
+            del self._waiting[request]
+            if request.attempts:
+                self._restarts += 1
+                log.info("request %s restarts after %d tokens", request.id, request.delivered.count)
+
+    def _unassign(self, request: Request) -> None:
+        """Take a request off its workers and out of the queue."""
+        self._waiting.pop(request, None)
+        if request.placed:
+            request.placed = False
+            self.router.finished(request.placement, prefilled=request.prefilled)
+
+    def _cancel_on_workers(self, request: Request, reported_by: str) -> None:
+        if request.placed:
+            for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
+                self._send(name, Cancel(request.attempt_id))
+
+    def _fail(self, request: Request, error: TrinityError, reported_by: str = "") -> None:
+        self._cancel_on_workers(request, reported_by)
+        self.requests.fail(request, error)
+
+    def _ended(self, outcome: RequestOutcome, request: Request) -> None:
+        self._unassign(request)
+        super()._ended(outcome, request)
 
     # ---- the loop
 
@@ -160,7 +236,7 @@ class WorkerLink(Engine):
             while True:
                 for _ in range(BURST):
                     self.handle(await self._socket.recv_multipart())
-                await asyncio.sleep(0)  # receiving what is there already does not yield: let the answers out
+                await asyncio.sleep(0)  # receiving queued messages does not yield: let the responses be sent
         finally:
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -168,26 +244,25 @@ class WorkerLink(Engine):
             self.end_all(WorkerLost("the frontend is stopping"))
 
     def tick(self) -> None:
-        """End what is late, and what belongs to workers that have fallen silent."""
+        """Detect silent workers, place waiting requests, and end those whose deadline has passed."""
         now = self._clock()
         for name, peer in list(self._peers.items()):
             silent = now - peer.heard_ns
             if not peer.lost and silent > self._lost_after_ns:
-                self.worker_lost(
-                    name, f"silent for {silent / 1e9:.1f} s, the limit is {self._lost_after_ns / 1e9:.1f} s"
-                )
+                limit = self._lost_after_ns / 1e9
+                self.worker_lost(name, f"silent for {silent / 1e9:.1f} s, the limit is {limit:.1f} s")
             elif not peer.lost and silent > _PROBE_AFTER_NS and not self._send(name, Welcome(self.epoch)):
                 self.worker_lost(name, "its connection is gone")
-        self._starts.retry()
+        for request in list(self._waiting):
+            if request in self._waiting:
+                self._place_waiting(request)
         for request in self.requests.expired(now):
-            where = "decode" if request.prefilled else "prefill"
-            self._fail(
-                request,
-                DeadlineExceeded(f"the request's deadline passed in {where}, after {request.delivered.count} tokens"),
-            )
+            stage, tokens = "decode" if request.prefilled else "prefill", request.delivered.count
+            error = DeadlineExceeded(f"the request's deadline passed in {stage}, after {tokens} tokens")
+            self._fail(request, error)
 
     def close(self) -> None:
-        """Close the socket; nothing is waited for."""
+        """Close the socket without waiting."""
         self._socket.close()
         self._zmq_socket.close()
 
@@ -196,9 +271,10 @@ class WorkerLink(Engine):
             await asyncio.sleep(TICK_SECONDS)
             self.tick()
 
-    # ---- what workers say
+    # ---- messages from workers
 
     def handle(self, frames: list[bytes]) -> None:
+        """Process one message of a worker."""
         identity = frames[0]
         try:
             message = decode_to_frontend(frames[1]) if len(frames) == 2 else None
@@ -223,15 +299,15 @@ class WorkerLink(Engine):
             self._evict_lost()
         if len(hello.worker) > MAX_NAME or hello.slots < 1 or (known is None and len(self._peers) >= MAX_WORKERS):
             self._malformed.record(
-                self._sender(identity), f"a worker of {hello.slots} slots that calls itself {hello.worker[:40]!r}"
+                self._sender(identity), f"a Hello with {hello.slots} slots from worker {hello.worker[:40]!r}"
             )
             return
         if known is not None and known.hello == hello and known.identity == identity and not known.lost:
-            known.heard_ns = self._clock()  # the same process once more: its first Welcome was a new epoch to it
+            known.heard_ns = self._clock()  # the same process repeats it after its first Welcome
         else:
             if known is not None:
-                # Another process, or another connection: whatever the last one held or sent may be gone with it.
-                renewed = "its connection was renewed" if hello.epoch == known.hello.epoch else "it was started anew"
+                # Another process or connection: what the previous one held or sent may be lost.
+                renewed = "its connection was renewed" if hello.epoch == known.hello.epoch else "it was restarted"
                 self.worker_lost(hello.worker, renewed)
                 self._names.pop(known.identity, None)
             self._peers[hello.worker] = Peer(hello, identity, self._clock())
@@ -245,7 +321,7 @@ class WorkerLink(Engine):
             self._welcome_unknown(identity)
             return
         if peer.identity != identity:
-            self._hello(identity, peer.hello)  # ZeroMQ has reconnected; the worker itself did not notice
+            self._hello(identity, peer.hello)  # ZeroMQ has reconnected without the worker noticing
             return
         peer.heard_ns = self._clock()
         if report.frontend_epoch != self.epoch:
@@ -270,7 +346,7 @@ class WorkerLink(Engine):
         if request is None or not request.placed or name not in (request.placement.prefill, request.placement.decode):
             self._stale += 1
             if not isinstance(message, Failed) and not (isinstance(message, Tokens) and message.finish_reason):
-                self._send(name, Cancel(message.request_id))  # it goes on with what has ended: say it again
+                self._send(name, Cancel(message.request_id))  # it still works on an ended request
         elif isinstance(message, Failed):
             error = error_from_code(message.code, message.message, message.param)
             if isinstance(error, WorkerLost):
@@ -292,41 +368,20 @@ class WorkerLink(Engine):
                 self._names.pop(peer.identity, None)
 
     def _welcome_unknown(self, identity: bytes) -> None:
-        """A worker that this frontend does not know: it served the last one, and has yet to say Hello to this."""
+        """Welcome a worker of an earlier frontend, which then sends its Hello to this one."""
         self._stale += 1
         self._send_to(identity, Welcome(self.epoch))
 
-    # ---- what they are told
-
-    def _fail(self, request: Request, error: TrinityError, reported_by: str = "") -> None:
-        """End a request with an error, and have both its workers forget it."""
-        self._cancel_on_workers(request, reported_by)
-        self.requests.fail(request, error)
-
-    def _restart(self, request: Request, error: WorkerLost, reported_by: str = "") -> None:
-        """Have both its workers forget a request, and start it anew."""
-        log.info("is to start again: %s", error.message, extra={"request": request.id})
-        self._cancel_on_workers(request, reported_by)
-        # Prefill tells of decode workers that it cannot reach before they are known to be lost.
-        self._starts.again(request, error, avoid=request.placement.decode if reported_by else "")
-
-    def _cancel_on_workers(self, request: Request, reported_by: str) -> None:
-        if request.placed:
-            for name in {request.placement.prefill, request.placement.decode} - {reported_by}:
-                self._send(name, Cancel(request.attempt_id))
-
-    def _ended(self, ended: RequestOutcome, request: Request) -> None:
-        self._starts.leave(request)
-        super()._ended(ended, request)
+    # ---- messages to workers
 
     def _send(self, name: str, message: ToWorker) -> bool:
         peer = self._peers.get(name)
         return peer is not None and self._send_to(peer.identity, message)
 
     def _send_to(self, identity: bytes, message: ToWorker) -> bool:
-        """Send without waiting; False when the worker is not there, or lets its messages pile up."""
+        """Send without waiting. Return False if the worker is not connected or its queue is full."""
         if self._socket.closed:
             return False
         sending = self._socket.send_multipart([identity, encode(message)], flags=zmq.DONTWAIT)
-        sent = cast("asyncio.Future[object]", sending)  # with DONTWAIT it is done at once
+        sent = cast("asyncio.Future[object]", sending)  # already done because of DONTWAIT
         return sent.exception() is None

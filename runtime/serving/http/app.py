@@ -203,7 +203,7 @@ class _Routes:
             vector, hit = await answers.find(asked)
             if hit is not None:
                 return self._cached_response(answer, hit, body.stream)
-            store = lambda: answers.store(asked, vector, answer.pieces())  # noqa: E731
+            store = lambda: answers.store(asked, vector, answer.to_pieces())  # noqa: E731
         request = link.submit(
             answer.id,
             Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval, access_of(http).salt),
@@ -227,7 +227,7 @@ class _Routes:
             raise
         release()
         store()
-        return json_response(answer.whole())
+        return json_response(answer.body())
 
     def _cache_key(
         self,
@@ -248,7 +248,7 @@ class _Routes:
             answer.add(piece)
         headers = {"x-trinity-cache": "hit"}
         if not stream:
-            return json_response(answer.whole(), headers)
+            return json_response(answer.body(), headers)
         assert answer.last is not None, "only whole answers are stored"
         content = answer.opening() + answer.chunk(answer.last) + answer.closing()
         return Response(content, headers=headers, media_type="text/event-stream; charset=utf-8")

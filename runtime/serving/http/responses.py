@@ -1,11 +1,10 @@
-"""What the HTTP interface gives: OpenAI's answer objects, whole or as server-sent events, and its error object.
+"""Response bodies: OpenAI's completion objects, complete or as server-sent events, and its error object.
 
-Trinity's own additions: `retrieval` (the passages used: id, title, distance, and after how many tokens of the answer
-they came; `partial` where nodes of the collection were missing), `timings` (seconds by stage, see
-`stages.stage_seconds`) and, of an answer that was stored (`answer_cache.py`), `cached`: how alike the questions are and
-how old it is. In a stream the first chunk carries the passages found before prefill, each probe has a chunk of its own,
-and the chunk with the `finish_reason` the timings. A stream has its pieces as they come, and ends with the last one or
-with an error event.
+Trinity adds `retrieval` (the passages used: id, title, distance, and the number of answer tokens before them; `partial`
+if nodes of the collection were missing), `timings` (seconds per stage, see `stages.stage_seconds`) and, for an answer
+from the cache (`answer_cache.py`), `cached`: the similarity of the questions and the age of the answer. In a stream the
+first chunk contains the passages found before prefill, each probe has a chunk of its own, and the chunk with the
+`finish_reason` contains the timings. A stream ends with the last piece or with an error event.
 """
 
 import logging
@@ -20,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.errors import InternalError, TrinityError
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.requests import Choices, Piece, Relayed, Request
+from runtime.serving.frontend.requests import Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import stage_seconds
 
@@ -33,23 +32,23 @@ to_json = msgspec.json.Encoder().encode
 
 
 def json_response(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
-    """An HTTP answer that is not streamed."""
+    """Return an HTTP response with a JSON body."""
     return Response(to_json(value), status, headers, media_type="application/json")
 
 
 def event(value: Json) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
 def error_json(error: TrinityError) -> Json:
-    """OpenAI's error object."""
-    object_name = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": object_name, "param": error.param, "code": error.code}}
+    """Return OpenAI's error object."""
+    error_type = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": error.message, "type": error_type, "param": error.param, "code": error.code}}
 
 
 def passage_json(passage: Passage) -> Json:
-    """A passage without its text, with its attributes if it has any; a distance that is no number is null."""
+    """Return a passage without its text, with its attributes if it has any; a NaN or infinite distance is null."""
     distance = passage.distance if math.isfinite(passage.distance) else None
     found: Json = {"id": passage.id, "title": passage.title, "distance": distance}
     return found | {"attributes": passage.attributes} if passage.attributes else found
@@ -57,9 +56,9 @@ def passage_json(passage: Passage) -> Json:
 
 @dataclass(slots=True)
 class GenerationResponse:
-    """One answer in the making. `add` every piece, in order; then `whole`, or `opening` and `chunk` as they come.
+    """Builder of one response. `add` every piece, in order; then `body`, or `opening` and `chunk` for a stream.
 
-    The subclasses are the two endpoints' dialects: what their objects are called, and a choice of them.
+    The subclasses are the two endpoints: the names of their objects and the format of a choice.
     """
 
     object_name: ClassVar[str]
@@ -77,13 +76,13 @@ class GenerationResponse:
     token_ids: list[int] = field(default_factory=list)
     searches: list[Retrieved] = field(default_factory=list)
     prompt_tokens: int = 0  # 0: not known yet
-    streamed_tokens: int = 0  # with the chunks so far
-    choices: Choices = field(default_factory=Choices)  # of an answer that another server writes
+    streamed_tokens: int = 0  # in the chunks so far
+    choices: list[Json] = field(default_factory=list)  # pieces of the choices of a relayed answer
     last: Tokens | None = None
-    cached: Json | None = None  # of an answer that the model did not write now
+    cached: Json | None = None  # for an answer from the cache
 
     def add(self, piece: Piece) -> bool:
-        """Take in the next piece; True when it was the last."""
+        """Add the next piece; return True if it was the last."""
         if isinstance(piece, Retrieved):
             self.searches.append(piece)
             return False
@@ -93,31 +92,31 @@ class GenerationResponse:
         self.token_ids.extend(piece.token_ids)
         self.prompt_tokens = piece.prompt_tokens or self.prompt_tokens or len(piece.prompt_token_ids)
         if isinstance(piece, Relayed):
-            self.choices.add(piece.choices)
+            self.choices += piece.choices
         if piece.finish_reason is not None:
             self.last = piece
         return self.last is not None
 
-    def whole(self) -> Json:
-        """The answer in one piece; all of its pieces are there."""
-        assert self.last is not None, "an answer has a last piece"
-        choice = self._whole_choice("".join(self.texts)) | {"finish_reason": self.last.finish_reason}
+    def body(self) -> Json:
+        """Return the complete response; the last piece must have been added."""
+        assert self.last is not None, "the last piece was added"
+        choice = self._complete_choice("".join(self.texts)) | {"finish_reason": self.last.finish_reason}
         if self.return_token_ids:
             choice["token_ids"] = self.token_ids
-        answer = self._object(self.object_name, choice) | {"usage": self._usage(self.last)}
+        body = self._object(self.object_name, choice) | {"usage": self._usage(self.last)}
         if isinstance(self.last, Relayed):
-            answer["choices"] = self.choices.whole()
+            body["choices"] = [_with_message(choice) for choice in merge_choices(self.choices)]
         if self.retrieval is not None:
-            answer["retrieval"] = self._passages(self.retrieval, self.searches)
+            body["retrieval"] = self._passages(self.retrieval, self.searches)
         if self.return_token_ids:
-            answer["prompt_token_ids"] = self.prompt_token_ids
+            body["prompt_token_ids"] = self.prompt_token_ids
         if self.cached is not None:
-            answer["cached"] = self.cached
-        return answer | {"timings": self._timings(self.last)}
+            body["cached"] = self.cached
+        return body | {"timings": self._timings(self.last)}
 
-    def pieces(self) -> tuple[Piece, ...]:
-        """All of a whole answer, to be given again: what was found, and its tokens in one piece."""
-        assert self.last is not None, "an answer has a last piece"
+    def to_pieces(self) -> tuple[Piece, ...]:
+        """Return the complete answer as pieces for the cache: the searches, and all tokens in one piece."""
+        assert self.last is not None, "the last piece was added"
         last = Tokens(
             self.id,
             "".join(self.texts),
@@ -127,13 +126,16 @@ class GenerationResponse:
             prompt_token_ids=self.prompt_token_ids or (),
         )
         if isinstance(self.last, Relayed):
-            whole = msgspec.structs.asdict(last) | {"usage": self.last.usage}
-            choices = self.choices.merged()
-            last = Relayed(**whole, choices=choices, completion_tokens=self.last.completion_tokens)
+            last = Relayed(
+                **msgspec.structs.asdict(last),
+                choices=merge_choices(self.choices),
+                usage=self.last.usage,
+                completion_tokens=self.last.completion_tokens,
+            )
         return (*self.searches, last)
 
     def opening(self) -> bytes:
-        """The first event: who speaks, and the passages found so far."""
+        """Return the first event: the role, and the passages found so far."""
         chunk = self._chunk(self._first_choice())
         if self.retrieval is not None:
             chunk["retrieval"] = self._passages(self.retrieval, self.searches)
@@ -144,7 +146,7 @@ class GenerationResponse:
         return event(chunk)
 
     def chunk(self, piece: Piece) -> bytes:
-        """The event of one piece; nothing when there is nothing to say (its text may be held back)."""
+        """Return the event of one piece, b"" for an empty one (its text may be held back)."""
         if isinstance(piece, Retrieved):
             if self.retrieval is None:
                 return b""
@@ -165,7 +167,7 @@ class GenerationResponse:
         return event(chunk)
 
     def closing(self) -> bytes:
-        """What follows the last piece: the usage if it was asked for, and the end mark."""
+        """Return what follows the last piece: the usage if requested, and the end mark."""
         if not self.include_usage or self.last is None:
             return DONE
         chunk = self._chunk({}) | {"choices": [], "usage": self._usage(self.last)}
@@ -174,20 +176,20 @@ class GenerationResponse:
     def _usage(self, last: Tokens) -> Json | None:
         if isinstance(last, Relayed):
             return last.usage
-        return _counts(last.prompt_tokens, len(self.token_ids))
+        return _usage_json(last.prompt_tokens, len(self.token_ids))
 
     def _usage_so_far(self) -> Json | None:
-        """If it was asked for, and the prompt's tokens are known."""
+        """Return it if requested and the number of prompt tokens is known."""
         if not (self.continuous_usage and self.prompt_tokens):
             return None
-        return _counts(self.prompt_tokens, self.streamed_tokens)
+        return _usage_json(self.prompt_tokens, self.streamed_tokens)
 
     def _timings(self, last: Tokens) -> dict[str, float]:
         tokens = last.completion_tokens if isinstance(last, Relayed) else len(self.token_ids)
-        spans = stage_seconds(last.stages, tokens)
+        seconds = stage_seconds(last.stages, tokens)
         if self.retrieval is not None and self.retrieval.every_tokens:
-            spans["probe_stall"] = last.stalled_ns / 1e9
-        return spans
+            seconds["probe_stall"] = last.stalled_ns / 1e9
+        return seconds
 
     def _passages(self, retrieval: Retrieval, searches: Iterable[Retrieved]) -> Json:
         searches = list(searches)
@@ -197,9 +199,9 @@ class GenerationResponse:
         found: Json = {"collection": retrieval.collection, "passages": passages}
         return found | {"partial": True} if any(search.partial for search in searches) else found
 
-    def _object(self, object_name: str, choice: Json) -> Json:
+    def _object(self, name: str, choice: Json) -> Json:
         choices = [{"index": 0, "logprobs": None, "finish_reason": None} | choice]
-        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._object(self.chunk_object_name, choice)
@@ -211,16 +213,16 @@ class GenerationResponse:
     def _first_choice(self) -> Json:
         return self._choice("")
 
-    def _whole_choice(self, text: str) -> Json:
+    def _complete_choice(self, text: str) -> Json:
         return self._choice(text)
 
 
-def _counts(prompt: int, completion: int) -> Json:
+def _usage_json(prompt: int, completion: int) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 class ChatResponse(GenerationResponse):
-    """The dialect of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
 
@@ -230,12 +232,12 @@ class ChatResponse(GenerationResponse):
     def _choice(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def _whole_choice(self, text: str) -> Json:
+    def _complete_choice(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
 class CompletionResponse(GenerationResponse):
-    """The dialect of /v1/completions."""
+    """Response of /v1/completions."""
 
     object_name = chunk_object_name = "text_completion"
 
@@ -243,25 +245,80 @@ class CompletionResponse(GenerationResponse):
         return {"text": text}
 
 
-_STREAM = {
+# ---- relayed answers: the choices of another server, merged from their pieces when the response is not streamed
+
+_CONCATENATED = frozenset({"content", "text", "reasoning_content", "reasoning", "refusal", "arguments"})
+
+
+def merge_choices(pieces: Iterable[Json]) -> tuple[Json, ...]:
+    """Return each choice in one piece, by index."""
+    merged: dict[int, Json] = {}
+    for choice in pieces:
+        index = choice.get("index", 0)
+        merged[index] = _merge_delta(merged[index], choice) if index in merged else choice
+    return tuple(choice for _, choice in sorted(merged.items()))
+
+
+def _with_message(choice: Json) -> Json:
+    """Return a choice with its `delta` (of a chat) as `message`."""
+    if "delta" not in choice:
+        return choice
+    message = {"role": "assistant", "content": None, "refusal": None} | choice["delta"]
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    rest = {name: value for name, value in choice.items() if name != "delta"}
+    return rest | {"message": message}
+
+
+def _merge_delta(old: Json, new: Json) -> Json:
+    """Concatenate text, merge objects, extend lists (of objects with an `index` by it) and replace the rest."""
+    merged = dict(old)
+    for name, value in new.items():
+        before = old.get(name)
+        if value is None:
+            merged.setdefault(name, None)
+        elif isinstance(value, dict) and isinstance(before, dict):
+            merged[name] = _merge_delta(before, value)
+        elif isinstance(value, list) and isinstance(before, list):
+            merged[name] = _merge_lists(before, value)
+        elif isinstance(value, str) and isinstance(before, str) and name in _CONCATENATED:
+            merged[name] = before + value
+        else:
+            merged[name] = value
+    return merged
+
+
+def _merge_lists(old: list[Any], new: list[Any]) -> list[Any]:
+    if not all(isinstance(entry, dict) and "index" in entry for entry in (*old, *new)):
+        return old + new
+    by_index = {entry["index"]: entry for entry in old}
+    for entry in new:
+        index = entry["index"]
+        by_index[index] = _merge_delta(by_index[index], entry) if index in by_index else entry
+    return [entry for _, entry in sorted(by_index.items())]
+
+
+# ---- streams
+
+_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would hold events back
+    "x-accel-buffering": "no",  # otherwise nginx buffers the events
 }
 
 
 class EventStream(Response):
-    """Server-sent events. Unlike starlette's StreamingResponse it leaves `receive` to the watch for disconnects."""
+    """Server-sent events. Unlike starlette's StreamingResponse it does not read `receive`: another task watches it."""
 
     def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]) -> None:
         self.events = events
         self.release = release
         self.status_code = 200
         self.background = None
-        self.init_headers(_STREAM)
+        self.init_headers(_STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come; then, or when that fails, `release`."""
+        """Send the events as they arrive, then call `release`, also on failure."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in self.events:
@@ -272,33 +329,33 @@ class EventStream(Response):
             self.release()
 
 
-async def first_tokens(answer: GenerationResponse, request: Request) -> Tokens:
-    """Take in pieces up to the first tokens. Raises what ended the request before."""
+async def first_tokens(response: GenerationResponse, request: Request) -> Tokens:
+    """Add pieces up to and including the first tokens and return these. Raises the request's error."""
     while True:
         piece = await request.next()
-        answer.add(piece)
+        response.add(piece)
         if isinstance(piece, Tokens):
             return piece
 
 
 async def events(
-    answer: GenerationResponse, request: Request, first: Tokens, on_complete: Callable[[], None]
+    response: GenerationResponse, request: Request, first: Tokens, on_complete: Callable[[], None]
 ) -> AsyncIterator[bytes]:
-    """Yield the events from the first tokens on; pieces that arrive together form one chunk of the body.
+    """Yield the events from the first tokens on; pieces that arrive together are sent together.
 
     `on_complete` is called once the answer is complete.
     """
     try:
-        yield answer.opening() + answer.chunk(first)
-        while answer.last is None:
+        yield response.opening() + response.chunk(first)
+        while response.last is None:
             pieces = await request.next_batch()
             for piece in pieces:
-                answer.add(piece)
-            yield b"".join([answer.chunk(piece) for piece in pieces])
+                response.add(piece)
+            yield b"".join([response.chunk(piece) for piece in pieces])
         on_complete()
-        yield answer.closing()
+        yield response.closing()
     except TrinityError as error:
         yield event(error_json(error)) + DONE
     except Exception:
-        log.exception("failed within its stream", extra={"request": answer.id})
+        log.exception("stream failed", extra={"request": response.id})
         yield event(error_json(InternalError("internal error; the server's log has more"))) + DONE
