@@ -284,15 +284,15 @@ def test_an_impossible_batch_is_refused_before_anything_is_written(
 def test_a_copy_that_does_not_fit_is_refused(model: LanguageModel) -> None:
     ours = model.kv.numpy()
     for taken, given in (([192], [0]), ([0], [192]), ([-1], [0])):
-        with pytest.raises(ValueError, match=r"has blocks 0\.\.191"):
+        with pytest.raises(ValueError, match=r"blocks must be within 0\.\.191"):
             Transfer(ours, taken, ours, given)
-    with pytest.raises(ValueError, match="1 blocks to copy into 2"):
+    with pytest.raises(ValueError, match="cannot copy 1 blocks to 2 blocks"):
         Transfer(ours, [0], ours, [0, 1])
-    with pytest.raises(ValueError, match="holds no KV block of 8192"):
+    with pytest.raises(ValueError, match="too small for a KV block of 8192 bytes"):
         kv_array(memoryview(bytes(100)), model.kv.shape)
-    with pytest.raises(ValueError, match="does not fit into"):
+    with pytest.raises(ValueError, match="cannot copy KV of shape"):
         Transfer(np.zeros((2, 2, 6, 4, 16, 16), np.float32), [0], ours, [0])
-    with pytest.raises(ValueError, match="KV of 2 bytes a number does not fit into one of 4"):
+    with pytest.raises(ValueError, match="cannot copy KV of 2-byte numbers to 4-byte numbers"):
         Transfer(ours.astype(np.float16), [0], ours, [0])
 
 

@@ -177,7 +177,7 @@ def test_a_directory_that_others_can_read_is_refused(opens: Opens, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"has mode 755 .* mode 700"):
         opens(directory="open")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="the host tier of KV cannot use"):
+    with pytest.raises(ConfigError, match="the host KV tier cannot use"):
         opens(directory="file")
 
 

@@ -133,11 +133,11 @@ def test_an_announcement_has_an_answer_and_no_lease(ends: Ends) -> None:
 
 def test_blocks_that_one_end_does_not_have_are_refused_before_anything_is_copied(ends: Ends) -> None:
     _, offer = ends.offer()
-    with pytest.raises(ValueError, match=r"source has blocks 0\.\.9, asked for \[10\]"):
+    with pytest.raises(ValueError, match=r"source blocks must be within 0\.\.9, got \[10\]"):
         ends.sink.pull(offer, [10], ends.here, [0])
-    with pytest.raises(ValueError, match=r"target has blocks 0\.\.11, asked for \[12\]"):
+    with pytest.raises(ValueError, match=r"target blocks must be within 0\.\.11, got \[12\]"):
         ends.sink.pull(offer, [0], ends.here, [12])
-    with pytest.raises(ValueError, match="1 blocks to copy into 2"):
+    with pytest.raises(ValueError, match="cannot copy 1 blocks to 2 blocks"):
         ends.sink.pull(offer, [0], ends.here, [0, 1])
     assert not np.asarray(ends.here).any()
 
@@ -179,7 +179,7 @@ def test_memory_that_a_gpu_does_not_have_is_a_configuration_error_with_the_amoun
         def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
             return (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0)
 
-    with pytest.raises(ConfigError, match=r"8\.0 GiB of KV to share on .*OUT_OF_MEMORY"):
+    with pytest.raises(ConfigError, match=r"8\.0 GiB of shareable KV memory on .*OUT_OF_MEMORY"):
         EmulatedTransport(FullGpu()).source("p", leases=1, kv_bytes=8 << 30, epoch=1, lease_ms=1)
 
 

@@ -40,16 +40,16 @@ class Probes:
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval probe"
         window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
-        row.last_probe_at, row.asked_ns = row.generated, self.clock()
+        row.last_probe_at, row.probe_sent_ns = row.generated, self.clock()
         try:
             row.ticket = self.retriever.submit(
                 window, retrieval.collection, retrieval.k, stage="decode",
-                deadline_ns=row.asked_ns + _TIMEOUT_NS, build=row.build, filter=retrieval.filter,
+                deadline_ns=row.probe_sent_ns + _TIMEOUT_NS, build=row.build, filter=retrieval.filter,
                 hybrid=retrieval.hybrid,
             )  # fmt: skip
         except (TrinityError, IpcError) as error:
             self._log.warning("probe not sent: %s", error, extra={"request": row.id})
-            row.probes.append(Probe(row.generated, row.asked_ns, self.clock(), 0, 0, "failed"))
+            row.probes.append(Probe(row.generated, row.probe_sent_ns, self.clock(), 0, 0, "failed"))
         self._table.add(DecodeMetrics.PROBES)
 
     def poll(self, rows: Iterable[Row]) -> list[Retrieved]:
@@ -59,7 +59,7 @@ class Probes:
         answered = {result.ticket for _, result in ended}
         now = self.clock()
         for ticket, row in in_flight.items():
-            if ticket not in answered and now - row.asked_ns > _TIMEOUT_NS:
+            if ticket not in answered and now - row.probe_sent_ns > _TIMEOUT_NS:
                 self.retriever.cancel(ticket)
                 error = DeadlineExceeded(f"the probe took longer than its limit of {_TIMEOUT_NS / 1e9:g} s")
                 ended.append((row, RetrievalResult(ticket, error=error)))
@@ -96,9 +96,9 @@ class Probes:
     def _finish(self, row: Row, outcome: ProbeOutcome, passages: int = 0) -> None:
         """Record the outcome and the times of the row's probe."""
         now = self.clock()
-        stalled = now - row.asked_ns if row.stalled else 0
+        stalled = now - row.probe_sent_ns if row.stalled else 0
         row.stalled_ns += stalled
         row.ticket = None
-        row.probes.append(Probe(row.last_probe_at, row.asked_ns, now, stalled, passages, outcome))
+        row.probes.append(Probe(row.last_probe_at, row.probe_sent_ns, now, stalled, passages, outcome))
         self._table.observe(DecodeMetrics.PROBE_STALL, stalled / 1e9)
-        self._table.observe(DecodeMetrics.PROBE_TIME, (now - row.asked_ns) / 1e9)
+        self._table.observe(DecodeMetrics.PROBE_TIME, (now - row.probe_sent_ns) / 1e9)

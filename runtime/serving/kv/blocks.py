@@ -1,19 +1,19 @@
-"""The block manager: which blocks of a KV tensor belong to which sequence, and which hold a prefix worth keeping.
+"""KV block manager: allocation of the blocks of a KV tensor to sequences, and prefix caching.
 
 A block holds the KV of `block_tokens` consecutive tokens. A sequence has a `BlockTable`: position p lies in
-`table.blocks[p // block_tokens]`. A full block is known by a hash over all tokens up to its end, chained from the
-model's identity, so equal hashes mean equal KV; a sequence that begins with the same tokens takes a reference on the
-same block instead of computing it. Only full blocks are shared and sequences only append, so a shared block is never
-written. A block without references goes back to the free ones, or, if its hash is known, stays as *cached* until its
-room is needed: the longest unused goes first, the far end of a chain before its beginning.
+`table.blocks[p // block_tokens]`. A full block is identified by a hash over all tokens up to its end, chained from the
+model's identity, so equal hashes mean equal KV. A sequence that begins with the same tokens takes a reference to that
+block instead of computing it. Only full blocks are shared and sequences only append, so a shared block is never
+written. A block without references becomes free or, if its hash is registered, stays *cached* until it is evicted:
+least recently used first, and the end of a chain before its beginning.
 
 ```
-free ──grow──▶ held (1 table) ──fill──▶ held, known by its hash ◀──open── other tables
+free ──grow──▶ held (1 table) ──fill──▶ held, hash registered ◀──open── other tables
   ▲               │ close                    │ close, last reference
   └───────────────┘                          ▼
   └────────────evicted by grow──────────── cached ──open──▶ held
 ```
-Pure bookkeeping: no memory is touched here.
+Bookkeeping only: this module does not access KV memory.
 """
 
 from array import array
@@ -26,11 +26,11 @@ _HASH_BYTES = 16
 
 
 class OutOfBlocks(Exception):
-    """There are not as many free and cached blocks as were asked for. Nothing was taken."""
+    """Raised if fewer blocks are available than requested. Nothing has been allocated."""
 
-    def __init__(self, wanted: int, available: int) -> None:
-        super().__init__(f"{wanted} KV blocks are needed, {available} can be had")
-        self.wanted = wanted
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} KV blocks are needed, {available} are available")
+        self.needed = needed
         self.available = available
 
 
@@ -51,7 +51,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatistics:
-    """Blocks by state, and counters: tokens looked up in `open`, those found, and cached blocks given up."""
+    """Number of blocks by state, and counters: tokens looked up in `open`, tokens found, and evicted blocks."""
 
     total: int
     free: int
@@ -63,11 +63,11 @@ class BlockStatistics:
 
 
 class BlockManager:
-    """`blocks` blocks of `block_tokens` tokens. `identity` names the model: two models never share a hash, and of one
-    model no two sequences with different `salt`.
+    """Manages `blocks` blocks of `block_tokens` tokens. Hashes depend on the model's `identity` and on a sequence's
+    `salt`: sequences that differ in either share no block.
 
-    With `before_eviction`, which is then called before such a block is given up, `unsaved` are the known blocks that
-    nobody has taken out of there yet, by hash, the oldest first.
+    If `before_eviction` is set, `unsaved` maps the hashes of registered blocks that no tier has stored yet to the
+    blocks, oldest first, and `before_eviction` is called before one of them is evicted.
     """
 
     def __init__(self, blocks: int, block_tokens: int, identity: bytes) -> None:
@@ -79,41 +79,41 @@ class BlockManager:
         self._free = list(range(blocks - 1, -1, -1))
         self._references = [0] * blocks
         self._hashes: list[bytes | None] = [None] * blocks
-        self._known: dict[bytes, int] = {}  # hash → its block
-        self._cached: OrderedDict[int, int] = OrderedDict()  # known, without references; the longest unused first
+        self._registered: dict[bytes, int] = {}  # hash → its block
+        self._cached: OrderedDict[int, int] = OrderedDict()  # block → `requested_ns`; least recently used first
         self.unsaved: OrderedDict[bytes, int] = OrderedDict()
         self.before_eviction: Callable[[bytes, int], None] | None = None
-        self.evicted_ns = 0  # when the latest request came of whose blocks one was given up
+        self.evicted_ns = 0  # latest `requested_ns` of an evicted block
         self._lookup_tokens = self._hit_tokens = self._evictions = 0
 
     @property
     def available(self) -> int:
-        """Blocks that `grow` can give: free ones and cached ones."""
+        """Number of blocks that `grow` can allocate: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def held(self) -> int:
-        """Blocks that some table refers to."""
+        """Number of blocks that a table refers to."""
         return self.total - self.available
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks so many tokens take."""
+        """Return the number of blocks that `tokens` tokens occupy."""
         return -(-tokens // self.block_tokens)
 
     def cached_tokens(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
-        """How many leading tokens `open` would find now. Takes nothing."""
+        """Return how many leading tokens `open` would find now. Takes no reference."""
         return len(self._match(tokens, compute, self._root(salt))) * self.block_tokens
 
     def blocks_needed(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> int:
-        """How many of the available blocks `open` and then `grow(table, len(tokens))` would take together."""
+        """Return how many available blocks `open` and then `grow(table, len(tokens))` would take together."""
         matched = self._match(tokens, compute, self._root(salt))
         revived = sum(block in self._cached for _, block in matched)
         return self.blocks_for(len(tokens)) - len(matched) + revived
 
     def open(self, tokens: Sequence[int], compute: int = 1, salt: bytes = b"") -> BlockTable:
-        """A table with references on the known blocks that `tokens` begin with; `close` it in the end.
+        """Return a table with references to the registered blocks of a prefix of `tokens`. `close` it in the end.
 
-        The last `compute` tokens are left out: a model must run at least one token to say what follows.
+        The last `compute` tokens are not looked up: a model must compute at least one token to predict the next.
         """
         root = self._root(salt)
         matched = self._match(tokens, compute, root)
@@ -128,11 +128,11 @@ class BlockManager:
         return table
 
     def grow(self, table: BlockTable, tokens: int) -> None:
-        """Give the table blocks for `tokens` tokens in all. Raises `OutOfBlocks`, and then nothing has changed."""
-        wanted = self.blocks_for(tokens) - len(table.blocks)
-        if wanted > self.available:
-            raise OutOfBlocks(wanted, self.available)
-        for _ in range(wanted):
+        """Extend the table to `tokens` tokens in total. Raises `OutOfBlocks` and then changes nothing."""
+        needed = self.blocks_for(tokens) - len(table.blocks)
+        if needed > self.available:
+            raise OutOfBlocks(needed, self.available)
+        for _ in range(needed):
             if not self._free:
                 self._evict()
             block = self._free.pop()
@@ -140,20 +140,22 @@ class BlockManager:
             table.blocks.append(block)
 
     def fill(self, table: BlockTable, tokens: Sequence[int], written: int) -> None:
-        """The KV of the first `written` of `tokens` is in the table's blocks: its full ones can be shared now."""
+        """Register the full blocks of the table for sharing: the KV of the first `written` of `tokens` is written."""
         for number in range(len(table.chain), min(written // self.block_tokens, len(table.blocks))):
             before = table.chain[-1] if table.chain else table.root
             hash_ = self._hash(before, tokens, number)
             table.chain.append(hash_)
-            if hash_ not in self._known:  # else the same tokens were computed twice: ours stays private
-                self._known[hash_] = table.blocks[number]
+            if (
+                hash_ not in self._registered
+            ):  # else another sequence computed the same tokens: this block stays private
+                self._registered[hash_] = table.blocks[number]
                 self._hashes[table.blocks[number]] = hash_
                 if self.before_eviction is not None:
                     self.unsaved[hash_] = table.blocks[number]
 
     def close(self, table: BlockTable) -> None:
-        """Give the table's references back. A table that is closed already is left alone."""
-        for block in reversed(table.blocks):  # the far end first: it is also given up first
+        """Release the table's references. Idempotent."""
+        for block in reversed(table.blocks):  # the end of the chain first: it is also evicted first
             self._references[block] -= 1
             if self._references[block] == 0:
                 if self._hashes[block] is None:
@@ -163,7 +165,7 @@ class BlockManager:
         table.blocks, table.chain = [], []
 
     def statistics(self) -> BlockStatistics:
-        """Counters; cheap."""
+        """Return block counts and counters; cheap."""
         return BlockStatistics(
             total=self.total,
             free=len(self._free),
@@ -175,7 +177,7 @@ class BlockManager:
         )
 
     def keys(self, tokens: Sequence[int], compute: int = 1, *, salt: bytes = b"", root: bytes = b"") -> Iterator[bytes]:
-        """The hashes of the full blocks of `tokens`, the last `compute` of them left out; `root`: a table's."""
+        """Yield the hashes of the full blocks of `tokens` without the last `compute` ones. `root`: that of a table."""
         chain = root or self._root(salt)
         for number in range(max(0, len(tokens) - compute) // self.block_tokens):
             chain = self._hash(chain, tokens, number)
@@ -184,7 +186,7 @@ class BlockManager:
     def _match(self, tokens: Sequence[int], compute: int, root: bytes) -> list[tuple[bytes, int]]:
         matched: list[tuple[bytes, int]] = []
         for key in self.keys(tokens, compute, root=root):
-            block = self._known.get(key)
+            block = self._registered.get(key)
             if block is None:
                 break
             matched.append((key, block))
@@ -201,10 +203,10 @@ class BlockManager:
         block, requested_ns = self._cached.popitem(last=False)
         self.evicted_ns = max(self.evicted_ns, requested_ns)
         hash_ = self._hashes[block]
-        assert hash_ is not None, "a cached block is known by its hash"
+        assert hash_ is not None, "a cached block has a registered hash"
         if self.unsaved.pop(hash_, None) is not None and self.before_eviction is not None:
             self.before_eviction(hash_, block)
-        del self._known[hash_]
+        del self._registered[hash_]
         self._hashes[block] = None
         self._free.append(block)
         self._evictions += 1

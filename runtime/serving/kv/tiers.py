@@ -1,12 +1,12 @@
-"""KV tiers: full KV blocks as files, in the host's memory and on disk, that outlive the worker that computed them.
+"""KV tiers: full KV blocks in files, in host memory and on disk, which outlive the worker that computed them.
 
 ```
 a worker's blocks ──write: between passes, and before an eviction──▶ host tier, disk tier    (`[kv]`)
        ▲                                                                  │
        └──────── load: block by block, as a hand-over is pulled ◀─────────┘
 ```
-A block's name is its hash over the model and all tokens up to its end (`blocks.py`), so whoever comes to the same
-prefix finds it: another worker, or the one that starts in a dead one's place. The files are `file_tier`.
+A block's name is its hash over the model and all tokens up to its end (`blocks.py`), so any worker with the same
+prefix finds it, including the replacement of a dead worker. `file_tier` implements the files.
 """
 
 import time
@@ -24,20 +24,19 @@ from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.file_tier import FileTier, Tier
 from runtime.serving.kv.transport import KvArray, Transfer
 
-WRITERS = 16  # prefill and decode workers that a node can have, those added later too
-LOAD_NS = 20_000_000  # of a prompt's KV prefill loads, before others' next pass
-BUSY_SHARE = 30  # of the time of a pass or a step, at most, blocks are written, or copied, beside it
-_DEBT_NS = 20_000_000  # of writing more than that, to make room, before blocks are given up unwritten
-_LATELY = 8  # blocks or passes that a mean is mostly of
-_FORGETS = 0.98  # of what a block took to load, with each that was computed instead: so it is tried again
+WRITERS = 16  # most prefill and decode workers of a node, including those added later
+LOAD_NS = 20_000_000  # time that prefill loads a prompt's KV between two passes
+BUSY_SHARE = 30  # blocks are written or copied for at most 1/30 of the time of a pass or step
+_MAX_DEBT_NS = 20_000_000  # writing time beyond that share after which blocks are evicted unwritten
+_MEAN_WINDOW = 8  # blocks or passes in a moving average
+_LOAD_DECAY = 0.98  # of the average load time, for each prompt computed instead: loading is tried again eventually
 
 
 class Tiers:
-    """The tiers of one worker, the fastest first; without any, nothing is written or found.
+    """The tiers of one worker, fastest first. Without tiers nothing is written or found.
 
-    They cost a busy worker a share of its time at most: a block whose room is needed is given up unwritten while
-    writing has taken more than that. And where the model computes a block sooner than one is loaded, nothing is found
-    in them.
+    Their cost is bounded by a share of a busy worker's time: while writing exceeds it, blocks are evicted unwritten.
+    While the model computes a block faster than a tier loads it, the tiers are not searched.
     """
 
     def __init__(
@@ -47,29 +46,31 @@ class Tiers:
         kv: KvArray | None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`kv`: what the blocks are of; None where there is nothing to copy (the simulator)."""
+        """`kv`: the tensor that holds the blocks; None if there is nothing to copy (simulator)."""
         self._tiers, self._blocks, self._kv, self._clock = tuple(tiers), blocks, kv, clock
         self._block: KvArray | None = None
         self._bytes = memoryview(b"")
         if kv is not None:
             self._block, self._bytes = _one_block(kv)
         self._credit_ns = 0
-        self._load_ns = self._compute_ns = 0.0  # of a block, lately; 0: not known
+        self._load_ns = self._compute_ns = 0.0  # moving averages per block; 0: not measured
         if self._tiers:
             blocks.before_eviction = self._evict
 
     @classmethod
     def of_plan(cls, plan: NodePlan, blocks: BlockManager, kv: KvArray) -> "Tiers":
-        """Those that are configured. Raises `ConfigError`."""
+        """Open the configured tiers. Raises `ConfigError`."""
         config, block_bytes = plan.config, kv.nbytes // kv.shape[2]
-        kept: tuple[tuple[TierName, Path, int], ...] = (
+        sections: tuple[tuple[TierName, Path, int], ...] = (
             ("host", plan.kv_directory, config.kv.host_mib),
             ("disk", Path(config.kv.disk_path), config.kv.disk_mib),
         )
-        return cls([FileTier(name, at, mib << 20, block_bytes, WRITERS) for name, at, mib in kept if mib], blocks, kv)
+        return cls(
+            [FileTier(name, at, mib << 20, block_bytes, WRITERS) for name, at, mib in sections if mib], blocks, kv
+        )
 
     def cached_tokens(self, tokens: Sequence[int], salt: bytes = b"") -> int:
-        """How many leading tokens are in blocks here or in a tier that is worth it, the last token left out."""
+        """Return how many leading tokens, except the last, are cached here or in a tier worth loading from."""
         count = self._blocks.cached_tokens(tokens, salt=salt) // self._blocks.block_tokens
         if not self._loading_pays:
             return count * self._blocks.block_tokens
@@ -80,41 +81,41 @@ class Tiers:
         return count * self._blocks.block_tokens
 
     def load(self, table: BlockTable, tokens: Sequence[int]) -> "Load | None":
-        """A copy of what is there beyond `table.reused_tokens` into the table's blocks; None if nothing is, or it is
-        computed sooner."""
+        """Return the load of tokens beyond `table.reused_tokens` into the table's blocks; None if no tier has them or
+        computing them is faster."""
         keys = list(self._blocks.keys(tokens, root=table.root))[table.reused_tokens // self._blocks.block_tokens :]
         if not keys or not any(tier.has(keys[0]) for tier in self._tiers):
             return None
         if not self._loading_pays:
-            self._load_ns *= _FORGETS
+            self._load_ns *= _LOAD_DECAY
             return None
         return Load(self, self._blocks, table, tokens, keys)
 
     def record_compute(self, tokens: float, took_ns: float) -> None:
-        """The model has computed so many tokens of prompts in that time."""
+        """Record that the model computed `tokens` prompt tokens in `took_ns`."""
         if tokens > 0:
-            self._compute_ns = _lately(self._compute_ns, took_ns * self._blocks.block_tokens / tokens)
+            self._compute_ns = _moving_average(self._compute_ns, took_ns * self._blocks.block_tokens / tokens)
 
     @property
     def _loading_pays(self) -> bool:
         return not self._compute_ns or self._load_ns < self._compute_ns
 
     def load_block(self, key: bytes, block: int) -> bool:
-        """Copy one block in; False if no tier has it whole. What only a slower tier has goes to the faster ones."""
+        """Load one block, and store it in the faster tiers that lack it. Return False if no tier has it intact."""
         begin_ns = self._clock()
         for number, tier in enumerate(self._tiers):
             if tier.load(key, self._bytes):
                 if self._kv is not None and self._block is not None:
                     Transfer(self._block, [0], self._kv, [block]).step()
-                self._load_ns = _lately(self._load_ns, self._clock() - begin_ns)
+                self._load_ns = _moving_average(self._load_ns, self._clock() - begin_ns)
                 for faster in self._tiers[:number]:
                     faster.store(key, self._bytes)
                 return True
         return False
 
     def write(self, for_ns: int | None = None) -> bool:
-        """Write blocks that no tier has had yet, for about `for_ns` a call over many calls; or one, by a worker that
-        has nothing else to do (None). Whether any was written."""
+        """Write blocks that no tier has stored yet, for `for_ns` per call on average (None, for an idle worker: one
+        block). Return whether any was written."""
         if for_ns is None:
             self._credit_ns = 1
         else:
@@ -130,8 +131,8 @@ class Tiers:
         return wrote
 
     def _evict(self, key: bytes, block: int) -> None:
-        """Write a block whose room is needed now, if writing has had no more than its share."""
-        if self._credit_ns > -_DEBT_NS:
+        """Write a block that is being evicted, if writing has not exceeded its share of time."""
+        if self._credit_ns > -_MAX_DEBT_NS:
             begin_ns = self._clock()
             self._store(key, block)
             self._credit_ns -= self._clock() - begin_ns
@@ -144,7 +145,7 @@ class Tiers:
             tier.store(key, self._bytes)
 
     def publish(self, table: WorkerTable, metrics: type[PrefillMetrics] | type[DecodeMetrics]) -> None:
-        """Write the state of the blocks, and the tiers' counters, into a worker's table."""
+        """Write the state of the blocks and the tiers' counters to a worker's metrics table."""
         found = self._blocks.statistics()
         table.set(metrics.KV_BLOCKS, found.total)
         table.set(metrics.KV_BLOCKS_HELD, found.held)
@@ -158,15 +159,15 @@ class Tiers:
             table.set(KvMetrics.TIER_BYTES[tier.name], tier.used_bytes)
 
     def close(self) -> None:
-        """The tiers stay as they are, for others."""
+        """Close the tiers; their blocks stay for other workers."""
         for tier in self._tiers:
             tier.close()
 
 
 class Load:
-    """What tiers have of a prompt, copied into its table's blocks. `step` until that is True, as a `Transfer`.
+    """Copy of a prompt's blocks from the tiers into its table. Like a `Transfer`: call `step` until it returns True.
 
-    It ends at the first block that is not there, or damaged. At its end the table's `reused_tokens` are what it has.
+    It ends at the first block that is missing or damaged. Then `table.reused_tokens` counts the tokens loaded.
     """
 
     settled = True  # a step returns when its blocks are copied
@@ -180,11 +181,11 @@ class Load:
         """See `Transfer.settle`."""
 
     def step(self, for_ns: int | None = None, clock: Callable[[], int] = time.monotonic_ns) -> bool:
-        """Copy for about `for_ns`, at least a block (None: all); whether it is over."""
+        """Copy for about `for_ns`, at least one block (None: all). Return whether it is done."""
         begin_ns, size = clock(), self._blocks.block_tokens
         while self._keys:
-            here = self._table.reused_tokens // size
-            if not self._tiers.load_block(self._keys[0], self._table.blocks[here]):
+            index = self._table.reused_tokens // size
+            if not self._tiers.load_block(self._keys[0], self._table.blocks[index]):
                 self._keys = ()
                 break
             self._keys = self._keys[1:]
@@ -197,13 +198,13 @@ class Load:
         return True
 
 
-def _lately(mean: float, value: float) -> float:
-    """A mean of the last values, with the next one; 0: there is none yet."""
-    return mean + (value - mean) / _LATELY if mean else value
+def _moving_average(mean: float, value: float) -> float:
+    """Return the exponential moving average after `value`; a `mean` of 0 means no value yet."""
+    return mean + (value - mean) / _MEAN_WINDOW if mean else value
 
 
 def _one_block(kv: KvArray) -> tuple[KvArray, memoryview]:
-    """An array like `kv` of one block, and its bytes."""
+    """Return an array for one block of `kv`, and a view of its bytes."""
     shape = (*kv.shape[:2], 1, *kv.shape[3:])
     if isinstance(kv, np.ndarray):
         block = np.empty(shape, kv.dtype)
@@ -211,6 +212,6 @@ def _one_block(kv: KvArray) -> tuple[KvArray, memoryview]:
     import torch
 
     assert isinstance(kv, torch.Tensor)
-    # Page-locked, so that a GPU copies by itself. torch waits for each copy, in the order of the model's own work.
-    there = torch.empty(shape, dtype=kv.dtype, pin_memory=torch.cuda.is_available())
-    return there, there.view(-1).view(torch.uint8).numpy().data
+    # Page-locked, so that the GPU copies by DMA. torch waits for each copy, in stream order with the model's work.
+    pinned = torch.empty(shape, dtype=kv.dtype, pin_memory=torch.cuda.is_available())
+    return pinned, pinned.view(-1).view(torch.uint8).numpy().data

@@ -1,29 +1,28 @@
-"""KV's way from prefill to decode: its two ends, `HandoverSource` and `KvSink`, and the two ways that there are.
+"""KV transport from prefill (`HandoverSource`) to decode (`KvSink`), through host memory or CUDA IPC.
 
 ```
 prefill (HandoverSource)                                decode (KvSink)
-  memory: KV lies here         ◀── mapped by the sink ──
+  memory: holds the KV         ◀── mapped by the sink ──
   lease() ─▶ one of a few                                  receive()
-  offer(endpoint, lease, message) ────────────────▶        … finds room …
+  offer(endpoint, lease, message) ────────────────▶        … reserves blocks …
                                                            pull(offer, …) ─▶ Transfer: step, step, step
-                                                           current(offer)? the copy is whole
+                                                           current(offer)? the copy is valid
   poll() ◀──────────────────── accepted or not ────        acknowledge(offer) | reject(offer, reason)
-  release(lease): blocks may be written anew
+  release(lease): blocks may be overwritten
 ```
-A lease covers all blocks of one prompt: until it is released they are not written. In order "decode first" an
-announcement goes ahead of the offer; it has no memory to pull, its acknowledgement means that there is room. A prompt
-of several passes is offered after the first one, too: decode pulls what is `written` of it meanwhile.
-`withdraw` takes an offer back; what is being pulled then is no longer current.
+A lease covers all blocks of one prompt: they are not overwritten until it is released. In order "decode first" an
+announcement precedes the offer; it carries no memory, and its acknowledgement means that decode has reserved blocks. A
+prompt of several passes is also offered after the first pass: decode pulls the part that is `written` meanwhile.
+`withdraw` revokes an offer; a pull in progress is then no longer current.
 
-The ways differ in whose memory KV lies in: the host's, or one GPU's, from which it is copied into another's through
-CUDA IPC. A worker on a CPU uses the first, one on a GPU the second; both ends must use the same one, and placement
-sees to that. What is said, leased, withdrawn or found stale is the same, and is `ipc.handover.messages`'s.
+The two transports differ in the memory that holds KV: host memory, or memory of a GPU that is copied to another GPU
+through CUDA IPC. Workers on CPUs use the first, workers on GPUs the second. Both ends must use the same one; placement
+ensures it. The protocol (offers, leases, withdrawal, staleness) is the same for both: `ipc.handover.messages`.
 
-KV arrays are [layers, 2, blocks, kv_heads, block_tokens, head_dim], float32 in the host's memory and of a model's own
-type on a GPU: a model's tensor, the same in another process's memory, or a tier's. A copy (`Transfer`) goes layer by
-layer, as a model reads them, and within a layer in slices of at most 1 MiB, so that who copies can do something else
-in between. In a slice blocks that lie one behind the other on both sides are copied in one go, straight from there to
-here.
+KV arrays are [layers, 2, blocks, kv_heads, block_tokens, head_dim], float32 in host memory and of the model's type on a
+GPU: the tensor of a model, of another process, or of a tier. A `Transfer` copies layer by layer, in the model's layout,
+and within a layer in slices of at most 1 MiB, so that the caller can do other work in between. Blocks of a slice that
+are adjacent on both sides are copied at once.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
 _SLICE_BYTES = 1 << 20
 
 
-# ---- copies of blocks, slice by slice
+# ---- block copies in slices
 
 
 class KvArray(Protocol):
-    """A numpy array or a torch tensor: what copying needs of either, so that neither is imported for the other."""
+    """Interface of numpy arrays and torch tensors that copying uses, so that torch is not imported for numpy."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -69,77 +68,81 @@ class KvArray(Protocol):
 
 
 def kv_array(memory: memoryview, shape: Sequence[int]) -> NDArray[np.float32]:
-    """float32 KV in someone's memory; `shape[2]` is replaced by as many blocks as it has. Raises ValueError if it has
-    none."""
-    there = kv_shape(memory.nbytes, shape, 4)
-    return np.frombuffer(memory, np.float32, count=int(np.prod(there))).reshape(there)
+    """Return a float32 KV array over `memory`, with `shape[2]` replaced by the number of blocks that it holds. Raises
+    ValueError if it holds none."""
+    fitted = kv_shape(memory.nbytes, shape, 4)
+    return np.frombuffer(memory, np.float32, count=int(np.prod(fitted))).reshape(fitted)
 
 
 def kv_shape(nbytes: int, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """`shape` with as many blocks as so many bytes hold. Raises ValueError if they hold none."""
+    """Return `shape` with the number of blocks that `nbytes` bytes hold. Raises ValueError if they hold none."""
     block_bytes = item_bytes * int(np.prod([*shape[:2], *shape[3:]]))
     blocks = nbytes // block_bytes
     if blocks == 0:
-        raise ValueError(f"a memory of {nbytes} bytes holds no KV block of {block_bytes}")
+        raise ValueError(f"memory of {nbytes} bytes is too small for a KV block of {block_bytes} bytes")
     return (*shape[:2], blocks, *shape[3:])
 
 
 class Run(NamedTuple):
-    """Blocks that lie one behind the other on both sides: where in the source, where in the target, how many."""
+    """Blocks that are adjacent in source and target: first source block, first target block, number of blocks."""
 
-    taken: int
-    given: int
+    source: int
+    target: int
     blocks: int
 
 
 class Transfer:
-    """One copy, of `source`'s blocks `taken` to `target`'s blocks `given`, in that order. `step` until `done`.
+    """Copies the blocks `source_blocks` of one KV array to the blocks `target_blocks` of another. `step` until `done`.
 
-    Each slice is copied when `step` returns. Raises ValueError for arrays of different models or types, and for blocks
-    that one of them does not have.
+    A slice is copied completely when `step` returns. Raises ValueError for arrays of different models or types, and for
+    invalid block numbers.
     """
 
-    def __init__(self, source: KvArray, taken: Sequence[int], target: KvArray, given: Sequence[int]) -> None:
+    def __init__(
+        self, source: KvArray, source_blocks: Sequence[int], target: KvArray, target_blocks: Sequence[int]
+    ) -> None:
         self._source, self._target = source, target
         if source.itemsize != target.itemsize:
-            raise ValueError(f"KV of {source.itemsize} bytes a number does not fit into one of {target.itemsize}")
-        self._plan(tuple(source.shape), taken, target, given)
+            raise ValueError(f"cannot copy KV of {source.itemsize}-byte numbers to {target.itemsize}-byte numbers")
+        self._plan(tuple(source.shape), source_blocks, target, target_blocks)
 
-    def _plan(self, source: tuple[int, ...], taken: Sequence[int], into: KvArray, given: Sequence[int]) -> None:
-        target = tuple(into.shape)
-        if source[:2] + source[3:] != target[:2] + target[3:]:
-            raise ValueError(f"KV of shape {source} does not fit into {target}")
-        if len(taken) != len(given):
-            raise ValueError(f"{len(taken)} blocks to copy into {len(given)}")
-        for name, blocks, shape in (("source", taken, source), ("target", given, target)):
-            if blocks and not 0 <= min(blocks) <= max(blocks) < shape[2]:
-                raise ValueError(f"the {name} has blocks 0..{shape[2] - 1}, asked for {sorted(blocks)}")
-        block_bytes = into.itemsize * int(np.prod([2, *target[3:]]))  # of one layer
-        each = max(1, _SLICE_BYTES // block_bytes)
+    def _plan(
+        self, source_shape: tuple[int, ...], source_blocks: Sequence[int], target: KvArray, target_blocks: Sequence[int]
+    ) -> None:
+        shape = tuple(target.shape)
+        if source_shape[:2] + source_shape[3:] != shape[:2] + shape[3:]:
+            raise ValueError(f"cannot copy KV of shape {source_shape} to shape {shape}")
+        if len(source_blocks) != len(target_blocks):
+            raise ValueError(f"cannot copy {len(source_blocks)} blocks to {len(target_blocks)} blocks")
+        for name, blocks, count in (("source", source_blocks, source_shape[2]), ("target", target_blocks, shape[2])):
+            if blocks and not 0 <= min(blocks) <= max(blocks) < count:
+                raise ValueError(f"{name} blocks must be within 0..{count - 1}, got {sorted(blocks)}")
+        block_bytes = target.itemsize * int(np.prod([2, *shape[3:]]))  # of one layer
+        slice_blocks = max(1, _SLICE_BYTES // block_bytes)
         parts = [
-            list(_runs(taken[begin : begin + each], given[begin : begin + each]))
-            for begin in range(0, len(taken), each)
+            list(_runs(source_blocks[begin : begin + slice_blocks], target_blocks[begin : begin + slice_blocks]))
+            for begin in range(0, len(source_blocks), slice_blocks)
         ]
-        self._slices = [(layer, runs) for layer in range(target[0]) for runs in parts]
+        self._slices = [(layer, runs) for layer in range(shape[0]) for runs in parts]
         self._next = 0
-        self.bytes = len(taken) * block_bytes * target[0]
+        self.bytes = len(source_blocks) * block_bytes * shape[0]
         self.busy_ns = 0
 
     @property
     def done(self) -> bool:
-        """Whether all is copied. May raise IpcError."""
+        """Whether the copy is complete. May raise IpcError."""
         return self._next == len(self._slices)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is being written just now: blocks of a copy that is given up are free from then on."""
+        """Whether no write is in flight, so that the target blocks of an aborted copy can be freed."""
         return True
 
     def settle(self) -> None:
-        """Wait until it is."""
+        """Wait until `settled`."""
 
     def step(self, for_ns: int | None = None, clock: Callable[[], int] = time.monotonic_ns) -> bool:
-        """Copy for about `for_ns`, at least one slice (None: all that is left); whether all is copied now.
+        """Copy for about `for_ns`, at least one slice (None: the rest). Return whether the copy is complete.
 
         May raise IpcError.
         """
@@ -154,35 +157,37 @@ class Transfer:
 
     def _copy(self, layer: int, runs: Sequence[Run]) -> None:
         source, target = self._source[layer], self._target[layer]
-        for taken, given, count in runs:
-            for side in (0, 1):  # each is one piece of memory, there and here
-                target[side, given : given + count] = source[side, taken : taken + count]
+        for first_source, first_target, count in runs:
+            for side in (0, 1):  # K and V: each is contiguous in source and target
+                target[side, first_target : first_target + count] = source[side, first_source : first_source + count]
 
 
-def _runs(taken: Sequence[int], given: Sequence[int]) -> Iterator[Run]:
+def _runs(source: Sequence[int], target: Sequence[int]) -> Iterator[Run]:
     begin = 0
-    for end in range(1, len(taken) + 1):
-        if end == len(taken) or (taken[end], given[end]) != (taken[end - 1] + 1, given[end - 1] + 1):
-            yield Run(taken[begin], given[begin], end - begin)
+    for end in range(1, len(source) + 1):
+        if end == len(source) or (source[end], target[end]) != (source[end - 1] + 1, target[end - 1] + 1):
+            yield Run(source[begin], target[begin], end - begin)
             begin = end
 
 
 class DeviceTransfer(Transfer):
-    """A `Transfer` by the copy engines: `step` queues slices and asks whether all are done, and waits for nothing.
+    """A `Transfer` by the GPU's copy engines: `step` enqueues slices, polls for completion and never blocks.
 
-    The stream is `memory`'s own, so the model's kernels go on beside it. Nothing orders the two, and nothing must: the
-    target's blocks are not in use by any kernel when a copy is begun (a forward pass has ended when it returns), nor
-    before all of it is seen to be done; and who gives a copy up keeps its blocks until it is `settled`.
+    It uses `memory`'s own stream, concurrently with the model's kernels. The streams need no ordering: no kernel uses
+    the target blocks when a copy starts (a forward pass is complete when it returns) or before the copy is seen to be
+    complete, and the owner of an aborted copy keeps its blocks until it is `settled`.
 
-    A run of blocks is two copies a layer, K and V: some microseconds of the host each.
+    A run of blocks is two copies per layer, K and V, of some microseconds of host time each.
     """
 
-    def __init__(self, memory: DeviceMemory, taken: Sequence[int], target: torch.Tensor, given: Sequence[int]) -> None:
+    def __init__(
+        self, memory: DeviceMemory, source_blocks: Sequence[int], target: torch.Tensor, target_blocks: Sequence[int]
+    ) -> None:
         source = kv_shape(memory.size, target.shape, target.itemsize)
         if not target.is_contiguous():
             raise ValueError(f"the KV tensor of shape {tuple(target.shape)} is not contiguous")
         self._memory, self._address = memory, target.data_ptr()
-        self._plan(source, taken, target, given)
+        self._plan(source, source_blocks, target, target_blocks)
         self._strides = source[2], int(target.shape[2])
         self._side_bytes = target.itemsize * int(np.prod(target.shape[3:]))
         self._began_ns: int | None = None
@@ -193,7 +198,7 @@ class DeviceTransfer(Transfer):
 
     @property
     def settled(self) -> bool:
-        with suppress(IpcError):  # a device at fault writes nothing any more
+        with suppress(IpcError):  # a failed device does not write any more
             return self._memory.idle()
         return True
 
@@ -202,7 +207,7 @@ class DeviceTransfer(Transfer):
             self._memory.flush()
 
     def step(self, for_ns: int | None = None, clock: Callable[[], int] = time.monotonic_ns) -> bool:
-        """Queue for about `for_ns`; whether all is copied now. `busy_ns` is the time since the first step."""
+        """Enqueue for about `for_ns`; return whether the copy is complete. `busy_ns` counts from the first step."""
         if self._began_ns is None:
             self._began_ns = clock()
         done = super().step(for_ns, clock)
@@ -213,48 +218,50 @@ class DeviceTransfer(Transfer):
         size, (source_blocks, target_blocks) = self._side_bytes, self._strides
         for side in (2 * layer, 2 * layer + 1):
             source, target = side * source_blocks, self._address + side * target_blocks * size
-            for taken, given, count in runs:
-                self._memory.read((source + taken) * size, DeviceSpan(target + given * size, count * size))
+            for first_source, first_target, count in runs:
+                span = DeviceSpan(target + first_target * size, count * size)
+                self._memory.read((source + first_source) * size, span)
 
 
-# ---- the two ends, and the two ways
+# ---- sinks and transports
 
 
 class KvSink(HandoverSink):
-    """Decode's end. One thread; nothing blocks."""
+    """Decode's end of the transport. Single-threaded and non-blocking."""
 
-    def pull(self, offer: Offer, taken: Sequence[int], kv: Any, given: Sequence[int]) -> Transfer:
-        """The copy of the source's blocks `taken` into `given` of `kv`. Raises IpcError, ValueError."""
+    def pull(self, offer: Offer, source_blocks: Sequence[int], kv: Any, target_blocks: Sequence[int]) -> Transfer:
+        """Return a copy of the offered memory's blocks to blocks of `kv`. Raises IpcError, ValueError."""
         if self.on_device:
-            return DeviceTransfer(self.device_memory(offer), taken, kv, given)
-        return Transfer(kv_array(self.memory(offer), kv.shape), taken, kv, given)
+            return DeviceTransfer(self.device_memory(offer), source_blocks, kv, target_blocks)
+        return Transfer(kv_array(self.memory(offer), kv.shape), source_blocks, kv, target_blocks)
 
 
 class Transport(Protocol):
-    """What a worker needs to know of its way: where its model is, how that computes, and its end of the hand-over."""
+    """KV transport of a worker: the device and kernels of its model, and the factories of both ends."""
 
     @property
     def device(self) -> str:
-        """torch's name of where the model and its KV are."""
+        """torch device name of the model and its KV."""
 
     @property
     def kernels(self) -> Kernels:
         """See `LanguageModel.load`."""
 
     def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
-        """Prefill's end: `leases` prompts at once, `kv_bytes` of memory. Raises ConfigError if it cannot be had."""
+        """Create prefill's end, for `leases` prompts at once and `kv_bytes` of memory. Raises ConfigError if allocation
+        fails."""
 
     def sink(self, endpoint: str) -> KvSink:
-        """Decode's end."""
+        """Create decode's end."""
 
 
 def transport_for(device: str) -> Transport:
-    """The way of a worker on "cpu" or "cuda:N". Raises ConfigError."""
+    """Return the transport for a worker on "cpu" or "cuda:N". Raises ConfigError."""
     return HostTransport() if device == "cpu" else CudaTransport(device)
 
 
 class HostTransport:
-    """Sources share memory of the host; sinks map it read-only and copy slice by slice."""
+    """Transport through shared host memory: sinks map it read-only and copy slice by slice."""
 
     device = "cpu"
     kernels: Kernels = "cpu"
@@ -268,10 +275,10 @@ class HostTransport:
 
 
 class CudaTransport:
-    """Sources export memory of their GPU; sinks open it through CUDA IPC and copy device to device.
+    """Transport through CUDA IPC: sources export memory of their GPU, sinks open it and copy device to device.
 
-    The memory comes from the driver itself, because torch's allocator may hand out memory that cannot be exported. It
-    is not given back before the process ends: who has it open might still be copying.
+    The memory is allocated from the driver, because memory of torch's allocator cannot always be exported. It is not
+    freed before the process ends, because a process that has it open may still be copying.
     """
 
     kernels: Kernels = "paged"
@@ -289,7 +296,9 @@ class CudaTransport:
             memory = self._memory.create(kv_bytes, self.device)
             arena = KvArena.create_on(memory, leases + 1, epoch)
         except IpcError as error:
-            raise ConfigError(f"{kv_bytes / 2**30:.1f} GiB of KV to share on {self.device!r}: {error}") from error
+            raise ConfigError(
+                f"cannot allocate {kv_bytes / 2**30:.1f} GiB of shareable KV memory on {self.device!r}: {error}"
+            ) from error
         return HandoverSource(name, arena, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
