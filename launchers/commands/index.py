@@ -115,7 +115,7 @@ def build(
     if given and len(sources) > 1:
         raise BuildRefused(f"vectors go with one source, not with {len(sources)}")
     if not given and ids is not None:
-        raise BuildRefused("documents bring their own ids: give ids with bare vectors only")
+        raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     chosen = None
     if embedder is not None or not given:
         chosen = choose_embedder(

@@ -134,7 +134,7 @@ class HeldChecksums(Checksums):
     def pending(self) -> bool:
         return not self.begun.is_set()
 
-    def verify(self, pace: Throttle = unthrottled) -> None:
+    def verify(self, throttle: Throttle = unthrottled) -> None:
         self.begun.set()
         assert self.end.wait(60)
         raise CollectionError("altered")

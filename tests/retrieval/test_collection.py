@@ -154,7 +154,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
         (KeyboardInterrupt, "^$", broken(), {}),
         (
             CollectionError,
-            "document 2 has the id 'a' of document 1",
+            "documents 1 and 2 have the same id 'a'",
             [Document("a", "", "x"), Document("a", "", "y")],
             {},
         ),
@@ -162,10 +162,10 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
         (CollectionError, "row 17 holds nan", bad, {"embedder": None}),
         (CollectionError, "degree is 1, outside", vectors, {"embedder": None, "degree": 1}),
         (CollectionError, "none of cosine, l2, ip", vectors, {"embedder": None, "metric": "l3"}),
-        (CollectionError, "not from hashing-256: its are 256 long", vectors, {}),
-        (CollectionError, "200 vectors for 43 documents", DOCUMENTS, {"embedder": None, "vectors": vectors}),
-        (CollectionError, "vectors already", vectors, {"vectors": vectors}),
-        (CollectionError, "documents bring their own ids", DOCUMENTS, {"ids": np.arange(43)}),
+        (CollectionError, "not from hashing-256, whose vectors have 256 dimensions", vectors, {}),
+        (CollectionError, "200 vectors do not match 43 documents", DOCUMENTS, {"embedder": None, "vectors": vectors}),
+        (CollectionError, "the source contains vectors", vectors, {"vectors": vectors}),
+        (CollectionError, "documents have their own ids", DOCUMENTS, {"ids": np.arange(43)}),
         (CollectionError, r"a source ends in \.jsonl", tmp_path / "d.csv", {}),
         (ModelError, "unknown embedder", DOCUMENTS, {"embedder": "hishing"}),
     ]
@@ -177,7 +177,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
 
 def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: Path) -> None:
     before = (copy / "collection.json").read_bytes()
-    with pytest.raises(CollectionError, match="exists already: use another --out, or --force"):
+    with pytest.raises(CollectionError, match="already exists: use another --out, or --force"):
         build(copy, seed=1)
     assert (copy / "collection.json").read_bytes() == before
     Collection.build(DOCUMENTS[:20], copy, embedder="hashing-64", degree=4, force=True)
@@ -246,7 +246,7 @@ def test_what_trinity_did_not_write_is_never_deleted(tmp_path: Path, copy: Path)
         ("mine", "not a collection and will not be replaced"),
         ("file", "not a directory"),
         ("link", "not a directory"),
-        ("docs", "notes.txt is no part of a collection"),
+        ("docs", "notes.txt is not part of a collection"),
     ]:
         with pytest.raises(CollectionError, match=message):
             build(tmp_path / name, force=True)
@@ -299,7 +299,7 @@ def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Pat
                 call(tmp_path / "other")
     manifest = (copy / "collection.json").read_text()
     (copy / "collection.json").write_text(manifest.replace('"version": 1', '"version": 2'))
-    with pytest.raises(CollectionError, match="has version 2, this Trinity reads 1"):
+    with pytest.raises(CollectionError, match="has version 2; this Trinity reads 1"):
         Collection.open(copy)
 
 
@@ -309,8 +309,8 @@ def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Pat
         ({"shards": 10**15}, "shards is 1000000000000000, outside 1..8"),
         ({"shards": -1}, "shards is -1"),
         ({"files": {}}, "does not list index/meta.json"),
-        ({"files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}}, "which is no file of a collection"),
-        ({"files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}}, "which is no file of a collection"),
+        ({"files": {"index/meta.json": (1, "x"), "x" * 300: (1, "x")}}, "which is not a file of a collection"),
+        ({"files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}}, "which is not a file of a collection"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused_though_its_checksum_fits(

@@ -1,4 +1,4 @@
-"""The attributes of the documents that a collection is built from, kept by column for filters."""
+"""Columns of the attributes of the documents that a collection is built from, for filters."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from runtime.retrieval.collections.documents import Document
 
 
 class AttributeCollector:
-    """The attributes of documents that go by, by column."""
+    """Collects the attributes of a stream of documents into columns."""
 
     def __init__(self) -> None:
         self._columns, self._schema = Columns(), dict[str, AttributeType]()
 
     def collect(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents. Raises `CollectionError` for an attribute that is of another type than before."""
+        """Yield the documents unchanged. Raises `CollectionError` if an attribute's type differs between documents."""
         for number, document in enumerate(documents, 1):
             if document.attributes:
                 try:
@@ -27,6 +27,6 @@ class AttributeCollector:
             yield document
 
     def write(self, path: Path) -> None:
-        """Keep them for filters, where there are any."""
+        """Write the columns to a file, if any document has an attribute."""
         if self._schema:
             path.write_bytes(self._columns.encode())

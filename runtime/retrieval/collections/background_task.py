@@ -1,7 +1,7 @@
-"""Work beside a worker's loop, on a thread of its own: opening a collection anew, comparing its checksums.
+"""Background tasks of a worker: a thread beside its event loop, for example to reopen a collection or verify checksums.
 
-The thread has the loop's own priority: a nicer one, put off the processor while it holds the interpreter's lock, would
-keep the loop waiting for as long as others keep the cores busy. `throttle` is what leaves the loop its time.
+The thread keeps the priority of the loop: a thread of lower priority that is preempted while it holds the interpreter's
+lock would block the loop for as long as other processes keep the cores busy. `throttle` leaves the loop its share.
 """
 
 import threading
@@ -16,14 +16,14 @@ _T = TypeVar("_T")
 
 
 class TaskCancelled(Exception):
-    """The work is not wanted any more."""
+    """Raised inside a task that was cancelled."""
 
 
 class BackgroundTask(Generic[_T]):
-    """One piece of work, begun at once: `done` tells when it has ended, with a `result` or an `error`."""
+    """One function on a thread of its own, started at once. When it is `done`, either `result` or `error` is set."""
 
     def __init__(self, name: str, work: Callable[["BackgroundTask[_T]"], _T]) -> None:
-        """`work` is given this, for its `throttle`."""
+        """`work` receives this task, for `throttle` or `check_cancelled`."""
         self._work = work
         self._cancelled = threading.Event()
         self.result: _T | None = None
@@ -43,25 +43,25 @@ class BackgroundTask(Generic[_T]):
 
     @property
     def error_message(self) -> str:
-        """Why it failed, in words; "" if it did not."""
+        """The message of the error; "" if there is no error."""
         if self.error is None:
             return ""
         return str(self.error) if isinstance(self.error, TrinityError | GpuError) else repr(self.error)
 
     def throttle(self, read_bytes: int) -> None:
-        """Reads no more than `READ_BYTES_S` of it. Raises `TaskCancelled`."""
+        """Sleep to keep reads below `READ_BYTES_S`. Raises `TaskCancelled`."""
         if self._cancelled.wait(read_bytes / READ_BYTES_S):
             raise TaskCancelled
 
     def check_cancelled(self, read_bytes: int) -> None:
-        """`throttle` for work that somebody waits for. Raises `TaskCancelled`."""
+        """Raise `TaskCancelled` if the task is cancelled; for tasks that a caller waits for, in place of `throttle`."""
         if self._cancelled.is_set():
             raise TaskCancelled
 
     def cancel(self) -> None:
-        """Have it end soon, without a result that anybody wants."""
+        """Request the task to stop at its next call of `throttle` or `check_cancelled`."""
         self._cancelled.set()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the task is done."""
         self._thread.join(timeout_s)

@@ -1,5 +1,7 @@
-"""Reading a collection's files to the end and comparing their checksums: those that are open, whatever their names mean
-by now."""
+"""Checksum verification of a collection's files, and opening several files as those of one build.
+
+Verification reads open file descriptors, so it is independent of files that later replace them.
+"""
 
 import hashlib
 import os
@@ -11,24 +13,24 @@ from runtime.errors import CollectionError
 from runtime.retrieval.collections.manifest import FileChecksum, Manifest, checksum_file, read_manifest
 
 Throttle = Callable[[int], None]
-"""Told how many bytes were read just now, and in no hurry to return."""
+"""Called with the number of bytes that were just read; may sleep to limit the read rate."""
 
-_CHUNK_BYTES = 1 << 18  # 0.15 ms: a pool's loop on the same core waits that long
+_CHUNK_BYTES = 1 << 18  # takes 0.15 ms: the longest delay of a pool loop on the same core
 
 
 def unthrottled(read_bytes: int) -> None:
-    """The pace of who waits for the result."""
+    """A `Throttle` that never sleeps: for callers that wait for the result."""
 
 
 class Checksums:
-    """Open files of a collection and what their content must be. `total_bytes` of them, `read_bytes` so far.
+    """Open files of a collection and their expected checksums: `total_bytes` in all, `read_bytes` verified so far.
 
-    Files that are replaced, moved or removed meanwhile are read all the same.
+    Files that are replaced, moved or removed in the meantime are still read.
     """
 
     def __init__(self, files: Mapping[Path, FileChecksum]) -> None:
-        """Raises `CollectionError` for a file that cannot be opened."""
-        self._facts = dict(files)
+        """Open the files. Raises `CollectionError` for a file that cannot be opened."""
+        self._expected = dict(files)
         self._open: dict[Path, int] = {}
         self.total_bytes = sum(checksum.bytes for checksum in files.values())
         self.read_bytes = 0
@@ -41,33 +43,33 @@ class Checksums:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to compare."""
+        """Whether files remain to be verified."""
         return bool(self._open)
 
-    def verify(self, pace: Throttle = unthrottled) -> None:
-        """Read every file and close it. Raises `CollectionError` that names the first that is not as it was built."""
+    def verify(self, throttle: Throttle = unthrottled) -> None:
+        """Read every file and close it. Raises `CollectionError` that names the first damaged file."""
         try:
             for path, fd in self._open.items():
-                checksum = self._facts[path]
-                if _digest(path, fd, checksum.bytes, self._count(pace)) != checksum.sha256:
+                checksum = self._expected[path]
+                if _digest(path, fd, checksum.bytes, self._counted(throttle)) != checksum.sha256:
                     raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
         finally:
             self.close()
 
-    def _count(self, pace: Throttle) -> Throttle:
+    def _counted(self, throttle: Throttle) -> Throttle:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
-            pace(read_bytes)
+            throttle(read_bytes)
 
         return counted
 
     def close(self) -> None:
-        """Close the files, read or not. Idempotent."""
+        """Close the files, verified or not. Idempotent."""
         while self._open:
             os.close(self._open.popitem()[1])
 
 
-def _digest(path: Path, fd: int, size: int, pace: Throttle) -> str:
+def _digest(path: Path, fd: int, size: int, throttle: Throttle) -> str:
     digest, offset = hashlib.sha256(), 0
     try:
         while chunk := os.pread(fd, _CHUNK_BYTES, offset):
@@ -75,42 +77,42 @@ def _digest(path: Path, fd: int, size: int, pace: Throttle) -> str:
             offset += len(chunk)
             if offset > size:
                 break
-            pace(len(chunk))
+            throttle(len(chunk))
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest() if offset == size else f"{offset} bytes"
 
 
-# ---- opening several files of a collection as those of one build, though another may take its place at any moment
+# ---- opening files of one build, although another build may replace it at any moment
 
 
 _ATTEMPTS = 3
 _T = TypeVar("_T")
 
 
-def open_consistent(directory: Path, opened: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
-    """`opened(manifest)`, which opens files of the collection at `directory`: all of them are of that manifest's build.
+def open_consistent(directory: Path, open_files: Callable[[Manifest], _T], close: Callable[[_T], None]) -> _T:
+    """Return `open_files(manifest)`, whose files all belong to the build that the manifest describes.
 
-    What is opened of a build that is replaced meanwhile is closed again by `close`.
+    If another build replaces the collection in the meantime, the result is passed to `close`, and opening is retried.
 
-    Raises what `opened` raises, and `CollectionError` for a directory without a collection, for an index description
-    that is not the one that the collection was sealed with, or if there is another collection at every look.
+    Raises the errors of `open_files`, and `CollectionError` for a directory without a collection, for an index
+    description that differs from its sealed checksum, or if the collection is replaced during every attempt.
     """
     for _ in range(_ATTEMPTS):
-        before, manifest = _place(directory), read_manifest(directory)
+        before, manifest = _directory_id(directory), read_manifest(directory)
         try:
-            found = opened(manifest)
+            found = open_files(manifest)
         except CollectionError:
-            if _place(directory) == before:
+            if _directory_id(directory) == before:
                 raise
             continue
         try:
             damaged = _damaged_description(directory, manifest, before)
-            whole = _place(directory) == before and read_manifest(directory).identity == manifest.identity
+            unchanged = _directory_id(directory) == before and read_manifest(directory).identity == manifest.identity
         except CollectionError:
             close(found)
             raise
-        if damaged is None and whole:
+        if damaged is None and unchanged:
             return found
         close(found)
         if damaged is not None:
@@ -118,18 +120,19 @@ def open_consistent(directory: Path, opened: Callable[[Manifest], _T], close: Ca
     raise CollectionError(f"{directory} was replaced by another collection while it was opened, {_ATTEMPTS} times")
 
 
-def _damaged_description(directory: Path, manifest: Manifest, place: tuple[int, int]) -> Path | None:
-    """A description that is not the one that the collection was sealed with, though the directory is the same."""
+def _damaged_description(directory: Path, manifest: Manifest, directory_id: tuple[int, int]) -> Path | None:
+    """Return a description that differs from its sealed checksum although the directory was not replaced."""
     for name, checksum in manifest.files.items():
-        if name.endswith(".json") and checksum_file(directory / name) != checksum and _place(directory) == place:
+        damaged = name.endswith(".json") and checksum_file(directory / name) != checksum
+        if damaged and _directory_id(directory) == directory_id:
             return directory / name
     return None
 
 
-def _place(directory: Path) -> tuple[int, int]:
-    """Which directory has this name now."""
+def _directory_id(directory: Path) -> tuple[int, int]:
+    """Return the device and inode that the path leads to now."""
     try:
         found = os.stat(directory)
-    except OSError:  # whoever reads in it will say so
+    except OSError:  # the next read in it raises the error
         return 0, 0
     return found.st_dev, found.st_ino

@@ -1,4 +1,4 @@
-"""A collection: an index, and the documents its vectors stand for, in one directory that never changes once built.
+"""A built collection: an index and the documents of its vectors, in one immutable directory.
 
 Collection.build(Path("passages.jsonl"), Path("docs"))
 with Collection.open(Path("docs")) as docs:
@@ -53,13 +53,16 @@ Metric = Literal["cosine", "l2", "ip"]
 Dtype = Literal["float32", "float16", "int8"]
 Source = Path | Iterable[Document] | NDArray[Any]
 KnownVectors = Callable[[], tuple[NDArray[np.int64], Vectors]]
-_EMBED_AT_ONCE = 64  # texts a thread between two words of progress
+_EMBED_BATCH = 64  # texts a thread between two progress reports
 
 
 @dataclass(frozen=True)
 class CollectionInfo:
-    """What a collection is, read without opening its index. `index_bytes`, `document_bytes` and `word_bytes` are sizes
-    on disk, `code_bytes` what codes of neighbours have of the index; 0 where there are none."""
+    """Description of a collection, read without opening its index.
+
+    `index_bytes`, `document_bytes` and `word_bytes` are sizes on disk; `code_bytes` is the part of `index_bytes` that
+    neighbour codes take. 0 for parts that the collection does not have.
+    """
 
     directory: Path
     size: int
@@ -76,7 +79,7 @@ class CollectionInfo:
 
 
 class Collection:
-    """An open collection. Read-only: any number of processes and threads may have it open."""
+    """An open collection, read-only: any number of processes and threads may use it."""
 
     def __init__(
         self,
@@ -86,16 +89,16 @@ class Collection:
         identity: str,
     ) -> None:
         """Use `open`."""
-        self.shards = tuple(indexes)  # one index, or as many as it was split into
-        self.documents = documents  # by row, the indexes' ids; None in a collection of bare vectors
-        self.embedder = embedder  # None: queries must come as vectors
+        self.shards = tuple(indexes)  # one index, or one a shard
+        self.documents = documents  # by row, which is the id in the indexes; None in a collection of bare vectors
+        self.embedder = embedder  # None: queries must be vectors
         self.identity = identity  # see `Manifest.identity`
 
     @classmethod
     def open(cls, directory: Path) -> Self:
         """Map a collection into memory. Checks the sizes of its files, not their contents: see `verify`.
 
-        Raises `CollectionError` that names what is missing, foreign or damaged.
+        Raises `CollectionError` that names the missing, foreign or damaged file.
         """
         return open_consistent(directory, lambda manifest: cls._open(directory, manifest), cls.close)
 
@@ -111,9 +114,9 @@ class Collection:
 
     @property
     def index(self) -> GraphIndex:
-        """The index of a collection in one piece. Raises `CollectionError` for one that is split."""
+        """The index of an unsharded collection. Raises `CollectionError` for a sharded one."""
         if len(self.shards) > 1:
-            raise CollectionError(f"the collection is split into {len(self.shards)} shards: it has no one index")
+            raise CollectionError(f"the collection has {len(self.shards)} shards, each with an index of its own")
         return self.shards[0]
 
     @property
@@ -133,17 +136,17 @@ class Collection:
         patience: int | None = None,
         threads: int = 1,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """As `GraphIndex.search`, over all shards."""
+        """Search all shards; parameters and result as of `GraphIndex.search`."""
         with index_errors():
             found = [index.search(queries, k, top_m, search_width, patience, threads) for index in self.shards]
         return found[0] if len(found) == 1 else merge_neighbors(found, k)
 
     def vectors(self, rows: NDArray[np.int64]) -> Vectors:
-        """The vectors of these rows, float32 [n, d], as exactly as the index keeps them."""
+        """Return the vectors of these rows, float32 [n, d], in the precision of the index."""
         return gather_vectors(self.shards, rows)
 
     def close(self) -> None:
-        """Let go of the documents' file; the index's memory goes with its last user."""
+        """Close the document store; the index's memory is freed with its last reference."""
         if self.documents is not None:
             self.documents.close()
 
@@ -155,7 +158,7 @@ class Collection:
 
     @staticmethod
     def info(directory: Path) -> CollectionInfo:
-        """What the collection is. Raises `CollectionError` as `open` does."""
+        """Describe a collection. Raises `CollectionError` as `open` does."""
         manifest = read_manifest(directory)
         folders = [directory / folder for folder in manifest.indexes]
         try:
@@ -212,34 +215,35 @@ class Collection:
         force: bool = False,
         progress: Progress = no_progress,
     ) -> None:
-        """Build a collection at `out`, which appears whole or not at all.
+        """Build a collection at `out`, atomically.
 
         source: a path (.jsonl, .jsonl.gz or .npy), documents, or vectors [n, d] of float32, float16 or uint8.
-        embedder: what turns the documents into vectors (None: all-minilm-l6-v2). With vectors it is recorded as theirs,
-            so that queries may come as text.
-        model: that embedder, where it is loaded already (`choose_embedder`).
-        sources: the files that the documents are read from, filled in meanwhile.
-        known_vectors: called when all documents are read: rows of theirs that have a vector already, and these.
-        vectors: the documents' vectors, row by row, where they are known_vectors already; may be a .npy file.
-        ids: int64 [n], what a search returns instead of row numbers; for vectors without documents only. May be a file.
-        shards: split it for so many pool workers: row i goes to shard i mod shards, its id stays what it would be.
-        degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; codes are made by default, but
-            not with int8. threads: cores to use.
-        force: replace a collection that is at `out`.
-        progress: called with a stage's name and the part of it that is done, 0..1.
-        Raises `BuildRefused` for an argument, before anything is read or, where the number of rows matters, embedded;
-        `CollectionError` for what is wrong with the source or `out`, `ModelError` for the embedder.
+        embedder: the embedder of the documents (None: all-minilm-l6-v2). For vectors, the embedder that made them, so
+            that queries may be texts.
+        model: that embedder, if it is already loaded (`choose_embedder`).
+        sources: the files that the documents are read from; filled in while they are read.
+        known_vectors: called when all documents are read; returns the rows that already have a vector, and the vectors.
+        vectors: the documents' vectors by row, if they are already known; may be a .npy file.
+        ids: int64 [n], the ids that a search returns in place of row numbers, for bare vectors only; may be a file.
+        shards: number of shards, each for one pool worker: row i goes to shard i mod shards and keeps its id.
+        degree, dtype, neighbor_codes, code_bits, seed, device: see `GraphIndex.build`; neighbour codes are on by
+            default, except with int8. threads: cores to use.
+        force: replace an existing collection at `out`.
+        progress: called with a stage's name and the fraction of it that is done, 0..1.
+
+        Raises `BuildRefused` for an invalid argument, before reading (before embedding, if it depends on the number of
+        rows); `CollectionError` for an invalid source or `out`, `ModelError` for the embedder.
         """
         codes = dtype != "int8" if neighbor_codes is None else neighbor_codes
         check_arguments(BuildParams, metric, degree, dtype, codes, code_bits, seed, threads, device)
         check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
         if embedder is not None:
             embedder_dim(embedder)
-        bare = _bare_vectors(source)
+        bare = _read_bare_vectors(source)
         if bare is not None and vectors is not None:
-            raise BuildRefused("the source is vectors already: give other vectors with documents only")
+            raise BuildRefused("the source contains vectors: give separate vectors only with documents")
         if bare is None and ids is not None:
-            raise BuildRefused("documents bring their own ids: give ids with bare vectors only")
+            raise BuildRefused("documents have their own ids: give ids only with bare vectors")
         if device == "cuda":
             _check_gpu_build()
         given = read_vectors(vectors) if isinstance(vectors, Path) else vectors if bare is None else bare
@@ -253,25 +257,25 @@ class Collection:
                 matrix = bare
             elif given is not None:
                 matrix = given
-                told = columns.collect(_documents(source, progress))
-                with DocumentStore.create(building / DOCUMENTS, told) as documents:
+                read = columns.collect(_documents(source, progress))
+                with DocumentStore.create(building / DOCUMENTS, read) as documents:
                     if len(matrix) != documents.size:
-                        raise CollectionError(f"there are {len(matrix)} vectors for {documents.size} documents")
+                        raise CollectionError(f"{len(matrix)} vectors do not match {documents.size} documents")
                     KeywordIndex.create(building / WORDS, documents.texts())
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
-                # First: it may be missing, and reading may take long.
+                # Loaded before the documents are read: it may be missing, and reading may take long.
                 model = model or load_embedder(embedder, threads=threads, for_build=True)
                 read = columns.collect(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
                     KeywordIndex.create(building / WORDS, documents.texts())
-                    matrix = _embedded(documents, model, known_vectors, threads, progress)
+                    matrix = _embed(documents, model, known_vectors, threads, progress)
             columns.write(building / ATTRIBUTES)
             if own_ids is None and shards > 1:
                 own_ids = np.arange(len(matrix))
             if own_ids is not None and own_ids.shape != (len(matrix),):
-                raise CollectionError(f"ids have shape {own_ids.shape}; [{len(matrix)}] are needed")
+                raise CollectionError(f"ids have shape {list(own_ids.shape)}; they need shape [{len(matrix)}]")
             for shard, folder in enumerate(index_folders(shards)):
                 with index_errors():
                     index = GraphIndex.build(
@@ -285,14 +289,14 @@ class Collection:
                         seed=seed,
                         threads=threads,
                         device=device,
-                        progress=_part(progress, shard, shards),
+                        progress=_shard_progress(progress, shard, shards),
                     )
                     index.save(building / folder)
             _seal(building, index, len(matrix), shards, embedder)
 
 
 def gather_vectors(shards: Sequence[GraphIndex], rows: NDArray[np.int64]) -> Vectors:
-    """The vectors of some rows of a collection with documents, float32 [n, d], as exactly as its indexes keep them."""
+    """Gather the vectors of rows of a collection with documents, float32 [n, d], in the precision of its indexes."""
     found = np.empty((len(rows), shards[0].dim), np.float32)
     for shard, index in enumerate(shards):
         mine = np.flatnonzero(rows % len(shards) == shard)
@@ -300,13 +304,13 @@ def gather_vectors(shards: Sequence[GraphIndex], rows: NDArray[np.int64]) -> Vec
     return found
 
 
-def _part(progress: Progress, shard: int, shards: int) -> Progress:
-    """One shard's share of a stage."""
+def _shard_progress(progress: Progress, shard: int, shards: int) -> Progress:
+    """Scale the progress of one shard to the progress of all."""
     return lambda stage, fraction: progress(stage, (shard + fraction) / shards)
 
 
 def check_arguments(check: Callable[..., object], *arguments: object) -> None:
-    """The index's explain_decode_error about an argument as `BuildRefused`."""
+    """Run a check of the index on arguments; raise its `GpuError` as `BuildRefused`."""
     try:
         check(*arguments)
     except GpuError as error:
@@ -315,17 +319,17 @@ def check_arguments(check: Callable[..., object], *arguments: object) -> None:
 
 def _check_shards(shards: int, rows: int) -> None:
     if shards > rows:
-        raise BuildRefused(f"shards is {shards}, outside 1..{rows}: no shard is empty, and there are {rows} vectors")
+        raise BuildRefused(f"shards is {shards}, outside 1..{rows}: each shard needs one of the {rows} vectors")
 
 
 def _check_gpu_build() -> None:
-    from gpu.build.graph import check_gpu_build  # compiled code, and needed by this device alone
+    from gpu.build.graph import check_gpu_build  # compiled code that only this device needs
 
     with index_errors():
         check_gpu_build()
 
 
-def _bare_vectors(source: Source) -> NDArray[Any] | None:
+def _read_bare_vectors(source: Source) -> NDArray[Any] | None:
     if isinstance(source, np.ndarray):
         return source
     if isinstance(source, Path) and source.name.endswith(".npy"):
@@ -341,19 +345,19 @@ def _documents(source: Source, progress: Progress) -> Iterable[Document]:
     return read_documents(source, progress)
 
 
-def _embedded(
+def _embed(
     documents: DocumentStore, model: Embedder, known_vectors: KnownVectors | None, threads: int, progress: Progress
 ) -> Vectors:
     vectors = np.empty((documents.size, model.dim), np.float32)
-    wanted = np.arange(documents.size)
+    missing = np.arange(documents.size)
     if known_vectors is not None:
-        rows, had = known_vectors()
-        vectors[rows] = had
-        wanted = np.setdiff1d(wanted, rows)
-    at_once = _EMBED_AT_ONCE * threads
-    for begin in range(0, len(wanted), at_once):
-        progress("embed", begin / len(wanted))
-        rows = wanted[begin : begin + at_once]
+        rows, known = known_vectors()
+        vectors[rows] = known
+        missing = np.setdiff1d(missing, rows)
+    batch = _EMBED_BATCH * threads
+    for begin in range(0, len(missing), batch):
+        progress("embed", begin / len(missing))
+        rows = missing[begin : begin + batch]
         texts = [embedding_text(found.title, found.text) for found in documents.get(rows)]
         vectors[rows] = model.embed(texts, "passage")
     progress("embed", 1.0)
@@ -363,8 +367,8 @@ def _embedded(
 def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> None:
     if embedder is not None and vectors.shape[1:] != (embedder_dim(embedder),):
         raise CollectionError(
-            f"vectors of shape {list(vectors.shape)} are not from {embedder_name(embedder)}: "
-            f"its are {embedder_dim(embedder)} long"
+            f"vectors of shape {list(vectors.shape)} are not from {embedder_name(embedder)}, "
+            f"whose vectors have {embedder_dim(embedder)} dimensions"
         )
 
 
@@ -386,7 +390,7 @@ def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: E
 
 @contextmanager
 def index_errors() -> Iterator[None]:
-    """The index's complaints, in this package's words."""
+    """Raise `GpuError` as `CollectionError`."""
     try:
         yield
     except GpuError as error:

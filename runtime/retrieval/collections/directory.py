@@ -1,4 +1,4 @@
-"""A collection's directory appears whole or not at all, and nothing that Trinity did not write is ever deleted."""
+"""Atomic creation of a collection's directory. Files that Trinity did not write are never deleted."""
 
 import contextlib
 import errno
@@ -15,42 +15,42 @@ from runtime.errors import CollectionError, NoRoom, OutputRefused
 from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, MANIFEST, WORDS, is_collection
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
-_HALF_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
+_PARTIAL_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# SQLite says "full" of a full disk alone: a quota and a limit of file sizes are failed writes to it.
-_OWN = (MANIFEST, DOCUMENTS, ATTRIBUTES, WORDS)
+# SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
+_FILES = (MANIFEST, DOCUMENTS, ATTRIBUTES, WORDS)
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 
 
 @contextlib.contextmanager
 def atomic_directory(out: Path, *, replace: bool) -> Iterator[Path]:
-    """Fill the directory that this yields; it becomes `out` if the block ends well, and is removed if it does not.
+    """Yield a temporary directory to fill; rename it to `out` if the block succeeds, remove it if the block raises.
 
-    replace: a collection that is at `out` is deleted once the new one is complete. Whatever else is there is refused,
-    with `CollectionError`, before the block runs. `NoRoom`: the disk, a quota or memory is not enough.
+    replace: delete an existing collection at `out` once the new one is complete. Anything else at `out` is refused
+    with `CollectionError` before the block runs. Raises `NoRoom` if the disk, a quota or memory is exhausted.
 
-    What killed builds of `out` left behind is removed first; one that lives has its directory locked.
+    Leftovers of killed builds of `out` are removed first; a running build holds a lock on its directory.
     """
     out = out.absolute()
-    _refuse(out, replace)
+    _check_output(out, replace)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead_builds(out)
     except OSError as error:
-        raise _cannot_make(error) from error
+        raise _creation_error(error) from error
     building, lock = _sibling(out, "building"), None
-    try:  # from before it is made: an interrupt may come at any line
+    try:  # entered before the directory exists: an interrupt may arrive at any line
         try:
-            lock = _made_and_locked(building)
+            lock = _create_locked(building)
         except OSError as error:
-            raise _cannot_make(error) from error
+            raise _creation_error(error) from error
         yield building
-        _refuse(out, replace)  # much may have happened since
-        _swap(building, out)
-    except (OSError, sqlite3.Error) as error:  # a full disk, mostly
+        _check_output(out, replace)  # again: `out` may have changed since
+        _rename_into_place(building, out)
+    except (OSError, sqlite3.Error) as error:  # mostly a full disk
         free = shutil.disk_usage(out.parent).free
-        raise _error_of(error)(f"{out} cannot be built: {error} ({free >> 20:,} MiB are free there)") from error
+        raise _error_class(error)(f"{out} cannot be built: {error} ({free >> 20:,} MiB are free there)") from error
     except MemoryError as error:
         raise NoRoom(f"{out} cannot be built: not enough memory") from error
     finally:
@@ -60,11 +60,11 @@ def atomic_directory(out: Path, *, replace: bool) -> Iterator[Path]:
             os.close(lock)
 
 
-def _cannot_make(error: OSError) -> CollectionError:
-    return _error_of(error)(f"{error.filename} cannot be made: {error.strerror}")
+def _creation_error(error: OSError) -> CollectionError:
+    return _error_class(error)(f"{error.filename} cannot be made: {error.strerror}")
 
 
-def _error_of(error: OSError | sqlite3.Error) -> type[CollectionError]:
+def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
     if isinstance(error, sqlite3.Error):
         full = getattr(error, "sqlite_errorcode", None) in _SQLITE_NO_ROOM
     else:
@@ -72,41 +72,41 @@ def _error_of(error: OSError | sqlite3.Error) -> type[CollectionError]:
     return NoRoom if full else CollectionError
 
 
-def _made_and_locked(building: Path) -> int:
-    """The descriptor of a new directory that holds its lock, which goes with this process."""
+def _create_locked(building: Path) -> int:
+    """Create a directory and lock it; return the descriptor. The lock ends with this process."""
     while True:
         building.mkdir(exist_ok=True)
         try:
-            fd = _opened(building)
-        except FileNotFoundError:  # another build took it for a dead one's before it was locked
+            fd = _open_directory(building)
+        except FileNotFoundError:  # another build removed it as a leftover before it was locked
             continue
-        if _lock(fd) is not False and _is_at(building, fd):
+        if _try_lock(fd) is not False and _is_at(building, fd):
             return fd
         os.close(fd)
 
 
 def _remove_dead_builds(out: Path) -> None:
-    """Remove what a build writes and nobody has locked; what cannot be removed is left."""
+    """Remove unlocked directories of builds of `out`, as far as that is possible."""
     name = re.compile(rf"\.{re.escape(out.name)}\.building-[0-9a-f]{{8}}")
     found: list[Path] = []
     with contextlib.suppress(OSError):
         found += [path for path in out.parent.iterdir() if name.fullmatch(path.name)]
     for path in found:
         with contextlib.suppress(OSError):
-            fd = _opened(path)
+            fd = _open_directory(path)
             try:
-                if _lock(fd) and _is_at(path, fd) and not _strange(path, _HALF_INDEX_NAME) and not _has_links(path):
+                if _try_lock(fd) and _is_at(path, fd) and _is_build(path):
                     shutil.rmtree(path)
             finally:
                 os.close(fd)
 
 
-def _opened(directory: Path) -> int:
+def _open_directory(directory: Path) -> int:
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _lock(fd: int) -> bool | None:
-    """Whether the lock could be had; None where the file system has no locks for directories."""
+def _try_lock(fd: int) -> bool | None:
+    """Try to lock; whether that succeeded. None if the file system does not lock directories."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,34 +123,37 @@ def _is_at(path: Path, fd: int) -> bool:
         return False
 
 
-def _has_links(directory: Path) -> bool:
-    return any(path.is_symlink() for path in directory.rglob("*"))
+def _is_build(building: Path) -> bool:
+    """Whether a directory of a build contains only what a build writes."""
+    has_links = any(path.is_symlink() for path in building.rglob("*"))
+    return not has_links and not _foreign_files(building, _PARTIAL_INDEX_NAME)
 
 
-def _refuse(out: Path, replace: bool) -> None:
+def _check_output(out: Path, replace: bool) -> None:
+    """Raise `OutputRefused` if something at `out` may not be replaced."""
     if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_dir():
         raise OutputRefused(f"{out} exists and is not a directory: use another --out")
     if not replace:
-        raise OutputRefused(f"{out} exists already: use another --out, or --force replaces a collection")
+        raise OutputRefused(f"{out} already exists: use another --out, or --force to replace a collection")
     if not is_collection(out):
         raise OutputRefused(f"{out} is not a collection and will not be replaced: use another --out")
-    if strange := _strange(out, _INDEX_NAME):
-        raise OutputRefused(f"{out} will not be replaced: {strange[0]} is no part of a collection; use another --out")
+    if foreign := _foreign_files(out, _INDEX_NAME):
+        raise OutputRefused(f"{out} will not be replaced: {foreign[0]} is not part of a collection; use another --out")
 
 
-def _strange(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
-    """What is no part of a collection."""
+def _foreign_files(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
+    """Return the paths that are not part of a collection."""
     indexes = [path for path in directory.iterdir() if index_name.fullmatch(path.name) and path.is_dir()]
-    strange = [path for path in directory.iterdir() if path not in indexes and path.name not in _OWN]
+    foreign = [path for path in directory.iterdir() if path not in indexes and path.name not in _FILES]
     for index in indexes:
-        strange += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
-    return strange
+        foreign += [path for path in index.iterdir() if path.name != "meta.json" and path.suffix != ".npy"]
+    return foreign
 
 
-def _swap(building: Path, out: Path) -> None:
-    """Rename into place. A reader that opens `out` between two renames misses it; one that has it open keeps it."""
+def _rename_into_place(building: Path, out: Path) -> None:
+    """Rename into place. A reader that opens `out` between the two renames fails; open files stay valid."""
     old = _sibling(out, "replaced") if out.exists() else None
     try:
         if old is not None:

@@ -1,7 +1,7 @@
-"""The documents of a collection: one read-only SQLite file beside the index, a row a document.
+"""Document store of a collection: one read-only SQLite file beside the index, one row a document.
 
-Rows count from 0 in the order of the source, and are the ids that the index returns. Of documents that were read from
-files the files are kept too, with checksums: see `runtime.retrieval.ingestion`.
+Rows count from 0 in source order, and are the ids that the index returns. For documents that were read from files, the
+store also records the files with their checksums: see `runtime.retrieval.ingestion`.
 """
 
 import os
@@ -22,9 +22,9 @@ from runtime.errors import CollectionError
 from runtime.retrieval.passages import Attributes
 
 MAX_DOCUMENTS = 50_000_000
-_APPLICATION_ID = 0x54524E59  # "TRNY", in SQLite's own header: tells our files from any other database
+_APPLICATION_ID = 0x54524E59  # "TRNY", in SQLite's own header: distinguishes our files from other databases
 _VERSION = 2
-_TABLES = {  # by version; the first has neither attributes nor files
+_TABLES = {  # by version; version 1 has neither attributes nor files
     1: ("CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT)",),
     2: (
         "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT, "
@@ -34,7 +34,7 @@ _TABLES = {  # by version; the first has neither attributes nor files
     ),
 }
 _MAX_TEXT_BYTES = 64 << 20
-_AT_ONCE = 256  # rows that are read when all are
+_BATCH_ROWS = 256  # rows that `texts` reads at a time
 
 Rows = Sequence[int] | NDArray[np.int64]
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A passage of text with the id its source gave it, and what else is known of it. `file`: see `Sources`."""
+    """A passage of text with the id from its source, its title and its attributes. `file`: see `Sources`."""
 
     id: str
     title: str
@@ -61,14 +61,14 @@ class Sources:
 
 
 class DocumentStore:
-    """Documents in SQLite. Any number of processes and threads may read one file, and a store, at once."""
+    """Documents in a SQLite file, which any number of processes may read. Thread-safe."""
 
     def __init__(self, path: Path, size: int) -> None:
         """Use `create` or `open`."""
         self.path = path
         self.size = size
-        self.file_count = 0  # of `sources`
-        self._lock = threading.Lock()  # a row takes microseconds: a connection a thread would save nothing
+        self.file_count = 0  # number of files in `sources`
+        self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
         self._version = _VERSION
@@ -79,8 +79,8 @@ class DocumentStore:
     ) -> Self:
         """Write `documents` to a new file and open it. `sources` may be filled in while they are read.
 
-        Raises `CollectionError` for no documents, over `limit` of them, or two with one id. A crash while it is written
-        may leave half a file: build in a temporary directory and rename that.
+        Raises `CollectionError` for no documents, more than `limit`, or a duplicate id. A crash may leave an incomplete
+        file: build in a temporary directory and rename that.
         """
         if path.exists():
             raise CollectionError(f"{path} already exists")
@@ -98,13 +98,13 @@ class DocumentStore:
         finally:
             writer.close()
         if size == 0:
-            raise CollectionError("there are no documents")
+            raise CollectionError("the source contains no documents")
         return cls(path, size)
 
     @classmethod
     def open(cls, path: Path, size: int | None = None) -> Self:
-        """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged file, or one that
-        has not as many documents as there are vectors (`size`)."""
+        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged, or if its
+        number of documents is not the number of vectors (`size`)."""
         if not path.is_file():
             raise CollectionError(f"{path} is missing")
         store = cls(path, 0)
@@ -113,11 +113,11 @@ class DocumentStore:
             (application_id,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if application_id != _APPLICATION_ID or version not in _TABLES:
-                raise CollectionError(f"{path} is not a document store of version {_VERSION} or before")
+                raise CollectionError(f"{path} is not a document store of version {_VERSION} or earlier")
             tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
-            # Others would hold other types, and a view could take for ever.
+            # Other tables could hold other types, and a query of a view could take for ever.
             if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
-                raise CollectionError(f"{path} is damaged: its tables are not those that were made")
+                raise CollectionError(f"{path} is damaged: its tables have another schema")
             store._version = version
             if version > 1:
                 (store.file_count,) = connection.execute("SELECT count(*) FROM files").fetchone()
@@ -134,17 +134,17 @@ class DocumentStore:
         return store
 
     def get(self, rows: Rows) -> list[Document]:
-        """The documents of these rows, in their order. Raises `CollectionError` for a row there is none of."""
+        """Return the documents of these rows, in order. Raises `CollectionError` for a row that does not exist."""
         return self._read(lambda connection: [self._row(connection, int(row)) for row in rows])
 
     def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Every row with its title and text. Raises `CollectionError`."""
-        for begin in range(0, self.size, _AT_ONCE):
-            rows = range(begin, min(begin + _AT_ONCE, self.size))
+        """Yield every row with its title and text. Raises `CollectionError`."""
+        for begin in range(0, self.size, _BATCH_ROWS):
+            rows = range(begin, min(begin + _BATCH_ROWS, self.size))
             yield from ((row, found.title, found.text) for row, found in zip(rows, self.get(rows), strict=True))
 
     def sources(self) -> Sources | None:
-        """The files that documents were read from; None where none was."""
+        """Return the files that the documents were read from; None if they were not read from files."""
 
         def read(connection: sqlite3.Connection) -> Sources | None:
             told = connection.execute("SELECT root, passage_tokens FROM sources").fetchone()
@@ -153,13 +153,13 @@ class DocumentStore:
             files = dict(connection.execute("SELECT path, sha256 FROM files").fetchall())
             texts = (told[0], *files, *files.values())
             if not all(isinstance(text, str) for text in texts) or not isinstance(told[1], int):
-                raise CollectionError(f"{self.path} is damaged: its sources are none")
+                raise CollectionError(f"{self.path} is damaged: its table of sources has wrong types")
             return Sources(told[0], told[1], files)
 
         return self._read(read) if self._version > 1 else None
 
     def rows_by_file(self) -> dict[str, list[int]]:
-        """The rows of the documents that were read from each file of `sources`."""
+        """Return the rows of the documents of each file of `sources`."""
 
         def read(connection: sqlite3.Connection) -> dict[str, list[int]]:
             rows: dict[str, list[int]] = defaultdict(list)
@@ -170,7 +170,7 @@ class DocumentStore:
         return self._read(read) if self._version > 1 else {}
 
     def close(self) -> None:
-        """Let go of the file. Closing twice is fine; reading again reopens it."""
+        """Close the file. Idempotent; the next read reopens it."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -202,7 +202,7 @@ class DocumentStore:
                 raise CollectionError(f"{self.path} is damaged: {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
-        if self._connection is None or self._owner != os.getpid():  # SQLite's connections do not survive a fork
+        if self._connection is None or self._owner != os.getpid():  # a SQLite connection must not be used after a fork
             self._connection = read_only(self.path)
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             self._owner = os.getpid()
@@ -210,7 +210,7 @@ class DocumentStore:
 
 
 def read_only(path: Path) -> sqlite3.Connection:
-    """A connection to a file that nobody writes to: no locks, no journal, however the file's permissions are. Raises
+    """Connect to an immutable file: without locks or a journal, so that no write permission is needed. Raises
     `CollectionError`."""
     address = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
     try:
@@ -220,8 +220,8 @@ def read_only(path: Path) -> sqlite3.Connection:
 
 
 def open_table(path: Path, application_id: int, name: str, table: str) -> sqlite3.Connection:
-    """`read_only`, of a file that was made with this table. Raises `CollectionError` for a missing, foreign or damaged
-    one."""
+    """Connect, as `read_only`, to a file with exactly this table. Raises `CollectionError` if the file is missing,
+    foreign or damaged."""
     if not path.is_file():
         raise CollectionError(f"{path} is missing")
     connection = read_only(path)
@@ -233,7 +233,7 @@ def open_table(path: Path, application_id: int, name: str, table: str) -> sqlite
         raise CollectionError(f"{path} is damaged: {error}") from error
     if own != application_id or tables != [("table", table)]:
         connection.close()
-        raise CollectionError(f"{path} is damaged: its table of {name} is not the one that was made")
+        raise CollectionError(f"{path} is damaged: its table {name!r} has another schema")
     return connection
 
 
@@ -250,7 +250,7 @@ def _insert(writer: sqlite3.Connection, documents: Iterable[Document], sources: 
     numbers: dict[str, int] = {}
     for document in documents:
         if size == limit:
-            raise CollectionError(f"there are more than {limit:,} documents, the limit of a collection")
+            raise CollectionError(f"the source contains more than {limit:,} documents, the limit of a collection")
         try:
             attributes = msgspec.json.encode(document.attributes).decode() if document.attributes else None
             file = numbers.setdefault(document.file, len(numbers)) if document.file else None
@@ -259,7 +259,7 @@ def _insert(writer: sqlite3.Connection, documents: Iterable[Document], sources: 
         except sqlite3.IntegrityError as error:
             (first,) = writer.execute("SELECT row FROM documents WHERE id = ?", (document.id,)).fetchone()
             raise CollectionError(
-                f"document {size + 1} has the id {document.id!r} of document {first + 1}: ids must differ"
+                f"documents {first + 1} and {size + 1} have the same id {document.id!r}: ids must be unique"
             ) from error
         except UnicodeEncodeError as error:
             raise CollectionError(f"document {size + 1} holds an unpaired surrogate: {error.reason}") from error

@@ -1,5 +1,4 @@
-"""The words of a collection's documents: BM25 by SQLite's FTS5, over titles and texts, by row. The texts themselves are
-not kept in it."""
+"""Keyword index of a collection: BM25 over titles and texts by SQLite's FTS5, by row. It does not contain the texts."""
 
 import re
 import sqlite3
@@ -16,14 +15,14 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.documents import open_table
 
-MAX_WORDS = 32  # of a query
-MAX_ROWS = 1 << 12  # that a query ranks: some 3 ms
+MAX_WORDS = 32  # in a query
+MAX_ROWS = 1 << 12  # that a query ranks: about 3 ms
 _APPLICATION_ID = 0x54524E57  # "TRNW"
 _TABLE = "CREATE VIRTUAL TABLE words USING fts5(title, text, content='', tokenize='porter unicode61')"
 _WORD = re.compile(r"[^\W_]+")
-_LONGEST = 64  # characters of a word that are looked for
-_OPERATIONS = 1000  # of SQLite between two looks at the clock
-_AT_ONCE = 256  # rows of an answer
+_MAX_CHARACTERS = 64  # longer words are cut
+_OPERATIONS = 1000  # of SQLite between two checks of the deadline
+_FETCH_ROWS = 256  # rows fetched at a time
 
 Rows = NDArray[np.int64]
 Texts = Iterable[tuple[int, str, str]]  # row, title, text
@@ -31,7 +30,7 @@ Allowed = Callable[[Rows], NDArray[np.bool_]]
 
 
 class KeywordIndex:
-    """Rows by their words. Any number of threads may ask one; they take turns."""
+    """An FTS5 table of documents by row. Thread-safe; searches are serialised by a lock."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         """Use `create`, `open` or `temporary`."""
@@ -40,7 +39,7 @@ class KeywordIndex:
 
     @staticmethod
     def create(path: Path, texts: Texts) -> None:
-        """Write a new file. Raises `sqlite3.Error`, with half a file there."""
+        """Write a new file. Raises `sqlite3.Error`, and leaves an incomplete file then."""
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
@@ -52,17 +51,17 @@ class KeywordIndex:
 
     @classmethod
     def open(cls, path: Path) -> "KeywordIndex":
-        """Open a file that `create` wrote. Raises `CollectionError` for a missing, foreign or damaged one."""
+        """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
         return cls(open_table(path, _APPLICATION_ID, "words", _TABLE), str(path))
 
     @classmethod
     def temporary(cls) -> "KeywordIndex":
-        """An empty one in a file of its own, which has no name and goes with it."""
+        """Create an empty index in an unnamed temporary file, which is deleted when the index is closed."""
         connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        return cls(_prepared(connection), "the temporary index of words")
+        return cls(_prepared(connection), "the temporary keyword index")
 
     def add(self, texts: Texts) -> None:
-        """Take in rows, none twice. Raises `CollectionError`."""
+        """Insert rows, each at most once. Raises `CollectionError`."""
         with self._lock:
             try:
                 self._insert(texts)
@@ -77,23 +76,23 @@ class KeywordIndex:
         deadline_ns: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Rows:
-        """The rows that have words of a text, the best by BM25 first, int64 [≤ depth]; of those that are `allowed`.
+        """Return the `allowed` rows that match words of a text, by descending BM25 score, int64 [≤ depth].
 
-        Of its first `MAX_WORDS` words those that the fewest rows have are looked for, as long as together no more than
-        `MAX_ROWS` rows have them: others tell little, and take long. Raises `DeadlineExceeded`, `CollectionError`, and
-        `CollectionReplaced` when it is closed.
+        Of the text's first `MAX_WORDS` words, the rarest are searched as long as together they match at most `MAX_ROWS`
+        rows: frequent words add little to the rank and take long. Raises `DeadlineExceeded`, `CollectionError`, and
+        `CollectionReplaced` if the index is closed.
         """
         with self._lock:
             try:
                 self._connection.set_progress_handler(lambda: clock() >= deadline_ns, _OPERATIONS)
-                asked = self._rare(text)
-                return self._ranked(asked, depth, allowed) if asked else np.empty(0, np.int64)
+                words = self._rare_words(text)
+                return self._ranked(words, depth, allowed) if words else np.empty(0, np.int64)
             except sqlite3.OperationalError as error:
                 if clock() >= deadline_ns:
-                    raise DeadlineExceeded("its words were not found in time") from error
+                    raise DeadlineExceeded("the keyword search exceeded its deadline") from error
                 raise CollectionError(f"{self._name} cannot be read: {error}") from error
             except sqlite3.ProgrammingError as error:
-                raise CollectionReplaced(f"{self._name} is not searched any more") from error
+                raise CollectionReplaced(f"{self._name} is closed") from error
             except sqlite3.Error as error:
                 raise CollectionError(f"{self._name} cannot be read: {error}") from error
             finally:
@@ -101,7 +100,7 @@ class KeywordIndex:
                     self._connection.set_progress_handler(None, 0)
 
     def close(self) -> None:
-        """Let go of the file. Idempotent."""
+        """Close the file. Idempotent."""
         with self._lock:
             self._connection.close()
 
@@ -113,28 +112,30 @@ class KeywordIndex:
         self._connection.executemany("INSERT INTO words(rowid, title, text) VALUES (?, ?, ?)", texts)
         self._connection.execute("COMMIT")
 
-    def _rare(self, text: str) -> Sequence[str]:
-        found = dict.fromkeys(match[0][:_LONGEST].lower() for match in islice(_WORD.finditer(text), 16 * MAX_WORDS))
-        counts = sorted((self._count_rows(word), word) for word in islice(found, MAX_WORDS))
-        room, asked = MAX_ROWS, []
+    def _rare_words(self, text: str) -> Sequence[str]:
+        words = dict.fromkeys(
+            match[0][:_MAX_CHARACTERS].lower() for match in islice(_WORD.finditer(text), 16 * MAX_WORDS)
+        )
+        counts = sorted((self._count_rows(word), word) for word in islice(words, MAX_WORDS))
+        rows_left, rare = MAX_ROWS, []
         for count, word in counts:
-            room -= count
-            if count and room >= 0:
-                asked.append(word)
-        return asked
+            rows_left -= count
+            if count and rows_left >= 0:
+                rare.append(word)
+        return rare
 
     def _count_rows(self, word: str) -> int:
-        """How many rows have a word; one more than `MAX_ROWS` for all that is more."""
+        """Return how many rows match a word, at most `MAX_ROWS` + 1."""
         sql = "SELECT count(*) FROM (SELECT 1 FROM words WHERE words MATCH ? LIMIT ?)"
         (count,) = self._connection.execute(sql, (_quoted(word), MAX_ROWS + 1)).fetchone()
         return int(count)
 
-    def _ranked(self, asked: Sequence[str], depth: int, allowed: Allowed | None) -> Rows:
+    def _ranked(self, words: Sequence[str], depth: int, allowed: Allowed | None) -> Rows:
         cursor = self._connection.execute(
-            "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (" OR ".join(map(_quoted, asked)),)
+            "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (" OR ".join(map(_quoted, words)),)
         )
         found = np.empty(0, np.int64)
-        while len(found) < depth and (some := cursor.fetchmany(_AT_ONCE if allowed else depth)):
+        while len(found) < depth and (some := cursor.fetchmany(_FETCH_ROWS if allowed else depth)):
             rows = np.array(some, np.int64)[:, 0]
             found = np.concatenate([found, rows if allowed is None else rows[allowed(rows)]])
         cursor.close()
@@ -142,7 +143,7 @@ class KeywordIndex:
 
 
 def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
-    """Of vectors [n, d] to a query [d], as searches tell them: squared for l2; 1 - cosine; minus dot product for ip."""
+    """Return distances of vectors [n, d] to a query [d]: squared for l2; 1 - cosine; negative dot product for ip."""
     if metric == "l2":
         return np.asarray(np.square(vectors - query).sum(axis=1), np.float32)
     if metric == "ip":
@@ -152,7 +153,7 @@ def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: 
 
 
 def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """With an empty table; nothing else reads it, and what a crash leaves of it is of no use."""
+    """Create the empty table, without a journal or syncs: a crash leaves a file that is not used."""
     connection.execute("PRAGMA journal_mode = OFF")
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute(_TABLE)
@@ -160,5 +161,5 @@ def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _quoted(word: str) -> str:
-    """A word as FTS5 takes it literally: nothing in it is syntax."""
+    """Quote a word for FTS5, so that no part of it is query syntax."""
     return f'"{word}"'

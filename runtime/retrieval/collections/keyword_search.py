@@ -1,4 +1,4 @@
-"""What a text's words find in a collection that was built, beside what its vector finds."""
+"""Keyword search of a built collection: BM25 ranks, with vector distances for fusion with the vector search."""
 
 import os
 from functools import lru_cache
@@ -20,17 +20,17 @@ _FILTERS_KEPT = 16
 
 
 class KeywordSearch:
-    """A build's words, the vectors of its rows, and their attributes. Any number of threads may ask."""
+    """The keyword index, vectors and attributes of one build. Thread-safe."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Open what the manifest names. Raises `CollectionError`."""
+        """Open the files that the manifest names. Raises `CollectionError`."""
         self._index = KeywordIndex.open(directory / WORDS)
         self._attributes = -1
         self._passing = lru_cache(_FILTERS_KEPT)(self._evaluated)
         self._columns: Columns | None = None
         try:
             self._shards = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
-            if ATTRIBUTES in manifest.files:  # another build may lie there when they are wanted
+            if ATTRIBUTES in manifest.files:  # opened now: the path may lead to another build later
                 self._attributes = os.open(directory / ATTRIBUTES, os.O_RDONLY | os.O_CLOEXEC)
         except GpuError as error:
             self.close()
@@ -42,8 +42,11 @@ class KeywordSearch:
     def nearest(
         self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """The rows that have words of a text and pass a filter, the best by BM25 first, int64 [≤ depth], and how far
-        their vectors are from the text's `vector`, float32 [≤ depth]. Raises as `KeywordIndex.search` does."""
+        """Return the rows that match words of a text and pass a filter, by descending BM25 score, int64 [≤ depth], and
+        the distances of their vectors from the text's `vector`, float32 [≤ depth].
+
+        Raises the errors of `KeywordIndex.search`.
+        """
         bits = None if wanted is None else self._passing(wanted)
         rows = self._index.search(text, depth, None if bits is None else bits.__getitem__, deadline_ns)
         return rows, distances(gather_vectors(self._shards, rows), vector, self._shards[0].metric)
@@ -55,7 +58,7 @@ class KeywordSearch:
         return self._columns.passing(wanted)
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files. Idempotent."""
         self._index.close()
         if self._attributes >= 0:
             os.close(self._attributes)

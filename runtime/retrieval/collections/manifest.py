@@ -1,12 +1,12 @@
-"""`collection.json`: what a collection is, and the checksums of its files.
+"""`collection.json`: the manifest of a collection, with the checksums of its files.
 
 collection.json     this manifest, with a checksum of itself
 documents.sqlite    the documents (not in a collection of bare vectors)
-words.sqlite        their words, for hybrid searches (not in collections from before there were any)
-attributes.msgpack  the documents' attributes, by column, for filters (where a document has any)
-index/meta.json     the index's own description, which has the checksums of its arrays
+words.sqlite        their keyword index, for hybrid searches (missing in collections of older versions)
+attributes.msgpack  the documents' attributes, by column, for filters (if any document has one)
+index/meta.json     the index's own description, with the checksums of its arrays
 index/*.npy
-index-0/ …          instead of index/, in a collection split into shards: an index for each
+index-0/ …          instead of index/ in a sharded collection: one index a shard
 """
 
 import hashlib
@@ -37,9 +37,9 @@ class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `collection.json`. `embedder` is null where queries must come as vectors.
+    """The content of `collection.json`. `embedder` is null if queries must be vectors.
 
-    `shards` is not written for a collection in one piece, so that those of earlier versions keep their checksums.
+    `shards` is omitted for an unsharded collection, so that collections of earlier versions keep their checksums.
     """
 
     size: int
@@ -52,30 +52,30 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int | msgspec.UnsetType = msgspec.UNSET
     format: str = _FORMAT
     version: int = _VERSION
-    sha256: str = ""  # of this manifest, encoded with this field empty
+    sha256: str = ""  # checksum of this manifest, encoded with this field empty
 
     @property
     def identity(self) -> str:
-        """Names the collection's content: equal for two if and only if all of their files are.
+        """Hash of the collection's content: equal for two collections if and only if all of their files are equal.
 
-        It is the checksum of this manifest, which has those of the documents and of each index's description, and that
-        has those of the arrays.
+        It is the checksum of this manifest, which contains the checksums of the documents and of each index's
+        description, which contains the checksums of the arrays.
         """
         return self.sha256
 
     @property
     def indexes(self) -> tuple[str, ...]:
-        """The folders of its indexes, one a shard."""
+        """The folders of the indexes, one a shard."""
         return index_folders(1 if self.shards is msgspec.UNSET else self.shards)
 
 
 def index_folders(shards: int) -> tuple[str, ...]:
-    """Where a collection of so many shards keeps its indexes."""
+    """Return the folders of the indexes of a collection with this many shards."""
     return (INDEX,) if shards == 1 else tuple(f"{INDEX}-{shard}" for shard in range(shards))
 
 
 def checksum_file(path: Path) -> FileChecksum:
-    """A file's size and checksum, from reading all of it. Raises `CollectionError`."""
+    """Read a file and return its size and checksum. Raises `CollectionError`."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -85,23 +85,23 @@ def checksum_file(path: Path) -> FileChecksum:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Seal `directory`: nothing in it may change after this."""
+    """Write the manifest, which seals `directory`: its files are immutable from then on."""
     (directory / MANIFEST).write_bytes(encode_with_checksum(manifest))
 
 
 def encode_with_checksum(content: msgspec.Struct) -> bytes:
-    """A file of this, with a checksum of itself in its field `sha256`."""
+    """Encode a struct as a JSON file, with its own checksum in its field `sha256`."""
     whole = msgspec.structs.replace(content, sha256=compute_digest(content))
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
 def compute_digest(content: msgspec.Struct) -> str:
-    """What its field `sha256` is to be."""
+    """Compute the value of the field `sha256`."""
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(content, sha256=""))).hexdigest()
 
 
 def read_identity(directory: Path) -> str:
-    """Of the build that lies in a directory now, as its manifest has it; "" if that cannot be read."""
+    """Return the identity of the build in a directory; "" if its manifest cannot be read."""
     try:
         return read_manifest(directory).identity
     except CollectionError:
@@ -109,7 +109,7 @@ def read_identity(directory: Path) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a collection whose files are there and have their sizes; contents are not read.
+    """Read the manifest of a collection, and check that its files exist and have the right sizes.
 
     Raises `CollectionError` for a directory that is missing, foreign, of another version, incomplete or damaged.
     """
@@ -121,7 +121,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CollectionError(f"{directory} is not a collection: {path} is missing")
     content = _bytes(path)
     if _has_format(content, LIVE_FORMAT):
-        raise CollectionError(f"{directory} is a live collection: `trinity live` has the commands for it")
+        raise CollectionError(f"{directory} is a live collection: use the commands of `trinity live`")
     if not _has_format(content):
         raise CollectionError(f"{directory} is not a collection: {path} was not written by Trinity")
     try:
@@ -129,15 +129,15 @@ def read_manifest(directory: Path) -> Manifest:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if manifest.version != _VERSION:
-        raise CollectionError(f"{path} has version {manifest.version}, this Trinity reads {_VERSION}: build it again")
+        raise CollectionError(f"{path} has version {manifest.version}; this Trinity reads {_VERSION}: build it again")
     if manifest.sha256 != compute_digest(manifest):
-        raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
+        raise CollectionError(f"{path} is damaged: its checksum does not match its content")
     if manifest.shards is not msgspec.UNSET and not 1 <= manifest.shards <= MAX_SHARDS:
         raise CollectionError(f"{path} is damaged: shards is {manifest.shards}, outside 1..{MAX_SHARDS}")
-    if lacking := {f"{folder}/meta.json" for folder in manifest.indexes} - set(manifest.files):
-        raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(lacking))}")
-    if strange := [name for name in manifest.files if not _NAME.fullmatch(name)]:
-        raise CollectionError(f"{path} is damaged: it lists {strange[0][:64]!r}, which is no file of a collection")
+    if missing := {f"{folder}/meta.json" for folder in manifest.indexes} - set(manifest.files):
+        raise CollectionError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}")
+    if foreign := [name for name in manifest.files if not _NAME.fullmatch(name)]:
+        raise CollectionError(f"{path} is damaged: it lists {foreign[0][:64]!r}, which is not a file of a collection")
     for name, checksum in manifest.files.items():
         status = _status(directory / name)
         if status is None or not stat.S_ISREG(status.st_mode):
@@ -148,7 +148,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_collection(directory: Path) -> bool:
-    """Whether Trinity wrote this directory, damaged or not."""
+    """Whether Trinity wrote this directory, intact or damaged."""
     try:
         return _has_format(_bytes(directory / MANIFEST))
     except CollectionError:
@@ -166,7 +166,7 @@ def _has_format(content: bytes, wanted: str = _FORMAT) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """What is there, None for nothing. Raises `CollectionError` where that cannot be seen: permissions, mostly."""
+    """Stat a path; None if it does not exist. Raises `CollectionError` on other errors, mostly permissions."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -177,7 +177,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # in a pipe reading would wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could block for ever
             raise CollectionError(f"{path.parent} is not a collection: {path} is not a regular file")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)

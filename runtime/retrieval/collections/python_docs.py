@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from runtime.retrieval.collections.documents import Document
 
-TARGET_WORDS = 120  # a passage is closed before the block that would take it over this
-MAX_WORDS = 150  # a block longer than this is cut
-MIN_WORDS = 30  # a last passage shorter than this joins the one before it
-OVERLAP_WORDS = 40  # the last block is repeated at the head of the next passage if it is no longer than this
+TARGET_WORDS = 120  # a passage ends before the block that would exceed this
+MAX_WORDS = 150  # a longer block is split
+MIN_WORDS = 30  # a shorter last passage is appended to the one before it
+OVERLAP_WORDS = 40  # a last block of at most this length is repeated at the start of the next passage
 
 _UNDERLINE = re.compile(r"([*=\-~^])\1{2,}$")
 _ADMONITION = re.compile(r"(Note|See also|Warning|Caution|Important|Hint|Tip|CPython implementation detail)s?:$")
@@ -26,11 +26,11 @@ _LITERAL_OF_QUOTES = re.compile(r'"(\'\'|"")"')
 
 
 def python_documents() -> list[Document]:
-    """The reference's passages, about 80 to 150 words each, ids such as `with#2` (the second passage of topic "with").
+    """Return the reference's passages, about 80 to 150 words each; id `with#2` is the second passage of topic "with".
 
-    The same on every run of one Python version.
+    The result is the same on every run of one Python version.
     """
-    from pydoc_data.topics import topics  # half a megabyte, wanted by nobody else
+    from pydoc_data.topics import topics  # half a megabyte: imported only when needed
 
     documents: list[Document] = []
     seen: set[str] = set()
@@ -53,14 +53,14 @@ class _Section:
 def _passages(topic: str) -> Iterator[tuple[str, str]]:
     page = ""
     for section in _sections(topic):
-        title = _prose(section.title)
+        title = _strip_markup(section.title)
         page = page or title
-        for passage in _packed(section.blocks):
+        for passage in _pack(section.blocks):
             yield title if title == page else f"{page}: {title}", passage
 
 
 def _sections(topic: str) -> Iterator[_Section]:
-    """Cut at headings, which are underlined, and at the bracketed line before footnotes."""
+    """Split a topic at headings, which are underlined, and at the bracketed line before footnotes."""
     section = _Section("")
     code_indent = 0  # > 0: in a code block, of this indentation
     for block in re.split(r"\n\s*\n", topic.strip("\n")):
@@ -69,9 +69,8 @@ def _sections(topic: str) -> Iterator[_Section]:
             yield section
             section, code_indent = _Section(lines[0]), 0
             continue
-        if block.strip() == "-[ Footnotes ]-" or _UNDERLINE.match(
-            block
-        ):  # a bare line parts a page's head from its body
+        is_separator = _UNDERLINE.match(block)  # a line between the head of a page and its body
+        if block.strip() == "-[ Footnotes ]-" or is_separator:
             continue
         indent = len(lines[0]) - len(lines[0].lstrip())
         before = section.blocks[-1] if section.blocks else ""
@@ -79,18 +78,18 @@ def _sections(topic: str) -> Iterator[_Section]:
             code_indent = indent
         elif indent < code_indent:
             code_indent = 0
-        section.blocks.append(block if code_indent or _is_code(block) else _prose(block))
+        section.blocks.append(block if code_indent or _is_code(block) else _strip_markup(block))
     yield section
 
 
-def _packed(blocks: list[str]) -> Iterator[str]:
-    """Whole blocks up to the target, never ending on what announces the next block (a signature, a colon)."""
+def _pack(blocks: list[str]) -> Iterator[str]:
+    """Pack whole blocks up to the target; no passage ends with a block that introduces the next (signature, colon)."""
     passages: list[list[str]] = [[]]
-    overlapped = 0  # blocks of the last passage that the one before it ends with
-    for block in (piece for whole in blocks for piece in _cut(whole)):
+    overlapped = 0  # blocks of the last passage that repeat the end of the one before it
+    for block in (piece for whole in blocks for piece in _split(whole)):
         passage = passages[-1]
         kept = len(passage)
-        while kept > overlapped and _announces(passage[kept - 1]):
+        while kept > overlapped and _introduces_next(passage[kept - 1]):
             kept -= 1
         if kept > overlapped and _words(passage) + _words([block]) > TARGET_WORDS:
             overlapped = int(_words(passage[kept - 1 : kept]) <= OVERLAP_WORDS)
@@ -103,8 +102,8 @@ def _packed(blocks: list[str]) -> Iterator[str]:
         yield textwrap.dedent("\n\n".join(passage)).strip("\n")
 
 
-def _cut(block: str) -> Iterator[str]:
-    """A block as it is, or in pieces of at most `MAX_WORDS` words at line ends."""
+def _split(block: str) -> Iterator[str]:
+    """Split a block at line ends into pieces of at most `MAX_WORDS` words."""
     piece: list[str] = []
     words = 0
     for line in block.split("\n"):
@@ -116,8 +115,8 @@ def _cut(block: str) -> Iterator[str]:
     yield "\n".join(piece)
 
 
-def _prose(block: str) -> str:
-    """Free of markup: "literals" lose their quotes, *emphasis* and **strong** their stars, tables their frames."""
+def _strip_markup(block: str) -> str:
+    """Remove markup: the quotes of "literals", the stars of *emphasis* and **strong**, the frames of tables."""
     block = _TABLE_ROW.sub(_cells, _TABLE_BORDER.sub("", block)).rstrip("\n")
     block = _LITERAL_OF_QUOTES.sub(r"\1", block)
     block = _LITERAL.sub(lambda match: f'"{match[1]}"' if match[1] else match[2], block)
@@ -140,7 +139,7 @@ def _is_list_or_table(block: str) -> bool:
     return bool(re.match(r"\s*(([*\-•]|\d+\.|\[\d+\]) |\+--)", block))
 
 
-def _announces(block: str) -> bool:
+def _introduces_next(block: str) -> bool:
     text = block.strip()
     return text.endswith(":") or ("\n" not in text and bool(_SIGNATURE.fullmatch(text)) and not text.endswith("."))
 

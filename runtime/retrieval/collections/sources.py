@@ -1,4 +1,4 @@
-"""What a collection is built from: documents in .jsonl or .jsonl.gz, vectors in .npy. Nothing in them is trusted.
+"""Readers of the input files of a build: documents in .jsonl or .jsonl.gz, vectors in .npy. The input is untrusted.
 
 Every error is a `CollectionError` that names the file and the line or row.
 """
@@ -24,11 +24,11 @@ MAX_ID_CHARACTERS = 512
 MAX_VECTOR_DIM = 16_384
 VECTOR_DTYPES = ("float32", "float64", "float16", "uint8")
 
-Progress = Callable[[str, float], None]  # a stage's name, and the part of it that is done, 0..1
+Progress = Callable[[str, float], None]  # called with a stage's name and the fraction of it that is done, 0..1
 
 
 def no_progress(stage: str, done: float) -> None:
-    """For callers that do not want to hear."""
+    """A `Progress` that ignores its calls."""
 
 
 class _Line(msgspec.Struct):
@@ -42,10 +42,10 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 
 def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Document]:
-    """The documents of a .jsonl or .jsonl.gz file: a line each, with id (string or integer), text, maybe title and
+    """Yield the documents of a .jsonl or .jsonl.gz file, one a line: id (string or integer), text, optional title and
     attributes.
 
-    Other fields and blank lines are passed over. Reads one line at a time, of at most 4 MiB.
+    Other fields and blank lines are ignored. Reads one line at a time, of at most 4 MiB.
     """
     found = 0
     with _opened(path) as file:
@@ -59,50 +59,50 @@ def read_documents(path: Path, progress: Progress = no_progress) -> Iterator[Doc
                 found += 1
                 yield _document(stripped, f"{path}, line {number}")
     if not found:
-        raise CollectionError(f"{path}: there are no documents")
+        raise CollectionError(f"{path} contains no documents")
     progress("read", 1.0)
 
 
 def read_vectors(path: Path) -> NDArray[Any]:
-    """The vectors of a .npy file, memory-mapped: [n, d] of float32, float64, float16 or uint8; searched as float32.
+    """Memory-map the vectors of a .npy file: [n, d] of float32, float64, float16 or uint8; searched as float32.
 
-    Whether all values are finite is seen by whoever reads them all: `GraphIndex.build`, `GraphIndex.search`.
+    Does not check for non-finite values: `GraphIndex.build` and `GraphIndex.search` do.
     """
     vectors = _mapped(path)
     if vectors.ndim != 2 or vectors.dtype.name not in VECTOR_DTYPES or not vectors.dtype.isnative:
         raise CollectionError(
-            f"{path}: vectors are a matrix of {', '.join(VECTOR_DTYPES)}, "
-            f"not {vectors.dtype} of shape {list(vectors.shape)}"
+            f"{path} has {vectors.dtype} of shape {list(vectors.shape)}; vectors are a matrix of "
+            f"{', '.join(VECTOR_DTYPES)}"
         )
     rows, dim = vectors.shape
     if rows == 0:
-        raise CollectionError(f"{path}: there are no vectors")
+        raise CollectionError(f"{path} contains no vectors")
     if not 1 <= dim <= MAX_VECTOR_DIM:
-        raise CollectionError(f"{path}: vectors have {dim} dimensions, the limits are 1 and {MAX_VECTOR_DIM}")
+        raise CollectionError(f"{path}: vectors have {dim} dimensions, outside 1..{MAX_VECTOR_DIM}")
     return vectors
 
 
 def read_ids(path: Path) -> NDArray[np.int64]:
-    """The ids of a .npy file as int64 [n]: integers, none negative, no two equal."""
+    """Read the ids of a .npy file as int64 [n]: unique non-negative integers."""
     ids = _mapped(path)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CollectionError(f"{path}: ids are a row of integers, not {ids.dtype} of shape {list(ids.shape)}")
+        raise CollectionError(f"{path} has {ids.dtype} of shape {list(ids.shape)}; ids are integers of shape [n]")
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int64).max):
-        raise CollectionError(f"{path}: ids are from 0 to 2^63 - 1, these from {ids.min()} to {ids.max()}")
+        raise CollectionError(f"{path}: ids range from {ids.min()} to {ids.max()}, outside 0..2^63 - 1")
     unique, first = np.unique(ids, return_index=True)
     if len(unique) != len(ids):
-        again = int(np.setdiff1d(np.arange(len(ids)), first)[0])
-        raise CollectionError(f"{path}, row {again}: the id {ids[again]} was there before: ids must differ")
+        duplicate = int(np.setdiff1d(np.arange(len(ids)), first)[0])
+        raise CollectionError(f"{path}, row {duplicate}: duplicate id {ids[duplicate]}")
     return ids.astype(np.int64)
 
 
 def read_truth(path: Path, queries: int, k: int) -> NDArray[Any]:
-    """The true neighbours of a .npy file, nearest first: integers [queries, at least k]."""
+    """Read the true neighbours of a .npy file, nearest first: integers [queries, at least k]."""
     truth = _mapped(path)
     if truth.ndim != 2 or truth.dtype.kind not in "iu" or truth.shape[0] != queries or truth.shape[1] < k:
         raise CollectionError(
-            f"{path}: the truth for {queries} queries and k {k} is a matrix of integers with {queries} rows and {k} "
-            f"columns or more, not {truth.dtype} of shape {list(truth.shape)}"
+            f"{path} has {truth.dtype} of shape {list(truth.shape)}; the truth for {queries} queries and k {k} is a "
+            f"matrix of integers with {queries} rows and at least {k} columns"
         )
     return truth
 
@@ -126,12 +126,12 @@ def _document(line: bytes, where: str) -> Document:
     if not 1 <= len(identity) <= MAX_ID_CHARACTERS:
         raise CollectionError(f"{where}: an id has 1 to {MAX_ID_CHARACTERS} characters, not {len(identity)}")
     if not found.text.strip():
-        raise CollectionError(f"{where}: the text of {identity!r} is empty")
+        raise CollectionError(f"{where}: document {identity!r} has an empty text")
     return Document(identity, found.title or "", found.text, found.attributes or {})
 
 
 def explain_decode_error(line: bytes, error: Exception) -> str:
-    """What is wrong with a line; msgspec's own words mislead at an unpaired surrogate ("truncated")."""
+    """Describe a line's decoding error; msgspec misleadingly calls an unpaired surrogate "truncated"."""
     try:
         json.dumps(json.loads(line), ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -146,9 +146,9 @@ def _mapped(path: Path) -> NDArray[Any]:
         pass
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
+    except Exception as error:  # numpy parses the header with Python's parser, so a damaged one may raise any error
         raise CollectionError(f"{path} is not a readable .npy file: {error}") from error
-    if not isinstance(array, np.ndarray):  # an .npz archive, by its content
+    if not isinstance(array, np.ndarray):  # its content is an .npz archive
         array.close()
         raise CollectionError(f"{path} is an archive of arrays, not a .npy file")
     return array

@@ -35,12 +35,12 @@ class LiveChecksums:
                 self.total_bytes += self._bytes(segment)
                 self._due.append(segment)
 
-    def verify(self, pace: Throttle = unthrottled) -> None:
+    def verify(self, throttle: Throttle = unthrottled) -> None:
         """Compare what is pending. Raises `CollectionError` that names the first file that is not as it was sealed."""
         while self._due:
             segment, before = self._due.popleft(), self.read_bytes
             try:
-                self._compare(segment, pace)
+                self._compare(segment, throttle)
             except CollectionError:
                 if self._still_has(segment):  # else it was merged, or the directory was moved, meanwhile
                     raise
@@ -52,10 +52,10 @@ class LiveChecksums:
         except CollectionError:  # that is the reader's to tell
             return False
 
-    def _compare(self, segment: Segment, pace: Throttle) -> None:
+    def _compare(self, segment: Segment, throttle: Throttle) -> None:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
-            pace(read_bytes)
+            throttle(read_bytes)
 
         path = segment_path(self._directory, segment.info.number)
         Checksums({path / name: info for name, info in self._files(segment).items()}).verify(counted)
