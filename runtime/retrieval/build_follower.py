@@ -38,13 +38,18 @@ class BuildFollower:
         for collection, served in builds.items():
             self._registry.follow(collection, served)
         targets = self._reload_targets(builds) if reloading else ()
+        refused = any(starmap(self._registry.is_unusable, targets))
+        finished = reloading and (refused or all(starmap(self._registry.is_current, targets)))
+        if finished:
+            # A verification may have ended since the loop above: clear its error before the reload is reported.
+            for collection, served in targets:
+                self._registry.follow(collection, served)
         unavailable = self._registry.unavailable
         self._table.set(RetrievingMetrics.WITHOUT_DOCUMENTS, len(unavailable))
         note = "; ".join(f"collection {name}: {reason}" for name, reason in unavailable.items())
         if self._table.note != note:
             self._table.note = note
-        refused = any(starmap(self._registry.is_unusable, targets))
-        if reloading and (refused or all(starmap(self._registry.is_current, targets))):
+        if finished:
             self._table.set(RetrievingMetrics.RELOAD_REFUSED, refused)
             self._table.set(RetrievingMetrics.RELOAD, reload)
 

@@ -4,7 +4,7 @@ import itertools
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import pytest
@@ -207,6 +207,33 @@ def test_a_worker_whose_documents_of_a_reload_are_damaged_says_so_at_once(tmp_pa
         reload(2.0)
         until(lambda: table.value(RetrievingMetrics.RELOAD) == 2, lambda: follower.step(next(now_ns)))
         assert (table.value(RetrievingMetrics.RELOAD_REFUSED), table.note) == (0, "")
+
+
+class EndsMeanwhile:
+    """A registry whose verification of documents ends between `follow` and `is_current`."""
+
+    def __init__(self) -> None:
+        self.dims, self.unavailable, self.verified = {"docs": 1}, {"docs": "damaged"}, False
+
+    def follow(self, collection: str, offered: object) -> None:
+        if self.verified:
+            self.unavailable.pop(collection, None)
+
+    def is_unusable(self, collection: str, offered: object) -> bool:
+        return False
+
+    def is_current(self, collection: str, offered: object) -> bool:
+        self.verified = True
+        return True
+
+
+def test_a_reload_is_reported_without_the_error_of_the_build_before(tmp_path: Path) -> None:
+    with closing(WorkerTable.create("prefill", "prefill-0", SloSection())) as table:
+        follower = BuildFollower(cast(CollectionRegistry, EndsMeanwhile()), lambda _: ["new"], table)
+        table.set_knob("reload", 1.0)
+        follower.step(10**9)
+        assert (table.value(RetrievingMetrics.RELOAD), table.note) == (1, "")
+        assert table.value(RetrievingMetrics.WITHOUT_DOCUMENTS) == 0
 
 
 def test_a_reload_of_one_collection_does_not_wait_for_another_that_was_rebuilt_too(tmp_path: Path) -> None:
