@@ -22,11 +22,11 @@ from runtime.node.engine_config import Section
 _HEAD = """\
 # Configuration
 
-A node is one TOML file: `trinity serve --config node.toml`. `trinity config` prints this page, which is made from the
-types that check the file. What is not written has its default; an unknown key, a value out of its bounds and what does
-not fit together are refused before anything starts, naming the key, the value and the limit (`trinity doctor --config
-node.toml` tries more: files, ports, memory). Relative paths are relative to the file's folder. A node without `[model]`
-serves retrieval alone.
+A node is configured by one TOML file: `trinity serve --config node.toml`. `trinity config` prints this page, which is
+generated from the types that validate the file. Omitted keys have their defaults. Unknown keys, values out of range and
+conflicting settings are rejected before anything starts, with the key, the value and the limit; `trinity doctor --config
+node.toml` also checks files, ports and memory. Relative paths are relative to the file's directory. A node without
+`[model]` only serves retrieval.
 """
 _TITLES = {name: f', `engine = "{name}"`' for name in ("trinity", "openai", "vllm")}
 
@@ -83,7 +83,7 @@ def _text(section: type[msgspec.Struct]) -> str:
 
 
 def _table(section: type[msgspec.Struct]) -> str:
-    lines = ["| key | default | |", "|---|---|---|"]
+    lines = ["| key | default | values |", "|---|---|---|"]
     lines += [
         f"| `{field.name}` | {_default(field)} | {_cell(describe_type(type_info(field.type)))} |"
         for field in fields(section)

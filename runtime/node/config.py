@@ -1,7 +1,8 @@
-"""The node's configuration: typed TOML, refused with the key's name and the nearest known one before anything starts.
+"""Configuration of a node: typed TOML sections, validated before anything starts.
 
-`config_file.load_config(path)` gives a `NodeConfig` as written; `placement.layout.lay_out` turns it into a `NodePlan`,
-where every worker has a device, cores and an endpoint.
+`config_file.load_config(path)` returns a `NodeConfig` as written; `placement.layout.lay_out` resolves it to a
+`NodePlan`, in which every worker has a device, cores and an endpoint. Errors name the key, its value and the nearest
+known key. The docstrings of the sections are the text of docs/configuration.md.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,14 +23,20 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]
 PoolPolicy = Literal["trinity", "paper", "fifo", "static"]
-"""In the order of their numbers in `runtime/pool/tables.py`; from "fifo" on with one queue, by arrival."""
+"""Ordered by their numbers in `runtime/pool/tables.py`; from "fifo" on there is a single queue, by arrival."""
 
 
 class NodeSection(Section, frozen=True):
-    """The node itself. `run_dir` "" means a private directory named after the node in the user's runtime directory.
+    """The node: its name, its run directory and the timeouts of its processes.
 
-    A worker that is not ready after `start_s`, or has no heartbeat for `heartbeat_s`, is killed and starts again; a
-    node that stops gives its requests `drain_s`. Each is a second at least: no worker starts or beats much faster.
+    - `name`: the node's name in commands and metrics.
+    - `run_dir`: directory of `node.json`, engine sockets, the host KV tier and, by default, logs while the node runs.
+      "" selects a private directory named after the node in the user's runtime directory.
+    - `drain_s`: time that a stopping node gives to running requests.
+    - `start_s`: a worker that is not ready after this time is killed and restarted.
+    - `heartbeat_s`: a worker without a heartbeat for this time is killed and restarted.
+
+    Each timeout is at least one second, because workers neither start nor write heartbeats much faster.
     """
 
     name: Name = "trinity"
@@ -40,10 +47,13 @@ class NodeSection(Section, frozen=True):
 
 
 class LogSection(Section, frozen=True):
-    """Logs: lines of `level` and above, as `format` to standard error, and as JSON to a file for each process.
+    """Log output of all processes.
 
-    The files are kept to `files` of `max_bytes` a process, in `directory`. "" means the run directory: a node that
-    stops in order takes them with it. A node does not start if no file can be made there.
+    - `format`: format of standard error. Log files always contain one JSON object per line.
+    - `level`: lowest level that is logged.
+    - `directory`: directory of the log files, one per process. "" selects the run directory, which is removed when the
+      node stops in order. The node does not start if it cannot create files there.
+    - `max_bytes`, `files`: each process rotates its log file at `max_bytes` and keeps `files` files.
     """
 
     format: Literal["text", "json"] = "text"
@@ -54,28 +64,33 @@ class LogSection(Section, frozen=True):
 
 
 class HttpSection(Section, frozen=True):
-    """Where HTTP listens. `api_keys_file` holds one key a line, which may name the collections that it reaches and bind
-    it to an attribute of them (`KEY notes/tenant=acme`); "" asks for none. `port` 0 takes any free port.
+    """The HTTP frontend: address, keys, timeouts, limits, routing.
 
-    A request whose prefill or decode worker dies is started again elsewhere, at most `restarts` times; while there is
-    no other worker, it waits for one for `restart_wait_s`, and so does a new one, unless `restarts` is 0. For as long
-    at most, a frontend that takes a dead one's place leaves connections waiting until it knows a worker of each role.
-    Traces of the last `traces` requests that ended are kept. A request goes to the worker, or the model's server, with
-    the fewest requests; one that has been given all of its prompt lately counts `overlap_weight` fewer, one that has
-    been given a part of it that part. 0: load alone decides.
-
-    A request's head must be there `header_timeout_s` after its first byte (or the connection's begin); a connection is
-    closed when it has been without a request for `idle_timeout_s`, or when its client has read nothing of an answer for
-    `send_timeout_s`. `max_connections` are open at most, `max_connections_per_peer` of them from one address: a proxy
-    is one peer, so behind one both are the same.
-
-    A node that is told to stop fails /health first, and goes on to take requests for `drain_notice_s`, if somebody
-    watches /health (two looks within 30 s), who then knows of it before the port closes. That is part of
-    `node.drain_s`, half of it at most. With `vllm_metrics` /metrics has queue, running requests and KV use under vLLM's
-    names too.
-
-    With keys, all but `open_paths` need one; without, a request's Host header must be loopback's or `host`. A browser
-    lets pages from `cors_origins` ask; ["*"]: all pages.
+    - `host`, `port`: address to listen on. Port 0 selects any free port. Without API keys, only loopback addresses are
+      allowed, and a request's Host header must be a loopback name or `host`.
+    - `api_keys_file`: file with one API key per line. A key may be restricted to collections, and bound to an attribute
+      value in them (`KEY notes/tenant=acme`). "": requests need no key.
+    - `open_paths`: paths that need no key.
+    - `cors_origins`: origins whose pages may send requests from a browser; ["*"] allows all.
+    - `max_in_flight`: maximum number of accepted requests; further ones are refused with status 503.
+    - `request_timeout_s`: deadline of a request, and the time that a drained worker has to finish its requests.
+    - `restarts`: how often a request is restarted on another worker after its prefill or decode worker died.
+    - `restart_wait_s`: how long such a request waits for a worker if there is no other one. New requests wait as long,
+      unless `restarts` is 0. A restarted frontend accepts connections when it knows a worker of each role, and after
+      this time at the latest.
+    - `traces`: number of finished requests whose traces are kept.
+    - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
+      the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
+      only.
+    - `header_timeout_s`: time to receive a request's head, from its first byte or the start of the connection.
+    - `idle_timeout_s`: a connection without a request is closed after this time.
+    - `send_timeout_s`: a connection whose client reads nothing of an answer for this time is closed.
+    - `max_connections`, `max_connections_per_peer`: maximum number of open connections in all and per client address.
+      All connections through a proxy have one address: behind a proxy, set both to the same value.
+    - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
+      notice before the port closes. Only if /health is polled (twice within 30 s). Counts towards `node.drain_s`, for
+      half of it at most.
+    - `vllm_metrics`: export queue length, running requests and KV usage on /metrics under vLLM's names, too.
     """
 
     host: str = "127.0.0.1"
@@ -99,7 +114,13 @@ class HttpSection(Section, frozen=True):
 
 
 class WorkerSection(Section, frozen=True):
-    """What every worker role has. `devices` and `cores` have one entry a worker, or one that all share."""
+    """Keys of every worker role:
+
+    - `workers`, `threads`: number of workers, and of threads of each.
+    - `devices`: "cpu", "cuda:N" or a GPU's UUID; one entry per worker, or one for all.
+    - `cores`: lists of core numbers, one per worker or one for all; without, the kernel places the worker, or, on a
+      GPU, the layout does by NUMA node.
+    """
 
     workers: Workers = 1
     devices: tuple[str, ...] = ("cpu",)
@@ -108,10 +129,11 @@ class WorkerSection(Section, frozen=True):
 
 
 class KvWorkerSection(WorkerSection, frozen=True):
-    """A role that holds KV: `kv_blocks` blocks a worker; 0: as many as `slots` sequences of full context need.
+    """Keys of the roles that hold KV:
 
-    `spares`: processes that have loaded the model and wait to take the place of a worker that dies. Each needs as much
-    memory as a worker.
+    - `kv_blocks`: KV blocks per worker; 0 allocates what `slots` sequences of full context need.
+    - `spares`: number of standby workers: processes that have loaded the model and replace a worker that dies. Each
+      needs as much memory as a worker.
     """
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
@@ -119,15 +141,17 @@ class KvWorkerSection(WorkerSection, frozen=True):
     spares: Annotated[int, Meta(ge=0, le=8)] = 0
 
     def blocks(self, model: ModelSection) -> int:
-        """KV blocks of one worker."""
+        """Return the number of KV blocks of one worker."""
         return self.kv_blocks or self.slots * model.row_blocks
 
 
 class PrefillSection(KvWorkerSection, frozen=True):
-    """Prefill workers. `slots` prompts are held at once, from their first chunk until decode has pulled their KV.
+    """Prefill workers.
 
-    A pass through the model takes `chunk_tokens` tokens, of one prompt or of several. "auto" measures at start with how
-    many a pass is about as fast as it gets.
+    - `slots`: prompts that a worker holds at once, from their first chunk until decode has pulled their KV.
+    - `chunk_tokens`: tokens of one forward pass, of one prompt or of several. "auto" measures at start from which size
+      on a pass gains little.
+    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token.
     """
 
     slots: Annotated[int, Meta(ge=1, le=256)] = 4
@@ -136,16 +160,20 @@ class PrefillSection(KvWorkerSection, frozen=True):
 
     @property
     def expected_chunk_tokens(self) -> int:
-        """For who cannot measure: the configured number, or the default's."""
+        """The configured number, the default for "auto", for code that cannot measure."""
         return 256 if self.chunk_tokens == "auto" else self.chunk_tokens
 
 
 class DecodeSection(KvWorkerSection, frozen=True):
-    """Decode workers. `slots` rows are generated at once; a probe may add at most `probe_tokens` of passages.
+    """Decode workers.
 
-    When blocks run out, the youngest row makes room: later its KV is loaded from where `[kv]` keeps it, and the rest is
-    computed again. What a row must compute beside its next token goes through the model in chunks of
-    `chunk_tokens`, beside the others' tokens.
+    - `slots`: rows of the running batch, one per request.
+    - `chunk_tokens`: tokens per step of what a row must compute besides its next token, such as a prompt or passages.
+    - `probe_tokens`: maximum number of tokens of the passages that a probe inserts.
+    - `probe_window_tokens`: the text of a probe's query is that of the row's last tokens, so many of them.
+
+    When KV blocks run out, the youngest row is preempted. Later its KV is loaded from the tiers of `[kv]`, and the rest
+    is recomputed.
     """
 
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
@@ -155,32 +183,50 @@ class DecodeSection(KvWorkerSection, frozen=True):
 
 
 Doorbell = Literal["eventfd", "zeromq"]
-"""As `ipc` names them; it is not imported here."""
+"""Same values as in `ipc`, which this module does not import."""
 
 
 PoolPlacement = Literal["own", "with-prefill", "with-decode", "coupled"]
 
 
 class PoolSection(WorkerSection, frozen=True):
-    """Vector-pool workers: replicas of each other, or of each shard of a collection that is split.
+    """Vector-pool workers: replicas of each other, or of each shard of a sharded collection.
 
-    `placement`: "own" is where `devices` says. Else there is one beside each prefill worker, each decode worker, or
-    each of both ("coupled"), on its GPU, or on its cores, and `workers` and `devices` are left out. A worker asks the
-    pool beside it first, and another while that is down, slow or crowded; who has none asks all in turn.
+    Placement:
 
-    `slots` queries are active at most; "auto": the fewest with which an extend wastes no more than a tenth, measured
-    at start (few on a CPU, hundreds on a GPU). The engine has as many again for paused queries. `policy` is what
-    decides who is active (docs/scheduler.md); "paper", "fifo" and "static" are there to compare with. `reserve` is r,
-    the share of the slots that is prefill's. `prefill_target_s` is L_pre,max, within which a prefill query ought to be
-    answered; "auto": a twentieth of `slo.ttft_s`. A decode query is paused `max_pauses` times at most, and all of them
-    for `aging_s`. `flush_s`: τ, how long slots are held back while fewer queries wait than are free.
-    `flush_prefill_s`: τ_pre, how long a prefill query leaves slots to decode. `extends_per_launch`: on a GPU where no
-    blocks stay, the most extends in one launch; it ends early when a query is finished or arrives. `form`: "auto" has
-    blocks stay on a GPU that no other worker of the node is on, in a launch that takes queries by itself
-    (docs/gpu.md); with "launches" the host launches every extend, as it does elsewhere: for a GPU on which other
-    programs compute. `arena_slots`: query vectors that clients on GPUs may have in this GPU's memory, in equal shares.
-    `doorbell`: how the pool and its clients wake each other when they sleep, "eventfd" or, about 100 µs slower,
-    "zeromq", which needs no descriptors handed from process to process.
+    - `placement`: "own" places them on `devices`. "with-prefill", "with-decode" and "coupled" (both) place one beside
+      each worker of these roles, on its GPU or its cores; `workers` and `devices` are then left out. A worker queries
+      the pool worker beside it first, and another one while that is down, slow or overloaded; workers without one use
+      all in turn.
+
+    Scheduling (docs/scheduler.md):
+
+    - `slots`: maximum number of active queries. "auto" measures at start: the fewest with which an extend wastes at
+      most a tenth of its time (few on a CPU, hundreds on a GPU). The engine has as many slots again for paused queries.
+    - `policy`: which queries are active. "paper", "fifo" and "static" exist for comparison.
+    - `reserve`: share r of the slots that is reserved for prefill queries.
+    - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.
+    - `max_pauses`, `aging_s`: limits of how often one decode query is paused, and of how long in all.
+    - `flush_s`: flush timeout τ, how long slots are held back while fewer queries wait than slots are free.
+    - `flush_prefill_s`: τ_pre, how long a prefill query leaves free slots to decode.
+    - `queue`: maximum number of waiting queries; further ones are refused.
+
+    Search:
+
+    - `top_m`, `search_width`: defaults of queries that do not set them.
+    - `max_top_m`, `max_k`: maximum of `top_m` and of `k`.
+
+    Engine and client sessions:
+
+    - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
+      queries by itself (docs/gpu.md). "launches" has the host launch every extend, as elsewhere; use it for a GPU on
+      which other programs compute.
+    - `extends_per_launch`: maximum number of extends in one launch, on a GPU without the resident kernel. A launch ends
+      early when a query finishes or arrives.
+    - `arena_slots`: query vectors that clients on GPUs may store in this GPU's memory, in equal shares.
+    - `ring_slots`: slots of the request ring and of the result ring of each client.
+    - `doorbell`: how the pool and its clients wake each other: "eventfd", or "zeromq", which is about 100 µs slower and
+      needs no file descriptors passed between processes.
     """
 
     placement: PoolPlacement = "own"
@@ -204,7 +250,7 @@ class PoolSection(WorkerSection, frozen=True):
     doorbell: Doorbell = "eventfd"
 
     def prefill_target(self, slo: "SloSection") -> float:
-        """L_pre,max in seconds."""
+        """Return L_pre,max in seconds."""
         return slo.ttft_s / 20 if self.prefill_target_s == "auto" else self.prefill_target_s
 
 
@@ -212,17 +258,19 @@ Disaggregate = Literal["auto", "always", "never"]
 
 
 class HandoverSection(Section, frozen=True):
-    """KV from prefill to decode. In order "decode_first" decode keeps room for a prompt before prefill runs it.
+    """Hand-over of KV from prefill to decode.
 
-    `disaggregate`: which prompts are run by prefill workers. "auto": not those that a decode worker has done as soon,
-    in steps that keep `slo.tpot_s`; "never": none, prefill workers only retrieve, and decode workers do both.
-
-    A hand-over has failed if decode refuses it, dies, or is not heard of for `lease_s` (it is every 5 s while it waits
-    for room); with `failure_policy` "recompute" the request is started again elsewhere (`http.restarts`), with "fail"
-    it ends.
-
-    Between two steps of a running batch decode copies for about `slice_s`, a thirtieth of a step at most. It takes in
-    another prompt while what waits for a place in the batch has less than `waiting_share` of its blocks.
+    - `order`: with "decode_first", decode reserves room for a prompt before prefill computes it.
+    - `disaggregate`: which prompts prefill workers compute. "auto": those that a decode worker would not finish as
+      soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
+      the prompts.
+    - `lease_s`: a hand-over fails if decode refuses it, dies, or sends nothing for this time (it reports every 5 s
+      while the hand-over waits for room).
+    - `failure_policy`: after a failed hand-over, "recompute" restarts the request elsewhere (`http.restarts`), "fail"
+      ends it.
+    - `slice_s`: time that decode spends on copying between two steps of a running batch, at most a thirtieth of a step.
+    - `waiting_share`: decode accepts another prompt while requests that wait for the batch hold less than this share of
+      its KV blocks.
     """
 
     order: Literal["prefill_first", "decode_first"] = "prefill_first"
@@ -234,12 +282,14 @@ class HandoverSection(Section, frozen=True):
 
 
 class KvSection(Section, frozen=True):
-    """Where full KV blocks stay beside the workers' own memory, so that another worker, or one that starts anew, loads
-    a prefix instead of computing it.
+    """Tiers of full KV blocks besides the workers' own memory, from which workers, also restarted ones, load prefixes
+    instead of computing them.
 
-    The host tier are files of at most `host_mib` MiB in the run directory, which is memory where that is a tmpfs, and
-    else the page cache's; the node removes them when it stops. The disk tier, files of at most `disk_mib` MiB in
-    `disk_path`, stays. 0: none. The longest unused go first. API keys without the same collections share no blocks.
+    - `host_mib`: size limit of the host tier: files in the run directory, which is memory if that is a tmpfs, else the
+      page cache. The node removes them when it stops. 0: no host tier.
+    - `disk_mib`, `disk_path`: size limit and directory of the disk tier, which is kept. 0: no disk tier.
+
+    The least recently used blocks are evicted first. API keys that may reach different collections share no blocks.
     """
 
     host_mib: Annotated[int, Meta(ge=0, le=1 << 24)] = 512
@@ -252,14 +302,22 @@ class KvSection(Section, frozen=True):
 
 
 class ControlSection(Section, frozen=True):
-    """The control loop (docs/scheduler.md). Every `interval_s` it may move the pool's reserve by at most `step`, within
-    `reserve_min` ("auto": .1) and `reserve_max`.
+    """The control loop, which adjusts the pool's reserve r and flush timeout τ_pre (docs/scheduler.md), and the
+    planner, which flips workers to the other role.
 
-    Targets: prefill's P95 wait for a pool slot ("auto": what a prefill query ought to be answered within,
-    `pool.prefill_target_s`); the stalled share of decode rows' time (.8 of what `slo.tpot_s` leaves beside a step, and
-    `decode_stall_target` at least); the KV link's use. While decode stalls too much, `pool.flush_prefill_s` is half of
-    `slo.ttft_s` (or the target of prefill's wait that is configured). When nobody waits, both go back.
-    `planner`: by load, prefill or decode workers are flipped to the other role ("act"), or the log says so ("advise").
+    - `enabled`: whether the loop adjusts r and τ_pre.
+    - `interval_s`: time between two updates.
+    - `step`: maximum change of r per update; `reserve_min` ("auto": 0.1) and `reserve_max` bound it.
+    - `prefill_wait_target_s`: target of prefill's P95 wait for a pool slot; "auto" is `pool.prefill_target_s`.
+    - `decode_stall_target`: target of the share of decode rows' time that is spent on waiting for probes: 0.8 of what
+      `slo.tpot_s` leaves beside a step, but at least this value.
+    - `link_target`: target of the KV link's use.
+    - `dwell_s`: time for which the signals must point in one direction before a change.
+    - `hysteresis`: share by which a signal must exceed its target to count.
+    - `planner`: "act" flips prefill or decode workers by load, "advise" only logs what it would do.
+
+    While decode stalls too much, `pool.flush_prefill_s` is set to half of `slo.ttft_s` (or to `prefill_wait_target_s`,
+    if that is configured). When no query waits, both return to their configured values.
     """
 
     enabled: bool = True
@@ -279,21 +337,24 @@ class ControlSection(Section, frozen=True):
             raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
 
     def wait_target_s(self, pool: PoolSection, slo: "SloSection") -> float:
-        """Of prefill's P95 wait, in seconds; a target of the pool's that is less than a millisecond counts as one."""
+        """Return the target of prefill's P95 wait in seconds; a pool target below a millisecond counts as one."""
         if self.prefill_wait_target_s != "auto":
             return self.prefill_wait_target_s
         return max(pool.prefill_target(slo), 1e-3)
 
     def min_reserve(self, pool: PoolSection) -> float:
-        """r is never moved below this."""
+        """Return the lower bound of r."""
         return min(pool.reserve, self.reserve_max, 0.1) if self.reserve_min == "auto" else self.reserve_min
 
 
 class SloSection(Section, frozen=True):
-    """What the node promises: time to the first token, mean time per later token, a search alone; and to what share.
+    """Service-level objectives.
 
-    Counted over the requests that were sent, so a failed or refused one breaks it too. Alerts watch the rate at which
-    the rest, 1 - `objective`, is used up.
+    - `ttft_s`: time to first token.
+    - `tpot_s`: mean time per output token after the first.
+    - `search_s`: time of a search without generation.
+    - `objective`: share of the requests that must meet them. Failed and refused requests count as violations. Alerts
+      watch the rate at which the error budget, 1 - `objective`, is used up.
     """
 
     ttft_s: Seconds = 1.0
@@ -303,25 +364,29 @@ class SloSection(Section, frozen=True):
 
     @property
     def prefill_wait_s(self) -> float:
-        """How long a prefill query may wait for a slot at most: the other half of TTFT is for all that comes after."""
+        """Maximum wait of a prefill query for a slot: half of the TTFT, the other half is for what follows."""
         return self.ttft_s / 2
 
 
 class TracingSection(Section, frozen=True):
-    """Requests and searches as OpenTelemetry spans, off by default; needs the extra [otel].
+    """OpenTelemetry spans of requests and searches; needs the extra [otel].
 
-    Where they go, how many, and under which name, the standard variables say: OTEL_EXPORTER_OTLP_ENDPOINT (over HTTP),
-    OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_BSP_MAX_QUEUE_SIZE and the others.
+    - `enabled`: whether spans are exported.
+
+    Exporter, sampling and service name are set by the standard environment variables: OTEL_EXPORTER_OTLP_ENDPOINT (over
+    HTTP), OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_BSP_MAX_QUEUE_SIZE and the others.
     """
 
     enabled: bool = False
 
 
 class AnswerCacheSection(Section, frozen=True):
-    """Answers to prompts like earlier ones, given without running the model; off by default.
+    """Semantic cache: answers to prompts that resemble earlier ones, returned without running the model.
 
-    Questions are alike from a cosine of `threshold` on, in the embedding of `embedder`. An answer is kept for `ttl_s`,
-    and at most `entries` are: in a live collection of the pools, in the node's run directory.
+    - `enabled`: whether answers are stored and looked up.
+    - `embedder`, `threshold`: two questions match if the cosine of their embeddings is at least `threshold`.
+    - `ttl_s`, `entries`: lifetime and maximum number of stored answers. They are kept in a live collection of the pools
+      in the node's run directory.
     """
 
     enabled: bool = False
@@ -332,18 +397,19 @@ class AnswerCacheSection(Section, frozen=True):
 
 
 class CollectionSection(Section, frozen=True):
-    """A collection that the pool loads: its name in requests, its directory, and into how many shards it was built.
+    """A collection that the pool serves.
 
-    Of a split collection each pool worker serves one shard: worker i has shard i mod `shards`. A collection that is
-    missing or damaged when the node starts is an error of the start if it is `required`, else unavailable until it can
-    be opened; later it is unavailable either way, and the others are served. `verify`: when its checksums are compared,
-    before it is served ("start"), while it is ("background"), or never.
-
-    The collection says what embeds its queries; `embedder` is the directory or URL where that is on this machine, if it
-    is elsewhere, and `embedder_key_file` holds the key that a server asks for on its first line.
-
-    `demand`: an attribute of its documents (a tenant, say) that the filter of every search must bind by eq or in; a
-    search without is refused.
+    - `name`: its name in requests.
+    - `path`: its directory.
+    - `shards`: number of shards that it was built with. Worker i of the pool serves shard i mod `shards`.
+    - `required`: whether a collection that is missing or damaged prevents the node's start. Otherwise, and after the
+      start, it is unavailable until it can be opened, and the others are served.
+    - `verify`: when its checksums are compared: before it is served ("start"), while it is served ("background"), or
+      never.
+    - `embedder`: directory or URL of the embedder of its queries, if it differs from the one stored in the collection.
+    - `embedder_key_file`: file whose first line is the API key of an embedding server.
+    - `demand`: attribute of its documents, such as a tenant, that the filter of every search must bind by eq or in;
+      other searches are refused.
     """
 
     name: Name
@@ -357,7 +423,7 @@ class CollectionSection(Section, frozen=True):
 
 
 class NodeConfig(Section, frozen=True):
-    """A whole node, as written in its TOML file. Without `[model]` the node serves retrieval alone."""
+    """Configuration of a whole node, as written in its TOML file. Without `[model]` the node only serves retrieval."""
 
     node: NodeSection = NodeSection()
     log: LogSection = LogSection()
@@ -379,22 +445,22 @@ class NodeConfig(Section, frozen=True):
 
     @property
     def stores_answers(self) -> bool:
-        """Whether there is a cache of answers."""
+        """Whether the answer cache is active."""
         return self.answer_cache.enabled and self.model is not None
 
     @property
     def needs_pool(self) -> bool:
-        """Whether there is anything for a pool to search."""
+        """Whether there is a collection for a pool to search."""
         return bool(self.collections) or self.stores_answers
 
     @property
     def own_model(self) -> ModelSection | None:
-        """The model that the node's own prefill and decode workers run; None if it has none, or another engine does."""
+        """The model that the node's own prefill and decode workers run; None without one, or with another engine."""
         return self.model if isinstance(self.model, ModelSection) else None
 
 
 def parse_config(raw: dict[str, Any]) -> NodeConfig:
-    """A `NodeConfig` from TOML's own types. Raises `ConfigError` that names the key, its value and what is expected."""
+    """Convert TOML's types to a `NodeConfig`. Raises `ConfigError` with the key, its value and the allowed values."""
     model = raw.get("model")
     if isinstance(model, dict):
         raw = raw | {"model": {"engine": "trinity"} | model}

@@ -1,4 +1,4 @@
-"""What may stand at a key of the configuration, read from the types of its sections; and what is wrong with one."""
+"""Error messages for the configuration, and descriptions of its keys' types, derived from the types of the sections."""
 
 import difflib
 import re
@@ -24,25 +24,29 @@ from msgspec.inspect import (
 
 
 def allowed_values(config: type[msgspec.Struct], path: str) -> str:
-    """The choices at a key, such as "one of 'a', 'b'" or "a whole number of 1 to 9 or 'auto'".
+    """Return the values that a key accepts, such as "one of 'a', 'b'" or "an integer from 1 to 9 or 'auto'".
 
-    `path` is the key's, as msgspec writes it: "pool.slots", "collections[1].verify". "" where there are no named
-    choices: msgspec's own message says what is expected then.
+    `path` is the key's path in msgspec's notation: "pool.slots", "collections[1].verify". Returns "" if the key has no
+    named choices: msgspec's own message is used then.
     """
     kinds = _types_at(config, path)
     names = sorted({repr(name) for kind in kinds if isinstance(kind, LiteralType) for name in kind.values})
     if not names:
         return ""
-    numbers = [_range(kind) for kind in kinds if isinstance(kind, IntType | FloatType)]
+    numbers = [
+        f"an {_range(kind)}" if isinstance(kind, IntType) else f"a {_range(kind)}"
+        for kind in kinds
+        if isinstance(kind, IntType | FloatType)
+    ]
     named = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     return " or ".join([*numbers, named])
 
 
 def describe_type(kind: Type) -> str:
-    """What may stand at a key of this type: "a whole number of 1 to 9 or 'auto'", "true or false", "a list: text"."""
+    """Describe the values of a key of this type: "integer from 1 to 9", "`true`, `false`", "list: string"."""
     if isinstance(kind, VarTupleType):
-        most = "" if kind.max_length is None else f" of {kind.max_length} at most"
-        return f"a list{most}: {describe_type(kind.item_type)}"
+        limit = "" if kind.max_length is None else f" of at most {kind.max_length}"
+        return f"list{limit}: {describe_type(kind.item_type)}"
     if isinstance(kind, UnionType):
         return " or ".join(describe_type(member) for member in kind.types if not isinstance(member, NoneType))
     if isinstance(kind, LiteralType):
@@ -50,13 +54,13 @@ def describe_type(kind: Type) -> str:
     if isinstance(kind, IntType | FloatType):
         return _range(kind)
     if isinstance(kind, StrType):
-        return "text" + (f" like `{kind.pattern.removesuffix(_END)}`" if kind.pattern else "")
+        return "string" + (f" matching `{kind.pattern.removesuffix(_END)}`" if kind.pattern else "")
     if isinstance(kind, BoolType):
         return "`true`, `false`"
     if isinstance(kind, DictType):
         values = "" if isinstance(kind.value_type, AnyType) else f": {describe_type(kind.value_type)}"
-        return f"a table{values}"
-    raise TypeError(f"no words for {kind}")
+        return f"table{values}"
+    raise TypeError(f"no description of {kind}")
 
 
 _END = r"\Z"
@@ -68,8 +72,8 @@ _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
 
 def explain_error(message: str, raw: dict[str, Any], config: type[msgspec.Struct]) -> str:
-    """msgspec's message about `raw`, with the key's dotted name, the value found there, the choices where it has some,
-    and for unknown keys the nearest known."""
+    """Rewrite msgspec's error message about `raw`: with the key's dotted path, its value, the allowed values if they
+    are named, and the nearest known key if it is unknown."""
     at = _AT.search(message)
     path = at.group(1).lstrip(".") if at else ""
     reason = _AT.sub("", message)
@@ -85,12 +89,12 @@ def explain_error(message: str, raw: dict[str, Any], config: type[msgspec.Struct
 
 
 def _shown(key: str) -> str:
-    """A key as one would write it; one with a line's end or a dot in it, as Python would."""
+    """Quote a key that contains other characters than letters, digits, `_` and `-`."""
     return key if re.fullmatch(r"[\w-]+", key) else repr(key)
 
 
 def _at(raw: Any, path: str) -> Any:
-    """What stands there; None for nothing."""
+    """Return the value at a path, None if there is none."""
     for part in _parts(path):
         if isinstance(raw, dict):
             raw = raw.get(part)
@@ -102,7 +106,7 @@ def _at(raw: Any, path: str) -> Any:
 
 
 def _known(config: type[msgspec.Struct], path: str, raw: dict[str, Any]) -> list[str]:
-    """The keys of the section there. Of several kinds of it (engines) it is the one that the file names."""
+    """Return the known keys of the section at a path. Of several section types (engines) the one that `raw` selects."""
     found = _at(raw, path)
     for kind in _types_at(config, path):
         if isinstance(kind, StructType) and (kind.tag_field is None or found.get(kind.tag_field) == kind.tag):
@@ -128,7 +132,7 @@ def _types_at(config: type[msgspec.Struct], path: str) -> list[Type]:
 
 
 def _under(kind: Type, part: str) -> Iterator[Type]:
-    """The types that may stand at a key or position of a value of this type; of a union, all of its members' are."""
+    """Yield the types of a key or list position of a value of this type; of a union, those of every member."""
     if isinstance(kind, VarTupleType):
         yield from _members(kind.item_type)
     elif isinstance(kind, StructType):
@@ -144,6 +148,6 @@ def _members(kind: Type) -> tuple[Type, ...]:
 
 
 def _range(kind: IntType | FloatType) -> str:
-    what = "a whole number" if isinstance(kind, IntType) else "a number"
-    bounds = ((" over", kind.gt), (" of", kind.ge), (" below", kind.lt), (" to", kind.le))
-    return what + "".join(f"{word} {bound}".removesuffix(".0") for word, bound in bounds if bound is not None)
+    name = "integer" if isinstance(kind, IntType) else "number"
+    bounds = ((" above", kind.gt), (" from", kind.ge), (" below", kind.lt), (" to", kind.le))
+    return name + "".join(f"{word} {bound}".removesuffix(".0") for word, bound in bounds if bound is not None)

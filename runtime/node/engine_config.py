@@ -1,4 +1,4 @@
-"""`[model]`: the node's own engine, and others."""
+"""`[model]`: the node's own engine, OpenAI-compatible servers, or vLLM."""
 
 import itertools
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-# ---- what the tables of a node's configuration have in common
+# ---- base of all sections
 
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
@@ -14,23 +14,26 @@ Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the TOML file; every subclass is frozen too."""
+    """Base of the tables of the TOML file. Every subclass is frozen too."""
 
 
 class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
-    """`engine = "trinity"`, the default: a model that the node's own prefill and decode workers run.
+    """`engine = "trinity"`, the default: the node's own prefill and decode workers run the model.
 
-    `name` is a packaged name or a directory of transformers files; `context_tokens` the context it is given. KV is kept
-    in blocks of `kv_block_tokens` tokens: of a prefix whole blocks are used again; long ones are read faster.
-
-    `weights`: the type that large matrices are kept and multiplied in. bfloat16 takes half the memory and, on a
-    processor that multiplies it, about .6 of the time; where two tokens are almost equally likely it may choose another
-    than float32 does, and another when a request is computed in other pieces, as after a worker's death. int8, for
-    CPUs, is bfloat16 for prompts and, for steps of up to 16 rows, int8 with a scale for each output: decode keeps both,
-    and a step takes .67 to .9 of bfloat16's time. "auto" is bfloat16 on GPUs; on a CPU it is int8 with AMX, bfloat16
-    where that is multiplied (AVX-512 BF16, ARM's BF16), and float32 elsewhere. float16 keeps three bits more than
-    bfloat16 and has a smaller range: for GPUs, and models that were trained in it. KV is of this type on GPUs, and
-    float32 on a CPU.
+    - `name`: a packaged model, or a directory with a model in transformers' format.
+    - `context_tokens`: context length.
+    - `kv_block_tokens`: tokens per KV block. Prefixes are shared in whole blocks; attention reads long blocks faster.
+    - `weights`: type in which the large matrices are stored and multiplied. KV has this type on GPUs, and float32 on a
+      CPU.
+      - "bfloat16" needs half the memory of float32 and, on a processor that multiplies it, about 0.6 of the time. Where
+        two tokens are almost equally likely, it may choose another one than float32 does, and another one if a request
+        is computed in other chunks, as after the death of a worker.
+      - "int8", for CPUs, uses bfloat16 for prompts and, for steps of up to 16 rows, int8 with one scale per output.
+        Decode keeps both copies, and a step takes 0.67 to 0.9 of bfloat16's time.
+      - "float16", for GPUs and models that were trained in it, has three bits of precision more than bfloat16 and a
+        smaller range.
+      - "auto" is bfloat16 on GPUs. On a CPU it is int8 with AMX, bfloat16 with AVX-512 BF16 or ARM's BF16, else
+        float32.
     """
 
     name: str
@@ -40,21 +43,23 @@ class ModelSection(Section, frozen=True, tag_field="engine", tag="trinity"):
 
     @property
     def row_blocks(self) -> int:
-        """KV blocks of a sequence that fills the context."""
+        """KV blocks of a sequence of full context."""
         return -(-self.context_tokens // self.kv_block_tokens)
 
 
 Stage = Literal["", "prefill", "decode"]
-"""What an instance of an engine is for: "": whole answers."""
+"""Stage that an instance of an engine serves; "": whole requests."""
 
 
 class ServedSection(Section, frozen=True):
-    """What the engines have in common whose model runs behind OpenAI's protocol.
+    """Keys of the engines whose model is served over OpenAI's protocol:
 
-    `name` is what the model is called there. `context_tokens` bounds prompt and answer; 0: as many as the server says
-    it has. Before the first token a prompt is given passages of about `passage_tokens` tokens at most, by a probe of
-    `probe_tokens`: there is no tokenizer here, so both are counted by bytes. A connection is given up after
-    `connect_s`.
+    - `name`: the model's name on the server.
+    - `context_tokens`: limit of prompt and answer together; 0: as reported by the server.
+    - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token.
+    - `probe_tokens`: maximum number of tokens of the passages that a probe inserts. The node has no tokenizer here:
+      both limits are estimated from bytes.
+    - `connect_s`: timeout of opening a connection.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -65,9 +70,10 @@ class ServedSection(Section, frozen=True):
 
 
 class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):
-    """`engine = "openai"`: servers that run already, at one `url` or several, each with its `/v1`.
+    """`engine = "openai"`: OpenAI-compatible servers that run already.
 
-    `api_key_file` holds the key that they ask for on its first line.
+    - `url`: base URL of the server, ending with `/v1`, or a list of several.
+    - `api_key_file`: file whose first line is the servers' API key.
     """
 
     url: Annotated[str, Meta(min_length=1)] | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
@@ -75,16 +81,16 @@ class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine"
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Each server's, without a slash at its end."""
+        """Base URLs of the servers, without a trailing slash."""
         given = (self.url,) if isinstance(self.url, str) else self.url
         return tuple(url.rstrip("/") for url in given)
 
 
 class VllmStage(Section, frozen=True):
-    """Of `engine = "vllm"`: prompts are computed by instances of their own, and their KV is handed over to those that
-    write the answers.
+    """Disaggregated stages of `engine = "vllm"`: prefill instances compute the prompts and hand their KV over to decode
+    instances, which generate the answers.
 
-    Of the keys of `[model]` each stage has these for itself. Its `extra_args` come after those of `[model]`.
+    Each stage sets these keys for itself, in place of those of `[model]`. Its `extra_args` follow those of `[model]`.
     """
 
     instances: Annotated[int, Meta(ge=1, le=16)] = 1
@@ -95,24 +101,28 @@ class VllmStage(Section, frozen=True):
 
     @property
     def gpus_each(self) -> int:
-        """GPUs of an instance."""
+        """GPUs of one instance."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="vllm"):
-    """`engine = "vllm"`: `instances` of vLLM's API server, which the node starts, supervises and asks.
+    """`engine = "vllm"`: the node starts and supervises vLLM's API servers.
 
-    `path` is what vLLM loads, a directory or a name on Hugging Face's hub; "": `name`. `python` is the interpreter of
-    the environment that vLLM is installed in. `devices`: GPUs, tensor_parallel_size × pipeline_parallel_size for each
-    instance, in order; none: the machine's first ones; ["cpu"]: none at all. `extra_args` go to vLLM as they are,
-    `environment` into its processes'.
+    - `path`: what vLLM loads, a directory or a name on Hugging Face's hub; "": `name`.
+    - `python`: interpreter of the environment in which vLLM is installed.
+    - `instances`: number of servers.
+    - `tensor_parallel_size`, `pipeline_parallel_size`: as in vLLM; an instance uses their product of GPUs.
+    - `devices`: GPUs of the instances, in order. Empty: the first GPUs of the machine. ["cpu"]: no GPU.
+    - `extra_args`, `environment`: further arguments and environment variables of vLLM's processes.
 
-    With `[model.prefill]` and `[model.decode]` (both) each stage has instances of its own, and `kv_connector` is how KV
-    gets from one to the other: a connector of vLLM's by its name, or a class of `kv_connector_module_path`, a module in
-    vLLM's environment; `kv_connector_extra_config` are its options. "auto": NixlConnector where vLLM's environment has
-    NIXL, else TrinityKvFiles, which comes with Trinity and uses files of this machine. Prompts of which a decode
-    instance has all but `handover_tokens` tokens are computed there; "auto": all but as many as it computes in the time
-    that a handover takes, both measured.
+    With `[model.prefill]` and `[model.decode]` (both) each stage has its own instances:
+
+    - `kv_connector`: how KV is transferred between them: a connector of vLLM by name, or a class of
+      `kv_connector_module_path`, a module in vLLM's environment. "auto": NixlConnector if vLLM's environment has NIXL,
+      else TrinityKvFiles, which is part of Trinity and uses files of this machine.
+    - `kv_connector_extra_config`: options of the connector.
+    - `handover_tokens`: a prompt is computed by a decode instance if that has all of it but so many tokens. "auto": as
+      many as the instance computes in the time of a hand-over, both measured.
     """
 
     path: str = ""
@@ -132,12 +142,12 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
 
     @property
     def loads(self) -> str:
-        """What vLLM is told to load."""
+        """The model that vLLM loads."""
         return self.path or self.name
 
     @property
     def stages(self) -> dict[Stage, VllmStage]:
-        """What the instances are for, in the order of their devices; {"": …}: each for all."""
+        """The stages in the order of their devices; {"": …} if every instance serves whole requests."""
         if self.prefill is not None and self.decode is not None:
             return {"prefill": self.prefill, "decode": self.decode}
         return {
@@ -154,7 +164,7 @@ class VllmSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", 
 
     @property
     def gpus(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each instance's GPUs; empty on a CPU. As many as they need only once the plan is made."""
+        """Names of each instance's GPUs, empty on a CPU. Their number is checked only when the plan is made."""
         each = [stage.gpus_each for stage in self.stages.values() for _ in range(stage.instances)]
         if self.on_cpu:
             return ((),) * len(each)

@@ -1,4 +1,4 @@
-"""The section of collections whose shards are on other nodes."""
+"""`[[remote]]`: collections whose shards are on other nodes."""
 
 from typing import Annotated, Literal
 
@@ -11,13 +11,16 @@ Url = Annotated[str, Meta(pattern=r"^https?://[A-Za-z0-9.:\[\]-]+(/v1)?/?\Z")]
 
 
 class RemoteSection(Section, frozen=True):
-    """A collection whose shards are on other nodes: `name` in requests here; each node, by its URL, has a part of the
-    documents, in a collection that it calls `collection` ("": the same).
+    """A collection whose shards are on other nodes. A search queries all of them and merges the nearest documents.
 
-    A search asks all of them at once, and the nearest of all are found. A node has `timeout_s` to answer. Where one
-    does not, or is down, the search ends with an error if `missing` is "refuse"; with "partial" the answer has what the
-    others found, and says so. `api_key_file` holds the key that the nodes ask for on its first line. The nodes'
-    collections must have one embedder and metric.
+    - `name`: its name in requests.
+    - `nodes`: URLs of the nodes, each with a part of the documents. Their collections must have the same embedder and
+      metric.
+    - `collection`: name of the collection on these nodes; "": the same as `name`.
+    - `timeout_s`: time that a node has to answer.
+    - `missing`: if a node is down or does not answer, "refuse" ends the search with an error, "partial" returns what
+      the others found, and marks the answer as partial.
+    - `api_key_file`: file whose first line is the nodes' API key.
     """
 
     name: Name
@@ -29,5 +32,5 @@ class RemoteSection(Section, frozen=True):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The nodes', without what may stand behind the port."""
+        """URLs of the nodes, without a path."""
         return tuple(url.lower().rstrip("/").removesuffix("/v1") for url in self.nodes)

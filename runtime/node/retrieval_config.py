@@ -1,4 +1,4 @@
-"""`[prompts]` and `[probes]`: where passages stand in a prompt, and when an answer asks again while it is written."""
+"""`[prompts]` and `[probes]`: where passages are inserted into a prompt, and when a running answer is probed."""
 
 from typing import Annotated, Literal
 
@@ -11,22 +11,26 @@ ProbeTrigger = Literal["every", "drift", "unsure"]
 
 
 class PromptsSection(Section, frozen=True):
-    """Where passages stand in a chat, of requests that do not say it: in the "system" message, before the conversation,
-    or before the text of the last "question", behind it. There they leave what was said before as it was: its KV is
-    used again (docs/prompts.md).
+    """Defaults of chat prompts.
+
+    - `passages`: where passages are inserted: "system" puts them into the system message, before the conversation;
+      "question" puts them before the text of the last question. With "question" the earlier turns keep their position,
+      so that their KV is reused (docs/prompts.md).
     """
 
     passages: PassagePlace = "system"
 
 
 class ProbesSection(Section, frozen=True):
-    """When an answer asks again, of requests with `retrieval.every_tokens` that do not say it.
+    """Defaults of probes, for requests with `retrieval.every_tokens`.
 
-    `trigger` "every": after each `every_tokens` tokens. "drift": then too, but what is found goes in only if the text
-    has left its passages: the nearest of them is farther from its last words than `drift_distance` (as the collection's
-    metric has it; of cosine 1 - similarity), or not among the `k` nearest at all. "unsure": `every_tokens` tokens after
-    the last time at the earliest, once the entropy of the next token's distribution (at temperature 1) is over
-    `unsure_nats`; only the node's own engine can tell.
+    - `trigger`: "every" probes after each `every_tokens` tokens. "drift" probes as often, but inserts the passages only
+      if the text has drifted away from those in use: the nearest of them is farther from the last words than
+      `drift_distance`, or not among the `k` nearest. "unsure" probes when the entropy of the next token's distribution
+      (at temperature 1) exceeds `unsure_nats`, at the earliest `every_tokens` tokens after the last probe; only the
+      node's own engine supports it.
+    - `drift_distance`: in the collection's metric; for cosine it is 1 - similarity.
+    - `unsure_nats`: threshold of the entropy, in nats.
     """
 
     trigger: ProbeTrigger = "every"

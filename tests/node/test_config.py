@@ -57,15 +57,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a word for a number": (
         {"pool": {"slots": "many"}},
-        "pool.slots = 'many': expected a whole number of 1 to 4096 or 'auto'",
+        "pool.slots = 'many': expected an integer from 1 to 4096 or 'auto'",
     ),
     "a number out of range where a word is taken too": (
         {"prefill": {"chunk_tokens": 8}},
-        "prefill.chunk_tokens = 8: expected a whole number of 16 to 65536 or 'auto'",
+        "prefill.chunk_tokens = 8: expected an integer from 16 to 65536 or 'auto'",
     ),
     "a word for a fraction": (
         {"pool": {"prefill_target_s": "soon"}},
-        "pool.prefill_target_s = 'soon': expected a number of 0 to 60 or 'auto'",
+        "pool.prefill_target_s = 'soon': expected a number from 0 to 60 or 'auto'",
     ),
     "a key of another engine": (
         {"model": {"engine": "openai", "name": "x", "url": "u", "zzz": 8}},
