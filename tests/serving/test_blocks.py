@@ -110,7 +110,7 @@ def test_without_room_nothing_is_taken_and_the_error_has_both_numbers() -> None:
     made = manager(3)
     table = made.open([1] * 5)
     made.grow(table, 5)
-    with pytest.raises(OutOfBlocks, match="2 KV blocks are needed, 1 can be had"):
+    with pytest.raises(OutOfBlocks, match="2 KV blocks are needed, 1 are available"):
         made.grow(table, 13)
     assert len(table.blocks) == 2
     assert made.available == 1
