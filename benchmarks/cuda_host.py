@@ -28,7 +28,7 @@ from gpu import GraphIndex
 from gpu.compiled import compiled
 from gpu.cuda.compiler import c_header
 from gpu.engine import RELEASE
-from ipc.memory.instructions import call
+from ipc.memory.intrinsics import call
 
 STUB = Path(__file__).parent.parent / "tests" / "cuda"
 _ACTIVE = (1, 32, 256)

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ipc.errors import InvalidArgument, IpcError
-from ipc.memory import instructions
+from ipc.memory import intrinsics
 from ipc.memory.compiled import entry_point
 from ipc.ring import exchange
 from ipc.ring.descriptors import LOST, STAGES, STATUS_CODES, Float32s, SearchSpec
 from ipc.ring.doorbell import SpinBudget
-from ipc.ring.filters import PLACES
-from ipc.server.places import ClientPlace
+from ipc.ring.filters import FILTER_SLOTS
+from ipc.server.client_table import AttachedClient
 from ipc.server.server import SessionServer
 
 HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
@@ -57,20 +57,20 @@ class UnknownRequest(IpcError, KeyError):
 
 
 @entry_point("int64(int64)")
-def next_request(desk: int) -> int:
+def next_request(clients: int) -> int:
     """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
-    return int(exchange.find_request(instructions.words(desk, exchange.DESK_WORDS)))
+    return int(exchange.find_request(intrinsics.words(clients, exchange.TABLE_WORDS)))
 
 
 @entry_point("void(int64)")
-def release_request(desk: int) -> None:
+def release_request(clients: int) -> None:
     """The vector of the request found has been copied."""
-    exchange.release(instructions.words(desk, exchange.DESK_WORDS))
+    exchange.release(intrinsics.words(clients, exchange.TABLE_WORDS))
 
 
 @entry_point("int64(int64, int64, int64, int64, int64[::1], float32[::1], int64, int64, int64)")
 def answer_with(
-    desk: int,
+    clients: int,
     row: int,
     request_id: int,
     status: int,
@@ -81,19 +81,19 @@ def answer_with(
     begin_ns: int,
 ) -> int:
     """End a request with results, [count] both, at most MAX_K. Below 0: the client must be evicted."""
-    words = instructions.words(desk, exchange.DESK_WORDS)
-    place = exchange.payload_of_result(words, row)
-    if place < 0:
-        return int(place)
-    instructions.copy(place, ids.ctypes.data, 8 * len(ids))
-    instructions.copy(place + 8 * words[exchange.MAX_K], values.ctypes.data, 4 * len(values))
+    words = intrinsics.words(clients, exchange.TABLE_WORDS)
+    payload = exchange.result_payload(words, row)
+    if payload < 0:
+        return int(payload)
+    intrinsics.copy(payload, ids.ctypes.data, 8 * len(ids))
+    intrinsics.copy(payload + 8 * words[exchange.MAX_K], values.ctypes.data, 4 * len(values))
     return int(exchange.answer(words, row, request_id, status, len(ids), extends, receive_ns, begin_ns))
 
 
 class _Session(NamedTuple):
     """What was received from a client and is not yet published."""
 
-    place: ClientPlace
+    attached: AttachedClient
     receive_ns: dict[int, int]  # by request id
     cancelled: set[int]  # those of them that the client does not want any more
 
@@ -112,7 +112,7 @@ class RingServer(SessionServer):
         self._next_housekeeping = 0
         self._sessions: dict[int, _Session] = {}  # by the client's handle
         self._cancelled: list[Cancel] = []
-        self._filters: dict[int, bytes] = {}  # by the number of a client's row and its place there
+        self._filters: dict[int, bytes] = {}  # by client row and filter slot
 
     def receive(self, limit: int = 256) -> list[Request]:
         """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
@@ -122,80 +122,86 @@ class RingServer(SessionServer):
         appear; a client whose descriptors no correct client writes is evicted.
         """
         now = time.monotonic_ns()
-        self._part()
+        self._cancel_gone_clients()
         requests: list[Request] = []
-        desk, words, found = self.desk, self.desk.words, -1
+        table, words, found = self.client_table, self.client_table.words, -1
         left, accepted = 2 * limit, 0  # some of what is found are no requests
         while found != exchange.NONE and left and accepted < limit:
             left -= 1
-            found = next_request(desk.address)
+            found = next_request(table.address)
             if found == exchange.CANCEL:
                 row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
-                requests += [self._request(vector, now) for vector in self.arrived()]  # it may be one of them
+                requests += [self._request(vector, now) for vector in self.copied_vectors()]  # it may be one of them
                 self._cancel(row, request_id)
             elif found == exchange.EVICT:
                 self.evict(words[exchange.ROW])
             elif found == exchange.ACCEPTED:
-                place = desk.places[words[exchange.ROW]]
-                assert place is not None
-                requests.append(self._request(place.vectors[words[exchange.SLOT], : words[exchange.DIM]], now))
-                release_request(desk.address)
+                attached = table.clients[words[exchange.ROW]]
+                assert attached is not None
+                requests.append(self._request(attached.vectors[words[exchange.SLOT], : words[exchange.DIM]], now))
+                release_request(table.address)
                 accepted += 1
             elif found == exchange.ARENA:
-                self.take_from_arena()
+                self.accept_from_arena()
                 accepted += 1
-            elif found == exchange.FILTER and (wanted := self.filter_of_request()) is not None:
-                number = words[exchange.ROW] * PLACES + words[exchange.PLACE] - 1
+            elif found == exchange.FILTER and (wanted := self.request_filter()) is not None:
+                number = words[exchange.ROW] * FILTER_SLOTS + words[exchange.FILTER_SLOT] - 1
                 self._filters[number] = wanted
-                self.know_filter(number)
-        requests += [self._request(vector, now) for vector in self.arrived()]
-        desk.ring_bells()
+                self.cache_filter(number)
+        requests += [self._request(vector, now) for vector in self.copied_vectors()]
+        table.ring_bells()
         # Those who wait for an answer come first, but not for ever.
         if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
             self.housekeep(now)
         return requests
 
     def _request(self, vector: Float32s, now: int) -> Request:
-        """The one that the desk's words describe; the vector is copied."""
-        words = self.desk.words
-        place = self.desk.places[words[exchange.ROW]]
-        assert place is not None
-        session = self._sessions.get(place.handle)
+        """Return the current request; the vector is copied."""
+        words = self.client_table.words
+        attached = self.client_table.clients[words[exchange.ROW]]
+        assert attached is not None
+        session = self._sessions.get(attached.handle)
         if session is None:
-            session = self._sessions[place.handle] = _Session(place, {}, set())
+            session = self._sessions[attached.handle] = _Session(attached, {}, set())
         session.receive_ns[words[exchange.REQUEST_ID]] = now
-        served = place.terms.catalogue.served[words[exchange.CODE]]
+        served = attached.terms.catalogue.served[words[exchange.COLLECTION_CODE]]
         spec = SearchSpec(
             served.name, words[exchange.K], STAGES[words[exchange.STAGE]], words[exchange.TOP_M],
             words[exchange.WIDTH], words[exchange.PATIENCE] or None, words[exchange.DEADLINE],
-            b"" if words[exchange.KNOWN] < 0 else self._filters[words[exchange.KNOWN]],
+            b"" if words[exchange.FILTER_NUMBER] < 0 else self._filters[words[exchange.FILTER_NUMBER]],
         )  # fmt: skip
         return Request(
-            place.handle, words[exchange.REQUEST_ID], spec, served.identity, words[exchange.ENQUEUE], now, vector.copy()
+            attached.handle,
+            words[exchange.REQUEST_ID],
+            spec,
+            served.identity,
+            words[exchange.ENQUEUE],
+            now,
+            vector.copy(),
         )
 
     def _cancel(self, row: int, request_id: int) -> None:
-        place = self.desk.places[row]
-        session = None if place is None else self._sessions.get(place.handle)
+        attached = self.client_table.clients[row]
+        session = None if attached is None else self._sessions.get(attached.handle)
         if session and request_id in session.receive_ns and request_id not in session.cancelled:
             session.cancelled.add(request_id)
-            self._cancelled.append(Cancel(session.place.handle, request_id))
+            self._cancelled.append(Cancel(session.attached.handle, request_id))
 
-    def _part(self) -> None:
-        """What clients that have gone had asked is cancelled."""
+    def _cancel_gone_clients(self) -> None:
+        """Cancel the requests of clients that are gone."""
         for handle in [handle for handle in self._sessions if handle not in self._clients]:
             session = self._sessions.pop(handle)
             gone = (request_id for request_id in session.receive_ns if request_id not in session.cancelled)
             self._cancelled += [Cancel(handle, request_id) for request_id in gone]
-        self.desk.take_vacated()
+        self.client_table.take_vacated()
 
     # ---- sleeping
 
     @property
     def _ended(self) -> bool:
         """Whether there is something to do that is in no ring."""
-        self._part()
-        return bool(self._cancelled) or self.reading
+        self._cancel_gone_clients()
+        return bool(self._cancelled) or self.copying
 
     def housekeep(self, now: int) -> None:
         super().housekeep(now)
@@ -210,7 +216,7 @@ class RingServer(SessionServer):
         if begin >= self._next_housekeeping:
             self.housekeep(begin)
         limit = int(timeout_ms * 1e6)
-        if self.desk.watch.spin(min(self._spin.ns, limit)) >= 0:
+        if self.client_table.watch.spin(min(self._spin.ns, limit)) >= 0:
             return True
         end = begin + limit
         while True:
@@ -218,7 +224,7 @@ class RingServer(SessionServer):
             self.housekeep(now)
             if self._ended:
                 return True
-            if self.desk.watch.sleep(self.fileno(), max(min(end - now, SLEEP_NS), 0)):
+            if self.client_table.watch.sleep(self.fileno(), max(min(end - now, SLEEP_NS), 0)):
                 self._spin.learn(time.monotonic_ns() - begin)
                 return True
             if time.monotonic_ns() >= end:
@@ -228,15 +234,15 @@ class RingServer(SessionServer):
     def arm(self) -> bool:
         """Ask to be rung. False: something waits already, do not sleep."""
         self.housekeep(time.monotonic_ns())
-        if self._ended or not self.desk.watch.arm():
-            self.desk.watch.disarm()
+        if self._ended or not self.client_table.watch.arm():
+            self.client_table.watch.disarm()
             return False
         return True
 
     def disarm(self) -> None:
         """Awake again."""
-        self.desk.watch.disarm()
-        if self._reception.listen():  # sessions and deaths are left to housekeeping, which comes at once then
+        self.client_table.watch.disarm()
+        if self._listener.poll_events():  # sessions and deaths are left to housekeeping, which comes at once then
             self._next_housekeeping = 0
 
     # ---- ends
@@ -246,7 +252,7 @@ class RingServer(SessionServer):
 
         Each still wants its one `publish` (which a gone client's requests swallow). `receive` gives the request first.
         """
-        self._part()
+        self._cancel_gone_clients()
         cancelled, self._cancelled = self._cancelled, []
         return [cancel for cancel in cancelled if self._is_outstanding(cancel)]
 
@@ -284,17 +290,19 @@ class RingServer(SessionServer):
             raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
         some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
         some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
-        most = session.place.terms.max_k
+        most = session.attached.terms.max_k
         if some_ids.ndim + some_distances.ndim != 2 or not len(some_ids) == len(some_distances) <= most:
             raise InvalidArgument(
                 f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to {most}"
             )
-        row, desk = session.place.row, self.desk
-        sent = answer_with(desk.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns)
+        row, table = session.attached.row, self.client_table
+        sent = answer_with(
+            table.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns
+        )
         del session.receive_ns[request_id]
         session.cancelled.discard(request_id)
         if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
             self.evict(row)
             return False
-        desk.ring_bells()
+        table.ring_bells()
         return True

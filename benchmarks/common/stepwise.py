@@ -8,7 +8,7 @@ from numba import njit
 
 from gpu import CpuEngine, GraphIndex
 from gpu.engine import RELEASE
-from ipc.memory.instructions import call
+from ipc.memory.intrinsics import call
 
 
 class Stepwise:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from benchmarks.gpu_check.load_driver import LoadResult
 from gpu import SearchParams
 from ipc import SearchSpec
-from ipc.memory import atomics, instructions
+from ipc.memory import atomics, intrinsics
 from ipc.memory.atomics import (
     END_BASE,
     END_COLUMNS,
@@ -29,20 +29,20 @@ from ipc.memory.atomics import (
     WATCH_SLOTS,
     WATCH_STRIDE,
 )
-from ipc.memory.compiled import HERE, bound_to
-from ipc.memory.instructions import words
+from ipc.memory.compiled import PACKAGE, compiler_for
+from ipc.memory.intrinsics import words
 from ipc.ring.descriptors import STAGES
 from ipc.session.parameters import Limits, pack
 from runtime.testing.pool import InProcessPool
 
-_compiled = bound_to(HERE, Path(__file__).parent)
+_compiled = compiler_for(PACKAGE, Path(__file__).parent)
 _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
 _IDLE_PER_YIELD = 32
 
 # Words of a run. STOP: 1 ends it; then what it has found: prefill queries asked; decode queries asked, answered, and of
 # these those before the flood ended; answers that are errors; why a ring took no more, below 0; and the ns that the
 # flood lasted.
-(STOP, PREFILL, ASKED, ANSWERED, IN_FLOOD, ERRORS, REFUSAL, LASTED) = range(8)
+(STOP, PREFILL, ATTACH_PENDING, ANSWERED, IN_FLOOD, ERRORS, REFUSAL, LASTED) = range(8)
 
 
 class Clients:
@@ -81,7 +81,7 @@ class Clients:
             ),
             state,
         )  # fmt: skip
-        self._next_ids += state[[PREFILL, ASKED]]
+        self._next_ids += state[[PREFILL, ATTACH_PENDING]]
         assert not state[REFUSAL], f"the pool's ring refuses a client ({state[REFUSAL]})"
         assert not state[ERRORS], f"the pool has answered {state[ERRORS]} queries with an error"
         latency, seconds = np.where(took >= 0, took / 1e9, np.nan), float(state[LASTED]) / 1e9
@@ -120,13 +120,13 @@ def _ask(
     # No more outstanding than results have room for: a pool takes nothing from a client without, for a while.
     slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], wanted[0], wanted[1], wanted[2]
     count, size, asked, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
-    begin = instructions.monotonic_ns()
-    while instructions.load_acquire(state.ctypes.data + 8 * STOP) == 0:
-        now = instructions.monotonic_ns() - begin
+    begin = intrinsics.monotonic_ns()
+    while intrinsics.load_acquire(state.ctypes.data + 8 * STOP) == 0:
+        now = intrinsics.monotonic_ns() - begin
         flood = now < limit_ns and (answered < count or now < least_ns)
         if flood:
             state[LASTED] = now
-        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[ASKED]):
+        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[ATTACH_PENDING]):
             break
         idle += 1
         if flood and asked < count and due[asked] <= now and asked - answered < slots:
@@ -137,11 +137,11 @@ def _ask(
             elif sent != atomics.FULL:
                 state[REFUSAL] = sent
                 break
-        if flood and state[ASKED] - state[ANSWERED] < min(most, slots):
-            vector = vectors.ctypes.data + ((state[ASKED] + len(vectors) // 2) % len(vectors)) * size
-            sent = _send(decode, vector, size, next_ids[1] + state[ASKED], begin + now, packed[1])
+        if flood and state[ATTACH_PENDING] - state[ANSWERED] < min(most, slots):
+            vector = vectors.ctypes.data + ((state[ATTACH_PENDING] + len(vectors) // 2) % len(vectors)) * size
+            sent = _send(decode, vector, size, next_ids[1] + state[ATTACH_PENDING], begin + now, packed[1])
             if sent >= 0:
-                state[ASKED], idle = state[ASKED] + 1, 0
+                state[ATTACH_PENDING], idle = state[ATTACH_PENDING] + 1, 0
             elif sent != atomics.FULL:
                 state[REFUSAL] = sent
                 break
@@ -154,7 +154,7 @@ def _ask(
                 if not _is_error(header):
                     took[number] = header[5] - begin - due[number]
                     found = min(header[2] & 0xFFFFFFFF, ids.shape[1])
-                    instructions.copy(ids.ctypes.data + number * ids.strides[0], slot + _PAYLOAD, 8 * found)
+                    intrinsics.copy(ids.ctypes.data + number * ids.strides[0], slot + _PAYLOAD, 8 * found)
                 answered += 1
             _release(prefill_results)
             idle = 0
@@ -168,7 +168,7 @@ def _ask(
             _release(decode_results)
             idle = 0
         if idle >= _IDLE_PER_YIELD:
-            instructions.sched_yield()
+            intrinsics.sched_yield()
             idle = 0
     state[PREFILL] = asked
 
@@ -176,14 +176,14 @@ def _ask(
 @_compiled
 def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked: Any) -> Any:
     """A request into a ring; below 0: why not."""
-    refusal = atomics.refusal_of(end, 1, size)
+    refusal = atomics.send_error(end, 1, size)
     if refusal < 0:
         return refusal
     slot = end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE]
     header = words(slot + _HEADER, 6)
     header[0], header[1], header[2] = request_id, 0, arrival
     header[3], header[4], header[5] = asked[0], asked[1], asked[2]
-    instructions.copy(slot + _PAYLOAD, vector, size)
+    intrinsics.copy(slot + _PAYLOAD, vector, size)
     return atomics.publish_slots(end, 1)
 
 
@@ -192,7 +192,7 @@ def _result(watch: Any) -> Any:
     """The slot of the next result, 0 where there is none yet."""
     slot = watch[WATCH_BASE] + (watch[WATCH_POSITION] % watch[WATCH_SLOTS]) * watch[WATCH_STRIDE]
     # SYNC POINT: slot sequence, see `atomics.publish_slots`.
-    return slot if instructions.load_acquire(slot) == watch[WATCH_POSITION] + 1 else 0
+    return slot if intrinsics.load_acquire(slot) == watch[WATCH_POSITION] + 1 else 0
 
 
 @_compiled
@@ -206,4 +206,4 @@ def _release(watch: Any) -> None:
     watch[WATCH_POSITION] += 1
     # SYNC POINT: reader position, see `RingProducer.free`.
     words_at = watch[WATCH_SLEEPING] - atomics.SLEEPING
-    instructions.store_release(words_at + atomics.READER, watch[WATCH_POSITION])
+    intrinsics.store_release(words_at + atomics.READER, watch[WATCH_POSITION])

@@ -75,7 +75,7 @@ class RingEnd:
 
     def sleep(self) -> None:
         begin = time.monotonic_ns() - self.spin.ns
-        while self.watch.look(0) < 0:
+        while self.watch.poll(0) < 0:
             if self.watch.arm():
                 self.poller.poll(100)
             self.watch.disarm()
@@ -123,7 +123,7 @@ def _ring_pair(one_way: int = 0) -> Iterator[RingEnd]:
         mailbox = FdMailbox()
         child = context.Process(target=_ring_child, args=(memory.reference, mailbox.name, one_way), daemon=True)
         child.start()
-        ringer, sleeper = (EventfdBell(fd) for fd in mailbox.take(b"bells", 2, 20_000))
+        ringer, sleeper = (EventfdBell(fd) for fd in mailbox.receive(b"bells", 2, 20_000))
         mailbox.close()
         yield RingEnd(memory.view[: LAYOUT.size], memory.view[LAYOUT.size :], sleeper, ringer)
         _join(child)

@@ -24,12 +24,12 @@ class ClientArena:
         self._device = ""
         self.on_gpu = grant.gpu is not None
         """Where the arena lies, and so the vectors that can go there."""
-        self.refusal = ""
+        self.error = ""
         """Why the last vector could not go there."""
-        self.given_up = False
+        self.disabled = False
         """Whether nothing will ever go there."""
 
-    def place(self, row: Source) -> Float32s | None:
+    def write(self, row: Source) -> Float32s | None:
         """Queue a copy of a vector into a free slot; what its request carries instead. None: see `refusal`."""
         device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
         try:
@@ -37,19 +37,19 @@ class ClientArena:
             if slots is None:
                 return None
             if device != self._device:
-                self.refusal = f"the arena is open from {self._device}, the vector lies on {device}"
+                self.error = f"the arena is open from {self._device}, the vector lies on {device}"
                 return None
             return np.array(slots.write(row), np.uint32).view(np.float32)
         except RingFull as error:
-            self.refusal = str(error)
+            self.error = str(error)
         except IpcError as error:
-            self.refusal = str(error)
-            self.given_up = True
+            self.error = str(error)
+            self.disabled = True
             self.close()
         return None
 
     def _open_slots(self, device: str) -> LeasedSlots | None:
-        if self.given_up:
+        if self.disabled:
             return None
         memory = open_memory(self._grant.memory, device)
         try:

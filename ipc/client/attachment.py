@@ -51,7 +51,7 @@ class Attachment:
             self.ringer: Ringer
             if mailbox is not None:
                 left_ms = max((deadline - time.monotonic_ns()) / 1e6, 1.0)
-                ringer_fd, sleeper_fd = mailbox.take(answer.token, 2, left_ms)
+                ringer_fd, sleeper_fd = mailbox.receive(answer.token, 2, left_ms)
                 self.ringer, self.sleeper = EventfdBell(ringer_fd), EventfdBell(sleeper_fd)
                 undo.callback(self.sleeper.close)
             else:

@@ -83,14 +83,14 @@ class RingClient(ClientSession):
         ring, outstanding, arena = self.attachment.requests, self.pending, self.arena
         if outstanding.unsent or len(outstanding) >= self.slots or ring.room() <= 0:
             self._make_room(block_ms)
-        if arena is not None and arena.on_gpu is on_gpu and (place := arena.place(row)) is not None:
+        if arena is not None and arena.on_gpu is on_gpu and (handle := arena.write(row)) is not None:
             packed = self._packed_in_arena[asked]
-            words, row = packed.words, place
+            words, row = packed.words, handle
         elif on_gpu:
-            why = "this client has none" if arena is None else arena.refusal or "it is in host memory"
-            raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {why}")
+            reason = "this client has none" if arena is None else arena.error or "it is in host memory"
+            raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {reason}")
         if asked.filter:
-            words = packed.with_filter(self._place_of(asked.filter, 1))
+            words = packed.with_filter(self._filter_slot(asked.filter, 1))
         request_id, now = outstanding.next_id, time.monotonic_ns()
         outstanding.next_id = request_id + 1
         outstanding[request_id] = now
@@ -100,7 +100,7 @@ class RingClient(ClientSession):
             outstanding.withdraw(range(request_id, request_id + 1))
             raise
         if sent:
-            self._follow_up(sent, range(request_id, request_id + 1))
+            self._check_sent(sent, range(request_id, request_id + 1))
         return request_id
 
     def submit_many(self, vectors: npt.ArrayLike, spec: SearchSpec) -> range:
@@ -120,7 +120,7 @@ class RingClient(ClientSession):
         ring = self.attachment.requests
         count = min(len(rows), self.slots - len(self.pending), ring.free())
         if spec.filter and count:
-            words = packed.with_filter(self._place_of(spec.filter, count))
+            words = packed.with_filter(self._filter_slot(spec.filter, count))
         first, now = self.pending.next_id, time.monotonic_ns()
         ids = range(first, first + count)
         self.pending.next_id = first + count
@@ -131,16 +131,16 @@ class RingClient(ClientSession):
             self.pending.withdraw(ids)
             raise
         if sent:
-            self._follow_up(sent, ids)
+            self._check_sent(sent, ids)
         return ids
 
-    def _place_of(self, wanted: bytes, count: int) -> int:
+    def _filter_slot(self, wanted: bytes, count: int) -> int:
         """Where a filter stands that the next `count` requests name. Raises `InvalidArgument`, `RingFull`."""
         ring = self.attachment.requests
         read = ring.position - ring.layout.slots + ring.free()
-        return self.attachment.filters.place(wanted, ring.position + count, read)
+        return self.attachment.filters.slot_of(wanted, ring.position + count, read)
 
-    def _follow_up(self, sent: int, ids: range) -> None:
+    def _check_sent(self, sent: int, ids: range) -> None:
         """Ring the pool, whose doorbell is not an eventfd; or say why nothing was sent."""
         if sent < 0:
             self.pending.withdraw(ids)
@@ -188,7 +188,7 @@ class RingClient(ClientSession):
 
     def _refuse(self, code: int) -> NoReturn:
         """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
-        refusal = self.attachment.requests.refused(code)
+        refusal = self.attachment.requests.send_error(code)
         if isinstance(refusal, ProtocolViolation):
             self._lose(str(refusal))
         self._check_peer()
@@ -235,7 +235,7 @@ class RingClient(ClientSession):
         """Sleep until `poll` has something to return, or the time is over. True in the former case."""
         begin = time.monotonic_ns()
         if begin >= self._cold_ns and self.pending and not self.attachment.results.ready(1):
-            rehearse(self.attachment.results)
+            prefetch_result(self.attachment.results)
         self._cold_ns = begin + COLD_NS
         while self.pending and not self.pending.ended:
             if self.pending.unsent:
@@ -310,7 +310,7 @@ def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: di
     return Result(request_id, STATUSES[status], ids, distances, extends, enqueue_ns, receive_ns, begin_ns, end_ns)
 
 
-def rehearse(ring: RingConsumer) -> None:
+def prefetch_result(ring: RingConsumer) -> None:
     """Read the next result before it is there, for nothing: who does so while it waits reads the real one in half the
     time if there was a pause before, for the code and its memory are back in the caches."""
     slot = ring.first

@@ -225,7 +225,7 @@ class ClientSession:
     @property
     def has_arena(self) -> bool:
         """Whether the pool has granted slots of its arena, and they can be reached as far as is known."""
-        return self.arena is not None and not self.arena.given_up
+        return self.arena is not None and not self.arena.disabled
 
     def __enter__(self) -> Self:
         return self

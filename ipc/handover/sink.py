@@ -297,7 +297,7 @@ class HandoverSink:
             raise PeerLost(f"the owner of the arena (process {offer.arena.pid}) is gone")
         return arena
 
-    def current(self, offer: Offer) -> bool:
+    def is_current(self, offer: Offer) -> bool:
         """Ask after copying: False means that the slot was begun anew or the offer withdrawn, and the copy is void.
 
         So is a copy out of a GPU's memory whose owner has died: CUDA says nothing of what it holds then.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-from ipc.memory import instructions
+from ipc.memory import intrinsics
 from ipc.memory.compiled import entry_point
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,19 +42,19 @@ def _helper(function: F) -> F:
 @entry_point("int64(int64)")
 def load_acquire(address: int) -> int:
     """The word at `address`; what its writer stored before a release store of it is visible afterwards."""
-    return instructions.load_acquire(address)
+    return intrinsics.load_acquire(address)
 
 
 @entry_point("void(int64, int64)")
 def store_release(address: int, value: int) -> None:
     """Store a word after everything this thread stored before."""
-    instructions.store_release(address, value)
+    intrinsics.store_release(address, value)
 
 
 @entry_point("void()")
 def fence() -> None:
     """A full fence: no load or store moves over it in either direction."""
-    instructions.fence()
+    intrinsics.fence()
 
 
 @_helper
@@ -69,17 +69,17 @@ def publish_slots(end: Any, count: int) -> int:
     end[END_POSITION] = position + count
     for i in range(position, position + count):
         # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_news`.
-        instructions.store_release(base + (i % slots) * stride, i + 1)
-    instructions.store_release(words + WRITER, position + count)
+        intrinsics.store_release(base + (i % slots) * stride, i + 1)
+    intrinsics.store_release(words + WRITER, position + count)
     # SYNC POINT: sleeping. Publish, fence, look at the flag; `arm` sets the flag, fences, looks at the slot. Without
     # both fences each side may miss the other and the consumer sleeps over a full slot.
-    instructions.fence()
-    if instructions.load_acquire(words + SLEEPING) == 0 or instructions.exchange(words + SLEEPING, 0) == 0:
+    intrinsics.fence()
+    if intrinsics.load_acquire(words + SLEEPING) == 0 or intrinsics.exchange(words + SLEEPING, 0) == 0:
         return 0
     end[END_RUNG] += 1
     if end[END_BELL] < 0:
         return 1
-    instructions.write_word(end[END_BELL], 1)  # if the counter is full, it rings already
+    intrinsics.write_word(end[END_BELL], 1)  # if the counter is full, it rings already
     return 0
 
 
@@ -96,16 +96,16 @@ def publish(end: Any, count: int) -> int:
 
 
 @_helper
-def refusal_of(end: Any, count: int, payload_bytes: int) -> int:
+def send_error(end: Any, count: int, payload_bytes: int) -> int:
     """Why `count` slots with so large payloads cannot be sent now, or 0."""
     if 64 + payload_bytes > end[END_STRIDE]:
         return TOO_LARGE
-    if instructions.load_acquire(end[END_WORDS] + CONSUMER_STATE) != 0:
+    if intrinsics.load_acquire(end[END_WORDS] + CONSUMER_STATE) != 0:
         return NOT_OPEN
     if end[END_POSITION] + count - end[END_READER] <= end[END_SLOTS]:
         return 0
     # SYNC POINT: reader position, see `RingProducer.free`.
-    reader = instructions.load_acquire(end[END_WORDS] + READER)
+    reader = intrinsics.load_acquire(end[END_WORDS] + READER)
     if reader < end[END_READER] or reader > end[END_POSITION]:
         return IMPOSSIBLE_READER
     end[END_READER] = reader
@@ -115,16 +115,16 @@ def refusal_of(end: Any, count: int, payload_bytes: int) -> int:
 @_helper
 def _fill(slot: int, a: int, b: int, c: int, d: int, e: int, f: int, source: int, count: int) -> None:
     for i, word in enumerate((a, b, c, d, e, f)):
-        instructions.store(slot + 8 + 8 * i, word)
-    instructions.copy(slot + 64, source, count)
+        intrinsics.store(slot + 8 + 8 * i, word)
+    intrinsics.copy(slot + 64, source, count)
 
 
 @entry_point(f"int64(int64[::1], float32[::1], {'int64, ' * 5}int64)")
 def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """Fill the next slot with the header words a … f and the payload `row`, and `publish` it; or a refusal below 0."""
-    refusal = refusal_of(end, 1, 4 * row.size)
-    if refusal < 0:
-        return refusal
+    error = send_error(end, 1, 4 * row.size)
+    if error < 0:
+        return error
     base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
     _fill(base + (position % slots) * stride, a, b, c, d, e, f, row.ctypes.data, 4 * row.size)
     return publish_slots(end, 1)
@@ -134,9 +134,9 @@ def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int)
 def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
     """`send_row` for each of `rows`, published together. Word a rises by one from slot to slot."""
     count, row_bytes = rows.shape[0], 4 * rows.shape[1]
-    refusal = refusal_of(end, count, row_bytes)
-    if refusal < 0:
-        return refusal
+    error = send_error(end, count, row_bytes)
+    if error < 0:
+        return error
     base, stride, slots, position = end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_POSITION]
     for i in range(count):
         slot = base + ((position + i) % slots) * stride
@@ -151,8 +151,8 @@ def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: A
     As many as `ids` and `values`, of one length up to `most`, have room for.
     """
     payload = base + slot * stride + 64
-    instructions.copy(ids.ctypes.data, payload, 8 * len(ids))
-    instructions.copy(values.ctypes.data, payload + 8 * most, 4 * len(ids))
+    intrinsics.copy(ids.ctypes.data, payload, 8 * len(ids))
+    intrinsics.copy(values.ctypes.data, payload + 8 * most, 4 * len(ids))
 
 
 @entry_point("int64(int64, int64, int64, int64, int64)")
@@ -162,35 +162,35 @@ def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
     address = base + (position % slots) * stride
     count = 0
     # SYNC POINT: slot sequence, see `publish`.
-    while count < limit and instructions.load_acquire(address + count * stride) == position + count + 1:
+    while count < limit and intrinsics.load_acquire(address + count * stride) == position + count + 1:
         count += 1
     return count
 
 
 @_helper
-def has_news(row: int) -> bool:
-    slots = instructions.load_acquire(row + 16)
+def has_message(row: int) -> bool:
+    slots = intrinsics.load_acquire(row + 16)
     if slots == 0:
         return False
-    position = instructions.load_acquire(row + 24)
-    slot = instructions.load_acquire(row) + (position % slots) * instructions.load_acquire(row + 8)
+    position = intrinsics.load_acquire(row + 24)
+    slot = intrinsics.load_acquire(row) + (position % slots) * intrinsics.load_acquire(row + 8)
     # SYNC POINT: slot sequence, see `publish`.
-    return instructions.load_acquire(slot) == position + 1
+    return intrinsics.load_acquire(slot) == position + 1
 
 
 @_helper
-def _first_news(table: int, rows: int, start: int) -> int:
+def _first_ready(table: int, rows: int, start: int) -> int:
     for i in range(rows):
         row = (start + i) % rows
-        if has_news(table + row * _ROW_BYTES):
+        if has_message(table + row * _ROW_BYTES):
             return row
     return -1
 
 
 @entry_point("int64(int64, int64, int64)")
-def look(table: int, rows: int, start: int) -> int:
+def poll(table: int, rows: int, start: int) -> int:
     """The first watched ring with news, from row `start` on and around, or -1."""
-    return _first_news(table, rows, start)
+    return _first_ready(table, rows, start)
 
 
 @entry_point("int64(int64, int64, int64)", nogil=True)
@@ -200,32 +200,32 @@ def spin(table: int, rows: int, spin_ns: int) -> int:
     The core is yielded every few looks: without that the ZeroMQ threads of both processes starve where cores are few.
     (Yielding every 10 µs only was tried: where producer and consumer share a core, round trips took 4 times as long.)
     """
-    start = instructions.monotonic_ns()
+    start = intrinsics.monotonic_ns()
     while True:
         for _ in range(_LOOKS_PER_YIELD):
             for row in range(rows):
-                if has_news(table + row * _ROW_BYTES):
-                    return instructions.monotonic_ns() - start
-        if instructions.monotonic_ns() - start >= spin_ns:
+                if has_message(table + row * _ROW_BYTES):
+                    return intrinsics.monotonic_ns() - start
+        if intrinsics.monotonic_ns() - start >= spin_ns:
             return -1
-        instructions.sched_yield()
+        intrinsics.sched_yield()
 
 
 @_helper
 def _arm(table: int, rows: int) -> int:
     for row in range(rows):
-        if instructions.load_acquire(table + row * _ROW_BYTES + 16) != 0:
-            instructions.store_release(instructions.load_acquire(table + row * _ROW_BYTES + 32), 1)
+        if intrinsics.load_acquire(table + row * _ROW_BYTES + 16) != 0:
+            intrinsics.store_release(intrinsics.load_acquire(table + row * _ROW_BYTES + 32), 1)
     # SYNC POINT: sleeping, see `publish`.
-    instructions.fence()
-    return _first_news(table, rows, 0)
+    intrinsics.fence()
+    return _first_ready(table, rows, 0)
 
 
 @_helper
 def _disarm(table: int, rows: int) -> None:
     for row in range(rows):
-        if instructions.load_acquire(table + row * _ROW_BYTES + 16) != 0:
-            instructions.store_release(instructions.load_acquire(table + row * _ROW_BYTES + 32), 0)
+        if intrinsics.load_acquire(table + row * _ROW_BYTES + 16) != 0:
+            intrinsics.store_release(intrinsics.load_acquire(table + row * _ROW_BYTES + 32), 0)
 
 
 @entry_point("int64(int64, int64)")
@@ -247,9 +247,9 @@ def sleep_on(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
     The first ring with news, or -1; also after a signal, so that Python can look at it.
     """
     if _arm(table, rows) < 0:
-        instructions.wait_readable(descriptor, timeout_ms)
+        intrinsics.wait_readable(descriptor, timeout_ms)
     _disarm(table, rows)
-    return _first_news(table, rows, 0)
+    return _first_ready(table, rows, 0)
 
 
 @entry_point("int64(int64, int64, int64, int64)", nogil=True)

@@ -15,7 +15,7 @@ from numba import njit
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def bound_to(*folders: Path) -> Callable[..., Any]:
+def compiler_for(*folders: Path) -> Callable[..., Any]:
     """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk, where
     that is possible, for as long as no source in `folders` changes.
 
@@ -27,7 +27,7 @@ def bound_to(*folders: Path) -> Callable[..., Any]:
 
     def compiled(function: Any, nogil: bool = True, returns_array: bool = False) -> Any:
         dispatcher = njit(nogil=nogil, error_model="numpy", _nrt=returns_array)(function)
-        file: Any = getattr(dispatcher._cache, "_cache_file", None) if keep(dispatcher) else None
+        file: Any = getattr(dispatcher._cache, "_cache_file", None) if enable_cache(dispatcher) else None
         if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
             file._source_stamp = stamp
         return dispatcher
@@ -35,7 +35,7 @@ def bound_to(*folders: Path) -> Callable[..., Any]:
     return compiled
 
 
-def keep(dispatcher: Any) -> bool:
+def enable_cache(dispatcher: Any) -> bool:
     """Have numba cache what it compiles; whether there is a place for that. To be called before anything is."""
     try:
         dispatcher.enable_caching()
@@ -44,17 +44,17 @@ def keep(dispatcher: Any) -> bool:
     return True
 
 
-def can_be_kept() -> bool:
+def can_cache() -> bool:
     """Whether this user's processes can keep compiled code for the next ones."""
-    return keep(njit(_example))
+    return enable_cache(njit(_example))
 
 
 def _example() -> None:
     """A function beside whose source numba looks for a place."""
 
 
-HERE = Path(__file__).parent.parent
-compiled = bound_to(HERE)
+PACKAGE = Path(__file__).parent.parent
+compiled = compiler_for(PACKAGE)
 
 
 def entry_point(signature: str, *, nogil: bool = False) -> Callable[[F], F]:

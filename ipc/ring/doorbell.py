@@ -25,7 +25,7 @@ import zmq
 from ipc.endpoints import bind, connect, new_token, receive_all, send_now
 from ipc.errors import AttachTimeout, InvalidArgument, PeerLost
 from ipc.memory.compiled import compiled
-from ipc.memory.instructions import words
+from ipc.memory.intrinsics import words
 
 _BELL_BYTES = 1024  # a bell is empty, but the limit holds for the handshake of a connection too
 _MAILBOX_NAME_LIMIT = 100
@@ -113,7 +113,7 @@ class FdMailbox:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("\0" + self.name)
 
-    def take(self, token: bytes, count: int, timeout_ms: float) -> list[int]:
+    def receive(self, token: bytes, count: int, timeout_ms: float) -> list[int]:
         """The `count` descriptors sent with this token; the caller owns them. Raises `AttachTimeout`.
 
         Datagrams of other users, with another token or another count are dropped, their descriptors closed.
@@ -124,14 +124,14 @@ class FdMailbox:
         while (left := deadline - time.monotonic_ns()) > 0:
             if not poller.poll(left / 1e6):
                 continue
-            found, uid, fds = self._receive()
+            found, uid, fds = self._receive_datagram()
             if found == token and uid == os.getuid() and len(fds) == count:
                 return fds
             for fd in fds:
                 os.close(fd)
         raise AttachTimeout(f"no descriptors came within {timeout_ms:.0f} ms")
 
-    def _receive(self) -> tuple[bytes, int, list[int]]:
+    def _receive_datagram(self) -> tuple[bytes, int, list[int]]:
         room = socket.CMSG_SPACE(4 * _FDS_LIMIT) + socket.CMSG_SPACE(12)
         data, ancillary, _, _ = self._socket.recvmsg(64, room, socket.MSG_CMSG_CLOEXEC)
         fds = array.array("i")

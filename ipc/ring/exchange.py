@@ -1,27 +1,27 @@
-"""Requests out of the clients' rings and results into them, compiled: what a pool's loop does for each query.
+"""Compiled exchange of requests and results between a pool's loop and the clients' rings.
 
-Everything is at addresses, so that a call costs next to nothing from Python and from compiled code alike. A *desk*,
-int64 [DESK_WORDS], is what a server knows; its words up to `FOUND` are the server's, the rest is the request that
-`find_request` has found. A *client row*, int64 [CLIENT_WORDS], is what it knows of one client; row i of the clients is
-also row i of the watch table over their request rings (`atomics.py`). A client whose HANDLE is 0 is none.
+All data is addressed by int64 addresses, so that a call is cheap from Python and from compiled code alike. A *client
+table*, int64 [TABLE_WORDS], is a server's view of its clients: limits, addresses of its rows, and from REQUEST on the
+*current request*, which `find_request` found last. A *client row*, int64 [CLIENT_WORDS], describes one client; row i
+is also row i of the watch table over the request rings (`atomics.py`). A row whose HANDLE is 0 is unused.
 
-    find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is owed
-                   ARENA:    the vector lies in the pool's arena: `accept` when it is there, then as above
-                   FILTER:   its filter, in PLACE, is not known yet: make it known, or refuse the request; look again
-                   CANCEL:   the client does not want REQUEST_ID any more, which may be outstanding or not
-                   REFUSED:  could not be served, and is answered
-                   EVICT:    the client at ROW wrote what no correct client writes
-                   NONE:     nothing there
+    find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is due
+                   ARENA:    the vector is in the pool's arena: `accept` once it is copied, then as above
+                   FILTER:   the filter in FILTER_SLOT is not cached: cache it or refuse the request, then call again
+                   CANCEL:   the client cancels REQUEST_ID, which may be outstanding or not
+                   REFUSED:  the request was invalid or stale, and has been answered
+                   EVICT:    the client at ROW violated the protocol
+                   NONE:     there is no request
 
-Nothing in a ring is trusted: each word is read once, and nothing is accessed by what it says before it is checked. A
-request is accepted only when a slot of its client's result ring is kept for it, so an answer never waits; a client
-without one is not looked at until the server has found room (`WATCH_SLOTS` 0 meanwhile).
+Nothing in a ring is trusted: each word is read once and validated before use. A request is accepted only when a slot of
+its client's result ring is reserved for it, so an answer never waits; a client without a free slot is skipped until the
+server finds room (its WATCH_SLOTS is 0 meanwhile).
 """
 
 from functools import partial
 from typing import Any
 
-from ipc.memory import atomics, instructions
+from ipc.memory import atomics, intrinsics
 from ipc.memory.atomics import (
     END_BASE,
     END_COLUMNS,
@@ -40,33 +40,35 @@ from ipc.memory.atomics import (
 from ipc.memory.compiled import compiled, entry_point
 from ipc.ring.descriptors import CANCEL as CANCEL_KIND
 from ipc.ring.descriptors import MAX_REQUEST_ID, SEARCH, SEARCH_ARENA, STAGES, STATUS_CODES
-from ipc.ring.filters import PLACES
+from ipc.ring.filters import FILTER_SLOTS
 
-# A desk. EPOCH … MAX_TOP_M: limits; ROWS: clients' rows in use, CLIENTS and WATCH: addresses of the tables; TURN: whose
-# requests are read next; INVALID, STALE: counters; BELLS: clients that only Python can ring.
+# A client table. EPOCH … MAX_TOP_M: limits; ROW_COUNT: rows in use; CLIENT_ROWS, WATCH: addresses of the client rows
+# and of the watch table; NEXT_ROW: the row to read next; INVALID, STALE: counters; PENDING_BELLS: number of doorbells
+# that are to be rung from Python.
 (
     EPOCH,
     MAX_K,
     MAX_TOP_M,
-    ROWS,
-    CLIENTS,
+    ROW_COUNT,
+    CLIENT_ROWS,
     WATCH,
-    TURN,
+    NEXT_ROW,
     INVALID,
     STALE,
-    BELLS,
-    FOUND,
+    PENDING_BELLS,
+    REQUEST,
 ) = range(11)
-# The request found: whose it is, its words, its vector's address, and its slot in the ring.
-# KNOWN: the server's number for its filter, -1 where it has none; PLACE: where a client has written that, from 1 on.
+# The current request: its client's row, its fields, the address of its vector, and its slot in the ring.
+# COLLECTION: the server's number of the collection whose code in the session is COLLECTION_CODE. FILTER_SLOT: where the
+# client has written the filter, from 1 on, 0 without one; FILTER_NUMBER: the server's number for that filter, or -1.
 (
     ROW,
     REQUEST_ID,
     DEADLINE,
     ENQUEUE,
     STAGE,
-    CODE,
-    NUMBER,
+    COLLECTION_CODE,
+    COLLECTION,
     K,
     TOP_M,
     WIDTH,
@@ -74,21 +76,22 @@ from ipc.ring.filters import PLACES
     DIM,
     VECTOR,
     SLOT,
-    KNOWN,
-    PLACE,
-) = range(FOUND, 26)
-DESK_WORDS = 26
+    FILTER_NUMBER,
+    FILTER_SLOT,
+) = range(REQUEST, 26)
+TABLE_WORDS = 26
 
-# A client row. END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its requests;
-# COLLECTIONS: address of int64 [CODES, 2], for each code of a collection the server's own number for it and its
-# dimension; TO_RING: it is to be rung, which only Python can do; FILTERS: address of int64 [PLACES, KNOWN_WORDS].
-(HANDLE, END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, TO_RING, FILTERS) = range(9)
+# A client row. RESULT_END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its
+# requests; COLLECTIONS: address of int64 [CODES, 2], by collection code the server's number and the dimension;
+# BELL_PENDING: its doorbell is to be rung from Python; CACHED_FILTERS: address of int64 [FILTER_SLOTS,
+# CACHED_FILTER_WORDS].
+(HANDLE, RESULT_END, OUTSTANDING, LAST_ID, RECEIVED, COLLECTIONS, CODES, BELL_PENDING, CACHED_FILTERS) = range(9)
 CLIENT_WORDS = 9
 
-# What is known of a client's filter: its place's generation, the server's own number for it and the code of the
-# collection it is for, and the address of the generation in the client's memory.
-(KNOWN_GENERATION, KNOWN_NUMBER, KNOWN_CODE, GENERATION_AT) = range(4)
-KNOWN_WORDS = 4
+# A cached filter: the generation of its slot when it was read, the server's number for it, the code of its collection,
+# and the address of the slot's generation in the client's memory.
+(CACHED_GENERATION, CACHED_NUMBER, CACHED_CODE, GENERATION_ADDRESS) = range(4)
+CACHED_FILTER_WORDS = 4
 
 NONE, ACCEPTED, CANCEL, ARENA, REFUSED, EVICT, FILTER = range(7)
 
@@ -99,196 +102,199 @@ _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its p
 
 
 @partial(compiled, returns_array=True)
-def client_at(desk: Any, row: int) -> Any:
-    """A client's row."""
-    return instructions.words(desk[CLIENTS] + row * 8 * CLIENT_WORDS, CLIENT_WORDS)
+def client_at(clients: Any, row: int) -> Any:
+    """Return a client's row."""
+    return intrinsics.words(clients[CLIENT_ROWS] + row * 8 * CLIENT_WORDS, CLIENT_WORDS)
 
 
 @partial(compiled, returns_array=True)
-def _end_of(client: Any) -> Any:
-    return instructions.words(client[END], END_COLUMNS)
+def _result_end(client: Any) -> Any:
+    return intrinsics.words(client[RESULT_END], END_COLUMNS)
 
 
 @compiled
-def _room(client: Any) -> Any:
-    """Results that the client's ring has room for, beyond those that are owed; below 0 where it says what cannot be."""
-    end = _end_of(client)
-    owed = end[END_POSITION] + client[OUTSTANDING]
-    if owed - end[END_READER] >= end[END_SLOTS]:
+def _free_results(client: Any) -> Any:
+    """Return the free slots of the client's result ring beyond the outstanding requests; below 0 if it is corrupt."""
+    end = _result_end(client)
+    reserved = end[END_POSITION] + client[OUTSTANDING]
+    if reserved - end[END_READER] >= end[END_SLOTS]:
         # SYNC POINT: reader position, see `RingProducer.free`.
-        reader = instructions.load_acquire(end[END_WORDS] + atomics.READER)
+        reader = intrinsics.load_acquire(end[END_WORDS] + atomics.READER)
         if reader < end[END_READER] or reader > end[END_POSITION]:
             return -1
         end[END_READER] = reader
-    return max(0, end[END_SLOTS] - owed + end[END_READER])
+    return max(0, end[END_SLOTS] - reserved + end[END_READER])
 
 
 @compiled
-def payload_of_result(desk: Any, row: int) -> Any:
-    """Where the next result's ids go (the distances are 8·MAX_K bytes behind); below 0: the client must be evicted."""
-    end = _end_of(client_at(desk, row))
-    refusal = atomics.refusal_of(end, 1, 12 * desk[MAX_K])
-    if refusal < 0:
-        return refusal
+def result_payload(clients: Any, row: int) -> Any:
+    """Return the address for the next result's ids (distances: 8·MAX_K bytes behind); below 0: evict the client."""
+    end = _result_end(client_at(clients, row))
+    error = atomics.send_error(end, 1, 12 * clients[MAX_K])
+    if error < 0:
+        return error
     return end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE] + _PAYLOAD
 
 
 @compiled
 def answer(
-    desk: Any, row: int, request_id: int, status: int, count: int, extends: int, receive_ns: int, begin_ns: int
+    clients: Any, row: int, request_id: int, status: int, count: int, extends: int, receive_ns: int, begin_ns: int
 ) -> Any:
-    """End a request with `count` results, which are in their place. Below 0: the client must be evicted."""
-    client = client_at(desk, row)
-    end = _end_of(client)
-    refusal = atomics.refusal_of(end, 1, 12 * desk[MAX_K])
-    if refusal < 0:
-        return refusal
-    header = instructions.words(end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE] + _HEADER, 6)
+    """End a request with `count` results, already at `result_payload`. Return below 0 if the client must be evicted."""
+    client = client_at(clients, row)
+    end = _result_end(client)
+    error = atomics.send_error(end, 1, 12 * clients[MAX_K])
+    if error < 0:
+        return error
+    header = intrinsics.words(end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE] + _HEADER, 6)
     header[0] = request_id
-    header[1] = desk[EPOCH] | (status << 32)
+    header[1] = clients[EPOCH] | (status << 32)
     header[2] = (min(extends, _MAX_EXTENDS) << 32) | count
     header[3] = receive_ns
     header[4] = begin_ns
-    header[5] = instructions.monotonic_ns()
+    header[5] = intrinsics.monotonic_ns()
     client[OUTSTANDING] -= 1
     if atomics.publish_slots(end, 1):
-        client[TO_RING] = 1
-        desk[BELLS] += 1
+        client[BELL_PENDING] = 1
+        clients[PENDING_BELLS] += 1
     return 0
 
 
 @compiled
-def release(desk: Any) -> None:
-    """Give the slot of the request found back to its client."""
-    watch = instructions.words(desk[WATCH] + desk[ROW] * 8 * WATCH_COLUMNS, WATCH_COLUMNS)
+def release(clients: Any) -> None:
+    """Release the current request's slot to its client."""
+    watch = intrinsics.words(clients[WATCH] + clients[ROW] * 8 * WATCH_COLUMNS, WATCH_COLUMNS)
     watch[WATCH_POSITION] += 1
     # SYNC POINT: reader position, see `RingProducer.free`.
     words = watch[WATCH_SLEEPING] - atomics.SLEEPING
-    instructions.store_release(words + atomics.READER, watch[WATCH_POSITION])
+    intrinsics.store_release(words + atomics.READER, watch[WATCH_POSITION])
 
 
 @compiled
-def accept(desk: Any) -> None:
-    """The request found will be answered."""
-    client = client_at(desk, desk[ROW])
-    client[LAST_ID] = desk[REQUEST_ID]
+def accept(clients: Any) -> None:
+    """Accept the current request: one answer is due."""
+    client = client_at(clients, clients[ROW])
+    client[LAST_ID] = clients[REQUEST_ID]
     client[OUTSTANDING] += 1
     client[RECEIVED] += 1
 
 
 @compiled
-def _refuse(desk: Any, status: int) -> Any:
-    desk[STALE if status == _STALE_EPOCH else INVALID] += 1
-    client = client_at(desk, desk[ROW])
-    client[LAST_ID] = desk[REQUEST_ID]
+def _refuse(clients: Any, status: int) -> Any:
+    clients[STALE if status == _STALE_EPOCH else INVALID] += 1
+    client = client_at(clients, clients[ROW])
+    client[LAST_ID] = clients[REQUEST_ID]
     client[OUTSTANDING] += 1
-    release(desk)
-    refusal = answer(desk, desk[ROW], desk[REQUEST_ID], status, 0, 0, instructions.monotonic_ns(), 0)
-    return EVICT if refusal < 0 else REFUSED
+    release(clients)
+    error = answer(clients, clients[ROW], clients[REQUEST_ID], status, 0, 0, intrinsics.monotonic_ns(), 0)
+    return EVICT if error < 0 else REFUSED
 
 
 @compiled
-def _read(desk: Any, slot: int) -> Any:
-    """The request in a slot: its words into the desk, and whether it can be served."""
+def _read(clients: Any, slot: int) -> Any:
+    """Read and validate the request in a slot: it becomes the current request. Return as `find_request`."""
     header = slot + _HEADER
-    request_id = desk[REQUEST_ID] = instructions.load_acquire(header)
-    deadline = desk[DEADLINE] = instructions.load_acquire(header + 8)
-    desk[ENQUEUE] = instructions.load_acquire(header + 16)
+    request_id = clients[REQUEST_ID] = intrinsics.load_acquire(header)
+    deadline = clients[DEADLINE] = intrinsics.load_acquire(header + 8)
+    clients[ENQUEUE] = intrinsics.load_acquire(header + 16)
     first, second, third = (
-        instructions.load_acquire(header + 24),
-        instructions.load_acquire(header + 32),
-        instructions.load_acquire(header + 40),
+        intrinsics.load_acquire(header + 24),
+        intrinsics.load_acquire(header + 32),
+        intrinsics.load_acquire(header + 40),
     )
     kind = (first >> 32) & 0xFF
-    client = client_at(desk, desk[ROW])
-    stale = (first & 0xFFFFFFFF) != desk[EPOCH]
+    client = client_at(clients, clients[ROW])
+    stale = (first & 0xFFFFFFFF) != clients[EPOCH]
     if kind == CANCEL_KIND:
-        release(desk)
+        release(clients)
         return CANCEL
-    room = _room(client)
-    if room < 0:
+    free = _free_results(client)
+    if free < 0:
         return EVICT
-    if room == 0:
+    if free == 0:
         return NONE
     if request_id <= client[LAST_ID] or request_id > MAX_REQUEST_ID or (kind != SEARCH and kind != SEARCH_ARENA):
         return EVICT
     if stale:
-        return _refuse(desk, _STALE_EPOCH)
+        return _refuse(clients, _STALE_EPOCH)
     stage, code = (first >> 40) & 0xFF, (first >> 48) & 0xFFFF
-    k, place, top_m = second & 0xFFFF, (second >> 16) & 0xFFFF, (second >> 32) & 0xFFFFFFFF
+    k, filter_slot, top_m = second & 0xFFFF, (second >> 16) & 0xFFFF, (second >> 32) & 0xFFFFFFFF
     width, patience, dim = third & 0xFFFF, (third >> 16) & 0xFFFF, (third >> 32) & 0xFFFFFFFF
     if (
         deadline < 0
         or stage >= _STAGE_COUNT
         or code >= client[CODES]
-        or not 1 <= k <= desk[MAX_K]
-        or not 1 <= top_m <= desk[MAX_TOP_M]
+        or not 1 <= k <= clients[MAX_K]
+        or not 1 <= top_m <= clients[MAX_TOP_M]
         or width < 1
-        or place > PLACES
+        or filter_slot > FILTER_SLOTS
     ):
-        return _refuse(desk, _INVALID_REQUEST)
-    collection = instructions.words(client[COLLECTIONS] + 16 * code, 2)
+        return _refuse(clients, _INVALID_REQUEST)
+    collection = intrinsics.words(client[COLLECTIONS] + 16 * code, 2)
     if dim != collection[1]:
-        return _refuse(desk, _INVALID_REQUEST)
-    desk[STAGE], desk[CODE], desk[NUMBER] = stage, code, collection[0]
-    desk[K], desk[TOP_M], desk[WIDTH], desk[PATIENCE], desk[DIM] = k, top_m, width, patience, dim
-    desk[VECTOR] = slot + _PAYLOAD
-    desk[PLACE], desk[KNOWN] = place, -1
-    if place:
-        known = instructions.words(client[FILTERS] + 8 * KNOWN_WORDS * (place - 1), KNOWN_WORDS)
+        return _refuse(clients, _INVALID_REQUEST)
+    clients[STAGE], clients[COLLECTION_CODE], clients[COLLECTION] = stage, code, collection[0]
+    clients[K], clients[TOP_M], clients[WIDTH], clients[PATIENCE], clients[DIM] = k, top_m, width, patience, dim
+    clients[VECTOR] = slot + _PAYLOAD
+    clients[FILTER_SLOT], clients[FILTER_NUMBER] = filter_slot, -1
+    if filter_slot:
+        cached = intrinsics.words(
+            client[CACHED_FILTERS] + 8 * CACHED_FILTER_WORDS * (filter_slot - 1), CACHED_FILTER_WORDS
+        )
         # SYNC POINT: a filter's generation, see `filters.py`.
-        if known[KNOWN_GENERATION] != instructions.load_acquire(known[GENERATION_AT]) or known[KNOWN_CODE] != code:
+        generation = intrinsics.load_acquire(cached[GENERATION_ADDRESS])
+        if cached[CACHED_GENERATION] != generation or cached[CACHED_CODE] != code:
             return FILTER
-        desk[KNOWN] = known[KNOWN_NUMBER]
+        clients[FILTER_NUMBER] = cached[CACHED_NUMBER]
     if kind == SEARCH_ARENA:
         return ARENA
-    accept(desk)
+    accept(clients)
     return ACCEPTED
 
 
 @compiled
-def find_request(desk: Any) -> Any:
-    """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
-    rows = desk[ROWS]
+def find_request(clients: Any) -> Any:
+    """Find the next request, round-robin over clients. The results are in the module's docstring."""
+    rows = clients[ROW_COUNT]
     for i in range(rows):
-        row = (desk[TURN] + i) % rows
-        watch_row = desk[WATCH] + row * 8 * WATCH_COLUMNS
-        if not atomics.has_news(watch_row):
+        row = (clients[NEXT_ROW] + i) % rows
+        watch_row = clients[WATCH] + row * 8 * WATCH_COLUMNS
+        if not atomics.has_message(watch_row):
             continue
-        watch = instructions.words(watch_row, WATCH_COLUMNS)
+        watch = intrinsics.words(watch_row, WATCH_COLUMNS)
         slot = watch[WATCH_POSITION] % watch[WATCH_SLOTS]
-        desk[ROW], desk[SLOT] = row, slot
-        found = _read(desk, watch[WATCH_BASE] + slot * watch[WATCH_STRIDE])
+        clients[ROW], clients[SLOT] = row, slot
+        found = _read(clients, watch[WATCH_BASE] + slot * watch[WATCH_STRIDE])
         if found != NONE:
-            desk[TURN] = row + 1
+            clients[NEXT_ROW] = row + 1
             return found
-        watch[WATCH_SLOTS] = 0  # until housekeeping finds room for its result
+        watch[WATCH_SLOTS] = 0  # until housekeeping finds room for the result
     return NONE
 
 
 @compiled
-def anything_new(desk: Any) -> Any:
-    """Whether a client has sent what `find_request` would find."""
-    for row in range(desk[ROWS]):  # noqa: SIM110  (numba has no generators in `any`)
-        if atomics.has_news(desk[WATCH] + row * 8 * WATCH_COLUMNS):
+def any_request(clients: Any) -> Any:
+    """Return whether `find_request` would find a request."""
+    for row in range(clients[ROW_COUNT]):  # noqa: SIM110  (numba has no generators in `any`)
+        if atomics.has_message(clients[WATCH] + row * 8 * WATCH_COLUMNS):
             return True
     return False
 
 
 @compiled
-def sleep(desk: Any, descriptor: int, timeout_ms: int) -> Any:
-    """Sleep until a client rings, which makes `descriptor` readable, or the time is over. Whether there is news."""
-    return atomics.sleep_on(desk[WATCH], desk[ROWS], descriptor, timeout_ms) >= 0
+def sleep(clients: Any, descriptor: int, timeout_ms: int) -> Any:
+    """Sleep until a client rings, which makes `descriptor` readable, or the timeout. Return whether a request came."""
+    return atomics.sleep_on(clients[WATCH], clients[ROW_COUNT], descriptor, timeout_ms) >= 0
 
 
 @entry_point("void(int64)")
-def accept_request(desk: int) -> None:
-    """The request found, whose vector is in the arena, will be answered; its slot is its client's again."""
-    accept(instructions.words(desk, DESK_WORDS))
-    release(instructions.words(desk, DESK_WORDS))
+def accept_request(clients: int) -> None:
+    """Accept the current request, whose vector is in the arena, and release its slot."""
+    accept(intrinsics.words(clients, TABLE_WORDS))
+    release(intrinsics.words(clients, TABLE_WORDS))
 
 
 @entry_point("int64(int64, int64)")
-def refuse_request(desk: int, status: int) -> int:
-    """The request found, which was not accepted, ends with this status. EVICT: its client must be evicted."""
-    return int(_refuse(instructions.words(desk, DESK_WORDS), status))
+def refuse_request(clients: int, status: int) -> int:
+    """End the current request, which was not accepted, with this status. Return EVICT if its client must be evicted."""
+    return int(_refuse(intrinsics.words(clients, TABLE_WORDS), status))

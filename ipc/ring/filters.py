@@ -1,11 +1,11 @@
-"""Filters beside a session's rings: a client writes each into a place once, and its requests name the place.
+"""Filter slots of a session: a client writes each filter once, and its requests refer to the slot.
 
 ```
-place       q generation | q bytes of the filter | the filter: PLACE_BYTES - 16 bytes at most
+slot        q generation | q bytes of the filter | the filter: FILTER_SLOT_BYTES - 16 bytes at most
 ```
-The places follow the result ring in the session's memory. A place is written anew only when the pool has read every
-request that named it, and has another generation then; so the pool looks at a filter once, and knows it by place and
-generation from then on. What a hostile client scribbles there can confuse its own queries only.
+The filter slots follow the result ring in the session's memory. A slot is overwritten only after the pool has read
+every request that refers to it, and gets another generation then. So the pool reads a filter once and caches it by slot
+and generation. A client that corrupts its slots affects its own queries only.
 """
 
 import numpy as np
@@ -13,54 +13,55 @@ import numpy as np
 from ipc.errors import InvalidArgument, ProtocolViolation, RingFull
 from ipc.memory import atomics
 
-PLACES = 32
-PLACE_BYTES = 1 << 14
-MAX_FILTER_BYTES = PLACE_BYTES - 16
-FILTERS_BYTES = PLACES * PLACE_BYTES
+FILTER_SLOTS = 32
+FILTER_SLOT_BYTES = 1 << 14
+MAX_FILTER_BYTES = FILTER_SLOT_BYTES - 16
+FILTERS_BYTES = FILTER_SLOTS * FILTER_SLOT_BYTES
 
 
 class FilterWriter:
-    """A client's side. `view` is the memory of all places."""
+    """A client's end of the filter slots. `view` is the memory of all of them."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self._array = np.frombuffer(view, np.uint8)  # keeps the mapping alive for the address
         self._address = int(self._array.ctypes.data)
         self._generation = 0
-        self._places: dict[bytes, int] = {}  # numbers from 1 on, those used longest ago first
-        self._used: dict[int, int] = {}  # the position in the ring of the last request that named each
+        self._slots: dict[bytes, int] = {}  # slot numbers, from 1 on; least recently used first
+        self._used: dict[int, int] = {}  # by slot: the ring position after the last request that refers to it
 
-    def place(self, wanted: bytes, position: int, read: int) -> int:
-        """The place of a filter that requests before `position` name; the pool has read the requests before `read`.
+    def slot_of(self, wanted: bytes, position: int, read: int) -> int:
+        """Return the slot of a filter for requests before `position`, writing it if needed.
 
-        Raises `InvalidArgument` for one that is too long, `RingFull` if every place is named by what was not read yet.
+        `read`: the pool has read all requests before this position. Raises `InvalidArgument` for a filter that is too
+        long, `RingFull` if unread requests refer to every slot.
         """
-        number = self._places.pop(wanted, 0) or self._write(wanted, read)
-        self._places[wanted] = number
+        number = self._slots.pop(wanted, 0) or self._write(wanted, read)
+        self._slots[wanted] = number
         self._used[number] = position
         return number
 
     def _write(self, wanted: bytes, read: int) -> int:
         if len(wanted) > MAX_FILTER_BYTES:
             raise InvalidArgument(f"the filter has {len(wanted)} bytes; the limit is {MAX_FILTER_BYTES}")
-        number = len(self._places) + 1
-        if number > PLACES:
-            oldest = next((known for known, at in self._places.items() if self._used[at] <= read), None)
+        number = len(self._slots) + 1
+        if number > FILTER_SLOTS:
+            oldest = next((known for known, slot in self._slots.items() if self._used[slot] <= read), None)
             if oldest is None:
-                raise RingFull(f"{PLACES} other filters are on their way to the pool")
-            number = self._places.pop(oldest)
-        start = (number - 1) * PLACE_BYTES
+                raise RingFull(f"{FILTER_SLOTS} other filters are on their way to the pool")
+            number = self._slots.pop(oldest)
+        start = (number - 1) * FILTER_SLOT_BYTES
         self._generation += 1
         self.view[start + 8 : start + 16] = len(wanted).to_bytes(8, "little")
         self.view[start + 16 : start + 16 + len(wanted)] = wanted
-        # SYNC POINT: a filter's generation; the pool reads it before the bytes, which are there by then.
+        # SYNC POINT: a filter's generation. The pool acquires it before it reads the bytes.
         atomics.store_release(self._address + start, self._generation)
         return number
 
 
 def read_filter(view: memoryview, number: int) -> bytes:
-    """What stands in a place, from 1 on: a copy, of bounded length. Raises `ProtocolViolation`."""
-    start = (number - 1) * PLACE_BYTES
+    """Return a copy of the filter in a slot, numbered from 1 on. Raises `ProtocolViolation` for an invalid length."""
+    start = (number - 1) * FILTER_SLOT_BYTES
     size = int.from_bytes(view[start + 8 : start + 16], "little", signed=True)
     if not 0 <= size <= MAX_FILTER_BYTES:
         raise ProtocolViolation(f"a filter of {size} bytes; the limit is {MAX_FILTER_BYTES}")

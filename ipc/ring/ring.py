@@ -164,7 +164,7 @@ class RingProducer(_End):
         """room(): at least so many slots are free, by the reader position seen last. Cheap; `free` looks again."""
         self.send_row: Callable[..., int] = partial(atomics.send_row, end)
         """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
-        payload with a C-contiguous float32 array, and send it. 1: as `send` says True; below 0: see `refused`."""
+        payload with a C-contiguous float32 array, and send it. 1: as `send` says True; below 0: see `send_error`."""
         self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
         """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
         from slot to slot."""
@@ -189,7 +189,7 @@ class RingProducer(_End):
         # overwrite a slot before the consumer's reads of it are done.
         reader = atomics.load_acquire(self._address + atomics.READER)
         if not self._end[atomics.END_READER] <= reader <= self.position:
-            raise self.refused(atomics.IMPOSSIBLE_READER)
+            raise self.send_error(atomics.IMPOSSIBLE_READER)
         self._end[atomics.END_READER] = reader
         return self.room()
 
@@ -197,7 +197,7 @@ class RingProducer(_End):
         """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
         if self.room() <= 0 and self.free() <= 0:
             self._full += 1
-            raise self.refused(atomics.FULL)
+            raise self.send_error(atomics.FULL)
         return self.position % self._slots
 
     def send(self, count: int = 1) -> bool:
@@ -207,7 +207,7 @@ class RingProducer(_End):
         """
         return self._publish(count) != 0
 
-    def refused(self, code: int) -> IpcError:
+    def send_error(self, code: int) -> IpcError:
         """What a `send_…` that returned less than 0 says. Nothing was sent."""
         match code:
             case atomics.FULL:
@@ -320,7 +320,7 @@ class Watch:
                 ring.watch_in(memoryview(table[i]))
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
         """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
-        self.look: Callable[[int], int] = partial(atomics.look, self._address, self._rows)
+        self.poll: Callable[[int], int] = partial(atomics.poll, self._address, self._rows)
         """look(start): the index of the first ring with news, from `start` on and around, or -1."""
 
     def arm(self) -> bool:

@@ -1,4 +1,4 @@
-"""The pool's side of sessions: who is attached, and whose requests may be read."""
+"""Server end of sessions: attaches, drains and evicts a pool's clients."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,26 +10,26 @@ from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES, Float32s
 from ipc.ring.ring import CLOSED, DRAINING, EVICTED
 from ipc.server.arena_grants import ArenaGrants
-from ipc.server.places import ClientPlace, Desk, Number, Terms
-from ipc.server.reception import ASKED, Reception
+from ipc.server.client_table import AttachedClient, ClientTable, Number, Terms
+from ipc.server.session_listener import ATTACH_PENDING, SessionListener
 from ipc.session.device_arena import DeviceArena
 from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, Served, ServerStatistics
 
-RENEW_NS = 2_000_000_000  # how long a client may take to open a session in the place of an idle one
-JOIN_NS = 10_000_000_000  # how long a client may take to open its rings; longer than those that try again wait
+RENEW_NS = 2_000_000_000  # time for a client to replace an idle session that is being renewed
+JOIN_NS = 10_000_000_000  # time for a client to open its rings; longer than the timeout of clients that retry
 _MAX_NAME = 100
 
 
 class SessionServer:
-    """Serves sessions to clients; requests and results themselves are exchanged over its `desk` (`exchange.py`), by a
-    compiled loop. One thread; nothing here blocks.
+    """Serves sessions to clients. A compiled loop exchanges requests and results over `client_table` (`exchange.py`).
 
-    SessionServer(endpoint, {"docs": 384}, epoch=7): `endpoint` from `private_endpoint`; `collections` a `Catalogue`, or
-    simply name → vector dimension; `epoch` 0..2³²-1, another one in every life of this process; `ring_slots` requests a
-    client may have outstanding; `max_k`, `max_top_m` limits of what a descriptor may ask (over them: status
-    'invalid_request'); `arena` where clients may put their vectors instead of into their rings: who asks is granted one
-    `max_clients`-th of its slots, at most `ring_slots`; `number` what the desk calls each collection. A session that is
-    being renewed is none of the `max_clients`, and of those there may be as many again.
+    One thread; nothing here blocks. SessionServer(endpoint, {"docs": 384}, epoch=7):
+    `endpoint`: from `private_endpoint`. `collections`: a `Catalogue`, or simply name → vector dimension. `epoch`:
+    0..2³²-1, a different one for each start of this process. `ring_slots`: requests that a client may have outstanding.
+    `max_k`, `max_top_m`: limits of a request (beyond: status 'invalid_request'). `arena`: memory into which clients may
+    write their vectors instead of their rings; a client that requests it is granted one `max_clients`-th of its slots,
+    at most `ring_slots`. `number`: the loop's number of each collection. Sessions that are being renewed do not count
+    towards `max_clients`; there may be as many again.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class SessionServer:
         self.epoch = epoch
         self._sizes = (ring_slots, max_k, max_top_m)
         self._number = number
-        self._terms = self._terms_of(collections)  # of sessions opened from now on
-        self._generation = 0  # of the filter that was read last
+        self._terms = self._terms_of(collections)  # of new sessions
+        self._generation = 0  # of the filter read last
         each = 0 if arena is None else min(ring_slots, max(1, arena.slots // max_clients))
         self._arena = ArenaGrants(arena, each)
-        self._reception = Reception(endpoint)
+        self._listener = SessionListener(endpoint)
         self._max_clients = max_clients
-        self._clients: dict[int, ClientPlace] = {}  # by handle
-        self.desk = Desk(epoch, max_k, max_top_m, 2 * max_clients)
-        """For `exchange.py`."""
+        self._clients: dict[int, AttachedClient] = {}  # by handle
+        self.client_table = ClientTable(epoch, max_k, max_top_m, 2 * max_clients)
+        """Works with `exchange.py`."""
         self._next_handle = 1
         self._counts = dict.fromkeys(ServerStatistics.__struct_fields__, 0)
         self._draining = False
@@ -69,108 +69,109 @@ class SessionServer:
             collections = Catalogue(tuple(Served(name, dim) for name, dim in collections.items()))
         return Terms(collections, self.epoch, *self._sizes, self._number)
 
-    # ---- what a loop over the desk needs
+    # ---- interface of the loop
 
     def evict(self, row: int) -> None:
-        """The client in this row wrote what no correct client writes."""
-        place = self.desk.places[row]
-        if place is not None:
-            self._evict(place)
+        """Evict the client in this row for a protocol violation."""
+        client = self.client_table.clients[row]
+        if client is not None:
+            self._evict(client)
 
-    def take_from_arena(self) -> None:
-        """The request found has its vector in the arena: it is accepted, and comes with `arrived`.
+    def accept_from_arena(self) -> None:
+        """Accept the current request, whose vector is in the arena; `copied_vectors` yields it once it is copied.
 
-        Its client is evicted if it names a place that it cannot have.
+        Evicts the client if the request names a slot outside of its lease.
         """
-        words = self.desk.words
-        place = self._place_of_request()
+        client = self._requesting_client()
         try:
-            self._arena.put(place, words)
+            self._arena.enqueue(client, self.client_table.words)
         except IpcError:
-            self._evict(place)
+            self._evict(client)
             return
-        exchange.accept_request(self.desk.address)
+        exchange.accept_request(self.client_table.address)
 
-    def arrived(self) -> Iterator[Float32s]:
-        """Vectors out of the arena that are there by now; the desk's words are each one's request meanwhile."""
+    def copied_vectors(self) -> Iterator[Float32s]:
+        """Yield the vectors copied out of the arena by now; each one's request is the current request meanwhile."""
         try:
-            yield from self._arena.arrived(self.desk.words)
-        except MemoryRefused:  # the device has failed, and with it whoever has vectors there
-            for place in set(self._arena.readers):
-                self._evict(place)
+            yield from self._arena.completed(self.client_table.words)
+        except MemoryRefused:  # the device failed, so the clients with vectors on it cannot be served
+            for client in set(self._arena.copying_clients):
+                self._evict(client)
 
-    def filter_of_request(self) -> bytes | None:
-        """The filter of the request found, which is not known yet: `know_filter`, or `refuse`. None: its client was
-        evicted for what it wrote there."""
-        place = self._place_of_request()
+    def request_filter(self) -> bytes | None:
+        """Return the current request's filter, to be followed by `cache_filter` or `refuse`.
+
+        None: its client was evicted for a protocol violation.
+        """
+        client = self._requesting_client()
         try:
-            self._generation, found = place.filter(self.desk.words[exchange.PLACE])
+            self._generation, found = client.read_filter(self.client_table.words[exchange.FILTER_SLOT])
         except ProtocolViolation:
-            self._evict(place)
+            self._evict(client)
             return None
         return found
 
-    def know_filter(self, number: int) -> None:
-        """The filter of the request found has this number: requests with it are found with KNOWN from now on."""
-        words, place = self.desk.words, self._place_of_request()
-        place.know_filter(words[exchange.PLACE], self._generation, words[exchange.CODE], number)
+    def cache_filter(self, number: int) -> None:
+        """Cache the number of the current request's filter: `find_request` reports it as FILTER_NUMBER from now on."""
+        words, client = self.client_table.words, self._requesting_client()
+        client.cache_filter(words[exchange.FILTER_SLOT], self._generation, words[exchange.COLLECTION_CODE], number)
 
-    def forget_filter(self, number: int) -> None:
-        """The filter of this number is asked for when it is named again."""
-        for place in self.desk.places:
-            if place is not None:
-                place.forget_filter(number)
+    def invalidate_filter(self, number: int) -> None:
+        """Drop a filter's number from all clients' caches."""
+        for client in self.client_table.clients:
+            if client is not None:
+                client.invalidate_filter(number)
 
     def refuse(self, status: str) -> None:
-        """End the request found, which was not accepted."""
-        place = self._place_of_request()
-        if exchange.refuse_request(self.desk.address, STATUS_CODES[status]) == exchange.EVICT:
-            self._evict(place)
-        self.desk.ring_bells()
+        """End the current request, which was not accepted, with this status."""
+        client = self._requesting_client()
+        if exchange.refuse_request(self.client_table.address, STATUS_CODES[status]) == exchange.EVICT:
+            self._evict(client)
+        self.client_table.ring_bells()
 
-    def _place_of_request(self) -> ClientPlace:
-        place = self.desk.places[self.desk.words[exchange.ROW]]
-        assert place is not None
-        return place
-
-    @property
-    def reading(self) -> bool:
-        """Whether vectors are on their way out of the arena: look for them with `arrived`, and do not sleep."""
-        return self._arena.reading
+    def _requesting_client(self) -> AttachedClient:
+        client = self.client_table.clients[self.client_table.words[exchange.ROW]]
+        assert client is not None
+        return client
 
     @property
-    def clients(self) -> int:
-        """Attached clients."""
+    def copying(self) -> bool:
+        """Whether vectors are being copied out of the arena: poll `copied_vectors`, and do not sleep."""
+        return self._arena.copying
+
+    @property
+    def client_count(self) -> int:
+        """Number of attached clients."""
         return len(self._clients)
 
     @property
     def malformed(self) -> int:
-        """Session messages so far that were none."""
+        """Number of malformed session messages so far."""
         return self._counts["malformed"]
 
     # ---- sessions
 
-    def has_news(self) -> bool:
-        """Whether a client has sent something. Cheap; for loops that are busy elsewhere."""
-        return self.desk.watch.look(0) >= 0
+    def has_requests(self) -> bool:
+        """Whether a request is in any ring. Cheap; for code that is busy elsewhere."""
+        return self.client_table.watch.poll(0) >= 0
 
     def fileno(self) -> int:
-        """Readable when a doorbell, a session message or a client's end wants attention; level-triggered."""
-        return self._reception.fileno()
+        """Readable on a doorbell, a session message or a client's death; level-triggered."""
+        return self._listener.fileno()
 
     @property
     def bell_fileno(self) -> int:
-        """Of the eventfd that clients ring, for compiled code that silences it."""
-        return self._reception.bell_fileno
+        """File descriptor of the eventfd that clients ring, which compiled code silences."""
+        return self._listener.bell_fileno
 
     def housekeep(self, now: int) -> None:
-        """Evict dead clients, and let in those that ask. Monotonic ns. Those that have gone: `desk.take_vacated`."""
-        heard = self._reception.listen()
+        """Remove dead clients and attach new ones at `now`, monotonic ns. The client table reports vacated rows."""
+        events = self._listener.poll_events()
         for client in tuple(self._clients.values()):
             try:
-                absent = not client.has_joined() and now > client.granted_ns + JOIN_NS
-                gone = absent or client.pidfd in heard or client.requests.producer_state == CLOSED
-                if gone or _is_over(client, now):
+                absent = not client.has_joined() and now > client.attached_ns + JOIN_NS
+                gone = absent or client.pidfd in events or client.requests.producer_state == CLOSED
+                if gone or _is_drained(client, now):
                     self._counts["lost"] += 1
                     self._forget(client, CLOSED)
                     continue
@@ -178,9 +179,9 @@ class SessionServer:
                     client.requests.resume()
             except ProtocolViolation:
                 self._evict(client)
-        if ASKED in heard:  # last: a new client may take the place of one that is gone
-            for asker, attach in self._reception.asks():
-                self._reception.answer(asker, self._answer(attach))
+        if ATTACH_PENDING in events:  # last: a new client may reuse what a removed one has freed
+            for sender, attach in self._listener.receive_attaches():
+                self._listener.reply(sender, self._answer(attach))
 
     def _answer(self, attach: Attach | Refused) -> Attached | Refused:
         if isinstance(attach, Refused):
@@ -203,41 +204,41 @@ class SessionServer:
             raise InvalidArgument("the pool is draining")
         renewed = sum(client.renewed_ns > 0 for client in self._clients.values())
         if len(self._clients) - renewed >= self._max_clients or len(self._clients) >= 2 * self._max_clients:
-            raise InvalidArgument(f"all {self._max_clients} places for clients are taken")
+            raise InvalidArgument(f"the limit of {self._max_clients} clients is reached")
         handle, token = self._next_handle, new_token().encode()
-        client = ClientPlace(handle, attach, token, self._reception, self._terms)
+        client = AttachedClient(handle, attach, token, self._listener, self._terms)
         try:
-            self.desk.put(client)
+            self.client_table.add(client)
         except InvalidArgument:
-            self._reception.unwatch(client.pidfd)
+            self._listener.unwatch(client.pidfd)
             client.close()
             raise
         self._next_handle += 1
         self._clients[handle] = client
         grant = self._arena.grant(client) if attach.arena else None
-        return client.welcome(token, self._reception.bell_endpoint, grant)
+        return client.attached(token, self._listener.bell_endpoint, grant)
 
-    def _evict(self, client: ClientPlace) -> None:
-        """It wrote what no correct client writes."""
+    def _evict(self, client: AttachedClient) -> None:
+        """End the session of a client that violated the protocol."""
         self._counts["evicted"] += 1
         self._forget(client, EVICTED)
 
-    def _forget(self, client: ClientPlace, state: int) -> None:
+    def _forget(self, client: AttachedClient, state: int) -> None:
         client.requests.set_state(state)
         client.bell.ring()
         del self._clients[client.handle]
-        for name, count in client.traffic().items():
+        for name, count in client.counters().items():
             self._counts[name] += count
-        self.desk.remove(client)
-        self._reception.unwatch(client.pidfd)
-        self._arena.end(client)
+        self.client_table.remove(client)
+        self._listener.unwatch(client.pidfd)
+        self._arena.release(client)
         client.close()
 
     def renew(self, catalogue: Catalogue) -> None:
-        """Offer another catalogue: sessions opened from now on have it, the present ones drain.
+        """Replace the catalogue: new sessions have the new one, present sessions drain.
 
-        A client of theirs that wants to go on attaches anew, beside its old session, which ends when what is in flight
-        there has ended. Raises `InvalidArgument`; nothing has changed then.
+        A client of a draining session attaches again; the old session ends once its requests in flight have ended.
+        Raises `InvalidArgument`, without any effect.
         """
         self._terms, now = self._terms_of(catalogue), time.monotonic_ns()
         for client in self._clients.values():
@@ -247,15 +248,17 @@ class SessionServer:
                 client.bell.ring()
 
     def in_use(self, collection: str, identity: str) -> bool:
-        """Whether this content of a collection is offered, by the catalogue of today or in a session that lasts."""
+        """Whether this build of a collection is in the current catalogue or in that of an open session."""
         every = (self._terms, *(client.terms for client in self._clients.values()))
         return any(
             (one.name, one.identity) == (collection, identity) for terms in every for one in terms.catalogue.served
         )
 
     def drain(self) -> None:
-        """Take no new clients; the attached ones' `submit` raises `Draining`, or, told once more, `PeerLost`. What is
-        in flight goes on."""
+        """Attach no new clients; `submit` of the attached ones raises `Draining`, after a second call `PeerLost`.
+
+        Requests in flight are still served.
+        """
         state = CLOSED if self._draining else DRAINING
         self._draining = True
         for client in self._clients.values():
@@ -263,11 +266,11 @@ class SessionServer:
             client.bell.ring()
 
     def close(self) -> None:
-        """End all sessions; the clients' outstanding requests end there with status 'lost'. Idempotent."""
-        if not self._reception.closed:
+        """End all sessions; the clients' outstanding requests end with status 'lost'. Idempotent."""
+        if not self._listener.closed:
             for client in tuple(self._clients.values()):
                 self._forget(client, CLOSED)
-            self._reception.close()
+            self._listener.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,8 +279,8 @@ class SessionServer:
         self.close()
 
     def statistics(self) -> ServerStatistics:
-        """Counters; cheap."""
-        words = self.desk.words
+        """Return counters; cheap."""
+        words = self.client_table.words
         counts = self._counts | {
             "invalid": words[exchange.INVALID],
             "stale": words[exchange.STALE],
@@ -285,15 +288,15 @@ class SessionServer:
         }
         for client in self._clients.values():
             counts["outstanding"] += client.outstanding
-            for name, count in client.traffic().items():
+            for name, count in client.counters().items():
                 counts[name] += count
         return ServerStatistics(**counts)
 
 
-def _is_over(client: ClientPlace, now: int) -> bool:
-    """Whether a session that is being renewed has nothing to end, and its client had time to leave it.
+def _is_drained(client: AttachedClient, now: int) -> bool:
+    """Return whether a session being renewed has no request left and its client had time to replace it.
 
-    What the client may write at this very moment is lost with the session, and asked again.
+    A request that the client writes at this moment ends as lost with the session, and the client retries it.
     """
     if not client.renewed_ns or now < client.renewed_ns + RENEW_NS:
         return False

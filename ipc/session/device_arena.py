@@ -50,7 +50,7 @@ class Lease(msgspec.Struct, frozen=True):
         return len(self.generations)
 
 
-class Place(NamedTuple):
+class SlotHandle(NamedTuple):
     """One use of a slot: what a descriptor carries instead of a vector."""
 
     slot: int
@@ -83,7 +83,7 @@ class DeviceArena:
         memory.write(0, np.array(header, np.int64))
         memory.flush()
         self._copies = memory.staging(slots * (_LINE + self._stride)).reshape(slots, _LINE + self._stride)
-        self._taken = [generation] * slots  # generation that was claimed last
+        self._claimed = [generation] * slots  # generation that was claimed last
         if generation:
             for slot in range(slots):
                 memory.store_word(_ready(slot), generation)
@@ -104,39 +104,39 @@ class DeviceArena:
                 first, number = slot - count + 1, self._next_lease
                 self._next_lease += 1
                 self._owner[first : first + count] = [number] * count
-                return number, Lease(self.epoch, first, tuple(self._taken[first : first + count]))
+                return number, Lease(self.epoch, first, tuple(self._claimed[first : first + count]))
         free = self._owner.count(0)
         raise RingFull(f"{count} neighbouring slots are wanted, {free} of {self.slots} are free, in pieces")
 
-    def claim(self, lease: int, place: Place) -> None:
-        """A descriptor names this place: it is to be taken out, once.
+    def claim(self, lease: int, handle: SlotHandle) -> None:
+        """A descriptor names this handle: it is to be taken out, once.
 
         Raises ProtocolViolation for a place outside of the client's lease or not its slot's next generation.
         """
-        slot, generation = place
+        slot, generation = handle
         if not 0 <= slot < self.slots or self._owner[slot] != lease:
             raise ProtocolViolation(f"slot {slot} is not of lease {lease}")
-        expected = _following(self._taken[slot])
+        expected = _next_generation(self._claimed[slot])
         if generation != expected:
             raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
-        self._taken[slot] = generation
+        self._claimed[slot] = generation
 
-    def copy_out(self, place: Place) -> None:
+    def copy_out(self, handle: SlotHandle) -> None:
         """Queue: copy what a claimed place holds. Look at it with `taken_out` when the memory is idle."""
-        copy = self._copies[place.slot]
+        copy = self._copies[handle.slot]
         # SYNC POINT: arena word. The payload is read after the word; the client stores the word after the payload.
-        self.memory.read(_ready(place.slot), copy[:4])
-        self.memory.read(self._offset + place.slot * self._stride, copy[_LINE : _LINE + self.payload_bytes])
+        self.memory.read(_ready(handle.slot), copy[:4])
+        self.memory.read(self._offset + handle.slot * self._stride, copy[_LINE : _LINE + self.payload_bytes])
 
-    def taken_out(self, place: Place) -> npt.NDArray[np.uint8] | None:
+    def copied(self, handle: SlotHandle) -> npt.NDArray[np.uint8] | None:
         """A place's payload, as long as nothing else is copied out of its slot; the client may have the slot again.
 
         None: its device had not written it when it was copied.
         """
-        copy = self._copies[place.slot]
-        if not reached(int(copy[:4].view(np.uint32)[0]), place.generation):
+        copy = self._copies[handle.slot]
+        if not reached(int(copy[:4].view(np.uint32)[0]), handle.generation):
             return None
-        self.memory.store_word(_ack(place.slot), place.generation)
+        self.memory.store_word(_ack(handle.slot), handle.generation)
         payload: npt.NDArray[np.uint8] = copy[_LINE : _LINE + self.payload_bytes]
         return payload
 
@@ -148,8 +148,8 @@ class DeviceArena:
         for slot in range(self.slots):
             if self._owner[slot] == lease:
                 self._owner[slot] = 0
-                self._taken[slot] = (self._taken[slot] + _JUMP) & MAX_WORD
-                self.memory.store_word(_ready(slot), self._taken[slot])  # never far behind
+                self._claimed[slot] = (self._claimed[slot] + _JUMP) & MAX_WORD
+                self.memory.store_word(_ready(slot), self._claimed[slot])  # never far behind
 
     @property
     def free_slots(self) -> int:
@@ -185,9 +185,9 @@ class LeasedSlots:
         self._first = lease.first
         self._generations = dict(enumerate(lease.generations, lease.first))
         self._free = deque(self._generations)
-        self._used: deque[Place] = deque()
+        self._used: deque[SlotHandle] = deque()
 
-    def write(self, payload: Source) -> Place:
+    def write(self, payload: Source) -> SlotHandle:
         """Queue: copy a payload into a free slot and mark it as written. Returns what the descriptor must carry.
 
         Raises RingFull when the pool has not taken out any of the slots in use, InvalidArgument for too many bytes.
@@ -195,23 +195,23 @@ class LeasedSlots:
         if payload.nbytes > self.payload_bytes:
             raise InvalidArgument(f"a payload of {payload.nbytes} bytes; a slot has {self.payload_bytes}")
         slot = self._loan()
-        generation = self._generations[slot] = _following(self._generations[slot])
+        generation = self._generations[slot] = _next_generation(self._generations[slot])
         self.memory.write(self._offset + slot * self._stride, payload)
         self.memory.store_word(_ready(slot), generation)
-        place = Place(slot, generation)
-        self._used.append(place)
-        return place
+        handle = SlotHandle(slot, generation)
+        self._used.append(handle)
+        return handle
 
     def _loan(self) -> int:
         if not self._free:
             # The pool takes out in any order: look through all that are in use.
             acks = self.memory.words(_ack(self._first), len(self._generations), _ack(1) - _ack(0))
             for _ in range(len(self._used)):
-                place = self._used.popleft()
-                if reached(acks[place.slot - self._first], place.generation):
-                    self._free.append(place.slot)
+                handle = self._used.popleft()
+                if reached(acks[handle.slot - self._first], handle.generation):
+                    self._free.append(handle.slot)
                 else:
-                    self._used.append(place)
+                    self._used.append(handle)
         if not self._free:
             raise RingFull(f"all {len(self._used)} leased slots of the arena are in use")
         return self._free.popleft()
@@ -229,7 +229,7 @@ def _ack(slot: int) -> int:
     return _WORDS + 2 * _LINE * slot + _LINE
 
 
-def _following(generation: int) -> int:
+def _next_generation(generation: int) -> int:
     return (generation + 1) & MAX_WORD
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ipc.memory.compiled import can_be_kept
+from ipc.memory.compiled import can_cache
 from runtime.checks import preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
@@ -101,7 +101,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _compiled_code() -> Finding:
-    if can_be_kept():
+    if can_cache():
         return Finding("ok", "compiled code", "is kept for the next process")
     return Finding(
         "warning",

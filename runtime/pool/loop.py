@@ -16,11 +16,11 @@ the ring's slot; the engine reads it there. Results go from the engine directly 
 from typing import Any
 
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
-from ipc.memory import instructions
-from ipc.memory.instructions import call, floats, words
+from ipc.memory import intrinsics
+from ipc.memory.intrinsics import call, floats, words
 from ipc.ring import exchange
 from ipc.ring.descriptors import STATUS_CODES
-from ipc.ring.exchange import DESK_WORDS
+from ipc.ring.exchange import TABLE_WORDS
 from runtime.pool import loop_layout as layout
 from runtime.pool import policy, scoped_search, tables
 from runtime.pool.collections.scopes import LIVE
@@ -37,73 +37,73 @@ _OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
 @compiled
 def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
     """Run until `until`. With nothing to do, spin for at most `spin_ns`. Return the exit reason."""
-    t, desk = tables_at(handle), words(loop[layout.CLIENTS], DESK_WORDS)
+    t, clients = tables_at(handle), words(loop[layout.CLIENTS], TABLE_WORDS)
     now = _now(loop)
     while True:
-        if exchange.anything_new(desk):
-            stopped = _receive(loop, t, desk)
+        if exchange.any_request(clients):
+            stopped = _receive(loop, t, clients)
             if stopped >= 0:
                 return stopped
             now = _now(
                 loop
             )  # reading the clock costs more than polling: a round without requests reuses the last extend's end
         policy.schedule(t, now)
-        if not _apply_schedule(loop, t, desk, now):
+        if not _apply_schedule(loop, t, clients, now):
             return layout.ENGINE_FAILED
         if t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE] == 0:
             loop[layout.LAST_END_NS] = loop[layout.UNREPORTED_NS] = 0
             if loop[layout.EVICT]:
                 return layout.EVICTIONS
-            if desk[exchange.BELLS] or not _spin(loop, desk, min(until, now + spin_ns)):
+            if clients[exchange.PENDING_BELLS] or not _spin(loop, clients, min(until, now + spin_ns)):
                 return layout.IDLE
             continue
-        if not _extend(loop, t, desk):
+        if not _extend(loop, t, clients):
             return layout.ENGINE_FAILED
         if loop[layout.EVICT]:
             return layout.EVICTIONS
         now = loop[layout.LAST_END_NS]
-        if now >= until or desk[exchange.BELLS]:
+        if now >= until or clients[exchange.PENDING_BELLS]:
             return layout.TIME_UP
 
 
 @compiled
 def _now(loop: Any) -> Any:
-    return words(loop[layout.CLOCK], 1)[0] if loop[layout.CLOCK] else instructions.monotonic_ns()
+    return words(loop[layout.CLOCK], 1)[0] if loop[layout.CLOCK] else intrinsics.monotonic_ns()
 
 
 @compiled
-def _spin(loop: Any, desk: Any, until: int) -> Any:
+def _spin(loop: Any, clients: Any, until: int) -> Any:
     """Poll for requests, yielding the core every few polls. Return whether there is one."""
     while True:
         for _ in range(_LOOKS_PER_YIELD):
-            if exchange.anything_new(desk):
+            if exchange.any_request(clients):
                 return True
         if _now(loop) >= until:
             return False
-        instructions.sched_yield()
+        intrinsics.sched_yield()
 
 
 # ---- receive
 
 
 @compiled
-def _receive(loop: Any, t: Any, desk: Any) -> Any:
+def _receive(loop: Any, t: Any, clients: Any) -> Any:
     """Receive requests. Return an exit reason if Python is needed, else -1."""
     for _ in range(_RECEIVE):
-        found = exchange.find_request(desk)
+        found = exchange.find_request(clients)
         if found == exchange.NONE:
             return -1
         if found == exchange.ACCEPTED:
             enqueue(
-                loop, t, desk, desk[exchange.VECTOR], _now(loop)
+                loop, t, clients, clients[exchange.VECTOR], _now(loop)
             )  # read the clock now: the request may have just been sent
-            exchange.release(desk)
+            exchange.release(clients)
         elif found == exchange.CANCEL:
-            _cancel(loop, t, desk, desk[exchange.ROW], desk[exchange.REQUEST_ID])
+            _cancel(loop, t, clients, clients[exchange.ROW], clients[exchange.REQUEST_ID])
         elif found == exchange.ARENA:
             return layout.ARENA_VECTOR
         elif found == exchange.EVICT:
-            _evict(loop, desk[exchange.ROW])
+            _evict(loop, clients[exchange.ROW])
             return layout.EVICTIONS
         elif found == exchange.FILTER:
             return layout.UNKNOWN_FILTER
@@ -111,28 +111,28 @@ def _receive(loop: Any, t: Any, desk: Any) -> Any:
 
 
 @compiled
-def enqueue(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
+def enqueue(loop: Any, t: Any, clients: Any, vector: int, now: int) -> None:
     """Enqueue or reject the accepted request in the client table, whose vector is at the address `vector`."""
     number = tables.new_entry(t)
-    entry, stage = t.entries[number], desk[exchange.STAGE]
+    entry, stage = t.entries[number], clients[exchange.STAGE]
     count(loop, layout.QUERIES + stage, 1.0)
     entry[tables.STAGE], entry[tables.ARRIVAL] = stage, now
-    entry[tables.DEADLINE] = desk[exchange.DEADLINE] if desk[exchange.DEADLINE] > 0 else NEVER_NS
-    entry[layout.ROW], entry[layout.REQUEST_ID] = desk[exchange.ROW], desk[exchange.REQUEST_ID]
+    entry[tables.DEADLINE] = clients[exchange.DEADLINE] if clients[exchange.DEADLINE] > 0 else NEVER_NS
+    entry[layout.ROW], entry[layout.REQUEST_ID] = clients[exchange.ROW], clients[exchange.REQUEST_ID]
     entry[layout.ENQUEUED], entry[layout.RECEIVED], entry[layout.BEGUN], entry[layout.SLOT] = (
-        desk[exchange.ENQUEUE],
+        clients[exchange.ENQUEUE],
         now,
         0,
         -1,
     )
     entry[layout.COLLECTION], entry[layout.K], entry[layout.TOP_M] = (
-        desk[exchange.NUMBER],
-        desk[exchange.K],
-        desk[exchange.TOP_M],
+        clients[exchange.COLLECTION],
+        clients[exchange.K],
+        clients[exchange.TOP_M],
     )
-    entry[layout.WIDTH], entry[layout.PATIENCE] = desk[exchange.WIDTH], desk[exchange.PATIENCE]
+    entry[layout.WIDTH], entry[layout.PATIENCE] = clients[exchange.WIDTH], clients[exchange.PATIENCE]
     entry[layout.PARTS] = entry[layout.PART_COUNT] = entry[layout.KEPT] = 0
-    searched, scope = desk[exchange.NUMBER], desk[exchange.KNOWN]
+    searched, scope = clients[exchange.COLLECTION], clients[exchange.FILTER_NUMBER]
     if scope < 0 and searched >= LIVE:
         scope = searched - LIVE
     if scope >= 0:
@@ -145,17 +145,17 @@ def enqueue(loop: Any, t: Any, desk: Any, vector: int, now: int) -> None:
         or entry[layout.K] > entry[layout.TOP_M]
         or entry[layout.WIDTH] > loop[layout.MAX_WIDTH]
     ):
-        _reject(loop, t, desk, number, _INVALID)
+        _reject(loop, t, clients, number, _INVALID)
         return
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
-        instructions.copy(loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES], vector, 4 * desk[exchange.DIM])
+        intrinsics.copy(loop[layout.VECTORS] + number * loop[layout.VECTOR_BYTES], vector, 4 * clients[exchange.DIM])
     else:
-        _reject(loop, t, desk, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
+        _reject(loop, t, clients, number, _OVERLOADED if verdict == policy.OVERLOADED else _LATE)
 
 
 @compiled
-def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
+def _cancel(loop: Any, t: Any, clients: Any, row: int, request_id: int) -> None:
     """Cancel a client's request, if it has not ended yet."""
     for which in range(5):
         length = t.words[tables.QUEUED + which]  # the queues, then the lists
@@ -164,7 +164,7 @@ def _cancel(loop: Any, t: Any, desk: Any, row: int, request_id: int) -> None:
             number = numbers[i]
             if t.entries[number, layout.ROW] == row and t.entries[number, layout.REQUEST_ID] == request_id:
                 _drop(loop, t, number)
-                _send_result(loop, desk, t.entries[number], _CANCELLED, 0, 0)
+                _send_result(loop, clients, t.entries[number], _CANCELLED, 0, 0)
                 tables.free_entry(t, number)
                 return
 
@@ -198,11 +198,11 @@ def drop_client(loop: Any, handle: Any, row: int) -> Any:
 
 
 @compiled
-def _apply_schedule(loop: Any, t: Any, desk: Any, now: int) -> Any:
+def _apply_schedule(loop: Any, t: Any, clients: Any, now: int) -> Any:
     """Apply the policy's changes: rejections, pauses, resumptions, admissions. Return False if the engine failed."""
     changed = t.words[tables.CHANGED : tables.CHANGED + 4]
     for i in range(changed[tables.LATE]):
-        _reject(loop, t, desk, t.changes[tables.LATE, i], _LATE)
+        _reject(loop, t, clients, t.changes[tables.LATE, i], _LATE)
     for i in range(changed[tables.PREEMPTED]):
         call(
             loop[layout.CHANGE_STATE],
@@ -220,7 +220,7 @@ def _apply_schedule(loop: Any, t: Any, desk: Any, now: int) -> Any:
         slot = scoped_search.admit(loop, entry, number)
         if slot == INVALID:
             tables.release(t, number)
-            _reject(loop, t, desk, number, _INVALID)
+            _reject(loop, t, clients, number, _INVALID)
             continue
         if slot < 0:
             return False
@@ -233,7 +233,7 @@ def _apply_schedule(loop: Any, t: Any, desk: Any, now: int) -> Any:
 
 
 @compiled
-def _extend(loop: Any, t: Any, desk: Any) -> Any:
+def _extend(loop: Any, t: Any, clients: Any) -> Any:
     """Run one step of the engine and publish the completed queries. Return False if the engine failed."""
     prefill = t.words[tables.ACTIVE_PREFILL]
     active = prefill + t.words[tables.ACTIVE_DECODE]
@@ -265,26 +265,26 @@ def _extend(loop: Any, t: Any, desk: Any) -> Any:
         policy.finish(t, number, extends)
         if static:
             _defer(loop, t, number, extends)
-        elif not _publish(loop, t, desk, number, extends, end):
+        elif not _publish(loop, t, clients, number, extends, end):
             return False
-    return not static or _publish_batch(loop, t, desk, end)
+    return not static or _publish_batch(loop, t, clients, end)
 
 
 # ---- publish
 
 
 @compiled
-def _publish(loop: Any, t: Any, desk: Any, number: int, extends: int, now: int) -> Any:
+def _publish(loop: Any, t: Any, clients: Any, number: int, extends: int, now: int) -> Any:
     """Write a query's results into its client's ring. Return False if the engine failed."""
     entry = t.entries[number]
-    payload = exchange.payload_of_result(desk, entry[layout.ROW])
+    payload = exchange.result_payload(clients, entry[layout.ROW])
     if payload < 0:
         _evict(loop, entry[layout.ROW])
     else:
-        found = scoped_search.read_result(loop, entry, number, payload, desk[exchange.MAX_K])
+        found = scoped_search.read_result(loop, entry, number, payload, clients[exchange.MAX_K])
         if found < 0:
             return False
-        _send_result(loop, desk, entry, _OK, found, extends)
+        _send_result(loop, clients, entry, _OK, found, extends)
     call(loop[layout.CHANGE_STATE], (loop[layout.HANDLE], entry[layout.SLOT], RELEASE))
     stage = entry[tables.STAGE]
     limit = entry[tables.DEADLINE]
@@ -308,14 +308,14 @@ def _defer(loop: Any, t: Any, number: int, extends: int) -> None:
 
 
 @compiled
-def _publish_batch(loop: Any, t: Any, desk: Any, now: int) -> Any:
+def _publish_batch(loop: Any, t: Any, clients: Any, now: int) -> Any:
     """Publish the deferred results once their batch has no active query. Return False if the engine failed."""
     if t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]:
         return True
     deferred = words(loop[layout.STATIC_DONE], 2 * loop[layout.DONE_COUNT])
     for i in range(loop[layout.DONE_COUNT]):
         if t.entries[deferred[2 * i], tables.STATE] == tables.BATCH_WAITING and not _publish(
-            loop, t, desk, deferred[2 * i], deferred[2 * i + 1], now
+            loop, t, clients, deferred[2 * i], deferred[2 * i + 1], now
         ):
             return False
     loop[layout.DONE_COUNT] = 0
@@ -323,20 +323,20 @@ def _publish_batch(loop: Any, t: Any, desk: Any, now: int) -> Any:
 
 
 @compiled
-def _reject(loop: Any, t: Any, desk: Any, number: int, status: int) -> None:
+def _reject(loop: Any, t: Any, clients: Any, number: int, status: int) -> None:
     """Reject a query whose entry is in no queue and no list."""
     count(loop, layout.REFUSED, 1.0)
     reason = layout.OVERLOADED if status == _OVERLOADED else layout.LATE if status == _LATE else layout.INVALID
     count(loop, reason, 1.0)
-    _send_result(loop, desk, t.entries[number], status, 0, 0)
+    _send_result(loop, clients, t.entries[number], status, 0, 0)
     tables.free_entry(t, number)
 
 
 @compiled
-def _send_result(loop: Any, desk: Any, entry: Any, status: int, found: int, extends: int) -> None:
+def _send_result(loop: Any, clients: Any, entry: Any, status: int, found: int, extends: int) -> None:
     row, request_id = entry[layout.ROW], entry[layout.REQUEST_ID]
     received, begun = entry[layout.RECEIVED], entry[layout.BEGUN]
-    sent = exchange.answer(desk, row, request_id, status, found, extends, received, begun)
+    sent = exchange.answer(clients, row, request_id, status, found, extends, received, begun)
     if sent < 0:  # every accepted request has a slot reserved, so the client corrupted its ring
         _evict(loop, entry[layout.ROW])
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from gpu.engine import Backend
 from ipc import SessionServer
-from ipc.memory import instructions
-from ipc.memory.instructions import words
+from ipc.memory import intrinsics
+from ipc.memory.intrinsics import words
 from ipc.ring import exchange
 from ipc.ring.doorbell import SpinBudget, learn_wait, spin_ns
 from runtime.errors import Overloaded, TrinityError
@@ -78,7 +78,7 @@ class PoolLoop:
         self._spin = SpinBudget(spin_ns)
         self._wait = np.array([server.fileno(), server.bell_fileno, self._spin.address], np.int64)
         self.words = np.zeros(layout.LOOP_WORDS, np.int64)
-        self.words[layout.CLIENTS] = server.desk.address
+        self.words[layout.CLIENTS] = server.client_table.address
         self.words[layout.ADMIT : layout.HANDLE + 1] = backend[:5]
         self.words[layout.CLOCK], self.words[layout.MAX_WIDTH] = clock, max_width
         self.words[layout.SET_FILTER], self.words[layout.SCOPES] = backend.set_filter, self._scopes.address
@@ -93,7 +93,7 @@ class PoolLoop:
             first = layout.METRICS + len(layout.COUNTERS) + 3 * number
             self.words[first : first + 3] = table.address(histogram), edge.ctypes.data, len(edge)
         self._entries = entries
-        most_k = int(server.desk.words[exchange.MAX_K])
+        most_k = int(server.client_table.words[exchange.MAX_K])
         # Sized for the largest results; only pages that queries over several parts touch use memory.
         self._part_results = np.zeros((entries, most_k, 3), np.int32)
         self._merge_buffer = np.zeros((2, most_k, 3), np.int32)
@@ -170,7 +170,7 @@ class PoolLoop:
         Raises the engine's error if the engine fails.
         """
         self.drop_gone_clients()
-        if self._server.reading:
+        if self._server.copying:
             self._enqueue_arrived()
             until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)
         return self._handle_exit(int(run_loop(self.words, self._handle, until_ns, spin_ns)), until_ns, spin_ns)
@@ -178,7 +178,7 @@ class PoolLoop:
     def serve(self, until_ns: int) -> int:
         """As `run`, but sleep while there is nothing to do; see `serve_loop`. Return TIME_UP, IDLE or SERVER_EVENT."""
         self.drop_gone_clients()
-        if self._server.reading:
+        if self._server.copying:
             return self.run(until_ns, self._spin.ns)
         return self._handle_exit(
             int(serve_loop(self.words, self._handle, self._wait, until_ns)), until_ns, self._spin.ns
@@ -188,7 +188,7 @@ class PoolLoop:
         """Handle the loop's exits and resume it, until one is for the caller."""
         while True:
             if stopped == layout.ARENA_VECTOR:
-                self._server.take_from_arena()
+                self._server.accept_from_arena()
                 self.drop_gone_clients()
                 until_ns, spin_ns = (
                     min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS),
@@ -201,36 +201,36 @@ class PoolLoop:
             elif stopped == layout.ENGINE_FAILED:
                 self._backend.check()
                 raise RuntimeError("the engine failed without an error")
-            elif not (self._server.reading and self._enqueue_arrived()):
-                self._server.desk.ring_bells()
+            elif not (self._server.copying and self._enqueue_arrived()):
+                self._server.client_table.ring_bells()
                 return stopped
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
 
     def _resolve_filter(self) -> None:
         """Resolve the filter of the request found to a scope's number, or refuse the request."""
-        wanted = self._server.filter_of_request()
+        wanted = self._server.request_filter()
         if wanted is None:
             self.drop_gone_clients()
             return
         try:
             number, gone = self._scopes.number_of(
-                int(self._server.desk.words[exchange.NUMBER]), wanted, self.parts_in_use()
+                int(self._server.client_table.words[exchange.COLLECTION]), wanted, self.parts_in_use()
             )
         except TrinityError as error:
             self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
             self.drop_gone_clients()
             return
         self.forget_filters(gone)
-        self._server.know_filter(number)
+        self._server.cache_filter(number)
 
     def forget_filters(self, gone: Iterable[int]) -> None:
         """Invalidate the clients' cached numbers of these scopes."""
         for number in gone:
-            self._server.forget_filter(number)
+            self._server.invalidate_filter(number)
 
     def parts_in_use(self) -> InUse:
         """Return a predicate: whether queries in the pool search the parts at an address."""
-        if self._server.reading:  # queries whose vectors are still being copied have no entries yet
+        if self._server.copying:  # queries whose vectors are still being copied have no entries yet
             return lambda _: True
         used = self.tables.entries[:, tables.STATE] != tables.FREE
         return set(self.tables.entries[used, layout.PARTS].tolist()).__contains__
@@ -238,7 +238,7 @@ class PoolLoop:
     def _enqueue_arrived(self) -> bool:
         """Enqueue requests whose vectors have been copied out of the arena. Return whether there were any."""
         any_arrived = False
-        for vector in self._server.arrived():
+        for vector in self._server.copied_vectors():
             _enqueue(self.words, self._handle, vector, time.monotonic_ns())
             any_arrived = True
         self.drop_gone_clients()
@@ -253,18 +253,18 @@ class PoolLoop:
 
     def drop_gone_clients(self) -> int:
         """Drop the queries of clients that are gone, after each housekeeping. Return their number."""
-        desk = self._server.desk
-        if not desk.vacant:
+        table = self._server.client_table
+        if not table.has_vacated:
             return 0
-        return sum(int(drop_client(self.words, self._handle, row)) for row in desk.take_vacated())
+        return sum(int(drop_client(self.words, self._handle, row)) for row in table.take_vacated())
 
 
 @compiled
 def _enqueue(
     loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
 ) -> None:
-    desk = words(loop[layout.CLIENTS], exchange.DESK_WORDS)
-    enqueue(loop, tables_at(handle), desk, vector.ctypes.data, now)
+    clients = words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
+    enqueue(loop, tables_at(handle), clients, vector.ctypes.data, now)
 
 
 @compiled
@@ -278,26 +278,26 @@ def serve_loop(loop: Any, handle: Any, wait: Any, until: int) -> Any:
 
     A query that ends a sleep is answered before the return, within 1 ms.
     """
-    t, desk = tables_at(handle), words(loop[layout.CLIENTS], exchange.DESK_WORDS)
-    now, rounds_until, slept = instructions.monotonic_ns(), until, False
+    t, clients = tables_at(handle), words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
+    now, rounds_until, slept = intrinsics.monotonic_ns(), until, False
     while True:
         stopped = run_loop(loop, handle, min(now + _HOUSEKEEPING_NS, rounds_until), spin_ns(wait[BUDGET]))
-        now = instructions.monotonic_ns()
-        if stopped == layout.TIME_UP and now < rounds_until and not desk[exchange.BELLS]:
-            if instructions.wait_readable(wait[DESCRIPTOR], 0) > 0:
+        now = intrinsics.monotonic_ns()
+        if stopped == layout.TIME_UP and now < rounds_until and not clients[exchange.PENDING_BELLS]:
+            if intrinsics.wait_readable(wait[DESCRIPTOR], 0) > 0:
                 return SERVER_EVENT
             continue
-        if stopped != layout.IDLE or desk[exchange.BELLS] or (slept and now >= until):
+        if stopped != layout.IDLE or clients[exchange.PENDING_BELLS] or (slept and now >= until):
             return stopped
         held = held_until(t, now)
         if held <= now:
             continue
         limit = min(max(until - now, _MS), held - now)
-        rung = exchange.sleep(desk, wait[DESCRIPTOR], -(-limit // _MS))
-        begin, now, slept = now, instructions.monotonic_ns(), True
+        rung = exchange.sleep(clients, wait[DESCRIPTOR], -(-limit // _MS))
+        begin, now, slept = now, intrinsics.monotonic_ns(), True
         learn_wait(wait[BUDGET], now - begin)
         if rung:
-            instructions.read_word(wait[BELL])  # silence the bell; other events of the server are polled at `until`
+            intrinsics.read_word(wait[BELL])  # silence the bell; other events of the server are polled at `until`
             rounds_until = max(until, now + _MS)
         elif now < held:
             return SERVER_EVENT if now < until else layout.TIME_UP

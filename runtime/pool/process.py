@@ -111,7 +111,7 @@ class Pool:
             self.loop.learn(collection)
         self.loop.compile()
         worker.startup.mark("loop")
-        self.engine.interrupt_when(self.server.has_news)
+        self.engine.interrupt_when(self.server.has_requests)
         self._updater = CollectionUpdater(
             catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
         )
@@ -138,7 +138,7 @@ class Pool:
     @property
     def busy(self) -> bool:
         """Whether a query is in the pool."""
-        return self.loop.busy or self.server.reading
+        return self.loop.busy or self.server.copying
 
     def step(self) -> None:
         """One turn: queries are served, until there is something to do that only Python can."""
@@ -178,7 +178,7 @@ class Pool:
         table.set(PoolMetrics.ACTIVE_SLOTS, active)
         table.set(PoolMetrics.PADDED_SLOTS, loop.padded if active else 0)
         table.set(PoolMetrics.PAUSED_SLOTS, loop.paused)
-        table.set(PoolMetrics.CLIENTS, self.server.clients)
+        table.set(PoolMetrics.CLIENTS, self.server.client_count)
         table.total(PoolMetrics.MALFORMED, self.server.malformed)
 
     def drain(self) -> None:

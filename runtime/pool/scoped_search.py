@@ -7,8 +7,8 @@ its estimate covers all of them. Results are merged as the parts end.
 from typing import Any
 
 from gpu.engine import RELEASE
-from ipc.memory import instructions
-from ipc.memory.instructions import call, floats32, words
+from ipc.memory import intrinsics
+from ipc.memory.intrinsics import call, floats32, words
 from runtime.pool import loop_layout as layout
 from runtime.pool import tables
 from runtime.pool.collections import scopes
@@ -68,8 +68,8 @@ def finish_part(loop: Any, entry: Any, number: int, extends: int) -> Any:
     if found < 0:
         return FAILED
     entry[layout.KEPT] = merge(part, found, kept, entry[layout.KEPT], most, merged, entry[layout.K])
-    instructions.copy(kept, merged, 8 * entry[layout.KEPT])
-    instructions.copy(kept + 8 * most, merged + 8 * most, 4 * entry[layout.KEPT])
+    intrinsics.copy(kept, merged, 8 * entry[layout.KEPT])
+    intrinsics.copy(kept + 8 * most, merged + 8 * most, 4 * entry[layout.KEPT])
     entry[layout.PART] += 1
     entry[layout.COLLECTION] = words(entry[layout.PARTS] + 8 * PART_WORDS * entry[layout.PART], PART_WORDS)[
         scopes.INDEX

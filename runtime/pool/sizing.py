@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from gpu.engine import RELEASE, Backend
 from gpu.index.data import IndexData
-from ipc.memory import instructions
-from ipc.memory.instructions import call
+from ipc.memory import intrinsics
+from ipc.memory.intrinsics import call
 from runtime.pool.compiled import compiled
 
 FIXED_SHARE = 0.1
@@ -94,9 +94,9 @@ def _serve(
             vector = vectors.ctypes.data + asked * vectors.strides[0]
             running += call(admit, (handle, vector, number, 1, top_m, width, 0)) >= 0
             asked += 1
-        begin = instructions.monotonic_ns()
+        begin = intrinsics.monotonic_ns()
         done = call(extend, (handle, report.ctypes.data))
-        took += instructions.monotonic_ns() - begin
+        took += intrinsics.monotonic_ns() - begin
         if done < 0:
             break
         if report[0] > 0:  # else the engine has not told of this time yet

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu.slots import MAX_SLOTS
-from ipc.memory.instructions import floats, words
+from ipc.memory.intrinsics import floats, words
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import RULE_NAMES, Policy
 

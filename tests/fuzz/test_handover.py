@@ -98,7 +98,7 @@ def test_any_offer_is_taken_or_refused_and_others_go_on(
             for offer in receive(sink):
                 event("taken")
                 sink.memory(offer)
-                sink.current(offer)
+                sink.is_current(offer)
                 sink.acknowledge(offer)
         expect_handed_over(honest, sink)
 
@@ -118,7 +118,7 @@ def test_any_arena_is_mapped_or_refused_and_others_go_on(
                     event(f"taken after {number}")
                     assert len(sink.memory(offer)) <= hostile.memory.size
                     bytes(sink.memory(offer)[:64])
-                    sink.current(offer)
+                    sink.is_current(offer)
                     sink.acknowledge(offer)
         with HandoverSource("prefill-0", kv[0]) as honest:
             expect_handed_over(honest, sink)
@@ -160,4 +160,4 @@ def test_a_mailbox_takes_nothing_but_what_it_waits_for() -> None:
         for content in (b"", b"token", b"x" * 5000):
             sender.sendto(content, "\0" + mailbox.name)
         with pytest.raises(AttachTimeout):
-            mailbox.take(b"token", 2, 1.0)
+            mailbox.receive(b"token", 2, 1.0)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from benchmarks.common.ring_server import RingServer
 from ipc import RingClient, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
-from ipc.server.places import ClientPlace
+from ipc.server.client_table import AttachedClient
 
 DIM = 8
 SLOTS = 4
@@ -36,9 +36,9 @@ def void(_: object) -> None:
     return None
 
 
-def place_of(server: RingServer, client: int) -> ClientPlace:
+def place_of(server: RingServer, client: int) -> AttachedClient:
     """Where a server has the session of a client of this handle."""
-    return next(place for place in server.desk.places if place is not None and place.handle == client)
+    return next(place for place in server.client_table.clients if place is not None and place.handle == client)
 
 
 def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ipc.memory.compiled import can_be_kept, compiled, entry_point
+from ipc.memory.compiled import can_cache, compiled, entry_point
 
 
 def without_a_place(source: str, name: str) -> Any:
@@ -19,4 +19,4 @@ def test_what_cannot_be_kept_is_compiled_all_the_same() -> None:
 
 
 def test_here_it_can_be_kept() -> None:
-    assert can_be_kept()
+    assert can_cache()

@@ -28,7 +28,7 @@ def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own
     place = client.write(DeviceSpan(query.ctypes.data, query.nbytes))
     arena.claim(number, place)
     arena.copy_out(place)
-    found = arena.taken_out(place)
+    found = arena.copied(place)
     wrote, stored, word, payload, acked = cuda.calls  # nobody waits for anything
     assert (wrote, stored[:2]) == (("on device", peer.stream, 64), ("store", peer.stream))
     assert (word, payload) == (("to host", owner.stream, 4), ("to host", owner.stream, 64))
@@ -52,7 +52,7 @@ def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
     for place in (places[6], places[2]):
         arena.claim(number, place)
         arena.copy_out(place)
-        assert arena.taken_out(place) is not None
+        assert arena.copied(place) is not None
     cuda.calls.clear()
     again = {client.write(row).slot for _ in range(2)}
     assert again == {places[6].slot, places[2].slot}

@@ -32,7 +32,7 @@ from ipc.memory.device import (
     reached,
 )
 from ipc.memory.shared import MemoryReference, SharedMemory
-from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, Place, arena_bytes, open_memory
+from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, SlotHandle, arena_bytes, open_memory
 from tests.ipc import fake_cuda
 from tests.ipc.processes import child, ended_well
 
@@ -91,12 +91,12 @@ def vector(number: int) -> np.ndarray:
     return np.arange(DIM, dtype=np.float32) + 100 * number
 
 
-def taken(arena: DeviceArena, lease: int, place: Place) -> list[float]:
+def taken(arena: DeviceArena, lease: int, handle: SlotHandle) -> list[float]:
     """As the pool takes it out."""
-    arena.claim(lease, place)
-    arena.copy_out(place)
+    arena.claim(lease, handle)
+    arena.copy_out(handle)
     arena.memory.flush()
-    payload = arena.taken_out(place)
+    payload = arena.copied(handle)
     assert payload is not None
     found: list[float] = payload.view(np.float32).tolist()
     return found
@@ -119,13 +119,13 @@ def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(
     for _ in range(2):
         arena.copy_out(place)
         arena.memory.flush()
-        assert arena.taken_out(place) is None
+        assert arena.copied(place) is None
     assert arena.memory.word(128) == 0, "it is not the client's again"
     memory.store_word(*stores[0])
     memory.flush()
     arena.copy_out(place)
     arena.memory.flush()
-    payload = arena.taken_out(place)
+    payload = arena.copied(place)
     assert payload is not None
     assert payload.view(np.float32).tolist() == vector(7).tolist()
     arena.memory.flush()
@@ -137,11 +137,11 @@ def test_a_slot_that_was_leased_for_ages_and_never_written_is_not_taken_for_writ
     arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
     for _ in range(3000):  # of leases, each of which jumps by 2²⁰
         lease, lent = arena.lease(1)
-        place = Place(0, (lent.generations[0] + 1) & MAX_WORD)
+        place = SlotHandle(0, (lent.generations[0] + 1) & MAX_WORD)
         arena.claim(lease, place)
         arena.copy_out(place)
         owner.flush()
-        assert arena.taken_out(place) is None
+        assert arena.copied(place) is None
         arena.end_lease(lease)
     peer.close()
     arena.close()
@@ -166,7 +166,7 @@ def test_every_payload_is_taken_once_and_whole_whatever_the_order(operations: li
     arena = DeviceArena(owner, slots, 4 * DIM, EPOCH)
     lease, lent = arena.lease(slots)
     client = LeasedSlots(peer, lent)
-    waiting: deque[tuple[int, Place]] = deque()
+    waiting: deque[tuple[int, SlotHandle]] = deque()
     for number, operation in enumerate(operations):
         if operation == "write" and len(waiting) < slots:
             waiting.append((number, client.write(vector(number))))
@@ -187,12 +187,12 @@ def test_a_place_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
     with pytest.raises(ProtocolViolation, match=f"slot {place.slot} is not of lease {other}"):
         taken(arena, other, place)
     with pytest.raises(ProtocolViolation, match="the next one is 1"):
-        taken(arena, lease, Place(place.slot, 2))
+        taken(arena, lease, SlotHandle(place.slot, 2))
     assert taken(arena, lease, place) == vector(1).tolist()
     with pytest.raises(ProtocolViolation, match="the next one is 2"):
         taken(arena, lease, place)
     with pytest.raises(ProtocolViolation, match="slot 6 is not of lease"):
-        taken(arena, lease, Place(6, 1))
+        taken(arena, lease, SlotHandle(6, 1))
 
 
 def test_leases_do_not_overlap_and_come_back_when_they_end(ends: Ends) -> None:
@@ -326,7 +326,7 @@ def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
                 while not ring.ready(1):
                     assert process.is_alive() or ring.ready(1)
                     os.sched_yield()  # the other side may need this core
-                place = Place(*words[ring.first].tolist())
+                place = SlotHandle(*words[ring.first].tolist())
                 ring.release(1)
                 assert taken(arena, number, place) == vector(i).tolist()
             assert ended_well(process)

@@ -107,7 +107,7 @@ def _echo(mailbox: str, there: str, back: str, rounds: int) -> None:
 def test_two_processes_wake_each_other_by_eventfd() -> None:
     mailbox = FdMailbox()
     with child(_echo, mailbox.name, "", "", 300) as process:
-        ringer, sleeper = (EventfdBell(fd) for fd in mailbox.take(b"pair", 2, SOON_MS))
+        ringer, sleeper = (EventfdBell(fd) for fd in mailbox.receive(b"pair", 2, SOON_MS))
         for _ in range(300):
             ringer.ring()
             assert readable(sleeper, SOON_MS)
@@ -141,7 +141,7 @@ def test_a_mailbox_drops_descriptors_with_a_wrong_token_or_count_and_closes_them
     send_fds(mailbox.name, b"right", [writer, writer])
     os.close(writer)
     with pytest.raises(AttachTimeout):
-        mailbox.take(b"right", 1, 50)
+        mailbox.receive(b"right", 1, 50)
     assert os.read(reader, 1) == b""  # the last writer is closed
     os.close(reader)
     mailbox.close()
@@ -170,5 +170,5 @@ def test_descriptors_of_another_user_are_dropped() -> None:
     with child(_knock_as_a_stranger, mailbox.name) as process:
         assert ended_well(process)
     with pytest.raises(AttachTimeout):
-        mailbox.take(b"token", 1, 50)
+        mailbox.receive(b"token", 1, 50)
     mailbox.close()

@@ -34,7 +34,7 @@ def test_a_slot_is_offered_pulled_and_acknowledged(arena: KvArena, source: Hando
     (offer,) = receive(sink)
     assert (offer.source, offer.slot, offer.generation, offer.payload) == ("prefill-0", 2, 1, b"tokens")
     assert content(sink, offer) == bytes([9]) * SLOT_BYTES
-    assert sink.current(offer)
+    assert sink.is_current(offer)
     assert sink.acknowledge(offer)
     assert outcomes(source) == [Outcome(offer_id, 2, True, "")]
     assert not sink.acknowledge(offer)
@@ -124,7 +124,7 @@ def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverS
     fill(arena, 1, 6)
     copied = half + content(sink, offer, begin=SLOT_BYTES // 2)
     assert len(set(copied)) == 2
-    assert not sink.current(offer)
+    assert not sink.is_current(offer)
 
 
 def test_begin_of_another_slot_disturbs_nothing(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
@@ -132,7 +132,7 @@ def test_begin_of_another_slot_disturbs_nothing(arena: KvArena, source: Handover
     (offer,) = receive(sink)
     arena.begin(0)
     arena.begin(2)
-    assert sink.current(offer)
+    assert sink.is_current(offer)
 
 
 def test_an_offer_of_an_overwritten_slot_is_rejected_before_anyone_sees_it(
@@ -166,7 +166,7 @@ def test_an_offer_withdrawn_while_it_is_pulled_is_not_current_any_more(
     (offer,) = receive(sink)
     source.withdraw(offer_id)
     assert receive(sink) == []
-    assert not sink.current(offer)
+    assert not sink.is_current(offer)
     assert not sink.acknowledge(offer)
 
 
@@ -264,10 +264,10 @@ def test_gpu_memory_of_a_killed_prefill_process_is_not_current_any_more(sink: Ha
     with child(_offer_and_hang, sink.endpoint, kind) as process:
         (offer,) = receive(sink)
         assert content(sink, offer) == bytes([8]) * SLOT_BYTES
-        assert sink.current(offer)
+        assert sink.is_current(offer)
         process.kill()
         process.join(60)
-    assert not sink.current(offer)
+    assert not sink.is_current(offer)
     assert sink.reject(offer, "its owner is gone")
     sink.receive()
     assert sink.statistics().arenas == 0
@@ -283,7 +283,7 @@ def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: Handove
         process.join(60)
     sink.receive()
     assert content(sink, offer) == bytes([8]) * SLOT_BYTES
-    assert sink.current(offer)
+    assert sink.is_current(offer)
     sink.acknowledge(offer)
     sink.receive()
     assert sink.statistics().arenas == 0
@@ -297,7 +297,7 @@ def _pull(endpoint: str, count: int) -> None:
         while done < count:
             for offer in receive(sink):
                 copy = content(sink, offer)
-                if sink.current(offer):
+                if sink.is_current(offer):
                     assert copy == bytes([offer.payload[0]]) * SLOT_BYTES, "a torn copy passed as current"
                     sink.acknowledge(offer)
                 else:

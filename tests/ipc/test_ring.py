@@ -182,11 +182,11 @@ def test_states_cross_and_an_impossible_one_is_refused() -> None:
 def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     pairs = [ends(4) for _ in range(3)]
     watch = Watch([consumer for _, consumer in pairs])
-    assert watch.look(0) == -1
+    assert watch.poll(0) == -1
     assert watch.spin(1000) == -1
     assert not pairs[2][0].send()
     assert not pairs[0][0].send()
-    assert [watch.look(start) for start in (0, 1, 2, 3)] == [0, 2, 2, 0]
+    assert [watch.poll(start) for start in (0, 1, 2, 3)] == [0, 2, 2, 0]
     assert watch.spin(0) >= 0
     assert not watch.arm()
     watch.disarm()
@@ -199,14 +199,14 @@ def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     assert not pairs[1][0].send()
     watch.disarm()
     pairs[1][1].pause()
-    assert watch.look(0) == -1
+    assert watch.poll(0) == -1
     pairs[1][1].resume()
-    assert watch.look(0) == 1
+    assert watch.poll(0) == 1
 
 
 def test_an_empty_watch_never_has_news() -> None:
     watch = Watch([])
-    assert watch.look(0) == -1
+    assert watch.poll(0) == -1
     assert watch.arm()
     watch.disarm()
 
@@ -279,7 +279,7 @@ def test_no_wake_up_is_lost_and_no_read_is_torn_between_two_processes() -> None:
         payload = consumer.payload(np.int64, 0, 64)
         mailbox = FdMailbox()
         with child(_produce, memory.reference, mailbox.name) as process:
-            bell = EventfdBell(mailbox.take(b"bell", 1, 10_000)[0])
+            bell = EventfdBell(mailbox.receive(b"bell", 1, 10_000)[0])
             received = 0
             while received < STREAM:
                 ready = consumer.ready(16)

@@ -13,7 +13,7 @@ from benchmarks.common.ring_server import RingServer
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
-from ipc.session.device_arena import DeviceArena, Lease, Place, arena_bytes
+from ipc.session.device_arena import DeviceArena, Lease, SlotHandle, arena_bytes
 from ipc.session.messages import Grant
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
@@ -128,7 +128,7 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
     vectors = [vector(seed) for seed in range(SLOTS + 1)]
     with attach(server, arena=True) as client:
         assert client.arena is not None
-        client.arena.place(span(vectors[0]))  # its request never goes out: this slot is not given back
+        client.arena.write(span(vectors[0]))  # its request never goes out: this slot is not given back
         for one in vectors[: SLOTS - 1]:
             client.submit(span(one), spec)
         with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
@@ -248,7 +248,7 @@ def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[Ri
         gone.submit(span(one), SearchSpec("docs", 1))
         cuda.lazy = True
         assert server.receive() == []
-    while server.clients:
+    while server.client_count:
         server.wait(1)
     with attach(server, arena=True) as next_one:
         cuda.run()
@@ -274,14 +274,14 @@ def test_a_device_that_fails_costs_those_their_session_who_have_vectors_there(
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
-@pytest.mark.parametrize("place", [Place(SLOTS - 1, 9), Place(1 << 30, 1), Place(0, 0)])
-def test_a_client_that_names_a_place_it_cannot_have_is_evicted(
-    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, place: Place
+@pytest.mark.parametrize("handle", [SlotHandle(SLOTS - 1, 9), SlotHandle(1 << 30, 1), SlotHandle(0, 0)])
+def test_a_client_that_names_a_slot_outside_its_lease_is_evicted(
+    pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch, handle: SlotHandle
 ) -> None:
     server, arena = pool
     with attach(server, arena=True) as client:
         assert client.arena is not None
-        monkeypatch.setattr(client.arena, "place", lambda row: np.array(place, np.uint32).view(np.float32))
+        monkeypatch.setattr(client.arena, "write", lambda row: np.array(handle, np.uint32).view(np.float32))
         ask(client)
         assert server.receive() == []
         assert server.statistics().evicted == 1

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.common.ring_server import RingServer
 from ipc import InvalidArgument, RingClient, RingFull, SearchSpec
-from ipc.ring.filters import MAX_FILTER_BYTES, PLACES
+from ipc.ring.filters import FILTER_SLOTS, MAX_FILTER_BYTES
 from tests.ipc.sessions import answer, ask, forge_requests, vector
 
 
@@ -35,7 +35,7 @@ def test_the_same_filter_of_two_collections_is_told_apart(server: RingServer, cl
 
 
 def test_more_filters_than_places_reuse_those_that_were_read(server: RingServer, client: RingClient) -> None:
-    for number in range(3 * PLACES):
+    for number in range(3 * FILTER_SLOTS):
         ask(client, filter=b"%d" % number)
         assert filters_of(server) == [b"%d" % number]
         client.poll()
@@ -43,14 +43,14 @@ def test_more_filters_than_places_reuse_those_that_were_read(server: RingServer,
 
 def test_a_place_that_is_named_by_an_unread_request_is_not_written_anew(client: RingClient) -> None:
     writer = client.attachment.filters
-    for number in range(PLACES):
-        writer.place(b"%d" % number, number + 1, 0)
+    for number in range(FILTER_SLOTS):
+        writer.slot_of(b"%d" % number, number + 1, 0)
     with pytest.raises(RingFull, match="32 other filters"):
-        writer.place(b"one more", 99, 0)
-    assert writer.place(b"7", 100, 0) == 8  # known: named once more
-    assert writer.place(b"one more", 101, 1) == 1  # the first request was read
+        writer.slot_of(b"one more", 99, 0)
+    assert writer.slot_of(b"7", 100, 0) == 8  # known: named once more
+    assert writer.slot_of(b"one more", 101, 1) == 1  # the first request was read
     with pytest.raises(RingFull):
-        writer.place(b"and another", 102, 1)
+        writer.slot_of(b"and another", 102, 1)
 
 
 def test_a_filter_that_is_too_long_is_refused_and_nothing_is_sent(server: RingServer, client: RingClient) -> None:
@@ -71,10 +71,10 @@ def test_a_client_that_writes_a_size_that_cannot_be_is_evicted(
     assert server.receive() == []
     assert client.wait(1000)
     assert [result.status for result in client.poll()] == ["lost"]
-    assert server.clients == 0
+    assert server.client_count == 0
 
 
 def test_a_place_that_is_none_is_refused(server: RingServer, client: RingClient) -> None:
-    forge_requests(client, [1], filter=PLACES + 1)
+    forge_requests(client, [1], filter=FILTER_SLOTS + 1)
     assert server.receive() == []
     assert [result.status for result in client.poll()] == ["invalid_request"]

@@ -54,7 +54,7 @@ def test_a_client_that_closes_frees_its_place_and_its_requests_are_cancelled(ser
 
 def test_only_so_many_clients_are_taken(server: RingServer) -> None:
     clients = [attach(server) for _ in range(3)]
-    with pytest.raises(AttachRefused, match="all 3 places"):
+    with pytest.raises(AttachRefused, match="limit of 3 clients"):
         attach(server)
     clients[0].close()
     with attach(server):

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.common.ring_server import RingServer
 from ipc import Result, RingClient, RingFull
 from ipc.client import client as client_module
-from ipc.client.client import COLD_NS, rehearse
+from ipc.client.client import COLD_NS, prefetch_result
 from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 
@@ -50,24 +50,24 @@ def test_wait_returns_at_once_when_nothing_is_outstanding(client: RingClient) ->
     assert not client.wait(1e9)
 
 
-def test_a_client_that_waits_after_a_pause_rehearses_how_a_result_is_read(
+def test_a_client_that_waits_after_a_pause_prefetches_the_next_result(
     server: RingServer, client: RingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, rehearsed = [COLD_NS], 0
+    now, prefetched = [COLD_NS], 0
 
-    def rehearsal(ring: object) -> None:
-        nonlocal rehearsed
+    def prefetch(ring: object) -> None:
+        nonlocal prefetched
         assert ring is client.attachment.results
-        rehearse(client.attachment.results)
-        rehearsed += 1
+        prefetch_result(client.attachment.results)
+        prefetched += 1
 
     monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
-    monkeypatch.setattr(client_module, "rehearse", rehearsal)
+    monkeypatch.setattr(client_module, "prefetch_result", prefetch)
     for number, pause in enumerate((COLD_NS, COLD_NS // 2, COLD_NS - 1, COLD_NS, 5 * COLD_NS)):
         now[0] += pause
         ask(client, number)
         assert not client.wait(0)
-        assert rehearsed == (1, 1, 1, 2, 3)[number]
+        assert prefetched == (1, 1, 1, 2, 3)[number]
         answer(server)
         assert client.wait(0)
         (result,) = client.poll()
@@ -76,11 +76,11 @@ def test_a_client_that_waits_after_a_pause_rehearses_how_a_result_is_read(
     ask(client)
     answer(server)
     assert client.wait(0)
-    assert rehearsed == 3, "the result was there"
+    assert prefetched == 3, "the result was there"
     assert len(client.poll()) == 1
     now[0] += COLD_NS
     assert not client.wait(0)
-    assert rehearsed == 3, "nothing was outstanding"
+    assert prefetched == 3, "nothing was outstanding"
 
 
 def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client: RingClient) -> None:

@@ -150,6 +150,6 @@ def test_a_user_for_whom_compiled_code_cannot_be_kept_is_told_where_it_could_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert findings()["compiled code"].level == "ok"
-    monkeypatch.setattr("runtime.checks.diagnosis.can_be_kept", lambda: False)
+    monkeypatch.setattr("runtime.checks.diagnosis.can_cache", lambda: False)
     found = findings()["compiled code"]
     assert (found.level, "NUMBA_CACHE_DIR" in found.advice) == ("warning", True)

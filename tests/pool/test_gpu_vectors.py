@@ -29,7 +29,7 @@ Start = Callable[..., tuple[SearchClient, list[InProcessPool]]]
 Staged = Callable[[], list[int]]
 
 VECTOR_BYTES = 4 * DIM
-ASKED: dict[str, Any] = {"collection": "docs", "top_m": 32, "search_width": 2}
+ATTACH_PENDING: dict[str, Any] = {"collection": "docs", "top_m": 32, "search_width": 2}
 _CLIENTS = 64  # of a pool; its arena's slots are shared out among so many
 
 
@@ -90,7 +90,7 @@ def start(
 
 @pytest.fixture(scope="module")
 def nearest(index: GraphIndex, queries: Vectors) -> Nearest:
-    """What the index itself answers to `queries` asked as `ASKED`."""
+    """What the index itself answers to `queries` asked as `ATTACH_PENDING`."""
     return Nearest(*index.search(queries, 4, top_m=32, search_width=2))
 
 
@@ -102,7 +102,7 @@ def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_i
         asked = {}
         for number in range(first, first + 12):
             query = [queries[number], OnGpu(queries[number]), DlpackOn(queries[number], 2)][number % 3]
-            asked[client.submit(query, 4, **ASKED)] = number
+            asked[client.submit(query, 4, **ATTACH_PENDING)] = number
         for ticket, result in collect(client, len(asked)).items():
             assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
     assert staged() == []
@@ -119,7 +119,7 @@ def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
     asked = {}
     for number in range(24):
         query = OnGpu(queries[number]) if number % 2 else queries[number]
-        asked[client.submit(query, 4, **ASKED)] = number
+        asked[client.submit(query, 4, **ATTACH_PENDING)] = number
     for ticket, result in collect(client, len(asked)).items():
         assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
     with pool.held():
@@ -134,9 +134,9 @@ def test_a_pool_without_an_arena_gets_them_through_the_host(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, _ = start(0)
-    assert client.search(OnGpu(queries[0]), 4, **ASKED).ids.tolist() == nearest.ids[0].tolist()
+    assert client.search(OnGpu(queries[0]), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids[0].tolist()
     assert staged() == [VECTOR_BYTES]
-    assert client.search_batch(OnGpu(queries), 4, **ASKED).ids.tolist() == nearest.ids.tolist()
+    assert client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids.tolist()
     assert sum(staged()) == (1 + len(queries)) * VECTOR_BYTES
     assert len(staged()) < 1 + len(queries)  # together
 
@@ -149,7 +149,7 @@ def test_what_the_arena_has_no_slot_for_is_staged_and_every_row_of_a_matrix_is_a
         tickets = [client.submit(OnGpu(query), 4, collection="docs") for query in queries[:8]]
     assert len(staged()) == 5
     assert sorted(collect(client, 8)) == tickets
-    batch = client.search_batch(OnGpu(queries), 4, **ASKED)  # more than the ring holds
+    batch = client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING)  # more than the ring holds
     assert batch.errors == {}
     assert batch.ids.tolist() == nearest.ids.tolist()
     assert batch.distances.tolist() == nearest.distances.tolist()
@@ -161,7 +161,7 @@ def test_when_a_pool_dies_its_vectors_are_read_again_from_where_they_are(
 ) -> None:
     client, pools = start(16, others, ring_slots=64)
     with pools[0].held(), pools[1].held():
-        tickets = [client.submit(OnGpu(query.copy()), 4, **ASKED) for query in queries[:20]]
+        tickets = [client.submit(OnGpu(query.copy()), 4, **ATTACH_PENDING) for query in queries[:20]]
         before = len(staged())
         pools[0].die()
     found = collect(client, 20)
@@ -192,10 +192,10 @@ def test_searches_of_an_event_loop_go_the_same_ways(
         running = asyncio.create_task(client.run())
         async with asyncio.timeout(60):
             arrays = [OnGpu(query) if number % 2 else query for number, query in enumerate(queries[:12])]
-            results = await asyncio.gather(*(client.search(array, 4, **ASKED) for array in arrays))
+            results = await asyncio.gather(*(client.search(array, 4, **ATTACH_PENDING) for array in arrays))
             assert [result.ids.tolist() for result in results] == nearest.ids[:12].tolist()
             assert staged() == []
-            batch = await client.search_batch(OnGpu(queries), 4, **ASKED)
+            batch = await client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING)
             assert batch.ids.tolist() == nearest.ids.tolist()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -213,4 +213,4 @@ def test_a_client_without_gpu_vectors_opens_no_gpus_memory(
     client, (pool,) = start(16)
     assert len(client.search(queries[0], 4).ids) == 4
     with pool.held():
-        assert [place.lease > 0 for place in pool.server.desk.places if place] == [True]
+        assert [place.lease > 0 for place in pool.server.client_table.clients if place] == [True]

@@ -187,11 +187,11 @@ def test_the_process_ends_when_told_to_with_all_it_had_answered(
 def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool()
     with pool.attach() as client:
-        assert not pool.server.has_news()
+        assert not pool.server.has_requests()
         number = ask(client, queries[0])
-        assert pool.server.has_news()
+        assert pool.server.has_requests()
         assert collect(pool, client, 1)[number].status == "ok"
-        assert not pool.server.has_news()
+        assert not pool.server.has_requests()
 
 
 def test_messages_that_are_none_are_counted_in_a_metric(make_pool: MakePool) -> None:

@@ -88,7 +88,7 @@ def test_blocks_arrive_where_they_were_wanted_and_touch_no_others(ends: Ends) ->
     assert not here[:, :, [1, 2, 6, 7, 8, 9, 10]].any()
     assert transfer.bytes == here[:, :, :5].nbytes
     assert transfer.busy_ns > 0
-    assert ends.sink.current(offer)
+    assert ends.sink.is_current(offer)
     assert ends.sink.acknowledge(offer)
     assert ends.outcomes() == [(number, True, "")]
 
@@ -98,9 +98,9 @@ def test_blocks_of_a_released_lease_are_not_current_even_if_they_were_copied_bef
     assert lease is not None
     _, offer = ends.offer(lease)
     whole(ends.sink.pull(offer, [1], ends.here, [1]).step)
-    assert ends.sink.current(offer)
+    assert ends.sink.is_current(offer)
     ends.source.release(lease)
-    assert not ends.sink.current(offer)
+    assert not ends.sink.is_current(offer)
 
 
 def test_leases_run_out_and_come_back(ends: Ends) -> None:
@@ -118,7 +118,7 @@ def test_what_is_withdrawn_while_it_is_pulled_is_not_current_and_cannot_be_ackno
     assert ends.source.withdraw(number)
     assert ends.sink.socket.poll(60_000)
     assert ends.sink.receive() == []
-    assert not ends.sink.current(offer)
+    assert not ends.sink.is_current(offer)
     assert not ends.sink.acknowledge(offer)
     transfer.settle()
     assert transfer.settled

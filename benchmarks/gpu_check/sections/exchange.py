@@ -25,7 +25,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
     """Raises AssertionError where an answer differs from that of the same query handed over directly."""
     try:
         from ipc.memory.device import DeviceMemory, HostMemory
-        from ipc.session.device_arena import DeviceArena, Place, arena_bytes
+        from ipc.session.device_arena import DeviceArena, SlotHandle, arena_bytes
     except ImportError as error:
         raise Skipped(f"the package of the rings needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
@@ -51,14 +51,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
         for _ in range(len(queries)):
             if not ours.poll(_JOIN_S):
                 raise AssertionError("the client did not write its next query")
-            place = Place(*ours.recv())
+            place = SlotHandle(*ours.recv())
             begin = time.perf_counter()
             arena.claim(number, place)
             payload = None
             while payload is None:
                 arena.copy_out(place)
                 memory.flush()
-                payload = arena.taken_out(place)
+                payload = arena.copied(place)
             took.append(time.perf_counter() - begin)
             found.append(run_load(engine, payload.view(np.float32)[None], setup.params).ids[0])
             ours.send_bytes(found[-1].tobytes())

@@ -127,7 +127,7 @@ def _pull(pipe: Connection, endpoint: str, device: str, shape: tuple[int, ...]) 
             pulls.append(time.perf_counter() - begin)
             nbytes = transfer.bytes
             assert torch.equal(here[:, :, given].cpu(), expected[:, :, taken]), "what arrived is not what was offered"
-            assert sink.current(offer)
+            assert sink.is_current(offer)
             sink.acknowledge(offer)
         medians = (float(np.median(times)) for times in (pulls, hosts, copies))
         pipe.send(dict(zip(("pull_s", "host_s", "copy_s"), medians, strict=True)) | {"bytes": nbytes})

@@ -118,7 +118,7 @@ class HandoverQueue:
         """
         while self._offered:
             arrival = self._offered[0]
-            if self._sink.current(arrival.offer) and not self._reserve(arrival, running, waiting_blocks):
+            if self._sink.is_current(arrival.offer) and not self._reserve(arrival, running, waiting_blocks):
                 break
             self._offered.popleft()
             if arrival.table is None:
@@ -143,7 +143,7 @@ class HandoverQueue:
                 self._reserve(early, running, waiting_blocks)
         for kept in (*self._reserved.values(), *self._early.values()):
             expired = isinstance(kept.request, Reserve) and kept.request.deadline_ns <= now_ns
-            if expired or (kept.request.blocks and not self._sink.current(kept.offer)):
+            if expired or (kept.request.blocks and not self._sink.is_current(kept.offer)):
                 self._evict(kept)
 
     def _reserve(self, arrival: Arrival, running: int, waiting_blocks: int) -> bool:
@@ -199,7 +199,7 @@ class HandoverQueue:
             if not done:
                 break
             self._pulling.popleft()
-            if not self._sink.current(arrival.offer):
+            if not self._sink.is_current(arrival.offer):
                 self._reject(arrival, "prefill has withdrawn its KV")
                 continue
             self._sink.acknowledge(arrival.offer)

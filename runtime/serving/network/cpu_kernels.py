@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numba import njit
 
-from ipc.memory.compiled import keep
+from ipc.memory.compiled import enable_cache
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -20,7 +20,7 @@ def compiled_kernel(*arguments: str) -> Callable[[F], F]:
 
     def compile_it(function: F) -> F:
         dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
-        keep(dispatcher)
+        enable_cache(dispatcher)
         dispatcher.compile(f"void({', '.join(arguments)})")
         dispatcher.disable_compile()
         return cast(F, dispatcher)

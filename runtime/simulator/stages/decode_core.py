@@ -8,7 +8,7 @@ blocks are counted (`decode`).
 
 from typing import Any
 
-from ipc.memory.instructions import words
+from ipc.memory.intrinsics import words
 from runtime.pool.tables import NEVER_NS
 from runtime.simulator.stages import decode_tables as at
 from runtime.simulator.stages import pool_core as pool

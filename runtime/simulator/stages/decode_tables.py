@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ipc.memory.instructions import floats, words
+from ipc.memory.intrinsics import floats, words
 from runtime.simulator.stages.pool_core import compiled
 
 # Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run. PREFILLS: prefill workers at work.

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 import ipc
 import runtime.pool
-from ipc.memory.compiled import bound_to
-from ipc.memory.instructions import floats, words
+from ipc.memory.compiled import compiler_for
+from ipc.memory.intrinsics import floats, words
 from runtime.pool import policy
 from runtime.pool import tables as at
 from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
 
-compiled = bound_to(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
+compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
 
 OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")

@@ -1,4 +1,4 @@
-"""Where a pool's clients come and go: the session socket, the pool's ends of their doorbells, and their deaths."""
+"""Events of a pool's clients: attach requests on the session socket, doorbells, and deaths of client processes."""
 
 import contextlib
 import select
@@ -10,19 +10,19 @@ from ipc.errors import MALFORMED, InvalidArgument
 from ipc.ring.doorbell import EventfdBell, Ringer, ZmqRinger, ZmqSleeper, send_fds
 from ipc.session.messages import EVENTFD, MAX_MESSAGE_BYTES, ZEROMQ, Attach, Attached, Refused, decode_attach, encode
 
-ASKED = -1
-"""Stands for the session socket in what `Reception.listen` returns."""
+ATTACH_PENDING = -1
+"""Stands for the session socket in the result of `SessionListener.poll_events`."""
 
 
-class Reception:
-    """Bound at `endpoint`. Raises `InvalidArgument` if that is taken, or no private endpoint."""
+class SessionListener:
+    """Session socket, doorbells and pidfds in one epoll. Raises `InvalidArgument` for a taken or invalid endpoint."""
 
     def __init__(self, endpoint: str) -> None:
         with contextlib.ExitStack() as undo:
             self._socket = bind(zmq.ROUTER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
             undo.callback(self._socket.close)
             self.bell_endpoint = f"{endpoint}-bell"
-            """Where clients with ZeroMQ doorbells ring."""
+            """Endpoint that clients with ZeroMQ doorbells ring."""
             self._zmq_bell = ZmqSleeper(self.bell_endpoint)
             undo.callback(self._zmq_bell.close)
             self._bell = EventfdBell()
@@ -36,28 +36,28 @@ class Reception:
             self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when a doorbell, a session message or a watched process wants attention; level-triggered."""
+        """Readable on a doorbell, a session message or the death of a watched process; level-triggered."""
         return self._epoll.fileno()
 
     @property
     def bell_fileno(self) -> int:
-        """Of the eventfd that clients ring."""
+        """File descriptor of the eventfd that clients ring."""
         return self._bell_fd
 
-    def listen(self) -> set[int]:
-        """The pidfds of watched processes that have died, and `ASKED` if messages may wait; bells are silenced."""
-        heard: set[int] = set()
+    def poll_events(self) -> set[int]:
+        """Return the pidfds of dead processes, and `ATTACH_PENDING` if messages may wait. Silences the bells."""
+        events: set[int] = set()
         for fd, _ in self._epoll.poll(0):
             if fd == self._bell_fd:
                 self._bell.silence()
             elif fd == self._zmq_bell_fd:
                 self._zmq_bell.silence()
             else:
-                heard.add(ASKED if fd == self._socket_fd else fd)
-        return heard
+                events.add(ATTACH_PENDING if fd == self._socket_fd else fd)
+        return events
 
-    def asks(self) -> list[tuple[bytes, Attach | Refused]]:
-        """Who asks to be attached, and as whom to answer them; a refusal where the message was none."""
+    def receive_attaches(self) -> list[tuple[bytes, Attach | Refused]]:
+        """Return pending attach requests with their senders' identities; a refusal for a malformed message."""
         found: list[tuple[bytes, Attach | Refused]] = []
         while messages := receive_all(self._socket):
             for frames in messages:
@@ -67,12 +67,12 @@ class Reception:
                     found.append((frames[0], Refused(f"malformed message: {error}")))
         return found
 
-    def answer(self, asker: bytes, answer: Attached | Refused) -> None:
-        """An asker that does not read gets nothing."""
-        send_now(self._socket, asker, encode(answer))
+    def reply(self, sender: bytes, answer: Attached | Refused) -> None:
+        """Send a reply; it is dropped if the sender's queue is full."""
+        send_now(self._socket, sender, encode(answer))
 
-    def ringer(self, attach: Attach, token: bytes) -> Ringer:
-        """The bell that wakes a client, once both have each other's. Raises `InvalidArgument` or `PeerLost`."""
+    def open_bell(self, attach: Attach, token: bytes) -> Ringer:
+        """Exchange doorbells with a client and return the one that wakes it. Raises `InvalidArgument`, `PeerLost`."""
         if attach.doorbell == ZEROMQ:
             return ZmqRinger(attach.bell)
         if attach.doorbell != EVENTFD:
