@@ -133,7 +133,7 @@ def search(
         raise CollectionError(f"{directory} has no embedder: its vectors come ready, and a text cannot be looked for")
     vector = load_embedder(spec).embed([text], "query")
     with LiveReader(directory) as reader:
-        rows, distances = reader.search(vector, k, max(64, k), wanted=_filter(wanted) if wanted else None)
+        rows, distances = reader.search(vector, k, max(64, k), filter=_filter(wanted) if wanted else None)
         found = reader.documents(rows[0][rows[0] >= 0].tolist())
     for document, distance in zip(found, distances[0], strict=False):
         if document is not None:

@@ -316,7 +316,11 @@ class CollectionRegistry:
         build = self.builds_of(collection).current
         documents = None if build is None else build.documents
         try:
-            return bool(filter) and isinstance(documents, LiveDocumentStore) and documents.fits(decode_filter(filter))
+            return (
+                bool(filter)
+                and isinstance(documents, LiveDocumentStore)
+                and documents.accepts_filter(decode_filter(filter))
+            )
         except CollectionError:
             return False
 
@@ -342,7 +346,7 @@ class CollectionRegistry:
 
         def search(vector: Vectors) -> Neighbors:
             try:
-                return words.nearest(text, vector, depth, parsed, deadline_ns)
+                return words.search_keywords(text, vector, depth, parsed, deadline_ns)
             except CollectionError as error:
                 raise Unavailable(
                     f"collection {collection!r}: its keyword index cannot be searched: {error.message}"

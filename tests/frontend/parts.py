@@ -48,7 +48,7 @@ class Part:
             rows, distances = reader.search(
                 np.array([query], np.float32),
                 asked.k,
-                wanted=decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None,
+                filter=decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None,
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [

@@ -59,7 +59,7 @@ class Direct:
         if self.error is not None:
             raise self.error
         with LiveReader(self._directory) as reader:
-            rows, distances = reader.search(np.asarray(vector)[None], k, wanted=parse_filter(filter))
+            rows, distances = reader.search(np.asarray(vector)[None], k, filter=parse_filter(filter))
             found = rows[0] >= 0
             return SearchResult(0, rows[0][found], distances[0][found], identity=reader.description.identity)
 

@@ -38,10 +38,10 @@ class Notes:
         wanted = decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None
         query = np.asarray(HASHING.embed([text], "query"))
         with LiveReader(self._directory) as reader:
-            rows, distances = (one[0] for one in reader.search(query, asked.k, wanted=wanted))
+            rows, distances = (one[0] for one in reader.search(query, asked.k, filter=wanted))
             if asked.hybrid:
                 words = LiveKeywordSearch(reader.state)
-                by_words = words.nearest(text, query[0], asked.k, wanted, 1 << 62)
+                by_words = words.search_keywords(text, query[0], asked.k, wanted, 1 << 62)
                 words.close()
                 rows, distances = fuse_ranks((rows, distances), by_words, asked.k, asked.hybrid)
             found = reader.documents(rows[rows >= 0].tolist())

@@ -71,7 +71,7 @@ def test_what_is_new_changed_or_gone_is_taken_and_nothing_else_is_written(
     database.remove(3)
     assert follower.sync() == SyncResult(stored=3, deleted=1, unchanged=2, complete=True)
     assert contents(writer) == {"0": "text 0", "1": "another text", "2": "text 2", "4": "text 4", "9": "text 9"}
-    assert _nearest(writer, UP, wanted=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
+    assert _nearest(writer, UP, filter=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
 
 
 def test_a_vector_that_changes_alone_is_taken_from_the_log_and_from_a_segment(

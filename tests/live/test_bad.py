@@ -209,9 +209,9 @@ def test_filters_of_a_search_are_checked_and_a_demanded_attribute_must_be_bound(
         query = vector_of(0)[None]
         for wanted in (None, parse_filter({"type": "ne", "key": "tenant", "value": "a"})):
             with pytest.raises(InvalidRequest, match="demands a filter that binds 'tenant'"):
-                writer.search(query, 2, wanted=wanted)
+                writer.search(query, 2, filter=wanted)
         bound = parse_filter({"type": "eq", "key": "tenant", "value": "b"})
-        assert writer.search(query, 2, wanted=bound)[0].tolist() == [[1, -1]]
+        assert writer.search(query, 2, filter=bound)[0].tolist() == [[1, -1]]
         with pytest.raises(InvalidFilter, match="the known ones: tenant"):
             writer.delete_where(parse_filter({"type": "eq", "key": "colour", "value": "b"}))
 

@@ -32,7 +32,7 @@ class Stand:
     def find(self, text: str, depth: int = 1000, wanted: dict[str, Any] | None = None) -> list[str]:
         """The ids of what words find, the best first."""
         passing = None if wanted is None else parse_filter(wanted)
-        rows, distances = self.documents.nearest(text, vector_of(0), depth, passing, LATER_NS)
+        rows, distances = self.documents.search_keywords(text, vector_of(0), depth, passing, LATER_NS)
         found = self.documents.get(rows.tolist())
         assert len(rows) == len(distances)
         assert np.isfinite(distances).all()
@@ -103,7 +103,7 @@ def test_the_distance_is_that_to_the_text_s_vector(stand: Stand) -> None:
     stand.upsert("near")
     stand.writer.flush()
     stand.upsert("nearer", words="words of")
-    rows, distances = stand.documents.nearest("near nearer", vector_of(4), 5, None, LATER_NS)
+    rows, distances = stand.documents.search_keywords("near nearer", vector_of(4), 5, None, LATER_NS)
     told = {
         one.id: distance for one, distance in zip(stand.documents.get(rows.tolist()), distances, strict=True) if one
     }

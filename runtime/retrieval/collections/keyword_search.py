@@ -39,23 +39,23 @@ class KeywordSearch:
             self.close()
             raise CollectionError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    def nearest(
-        self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
+    def search_keywords(
+        self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
         """Return the rows that match words of a text and pass a filter, by descending BM25 score, int64 [≤ depth], and
         the distances of their vectors from the text's `vector`, float32 [≤ depth].
 
         Raises the errors of `KeywordIndex.search`.
         """
-        bits = None if wanted is None else self._passing(wanted)
+        bits = None if filter is None else self._passing(filter)
         rows = self._index.search(text, depth, None if bits is None else bits.__getitem__, deadline_ns)
         return rows, distances(gather_vectors(self._shards, rows), vector, self._shards[0].metric)
 
-    def _evaluated(self, wanted: Filter) -> Bits:
+    def _evaluated(self, filter: Filter) -> Bits:
         if self._columns is None:
             with open(os.dup(self._attributes), "rb") as file:
                 self._columns = Columns.decode(file.read())
-        return self._columns.passing(wanted)
+        return self._columns.passing(filter)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -74,8 +74,8 @@ class GrowingSegment:
         position = self._by_id.get(name)
         return None if position is None or not self._alive[position] else self.first + position
 
-    def passing(self, wanted: Filter) -> Bits:
-        return self._columns.passing(wanted)
+    def passing(self, filter: Filter) -> Bits:
+        return self._columns.passing(filter)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """What is left when the rows before `first` are sealed."""

@@ -43,18 +43,18 @@ class LiveKeywordSearch:
         self._next_row = self._taken = 0
         self._filling: BackgroundTask[tuple[KeywordIndex, int, int]] | None = None
 
-    def nearest(
-        self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
+    def search_keywords(
+        self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """As `KeywordSearch.nearest`. Raises `Unavailable` until the index is made."""
+        """As `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is made."""
         index = self._followed()
         state = self._state
         with state.lock:
             growing = state.growing
-            bits = growing.alive if wanted is None else growing.alive & growing.passing(wanted)
+            bits = growing.alive if filter is None else growing.alive & growing.passing(filter)
             parts = [_Part(np.arange(growing.first, growing.next_row), bits.copy(), growing.vectors)]
             for segment in state.segments:
-                bits = segment.alive if wanted is None else segment.alive & segment.passing(wanted)
+                bits = segment.alive if filter is None else segment.alive & segment.passing(filter)
                 parts.append(_Part(segment.rows, bits, segment.vectors))
 
         def allowed(rows: Rows) -> Bits:

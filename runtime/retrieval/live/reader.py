@@ -178,13 +178,15 @@ class LiveReader:
         """The manifest's new segments; None while they are being opened. Raises `CollectionError`."""
         had: Loaded = {}
         if self._loading is not None:
-            wanted, work = self._loading
+            loading, work = self._loading
             if not work.done:
                 return None
-            if wanted.generation == manifest.generation and not self.segments_ready(list((work.result or {}).values())):
+            if loading.generation == manifest.generation and not self.segments_ready(
+                list((work.result or {}).values())
+            ):
                 return None
             self._loading = None
-            if wanted.generation == manifest.generation:
+            if loading.generation == manifest.generation:
                 if work.error_message:
                     raise CollectionError(work.error_message)
                 return work.result
@@ -198,10 +200,10 @@ class LiveReader:
         k: int = 10,
         top_m: int = 64,
         search_width: int = 1,
-        wanted: Filter | None = None,
+        filter: Filter | None = None,
     ) -> Neighbors:
         """See `search.search`."""
-        return search(self.state, queries, k, top_m, search_width, wanted)
+        return search(self.state, queries, k, top_m, search_width, filter)
 
     def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
         """The documents of rows that a search found; None for one that was deleted and merged away since."""
@@ -259,12 +261,12 @@ class LiveDocumentStore:
         """Documents that are there."""
         return self._reader.state.count
 
-    def fits(self, wanted: Filter) -> bool:
+    def accepts_filter(self, filter: Filter) -> bool:
         """Whether by now a filter compares what the documents have. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
             try:
-                check_filter(wanted, self._reader.state.schema)
+                check_filter(filter, self._reader.state.schema)
             except InvalidFilter:
                 return False
         return True
@@ -283,13 +285,13 @@ class LiveDocumentStore:
             for one, dead in zip(found, gone, strict=True)
         ]
 
-    def nearest(
-        self, text: str, vector: NDArray[np.float32], depth: int, wanted: Filter | None, deadline_ns: int
+    def search_keywords(
+        self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """What a text's words find: see `LiveKeywordSearch.nearest`."""
+        """What a text's words find: see `LiveKeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
-        return self._words.nearest(text, vector, depth, wanted, deadline_ns)
+        return self._words.search_keywords(text, vector, depth, filter, deadline_ns)
 
     def close(self) -> None:
         self._words.close()

@@ -25,7 +25,7 @@ def search(
     k: int,
     top_m: int = 64,
     search_width: int = 1,
-    wanted: Filter | None = None,
+    filter: Filter | None = None,
     threads: int = 1,
 ) -> Neighbors:
     """The k nearest rows of each query [q, d] → row numbers int64 [q, k] and distances float32 [q, k].
@@ -36,16 +36,16 @@ def search(
     from gpu.cpu.exact import nearest  # compiled code is loaded by whoever searches first
 
     demanded = state.description.demanded
-    if demanded is not None and not binds(wanted, demanded):
+    if demanded is not None and not binds(filter, demanded):
         raise InvalidRequest(f"this collection demands a filter that binds {demanded!r} by eq or in", "filter")
     with state.lock:
-        if wanted is not None:
-            check_filter(wanted, state.schema)
+        if filter is not None:
+            check_filter(filter, state.schema)
         segments, growing = state.segments, state.growing
         rows, count, first = growing.rows, growing.count, growing.first
-        allowed = growing.alive if wanted is None else growing.alive & growing.passing(wanted)
+        allowed = growing.alive if filter is None else growing.alive & growing.passing(filter)
         positions = np.flatnonzero(allowed)
-        masks = [_mask(segment.alive, None if wanted is None else segment.passing(wanted)) for segment in segments]
+        masks = [_mask(segment.alive, None if filter is None else segment.passing(filter)) for segment in segments]
     try:
         parts = [
             search_segment(segment.index, queries, k, top_m, search_width, mask, threads)

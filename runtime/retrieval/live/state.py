@@ -177,12 +177,12 @@ class State:
                         found[name] = row
         return found
 
-    def rows_passing(self, wanted: Filter) -> list[int]:
+    def rows_passing(self, filter: Filter) -> list[int]:
         """The rows that are there and pass a filter. Raises `InvalidFilter`."""
         with self.lock:
-            check_filter(wanted, self.schema)
-            parts = [segment.rows[segment.passing(wanted) & segment.alive] for segment in self.segments]
-            growing = np.flatnonzero(self.growing.passing(wanted) & self.growing.alive) + self.growing.first
+            check_filter(filter, self.schema)
+            parts = [segment.rows[segment.passing(filter) & segment.alive] for segment in self.segments]
+            growing = np.flatnonzero(self.growing.passing(filter) & self.growing.alive) + self.growing.first
             return [int(row) for row in np.concatenate([*parts, growing])]
 
     def owned(self, rows: Mapping[str, int], owner: AttributeBinding) -> dict[str, int]:

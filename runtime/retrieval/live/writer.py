@@ -135,11 +135,11 @@ class LiveWriter:
             PendingWrite(lambda group: self._prepare_delete(group, ids, owner), exclusive=owner is not None)
         )
 
-    def delete_where(self, wanted: Filter) -> int:
+    def delete_where(self, filter: Filter) -> int:
         """Delete the documents that pass a filter. How many. Returns and raises as `delete`, and `InvalidFilter`."""
 
         def prepare(group: WriteGroup) -> int:
-            rows = self.state.rows_passing(wanted)
+            rows = self.state.rows_passing(filter)
             group.operations += [Delete(rows)] if rows else []
             return len(rows)
 
@@ -151,10 +151,10 @@ class LiveWriter:
         k: int = 10,
         top_m: int = 64,
         search_width: int = 1,
-        wanted: Filter | None = None,
+        filter: Filter | None = None,
     ) -> Neighbors:
         """See `search.search`."""
-        return search(self.state, queries, k, top_m, search_width, wanted)
+        return search(self.state, queries, k, top_m, search_width, filter)
 
     def statistics(self) -> WriterState:
         """Counters; cheap but for large collections' tombstones."""

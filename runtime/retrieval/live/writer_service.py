@@ -75,9 +75,9 @@ class WriterService:
         """Delete documents by id; how many were there. Raises as `upsert`."""
         return await self._write(name, lambda writer, _: writer.delete(ids, owner))
 
-    async def delete_where(self, name: str, wanted: Filter) -> int:
+    async def delete_where(self, name: str, filter: Filter) -> int:
         """Delete what passes a filter; how many. Raises as `upsert`, and `InvalidFilter`."""
-        return await self._write(name, lambda writer, _: writer.delete_where(wanted))
+        return await self._write(name, lambda writer, _: writer.delete_where(filter))
 
     async def flush(self, name: str) -> None:
         """Seal what is in the log only, and wait for that; `states` says how far it is. Raises as `upsert`.

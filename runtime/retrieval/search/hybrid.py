@@ -79,7 +79,7 @@ class HybridSearch:
             if words is None:
                 raise InvalidRequest(f"{asked.collection!r} has no index of words (docs/hybrid.md)", "hybrid")
             passing = decode_filter(content) if content else None
-            found = words.nearest(asked.text, row, asked.depth, passing, deadline_ns or _NO_DEADLINE)
+            found = words.search_keywords(asked.text, row, asked.depth, passing, deadline_ns or _NO_DEADLINE)
         except CollectionError as error:
             told = f"collection {asked.collection!r}: its words cannot be searched: {error.message}"
             raise Unavailable(told) from error
