@@ -316,11 +316,9 @@ class CollectionRegistry:
         build = self.builds_of(collection).current
         documents = None if build is None else build.documents
         try:
-            return (
-                bool(filter)
-                and isinstance(documents, LiveDocumentStore)
-                and documents.accepts_filter(decode_filter(filter))
-            )
+            if not filter or not isinstance(documents, LiveDocumentStore):
+                return False
+            return documents.accepts_filter(decode_filter(filter))
         except CollectionError:
             return False
 
