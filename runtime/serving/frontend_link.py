@@ -1,4 +1,4 @@
-"""A worker's link to the frontend: introduces the worker, reports its load, and brings in what it is to do."""
+"""Link of a worker to the frontend: sends its Hello and its load, and receives its requests."""
 
 import logging
 import time
@@ -24,25 +24,25 @@ from runtime.serving.messages import (
 
 log = logging.getLogger(__name__)
 
-_MAX_MESSAGE_BYTES = 64 << 20  # a prompt; HTTP bounds it far lower
-_REPORT_NS = 250_000_000  # a report at least this often, so that the frontend sees that the worker lives
+_MAX_MESSAGE_BYTES = 64 << 20  # of a prompt; the HTTP limit is far lower
+_REPORT_INTERVAL_NS = 250_000_000  # at most; reports are also the worker's heartbeat for the frontend
 
 
 class FrontendLink:
-    """The DEALER socket of one worker. `frontend_epoch` is 0 until the frontend has welcomed it."""
+    """DEALER socket of one worker. `frontend_epoch` is 0 until the frontend has sent its `Welcome`."""
 
     def __init__(self, endpoint: str, hello: Hello) -> None:
         self.socket = connect(zmq.DEALER, endpoint, max_message_bytes=_MAX_MESSAGE_BYTES)
         self.frontend_epoch = 0
         self.malformed = MalformedMessages(log)
-        self.released = False  # the frontend has nothing placed on this worker, which drains
+        self.released = False  # this worker drains and the frontend has no request on it
         self._hello = hello
         self._reported: Report | None = None
         self._reported_ns = 0
         self.send(hello)
 
     def receive(self) -> Iterator[Welcome | Prefill | Cancel]:
-        """What has come in. A `Welcome` is passed on only if the frontend is new: all earlier work is void then."""
+        """Yield received messages. A `Welcome` is yielded only from a new frontend: earlier requests are void then."""
         while self.socket.poll(0):
             try:
                 message = decode_to_worker(self.socket.recv_multipart()[-1])
@@ -62,8 +62,8 @@ class FrontendLink:
             yield message
 
     def send(self, message: ToFrontend) -> None:
-        """Queue a message. While no frontend runs it waits, and the next frontend ignores what is not its own."""
-        send_now(self.socket, encode(message))  # a frontend that takes nothing is dead: its requests are void with it
+        """Queue a message. Without a frontend it stays queued; the next one ignores messages of another epoch."""
+        send_now(self.socket, encode(message))  # a full queue means a dead frontend, whose requests are void
 
     def report(
         self,
@@ -75,18 +75,18 @@ class FrontendLink:
         evicted_ns: int,
         step_ns: int = 0,
     ) -> None:
-        """Tell the worker's load if it has changed, or if it was told a while ago."""
+        """Send the worker's load if it has changed or the report interval has passed."""
         now = time.monotonic_ns()
         report = Report(
             self._hello.worker, self._hello.epoch, self.frontend_epoch, queued, running, free_slots, draining,
             free_blocks, evicted_ns, step_ns,
         )  # fmt: skip
-        told = self._reported
-        # Blocks and times change with nearly every step: they travel with the rest.
-        changed = told is None or told != msgspec.structs.replace(
-            report, free_blocks=told.free_blocks, evicted_ns=told.evicted_ns, step_ns=told.step_ns
+        last = self._reported
+        # Blocks and times change with nearly every step: they alone cause no report.
+        changed = last is None or last != msgspec.structs.replace(
+            report, free_blocks=last.free_blocks, evicted_ns=last.evicted_ns, step_ns=last.step_ns
         )
-        if changed or now - self._reported_ns > _REPORT_NS:
+        if changed or now - self._reported_ns > _REPORT_INTERVAL_NS:
             self.send(report)
             self._reported, self._reported_ns = report, now
 

@@ -1,7 +1,7 @@
-"""What frontend and workers say to each other, over ZeroMQ, as MessagePack.
+"""Messages between the frontend and the workers: MessagePack over ZeroMQ.
 
 The frontend binds one ROUTER socket; every prefill and decode worker connects a DEALER to it. KV blocks and search
-queries do not travel here: they have channels of their own (`ipc.handover.messages`, `ipc.session.messages`).
+queries use channels of their own (`ipc.handover.messages`, `ipc.session.messages`).
 
 ```
 prefill, decode ── Hello, Report ─────────────────▶ frontend
@@ -12,12 +12,12 @@ decode ─────────── Retrieved, Tokens, Failed ────�
 frontend ───────── Welcome, Cancel ───────────────▶ decode
 ```
 
-A request that is started again after a worker's death has a new id for the workers (`attempt_id`), so that nothing of
-the attempt before can be taken for its own.
+A request that is restarted after the loss of a worker gets a new id for the workers (`attempt_id`), so that late
+messages of the previous attempt are recognized.
 
-The frontend owns the life of a request: each ends exactly once there, with a `Tokens` that has a `finish_reason` or
-with a `Failed`. `Cancel` is idempotent and frees whatever a worker holds for the request; it is also the answer to a
-piece of a request that has ended (a hand-over can overtake the first `Cancel`).
+The frontend owns the life cycle of a request: each ends exactly once there, with a `Tokens` that has a `finish_reason`
+or with a `Failed`. `Cancel` is idempotent and frees everything a worker holds for the request; the frontend also sends
+it in reply to a piece of an ended request (a hand-over can overtake the first `Cancel`).
 All times are `time.monotonic_ns()`, one clock for all processes of a node.
 """
 
@@ -35,16 +35,17 @@ FinishReason = Literal["stop", "length"]
 Role = Literal["prefill", "decode"]
 ProbeMode = Literal["wait", "prefetch"]
 ProbeOutcome = Literal["answered", "near", "late", "failed", "dropped"]
-"""near: a passage in use is, and nothing was taken; dropped: the row ended first."""
+"""near: a passage in use is near enough, so nothing was inserted; dropped: the row ended before the result."""
 
 
 class Retrieval(msgspec.Struct, frozen=True):
-    """Ask `collection` for `k` passages before prefill, and again every `every_tokens` generated tokens (0: never).
+    """Retrieval of a request: `k` passages of `collection` before prefill, and a probe every `every_tokens` generated
+    tokens (0: no probes).
 
-    At such a probe the row waits, or goes on and takes the passages when they come ("prefetch"). A probe adds at most
-    `probe_tokens` tokens of passages that the row does not have yet; 0: as many as the node allows. `filter`: only
-    passages that pass it are found; as pools take it, b"" for all. `hybrid`: the share of what words find, 0 for none.
-    `trigger` and its `threshold`: when it asks again (`triggers.py`). `place`: where passages stand in a chat.
+    During a probe the row waits, or continues and inserts the passages when they arrive ("prefetch"). A probe inserts
+    at most `probe_tokens` tokens of passages that the row does not have yet; 0: the node's limit. `filter`: the
+    attribute filter in the pools' encoding, b"" for none. `hybrid`: the weight of the keyword search, 0 for none.
+    `trigger` and its `threshold`: when to probe (`triggers.py`). `place`: the position of the passages in a chat.
     """
 
     collection: str
@@ -60,7 +61,7 @@ class Retrieval(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy. `stop` strings end the text and are not part of it."""
+    """Sampling parameters. `temperature` 0 is greedy. `stop` strings end the text and are not part of it."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -78,8 +79,8 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What a user asks for: what is written after `messages` (a chat; rendered with the model's chat template) or after
-    `prompt` (text, or token ids), of which one is set, by `deadline_ns`. Only with the same `salt` is KV shared."""
+    """A generation request: continue either `messages` (a chat, rendered with the model's chat template) or `prompt`
+    (text or token ids) until `deadline_ns`. Requests share KV only if they have the same `salt`."""
 
     sampling: Sampling
     received_ns: int
@@ -94,7 +95,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker is ready. A decode worker takes hand-overs at `endpoint`; `limit_tokens` bounds prompt + answer."""
+    """A worker is ready. A decode worker accepts hand-overs at `endpoint`; `limit_tokens` bounds prompt and answer."""
 
     role: Role
     worker: str
@@ -103,16 +104,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     slots: int
     limit_tokens: int
     endpoint: str = ""
-    block_tokens: int = 0  # of a KV block; 0: the worker does not tell
+    block_tokens: int = 0  # per KV block; 0: not reported
     blocks: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """A worker's load, sent when it changes and at least every 250 ms.
 
-    `frontend_epoch` is the one it serves (0: none). A `draining` worker finishes what it has and is given nothing new.
-    Of requests that came before `evicted_ns` it has given up cached KV blocks, the longest unused first. A step of a
-    decode worker's batch, without prompts, takes about `step_ns`.
+    `frontend_epoch` is that of the frontend it serves (0: none). A `draining` worker finishes its requests and accepts
+    no new ones. It has evicted cached KV blocks (LRU) of requests received before `evicted_ns`. A decode step without
+    prompt chunks takes about `step_ns`.
     """
 
     worker: str
@@ -128,25 +129,25 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retrieved(msgspec.Struct, frozen=True, tag=True):
-    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens; their texts
-    stay with the worker, no client is told them.
+    """Passages found for a request: before prefill (`at_token` 0) or by a probe after `at_token` tokens. Their texts
+    stay with the worker and are not sent to clients.
 
     The prefill worker sends one for every request with retrieval, before the hand-over, even if nothing was found.
-    `inserted` are a probe's tokens as they went into the context: before the token that was the last one then.
-    `partial`: some of the nodes that the collection is on were not asked, so that a probe may have brought nothing.
+    `inserted`: the tokens that a probe inserted into the context, before the token that was the last one then.
+    `partial`: some nodes of the collection were not searched, so a probe may have found nothing.
     """
 
     request_id: str
     passages: tuple[Passage, ...]
     at_token: int = 0
     inserted: tuple[int, ...] = ()
-    stages: dict[str, int] = {}  # with the passages found before prefill: the stamps so far
+    stages: dict[str, int] = {}  # stamps so far, with the passages found before prefill
     partial: bool = False
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One probe of a row that is over: asked after `at_token` tokens, it brought `passages` that the row did not have,
-    and held the row for `stalled_ns` (in mode "prefetch" not at all).
+    """A completed probe of a row: sent after `at_token` tokens, it found `passages` new passages and stalled the row
+    for `stalled_ns` (0 in mode "prefetch").
     """
 
     at_token: int
@@ -158,12 +159,12 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of an answer. The last one has a `finish_reason`, the usage and the times of the request's stages.
+    """The next piece of an answer. The last one has a `finish_reason`, the usage and all stamps.
 
-    `token_ids` are the tokens sampled since the last piece (`text` may lag behind while a stop string is possible).
-    The first piece carries the stages' times so far, and the prompt's tokens as the model saw them (3 KB and 30 µs for
-    a thousand): with them the answer can go on elsewhere even if its collection has been replaced since. `probes` are
-    those that ended since the last piece; the last that was asked was after `last_probe_at` tokens of the answer.
+    `token_ids` are the tokens sampled since the previous piece (`text` may lag behind while a stop string is possible).
+    The first piece has the stamps so far and the prompt's token ids as the model received them (3 KB and 30 µs per
+    thousand): with them the answer can continue elsewhere even if its collection has been replaced since. `probes` are
+    those completed since the previous piece; the latest one was sent after `last_probe_at` tokens of the answer.
     """
 
     request_id: str
@@ -173,7 +174,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int = 0
     stages: dict[str, int] = {}  # name → monotonic ns, see `stages.py`
     prompt_token_ids: tuple[int, ...] = ()
-    stalled_ns: int = 0  # with the last piece: how long the answer stood still for probes
+    stalled_ns: int = 0  # in the last piece: total time that probes stalled the answer
     probes: tuple[Probe, ...] = ()
     last_probe_at: int = 0
 
@@ -191,26 +192,26 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """To a draining worker: nothing is placed on it any more, and nothing will be."""
+    """A draining worker has no requests left and may exit."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The frontend of this epoch hears the worker. Requests of any other epoch are dropped by the worker.
+    """The epoch of the frontend. The worker drops requests of any other epoch.
 
-    It answers every `Hello`, and any message of a worker that the frontend does not know (it was restarted): a worker
-    for which the epoch is new says `Hello` (again).
+    It is the reply to every `Hello`, and to any message of a worker that the frontend does not know (after a restart of
+    the frontend): a worker for which the epoch is new sends its `Hello` again.
     """
 
     frontend_epoch: int
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Where an answer goes on whose decode worker died.
+    """State from which an answer continues after the loss of its decode worker.
 
-    `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` ones and what probes
-    inserted between them. `seen_passages` are the ids of the passages in it; the first token left decode at
-    `first_token_ns`. `last_token`, if given, is the answer's last one, not among `tokens` and `generated`: the probe
-    that it called for was lost with the worker, and is retried. The last probe before it was after `last_probe_at`
+    `tokens` is the whole sequence so far: a prompt of `prompt_tokens` tokens, then the `generated` tokens and those
+    that probes inserted between them. `seen_passages` are the ids of its passages; the first token left decode at
+    `first_token_ns`. `last_token`, if set, is the answer's last token and not part of `tokens` and `generated`: the
+    probe that it triggered was lost with the worker and is retried. The last probe before it was after `last_probe_at`
     tokens.
     """
 
@@ -224,8 +225,8 @@ class Resume(msgspec.Struct, frozen=True):
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """A decode worker when a request is placed on it: `rows` of `slots` are taken by others, a step takes `step_ns`.
-    0 slots: not known."""
+    """Load of a decode worker when a request is placed on it: `rows` of its `slots` are in use, a step takes `step_ns`.
+    0 slots: unknown."""
 
     rows: int = 0
     slots: int = 0
@@ -236,11 +237,11 @@ UNKNOWN_LOAD = DecodeLoad()
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Run a prompt, then hand its KV over to the decode worker at `decode_endpoint`; or have that run it, if it may as
-    well (`decode_load`, see `prefill/job.py`).
+    """Run a prompt and hand its KV over to the decode worker at `decode_endpoint`, or let that worker compute the
+    prompt if it finishes no later (`decode_load`, see `prefill/job.py`).
 
-    With `resume` the pool is not asked, and the next token is drawn as the lost worker would have drawn it; messages
-    and prompt are left out then.
+    With `resume` no pool is queried, and the next token is sampled exactly as the lost worker would have done; messages
+    and prompt are empty then.
     """
 
     request_id: str
@@ -253,7 +254,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request and free what it holds. Unknown ids are ignored."""
+    """End a request and free its resources. Unknown ids are ignored."""
 
     request_id: str
 
@@ -262,9 +263,9 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """A prompt that will be offered: keep room for it, until `deadline_ns` at most.
+    """Reserve KV blocks for a prompt that will be offered, until `deadline_ns` at most.
 
-    With `blocks`, as in `Decode`, it is being computed: as much as the source says is written may be pulled already.
+    With `blocks`, as in `Decode`, the prompt is being computed, and the blocks reported as written may be pulled early.
     """
 
     request_id: str
@@ -277,7 +278,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """All that decode needs beside the KV: `tokens` are those in it, `first_token` the one prefill sampled after them.
+    """Everything decode needs besides the KV: the `tokens` in it and the `first_token` that prefill sampled after them.
 
     `blocks` are the prefill worker's, in order, and `model` its model's identity. Without blocks there is no KV: decode
     computes it, and samples the first token unless it is given. `prompt_tokens` of the tokens are the prompt;
@@ -315,14 +316,14 @@ decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_handover = msgspec.msgpack.Decoder(Reserve | Decode).decode
 
 
-# ---- messages that are none of the protocol's: all are counted, and one line is logged for many
+# ---- malformed messages
 
 
 _LOG_INTERVAL_NS = 10_000_000_000
 
 
 class MalformedMessages:
-    """Those that came in over one link. A peer that sends nothing else must not fill the log."""
+    """Counter of the malformed messages of one link, with a rate-limited log: a faulty peer must not fill it."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`clock` in ns."""
@@ -333,7 +334,7 @@ class MalformedMessages:
         self.count = 0
 
     def record(self, sender: str, reason: object) -> None:
-        """One from `sender` was dropped: counted, and logged unless another one was within ten seconds."""
+        """Count a dropped message of `sender`, and log it unless one was logged within the last ten seconds."""
         self.count += 1
         now = self._clock()
         if now < self._next_ns:

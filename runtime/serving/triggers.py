@@ -1,7 +1,7 @@
-"""When an answer asks the pool again, and whether it takes in what was found. Pure; one for each row.
+"""Probe triggers: when an answer queries the pool again, and whether it inserts the passages found. One per row.
 
-A trigger is asked twice: with every new token whether to probe, and, when the probe has its answer, whether the
-passages go in. All that it knows is handed in, so that an answer that goes on elsewhere asks where it would have asked.
+A trigger is evaluated twice: with every new token (`should_probe`), and with the result of the probe (`accepts`). It is
+stateless, so an answer that continues on another worker probes at the same tokens.
 """
 
 from collections.abc import Container, Sequence
@@ -16,7 +16,7 @@ from runtime.serving.messages import Retrieval
 
 
 class Trigger(Protocol):
-    """When a row asks. `needs_logits`: whether `asks` looks at the logits."""
+    """When a row probes. `needs_logits`: whether `should_probe` reads the logits."""
 
     needs_logits: ClassVar[bool]
 
@@ -28,13 +28,13 @@ class Trigger(Protocol):
         ...
 
     def accepts(self, found: Sequence[Passage], used: Container[str]) -> bool:
-        """Whether what was found, nearest first, goes in, beside the passages in use (their ids)."""
+        """Return whether to insert the passages found (nearest first); `used` are the ids of those in the context."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicTrigger:
-    """Each `tokens` tokens."""
+    """Probes every `tokens` tokens."""
 
     needs_logits: ClassVar[bool] = False
     tokens: int
@@ -50,10 +50,10 @@ class PeriodicTrigger:
 
 @dataclass(frozen=True, slots=True)
 class DriftTrigger(PeriodicTrigger):
-    """The same, but nothing goes in as long as a passage in use is within `distance` of the text's last words.
+    """Probes every `tokens` tokens, and inserts nothing while a passage in use is within `distance` of the last words.
 
-    Their distance is the pool's: the search has compared them with all passages there are. One in use that is not among
-    those found is farther away than as many others.
+    The pool computes the distance in the search. A passage in use that is not among those found is farther away than
+    as many others.
     """
 
     distance: float
@@ -65,7 +65,7 @@ class DriftTrigger(PeriodicTrigger):
 
 @dataclass(frozen=True, slots=True)
 class EntropyTrigger(PeriodicTrigger):
-    """`tokens` tokens after the last time at the earliest, once the model hesitates between tokens by over `nats`."""
+    """Probes when the entropy of the next token's distribution exceeds `nats`, at most once in `tokens` tokens."""
 
     needs_logits: ClassVar[bool] = True
     nats: float
@@ -76,7 +76,7 @@ class EntropyTrigger(PeriodicTrigger):
 
 
 def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
-    """As a request has it; None without probes."""
+    """Return the trigger of a request; None without probes."""
     if retrieval is None or not retrieval.every_tokens:
         return None
     match retrieval.trigger:
@@ -89,7 +89,7 @@ def trigger_of(retrieval: Retrieval | None) -> Trigger | None:
 
 
 def entropy(scores: npt.ArrayLike) -> float:
-    """Of the distribution that logits stand for, in nats; those of -inf have no part in it."""
+    """Return the entropy of softmax(scores), in nats; entries of -inf contribute nothing."""
     row = np.asarray(scores, dtype=np.float32)
     below = row - row.max()
     weights = np.exp(below)

@@ -19,7 +19,7 @@ from runtime.retrieval.answer_store import NewAnswer
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import Disk, acquire_lock
 from runtime.retrieval.passages import Passage
-from runtime.serving.frontend.answer_cache import MOST_CHARS, CacheKey
+from runtime.serving.frontend.answer_cache import MAX_QUESTION_CHARS, CacheKey
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
@@ -113,7 +113,7 @@ def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_rand
 
 
 @pytest.mark.parametrize(
-    "prompt", [(1, 2, 3), "", " ", "x" * (MOST_CHARS + 1), (Message("user", "a"), Message("assistant", "b"))]
+    "prompt", [(1, 2, 3), "", " ", "x" * (MAX_QUESTION_CHARS + 1), (Message("user", "a"), Message("assistant", "b"))]
 )
 def test_what_an_embedder_cannot_judge_is_not_looked_up(prompt: Any) -> None:
     assert CacheKey.of("", "m", prompt, GREEDY, None, seeded=False) is None
@@ -219,7 +219,7 @@ def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand = Stand(tmp_path / "answers")
-    answer = NewAnswer("a", asked().key, Letters().embed(["why?"])[0], "[]")
+    answer = NewAnswer("a", asked().digest, Letters().embed(["why?"])[0], "[]")
     with monkeypatch.context() as full:
         full.setattr(Disk, "write", _no_room)
         for _ in range(3):

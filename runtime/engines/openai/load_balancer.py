@@ -22,7 +22,7 @@ from runtime.engines.openai.capabilities import Capabilities
 from runtime.engines.openai.server import Server, StreamBroken
 from runtime.errors import ConfigError, EngineRefusedKey, EngineUnreachable, InvalidRequest, Overloaded, TrinityError
 from runtime.node.supervisor.backoff import Backoff
-from runtime.serving.frontend.router import Prefixes
+from runtime.serving.frontend.router import PrefixHistory
 
 # ---- a server's load, from vLLM's gauges; other servers export them too (llm-d reads the same names)
 
@@ -98,7 +98,7 @@ class Backend:
     consecutive_failures: int = 0  # of requests
     load: Load | None = None
     next_load_check_ns: int | None = 0  # None: no metrics
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
     @property
     def name(self) -> str:
@@ -335,7 +335,7 @@ class LoadBalancer:
         backend.capabilities, backend.up_ns = found, self._clock()
         backend.last_error, backend.consecutive_failures = "", 0
         backend.check_timeout_ns = _CHECK_TIMEOUT_NS
-        backend.load, backend.next_load_check_ns, backend.prefixes = None, 0, Prefixes()  # may be another process
+        backend.load, backend.next_load_check_ns, backend.prefixes = None, 0, PrefixHistory()  # may be another process
         log.info("%s answers: %s", backend.name, found)
         for limitation in found.limitations():
             log.warning("%s: %s", backend.name, limitation)

@@ -1,10 +1,10 @@
-"""Answers to prompts like ones that were answered before, given without running the model. Off unless configured.
+"""Semantic cache of answers: a prompt similar to an earlier one is answered without running the model. Off by default.
 
-A prompt is looked up by the embedding of its question: the last user turn, or a completion's text. Everything else
-must be equal (`CacheKey.key`): who asks, model, the turns before, the numbers in the question, sampling, retrieval. The
-answers are a live collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
+The lookup compares the embedding of the question: the last user turn, or a completion's text. Everything else must be
+equal (`CacheKey.digest`): API key, model, earlier turns, numbers in the question, sampling, retrieval. The answers are
+a live collection of the pools (`runtime.retrieval.answer_store`), which outlives the frontend's process.
 
-A lookup that cannot be made is a miss, and what cannot be stored is not: no request fails by it, or waits for a write.
+A failed lookup is a miss and a failed write is dropped: no request fails because of the cache or waits for a write.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.requests import Piece, Relayed
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 
-MOST_CHARS = 800  # of a question: an embedder does not see what comes later in a long one
-_ANSWER_BYTES = 64 << 10
-_MOST_WAITING = 64  # answers that are still to be stored; more are not
-_LOOKUP_S = 0.25
-_TEND_S = 1.0
-_RENEW_S = 60.0  # between two times that the collection is begun anew because no pool can serve it
+MAX_QUESTION_CHARS = 800  # embedders truncate longer texts
+_MAX_ANSWER_BYTES = 64 << 10
+_MAX_QUEUED = 64  # answers to be stored; further ones are dropped
+_LOOKUP_TIMEOUT_S = 0.25
+_MAINTENANCE_INTERVAL_S = 1.0
+_RESET_INTERVAL_S = 60.0  # between resets of a collection that no pool can serve
 
 Vector = npt.NDArray[np.float32]
 _decoder = msgspec.json.Decoder(tuple[Retrieved | Tokens | Relayed, ...])
@@ -42,10 +42,10 @@ _decoder = msgspec.json.Decoder(tuple[Retrieved | Tokens | Relayed, ...])
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """A prompt as the cache sees it: `question` may be like another's, `key` must be equal."""
+    """Cache key of a prompt: `question` is matched by similarity, `digest` (of everything else) exactly."""
 
     question: str
-    key: str
+    digest: str
 
     @classmethod
     def of(
@@ -58,9 +58,10 @@ class CacheKey:
         *,
         seeded: bool,
     ) -> "CacheKey | None":
-        """None for what is not looked up: a long question, tokens, or a chat whose last turn is not the user's.
+        """Return the key, or None for prompts without lookup: long questions, token ids, chats ending with another
+        role.
 
-        `tenant` is the API key ("" without keys). A seed matters if the request brought it and draws at random.
+        `tenant` is the API key ("" without keys). A seed counts if the client sent it and the temperature is not 0.
         """
         if isinstance(prompt, str):
             kind, question, before = "text", prompt, ""
@@ -69,25 +70,32 @@ class CacheKey:
             if not isinstance(last, Message) or last.role != "user":
                 return None
             kind, question, before = "chat", last.content, repr(turns)
-        if not question.strip() or len(question) > MOST_CHARS:
+        if not question.strip() or len(question) > MAX_QUESTION_CHARS:
             return None
         seed = sampling.seed if seeded and sampling.temperature > 0 else None
-        drawn = (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.stop, sampling.ignore_eos, seed)
-        numbers = tuple(re.findall(r"\d+", question))  # "in 2019" and "in 2020" are alike to an embedder
-        return cls(question, _digest((tenant, model, kind, before, numbers, drawn, retrieval)))
+        parameters = (
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.stop,
+            sampling.ignore_eos,
+            seed,
+        )
+        numbers = tuple(re.findall(r"\d+", question))  # embedders hardly distinguish "in 2019" from "in 2020"
+        return cls(question, _digest((tenant, model, kind, before, numbers, parameters, retrieval)))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheHit:
-    """A stored answer: its pieces, how alike the questions are (cosine), and how old it is."""
+    """A stored answer: its pieces, the cosine similarity of the questions, and its age."""
 
     pieces: tuple[Piece, ...]
     similarity: float
     age_s: float
 
 
-class Lookup(Protocol):
-    """What searches the collection: an `AsyncSearchClient`."""
+class VectorSearch(Protocol):
+    """Searches the collection; implemented by `AsyncSearchClient`."""
 
     def search(
         self, vector: Vector, k: int, *, collection: str, filter: Mapping[str, Any], deadline_ms: float
@@ -95,87 +103,92 @@ class Lookup(Protocol):
 
     @property
     def unavailable(self) -> Mapping[str, str]:
-        """The collections that no pool can serve, and why."""
+        """The collections that no pool can serve → reason."""
 
 
 class AnswerCache:
-    """Looks prompts up and keeps answers. Embedding and writing run in threads of their own: the event loop goes on."""
+    """Looks up and stores answers. Embedding and writing run in one thread each, so they do not block the event
+    loop."""
 
-    def __init__(self, stored: AnswerStore, embedder: Embedder, client: Lookup) -> None:
+    def __init__(self, stored: AnswerStore, embedder: Embedder, client: VectorSearch) -> None:
         self._stored, self._embedder, self._client = stored, embedder, client
-        self._embedding = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
-        self._waiting: deque[tuple[CacheKey, Vector, Sequence[Piece]]] = deque()
+        self._embed_thread = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
+        self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
+        self._queue: deque[tuple[CacheKey, Vector, Sequence[Piece]]] = deque()
         self._closed = False
 
-    async def find(self, asked: CacheKey) -> tuple[Vector, CacheHit | None]:
-        """The question's vector, and the answer to the most similar question with its key, if that is alike."""
+    async def find(self, key: CacheKey) -> tuple[Vector, CacheHit | None]:
+        """Return the question's vector, and the answer to the most similar question with the same digest, or None."""
         loop = asyncio.get_running_loop()
-        vector = (await loop.run_in_executor(self._embedding, self._embedder.embed, [asked.question]))[0]
-        hit = await self._look_up(asked.key, vector)
+        vector = (await loop.run_in_executor(self._embed_thread, self._embedder.embed, [key.question]))[0]
+        hit = await self._look_up(key.digest, vector)
         self._stored.count("miss" if hit is None else "hit", 1)
         return vector, hit
 
-    async def _look_up(self, key: str, vector: Vector) -> CacheHit | None:
+    async def _look_up(self, digest: str, vector: Vector) -> CacheHit | None:
         try:
-            async with asyncio.timeout(_LOOKUP_S):
+            async with asyncio.timeout(_LOOKUP_TIMEOUT_S):
                 result = await self._client.search(
-                    vector, 1, collection=ANSWERS, filter=self._stored.wanted(key), deadline_ms=_LOOKUP_S * 1e3
+                    vector,
+                    1,
+                    collection=ANSWERS,
+                    filter=self._stored.wanted(digest),
+                    deadline_ms=_LOOKUP_TIMEOUT_S * 1e3,
                 )
             found = self._stored.found(result)
             hit = found and CacheHit(_decoder.decode(found.text), found.similarity, found.age_s)
         except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
-            self._stored.say("found", str(error) or "the pools have not answered in time")
+            self._stored.say("found", str(error) or "the lookup timed out")
             return None
         self._stored.say("found", "")
         return hit
 
-    def store(self, asked: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
-        """Keep a whole answer, in a moment; not where it is too large, too many wait, or nodes of its collection were
-        missing."""
+    def store(self, key: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
+        """Queue a complete answer to be stored. It is dropped if it is partial or too large, or if the queue is
+        full."""
         if any(isinstance(piece, Retrieved) and piece.partial for piece in pieces):
             return
-        if len(self._waiting) < _MOST_WAITING and not self._closed:
-            self._waiting.append((asked, vector, pieces))
-            self._writing.submit(self._write)
+        if len(self._queue) < _MAX_QUEUED and not self._closed:
+            self._queue.append((key, vector, pieces))
+            self._write_thread.submit(self._write)
 
     def _write(self) -> None:
-        """Store all that wait: they share a record, and its sync."""
+        """Store all queued answers as one log record with one sync."""
         answers = []
-        while self._waiting:
-            asked, vector, pieces = self._waiting.popleft()
+        while self._queue:
+            key, vector, pieces = self._queue.popleft()
             try:
                 text = msgspec.json.encode(tuple(pieces)).decode()
             except ValueError:  # a lone surrogate
                 continue
-            if len(text) <= _ANSWER_BYTES:
-                answers.append(NewAnswer(_digest((asked.key, asked.question)), asked.key, vector, text))
+            if len(text) <= _MAX_ANSWER_BYTES:
+                answers.append(NewAnswer(_digest((key.digest, key.question)), key.digest, vector, text))
         if answers:
             self._stored.keep(answers)
 
     async def run(self) -> None:
-        """Keep the collection open and within its bounds until cancelled."""
-        renewed = -_RENEW_S
+        """Maintain the collection until cancelled."""
+        reset_s = -_RESET_INTERVAL_S
         while True:
             reason = self._client.unavailable.get(ANSWERS)
             if not self._closed:
-                if reason and time.monotonic() >= renewed + _RENEW_S:
-                    renewed = time.monotonic()
-                    self._writing.submit(self._stored.renew, reason)
-                await self.tend()
-            await asyncio.sleep(_TEND_S)
+                if reason and time.monotonic() >= reset_s + _RESET_INTERVAL_S:
+                    reset_s = time.monotonic()
+                    self._write_thread.submit(self._stored.renew, reason)
+                await self.maintain()
+            await asyncio.sleep(_MAINTENANCE_INTERVAL_S)
 
-    async def tend(self) -> None:
-        """Have the collection open and within its bounds."""
-        await asyncio.get_running_loop().run_in_executor(self._writing, self._stored.tend)
+    async def maintain(self) -> None:
+        """Open the collection if necessary and evict answers beyond its limits."""
+        await asyncio.get_running_loop().run_in_executor(self._write_thread, self._stored.tend)
 
     def close(self) -> None:
-        """Nothing is stored from now on, so that another frontend may. Idempotent."""
+        """Stop storing, so that another frontend may open the collection for writing. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._writing.submit(self._stored.close)
-            self._writing.shutdown(wait=False)
-            self._embedding.shutdown(wait=False)
+            self._write_thread.submit(self._stored.close)
+            self._write_thread.shutdown(wait=False)
+            self._embed_thread.shutdown(wait=False)
 
 
 def _digest(content: object) -> str:

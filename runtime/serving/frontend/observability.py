@@ -1,7 +1,7 @@
-"""Traces and metrics of requests: where each one's time went, and how they ended.
+"""Traces and metrics of requests: stage times, and how requests ended.
 
-A trace has times, counts and names of workers, nothing of what was asked or answered. Its memory is bounded: so many
-ended requests, so many probes of each.
+A trace contains times, counts and names of workers, and no text of prompts or answers. Memory is bounded by the number
+of ended requests kept and of probes per request.
 """
 
 import re
@@ -22,13 +22,13 @@ from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request
 from runtime.serving.messages import Generation, Probe, ProbeOutcome, Retrieval, Tokens
 from runtime.serving.stages import observe, stage_seconds
 
-CLIENT_ID = re.compile(r"[!-~]{1,128}")  # what a client may call its request: visible ASCII
-MAX_PROBES = 256  # kept of one request; of the others only their number
+CLIENT_ID = re.compile(r"[!-~]{1,128}")  # valid `x-request-id` of a client: visible ASCII
+MAX_PROBES = 256  # kept per request; further ones are only counted
 RUNNING = "running"
 
 
 class StageTime(msgspec.Struct, frozen=True):
-    """A stage of a request, in seconds since the frontend read it."""
+    """A stage of a request, in seconds since the frontend received it."""
 
     name: str
     begin_s: float
@@ -36,7 +36,7 @@ class StageTime(msgspec.Struct, frozen=True):
 
 
 class ProbeTime(msgspec.Struct, frozen=True):
-    """A probe: after how many tokens, when (as stages are), for how long it held the answer, how many new passages."""
+    """A probe: tokens before it, its times (like those of stages), its stall, and its number of new passages."""
 
     at_token: int
     begin_s: float
@@ -47,11 +47,11 @@ class ProbeTime(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A request as far as it has come. `state` is "running", the finish reason, or an error's code.
+    """Trace of a running or ended request. `state` is "running", the finish reason, or an error's code.
 
-    A search alone (`kind`) ends as "found" or with an error's code; it has `passages`, and neither workers nor tokens.
-    `client_id` is the `x-request-id` that the client sent. `restarts` counts the workers it has outlived; then the
-    stages are those of its last start. `probes_left_out` are known by their number alone.
+    A search without generation (`kind`) ends as "found" or with an error's code; it has `passages`, and neither workers
+    nor tokens. `client_id` is the `x-request-id` that the client sent. `restarts` counts the workers it has lost; the
+    stages are those of the last attempt. `probes_left_out` counts the probes beyond `MAX_PROBES`.
     """
 
     id: str
@@ -72,12 +72,12 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class SpanRecorder(Protocol):
-    """Who tells somebody else of every request, too."""
+    """Exporter of requests as spans."""
 
     def start(
         self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
     ) -> Callable[[Trace], None]:
-        """A request was accepted, or a search alone (no `generation`); what is called with its trace at its end."""
+        """Start the span of a request or search (without `generation`); return a callback for the trace at its end."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class _RunningTrace:
     id: str
     client_id: str
     stamps: dict[str, int]
-    request: Request | None = None  # None: a search alone
+    request: Request | None = None  # None: a search without generation
     span_ended: Callable[[Trace], None] | None = None
     probes: list[Probe] = field(default_factory=list)
     probes_left_out: int = 0
@@ -93,103 +93,99 @@ class _RunningTrace:
 
 
 class Traces:
-    """Takes notes of every request and every search alone. `keep` ended ones stay; `clock` gives monotonic ns.
+    """Traces of all running requests and searches, and of the last `keep` that ended; `clock` returns monotonic ns.
 
-    `client_id` is what the client calls it ("": nothing). Two that it calls the same are told apart by their ids alone:
-    under the name is the later one.
+    `client_id` is the client's own id ("": none). If two requests have the same, it refers to the later one.
     """
 
     def __init__(self, keep: int, clock: Callable[[], int]) -> None:
         self._keep, self._clock = keep, clock
         self._running: dict[str, _RunningTrace] = {}
         self._ended: OrderedDict[str, Trace] = OrderedDict()
-        self.client_names: dict[str, str] = {}  # client's id → ours, of those above
+        self.client_names: dict[str, str] = {}  # client id → request id, for the traces above
         self.spans: SpanRecorder | None = None
 
     def start(self, request: Request, client_id: str = "") -> None:
-        """A request was accepted."""
-        asked = request.generation
-        self._begin(
-            _RunningTrace(request.id, client_id, {stages.RECEIVED: asked.received_ns}, request), asked.retrieval
-        )
+        """Start the trace of an accepted request."""
+        stamps = {stages.RECEIVED: request.generation.received_ns}
+        self._begin(_RunningTrace(request.id, client_id, stamps, request), request.generation.retrieval)
 
     def start_search(self, search_id: str, client_id: str = "", retrieval: Retrieval | None = None) -> None:
-        """A search alone was accepted."""
+        """Start the trace of an accepted search."""
         self._begin(_RunningTrace(search_id, client_id, {stages.RECEIVED: self._clock()}), retrieval)
 
     def record(self, request: Request, piece: Piece) -> None:
-        """A worker has said something of it."""
-        notes = self._running.get(request.id)
-        if notes is None:
+        """Record the stamps and probes of a piece."""
+        running = self._running.get(request.id)
+        if running is None:
             return
-        notes.stamps.update(piece.stages)
+        running.stamps.update(piece.stages)
         if isinstance(piece, Tokens):
             for probe in piece.probes:
-                if len(notes.probes) < MAX_PROBES:
-                    notes.probes.append(probe)
+                if len(running.probes) < MAX_PROBES:
+                    running.probes.append(probe)
                 else:
-                    notes.probes_left_out += 1
+                    running.probes_left_out += 1
 
     def stamp(self, search_id: str, moment: str) -> None:
-        """A search alone has come to a moment of `runtime.serving.stages`."""
+        """Set a stamp (see `runtime.serving.stages`) of a search."""
         self._running[search_id].stamps[moment] = self._clock()
 
-    def end(self, ended: RequestOutcome) -> None:
-        """It has ended, in whatever way."""
-        notes = self._running.pop(ended.request_id, None)
-        if notes is not None:
-            notes.stamps.setdefault(stages.END, self._clock())
-            self._end(notes, ended.code)
+    def end(self, outcome: RequestOutcome) -> None:
+        """End the trace of a request."""
+        running = self._running.pop(outcome.request_id, None)
+        if running is not None:
+            running.stamps.setdefault(stages.END, self._clock())
+            self._end(running, outcome.code)
 
     def end_search(self, search_id: str, state: str, passages: int) -> int:
-        """A search alone has ended, in whatever way; returns how long it took, in ns."""
-        notes = self._running.pop(search_id)
-        notes.passages = passages
-        notes.stamps[stages.END] = self._clock()
-        self._end(notes, state)
-        return notes.stamps[stages.END] - notes.stamps[stages.RECEIVED]
+        """End the trace of a search; return its duration in ns."""
+        running = self._running.pop(search_id)
+        running.passages = passages
+        running.stamps[stages.END] = self._clock()
+        self._end(running, state)
+        return running.stamps[stages.END] - running.stamps[stages.RECEIVED]
 
     def trace(self, request_id: str) -> Trace:
-        """By its id or the client's own. Raises InvalidRequest for what can be neither, UnknownRequest for what is not
-        kept."""
+        """Return the trace with this request id or client id. Raises InvalidRequest, UnknownRequest."""
         if not CLIENT_ID.fullmatch(request_id):
             raise InvalidRequest("a request id has 1 to 128 visible ASCII characters", "request_id")
         for name in (request_id, self.client_names.get(request_id, "")):
-            if notes := self._running.get(name):
-                return _trace(notes, RUNNING, self._clock())
+            if running := self._running.get(name):
+                return _trace(running, RUNNING, self._clock())
             if found := self._ended.get(name):
                 return found
         raise UnknownRequest(
-            f"no trace of request {request_id!r}: it never was, or {self._keep} others have ended since", "request_id"
+            f"no trace of request {request_id!r}: it is unknown, or {self._keep} others have ended since", "request_id"
         )
 
-    def _begin(self, notes: _RunningTrace, retrieval: Retrieval | None) -> None:
-        self._running[notes.id] = notes
+    def _begin(self, running: _RunningTrace, retrieval: Retrieval | None) -> None:
+        self._running[running.id] = running
         if self.spans is not None:
-            asked = None if notes.request is None else notes.request.generation
-            notes.span_ended = self.spans.start(notes.stamps[stages.RECEIVED], asked, retrieval)
-        if notes.client_id:
-            self.client_names[notes.client_id] = notes.id
+            generation = None if running.request is None else running.request.generation
+            running.span_ended = self.spans.start(running.stamps[stages.RECEIVED], generation, retrieval)
+        if running.client_id:
+            self.client_names[running.client_id] = running.id
 
-    def _end(self, notes: _RunningTrace, state: str) -> None:
-        found = self._ended[notes.id] = _trace(notes, state, notes.stamps[stages.END])
-        if notes.span_ended is not None:
-            notes.span_ended(found)
+    def _end(self, running: _RunningTrace, state: str) -> None:
+        found = self._ended[running.id] = _trace(running, state, running.stamps[stages.END])
+        if running.span_ended is not None:
+            running.span_ended(found)
         while len(self._ended) > self._keep:
-            _, forgotten = self._ended.popitem(last=False)
-            if self.client_names.get(forgotten.client_id) == forgotten.id:
-                del self.client_names[forgotten.client_id]
+            _, evicted = self._ended.popitem(last=False)
+            if self.client_names.get(evicted.client_id) == evicted.id:
+                del self.client_names[evicted.client_id]
 
 
-def _trace(notes: _RunningTrace, state: str, now_ns: int) -> Trace:
-    request, zero = notes.request, notes.stamps[stages.RECEIVED]
+def _trace(running: _RunningTrace, state: str, now_ns: int) -> Trace:
+    request, zero = running.request, running.stamps[stages.RECEIVED]
 
     def since(moment_ns: int) -> float:
         return (moment_ns - zero) / 1e9
 
-    first = notes.stamps.get(stages.FIRST_TOKEN)
+    first = running.stamps.get(stages.FIRST_TOKEN)
     return Trace(
-        id=notes.id,
+        id=running.id,
         state=state,
         prefill_worker=request.placement.prefill if request else "",
         decode_worker=request.placement.decode if request else "",
@@ -200,7 +196,7 @@ def _trace(notes: _RunningTrace, state: str, now_ns: int) -> Trace:
         first_token_s=None if first is None else since(first),
         stages=tuple(
             StageTime(stage.name, since(begin), since(end))
-            for stage, begin, end in stages.completed_stages(notes.stamps)
+            for stage, begin, end in stages.completed_stages(running.stamps)
         ),
         probes=tuple(
             ProbeTime(
@@ -211,17 +207,17 @@ def _trace(notes: _RunningTrace, state: str, now_ns: int) -> Trace:
                 probe.passages,
                 probe.outcome,
             )
-            for probe in notes.probes
+            for probe in running.probes
         ),
-        probes_left_out=notes.probes_left_out,
+        probes_left_out=running.probes_left_out,
         kind="generation" if request else "search",
-        passages=notes.passages,
-        client_id=notes.client_id,
+        passages=running.passages,
+        client_id=running.client_id,
     )
 
 
-# ---- the W3C trace context of the request that runs: what the client sent, handed on to servers that answer for us
-# It is a context variable: a request's task has its own, and so have the tasks that it starts.
+# ---- W3C trace context of the current request: from its client, propagated to the servers that it is sent to.
+# A context variable: each request's task has its own value, inherited by the tasks that it starts.
 
 
 _HEADER_PATTERNS = {
@@ -231,59 +227,59 @@ _HEADER_PATTERNS = {
 _NO_CONTEXT: Mapping[str, str] = {}
 
 trace_context: ContextVar[Mapping[str, str]] = ContextVar("trace_context", default=_NO_CONTEXT)
-"""The headers to send on; empty where the client sent none, or some that are not of their form."""
+"""The headers to propagate; empty if the client sent none or malformed ones."""
 
 
 def trace_context_of(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Those of a request's headers; `tracestate` means nothing without `traceparent`."""
+    """Return the trace context among a request's headers; `tracestate` requires `traceparent`."""
     if not _HEADER_PATTERNS["traceparent"].fullmatch(headers.get("traceparent", "")):
         return _NO_CONTEXT
     return {name: headers[name] for name, form in _HEADER_PATTERNS.items() if form.fullmatch(headers.get(name, ""))}
 
 
-# ---- the frontend's own metrics: how requests ended, and whether the node kept what it promises (its SLOs)
+# ---- metrics of the frontend: outcomes of requests, and SLOs
 #
-# An SLO counts over the requests that were sent: one that failed or was refused broke it. Not counted are those whose
-# client went away, and those that asked for what cannot be.
+# A request that failed or was refused violates its SLOs. Requests whose client disconnected and invalid requests do not
+# count.
 
 
 _COMPLETED = ("stop", "length")
-_GENERATION_SLOS: tuple[Slo, ...] = ("ttft", "tpot", "all")  # to a generation
+_GENERATION_SLOS: tuple[Slo, ...] = ("ttft", "tpot", "all")
 _STATUS_CLASSES: dict[int, StatusClass] = {2: "2xx", 4: "4xx", 5: "5xx"}
 _HEALTH_PATHS = ("/health", "/ready")
 _SEARCH_PATH = re.compile(r"/v1/retrieval|/v1/vector_stores/[^/]+/search")
 
 
 class RequestMetrics:
-    """Writes them into the frontend's table."""
+    """Writes request metrics and SLO counters into the frontend's table."""
 
     def __init__(self, table: WorkerTable, slo: SloSection) -> None:
         self._table = table
         self._slo = slo
 
-    def record_end(self, ended: RequestOutcome) -> None:
-        """A generation that was accepted has ended."""
-        if ended.code in _COMPLETED:
+    def record_end(self, outcome: RequestOutcome) -> None:
+        """Count the end of an accepted generation."""
+        if outcome.code in _COMPLETED:
             self._table.add(FrontendMetrics.REQUESTS["finished"])
-            self._check_slos(ended)
-        elif ended.code == ClientDisconnected.code:
+            self._check_slos(outcome)
+        elif outcome.code == ClientDisconnected.code:
             self._table.add(FrontendMetrics.REQUESTS["cancelled"])
         else:
-            self._record_failure("failed", error_from_code(ended.code, ""))
+            self._record_failure("failed", error_from_code(outcome.code, ""))
 
-    def record_relayed(self, ended: RequestOutcome) -> None:
-        """As `record_end`, of an engine that keeps no table of its own: its times go into this one."""
-        self.record_end(ended)
-        observe(self._table, ended.stages, ended.completion_tokens)
-        self._table.add(FrontendMetrics.PROMPT_TOKENS, ended.prompt_tokens)
-        self._table.add(FrontendMetrics.GENERATION_TOKENS, ended.completion_tokens)
+    def record_relayed(self, outcome: RequestOutcome) -> None:
+        """`record_end` for an engine without worker tables: record its stage times and tokens, too."""
+        self.record_end(outcome)
+        observe(self._table, outcome.stages, outcome.completion_tokens)
+        self._table.add(FrontendMetrics.PROMPT_TOKENS, outcome.prompt_tokens)
+        self._table.add(FrontendMetrics.GENERATION_TOKENS, outcome.completion_tokens)
 
     def record_refusal(self, error: TrinityError) -> None:
-        """A generation was not accepted."""
+        """Count a generation that was not accepted."""
         self._record_failure("refused", error)
 
     def record_response(self, path: str, status: int, seconds: float) -> None:
-        """An HTTP answer is out. Looks at the node's health are no traffic, and fail as they should while it drains."""
+        """Count an HTTP response. Health checks do not count: they fail on purpose while the node drains."""
         if path in _HEALTH_PATHS:
             return
         if status // 100 in _STATUS_CLASSES:
@@ -296,14 +292,14 @@ class RequestMetrics:
         elif status >= 500:
             self._count_slo("search", False)
 
-    def _check_slos(self, ended: RequestOutcome) -> None:
-        spans = stage_seconds(ended.stages, ended.completion_tokens)
-        kept = [spans["ttft"] <= self._slo.ttft_s]
-        self._count_slo("ttft", kept[0])
-        if "tpot" in spans:  # an answer of one token has no later ones
-            kept.append(spans["tpot"] <= self._slo.tpot_s)
-            self._count_slo("tpot", kept[1])
-        self._count_slo("all", all(kept))
+    def _check_slos(self, outcome: RequestOutcome) -> None:
+        seconds = stage_seconds(outcome.stages, outcome.completion_tokens)
+        met = [seconds["ttft"] <= self._slo.ttft_s]
+        self._count_slo("ttft", met[0])
+        if "tpot" in seconds:  # not for an answer of one token
+            met.append(seconds["tpot"] <= self._slo.tpot_s)
+            self._count_slo("tpot", met[1])
+        self._count_slo("all", all(met))
 
     def _record_failure(self, outcome: Literal["failed", "refused"], error: TrinityError) -> None:
         if error.status < 500:
@@ -313,7 +309,7 @@ class RequestMetrics:
         for slo in _GENERATION_SLOS:
             self._count_slo(slo, False)
 
-    def _count_slo(self, slo: Slo, kept: bool) -> None:
+    def _count_slo(self, slo: Slo, met: bool) -> None:
         self._table.add(FrontendMetrics.SLO_REQUESTS[slo])
-        if not kept:
+        if not met:
             self._table.add(FrontendMetrics.SLO_VIOLATIONS[slo])

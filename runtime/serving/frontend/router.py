@@ -1,18 +1,18 @@
-"""Which prefill worker and which decode worker take a request. Pure code: no sockets, an injected clock.
+"""Prefix-aware routing: chooses the prefill and the decode worker of a request. No sockets, an injected clock.
 
-- **Prefill**: the fewest requests waiting or running, less the share of the prompt's leading blocks that the worker has
-  lately seen, one more for a worker without enough free KV blocks. A full overlap is worth one request of queue, no
-  more: a hot prefix cannot starve the other workers.
-- **Decode**: a worker with a free slot and enough free KV blocks before one without, then the smallest share of slots
-  in use; a full overlap is worth one slot.
-- `overlap_weight` is what a full overlap is worth, if not one; with 0 load alone decides.
-- Among equals the one that was chosen longest ago: a worker that is new has its first request at once.
+- **Prefill**: the worker with the lowest cost. The cost is the number of requests waiting or running, less the prefix
+  overlap (the share of the prompt's leading blocks that the worker has lately received), plus one for a worker without
+  enough free KV blocks. A full overlap offsets one queued request, so a hot prefix cannot starve the other workers.
+- **Decode**: workers with a free slot and enough free KV blocks before those without, then the smallest share of slots
+  in use; a full overlap offsets one slot.
+- `overlap_weight` scales the overlap, 1 by default; with 0 only the load counts.
+- Ties go to the least recently chosen worker, so a new worker receives a request at once.
 
-What a worker has seen is known from what this router gave it, and forgotten once the worker reports that it has given
-up cached blocks of a later request: the longest unused go first.
+The router tracks the prefixes that it has sent to each worker. It considers a prefix evicted once the worker reports
+that it has evicted cached blocks of a later request (LRU).
 
-Reports lag behind by up to 250 ms, so a worker's load is the larger of what it reports and what this router
-has given it. Draining workers get nothing new; the number of requests in flight is bounded.
+Reports lag by up to 250 ms, so the load of a worker is the maximum of its report and the requests assigned here.
+Draining workers receive no new requests; the number of requests in flight is bounded.
 """
 
 import time
@@ -25,18 +25,18 @@ from runtime.errors import ContextLengthExceeded, Overloaded, Unavailable
 from runtime.serving.messages import UNKNOWN_LOAD, DecodeLoad, Generation, Hello, Message, Report, Role
 from runtime.serving.model.text import last_question_index
 
-# ---- prefixes of prompts, by which requests find the worker or the server that has their KV already
+# ---- prefix hashes, to find the worker or server with cached KV of a prompt
 
 
 BLOCK_CHARS = 128
 BLOCK_TOKENS = 32
-PREFIX_BLOCKS = 32  # of one prompt; what lies behind them does not choose the worker
+PREFIX_BLOCKS = 32  # of one prompt; later blocks do not affect routing
 
 
 def prefix_blocks(
     prompt: str | Sequence[int] | Sequence[Message], most: int = PREFIX_BLOCKS, salt: bytes = b""
 ) -> tuple[int, ...]:
-    """Hashes of the prompt's leading whole blocks, each over all before it: equal hashes mean equal prefixes.
+    """Return chained hashes of the prompt's leading whole blocks: equal hashes mean equal prefixes.
 
     Blocks are 128 characters of text (a chat's turns joined) or 32 token ids; at most `most` blocks. Only
     prompts with the same `salt` share any. The hashes of text hold within one process only.
@@ -57,55 +57,56 @@ def prefix_blocks(
     return tuple(hashes)
 
 
-def known_prefix(asked: Generation) -> tuple[tuple[int, ...], int]:
-    """The prefix blocks of a prompt that are known before its passages are, and how many blocks it has without these.
+def known_prefix(generation: Generation) -> tuple[tuple[int, ...], int]:
+    """Return the prefix blocks that precede the passages, and the prompt's number of blocks without passages.
 
-    Passages stand behind the text of a chat's system message, before the text of its last question, or before a raw
-    prompt (`model/text.py`): what follows them is no prefix that two prompts share.
+    Passages are inserted after the text of a chat's system message, before the text of its last question, or before a
+    raw prompt (`model/text.py`): what follows them is no shared prefix.
     """
-    if asked.retrieval is None:
-        prefix = prefix_blocks(asked.messages or asked.prompt, salt=asked.salt)
+    if generation.retrieval is None:
+        prefix = prefix_blocks(generation.messages or generation.prompt, salt=generation.salt)
         return prefix, len(prefix)
-    before: Sequence[Message] = [turn for turn in asked.messages[:1] if turn.role == "system"]
-    if asked.retrieval.place == "question":
-        before = asked.messages[: max(last_question_index([turn.role for turn in asked.messages]), 0)]
-    if asked.messages:
-        whole = sum(len(turn.content) for turn in asked.messages) // BLOCK_CHARS
+    before: Sequence[Message] = [turn for turn in generation.messages[:1] if turn.role == "system"]
+    if generation.retrieval.place == "question":
+        before = generation.messages[: max(last_question_index([turn.role for turn in generation.messages]), 0)]
+    if generation.messages:
+        whole = sum(len(turn.content) for turn in generation.messages) // BLOCK_CHARS
     else:
-        whole = len(asked.prompt) // (BLOCK_CHARS if isinstance(asked.prompt, str) else BLOCK_TOKENS)
-    return prefix_blocks(before, salt=asked.salt), whole
+        whole = len(generation.prompt) // (BLOCK_CHARS if isinstance(generation.prompt, str) else BLOCK_TOKENS)
+    return prefix_blocks(before, salt=generation.salt), whole
 
 
-class Prefixes:
-    """The blocks that somebody was given lately."""
+class PrefixHistory:
+    """LRU set of the prefix blocks lately sent to one worker or server."""
 
     def __init__(self) -> None:
-        self._given: OrderedDict[int, int] = OrderedDict()  # block → when it was last given, the longest unused first
+        self._sent_ns: OrderedDict[int, int] = OrderedDict()  # block → ns when last sent, LRU first
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._sent_ns)
 
     def seen(self, prefix: Sequence[int], since_ns: int = 0) -> int:
-        """How many leading blocks of `prefix` were given since then (prefixes are chains: the first miss ends it)."""
+        """Return how many leading blocks of `prefix` were sent since then; hashes are chained, so a miss ends the
+        match."""
         count = 0
         for block in prefix:
-            if self._given.get(block, -1) < since_ns:
+            if self._sent_ns.get(block, -1) < since_ns:
                 break
             count += 1
         return count
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
-        """Note a prompt's blocks, forgetting the longest unused beyond `limit`."""
-        for block in reversed(prefix):  # the first block last: a chain is forgotten from its far end
-            self._given[block] = now_ns
-            self._given.move_to_end(block)
-        while len(self._given) > limit:
-            self._given.popitem(last=False)
+        """Add a prompt's blocks and evict the least recently used beyond `limit`."""
+        for block in reversed(prefix):  # the first block last: a chain is evicted from its end
+            self._sent_ns[block] = now_ns
+            self._sent_ns.move_to_end(block)
+        while len(self._sent_ns) > limit:
+            self._sent_ns.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The two workers of one request, by name, where the decode worker takes the hand-over, and its load then."""
+    """Names of the two workers of a request, and the decode worker's hand-over endpoint and load at that time."""
 
     prefill: str
     decode: str
@@ -118,17 +119,17 @@ UNPLACED = Placement("", "", "")
 
 @dataclass(slots=True)
 class Worker:
-    """A worker as the router sees it: what it said of itself, what it last reported, what it was given."""
+    """State of a worker: its Hello, its last report, its assigned requests and prefixes."""
 
     hello: Hello
     reported: Report
     assigned: int = 0
-    turn: int = 0  # the router's choices until it was chosen last
-    prefixes: Prefixes = field(default_factory=Prefixes)
+    last_chosen: int = 0  # sequence number of the choice
+    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
     @property
     def load(self) -> int:
-        """Requests that it has, or soon will have."""
+        """Number of requests on the worker or on their way to it."""
         return max(self.reported.queued + self.reported.running, self.assigned)
 
     @property
@@ -136,17 +137,19 @@ class Worker:
         return self.reported.free_slots > 0 and self.load < self.hello.slots
 
     def has_free_blocks(self, tokens: int) -> bool:
-        """Whether its last report had KV blocks for so many tokens (a worker that does not tell has)."""
+        """Whether it reported enough free KV blocks for so many tokens; true if it reports none."""
         return not self.hello.blocks or self.reported.free_blocks * self.hello.block_tokens >= tokens
 
     def overlap(self, prefix: Sequence[int], blocks: int = 0) -> float:
-        """The share of a prompt that the worker has lately seen, 0..1 (prefixes are chains: the first miss ends it).
+        """Return the share of a prompt that the worker has lately received, 0..1.
 
-        The prompt has `blocks` blocks, of which `prefix` are known; at least these."""
+        The prompt has max(`blocks`, len(`prefix`)) blocks, of which `prefix` are known.
+        """
         return self.prefixes.seen(prefix, self.reported.evicted_ns) / max(blocks, len(prefix)) if prefix else 0.0
 
     def remember(self, prefix: Sequence[int], limit: int, now_ns: int) -> None:
-        """Note a prompt's blocks, forgetting the longest unused beyond `limit`, and beyond what its KV blocks hold."""
+        """Add a prompt's blocks and evict the least recently used beyond `limit` and beyond the worker's KV
+        capacity."""
         if self.hello.blocks:
             limit = min(limit, max(1, self.hello.blocks * self.hello.block_tokens // BLOCK_TOKENS))
         self.prefixes.remember(prefix, limit, now_ns)
@@ -175,39 +178,38 @@ class Router:
         self._workers: dict[str, Worker] = {}
 
     def add(self, hello: Hello) -> None:
-        """A worker is ready. One of the same name is replaced: it is a new process that holds nothing."""
+        """Add a ready worker. It replaces one of the same name: it is a new process with an empty cache."""
         idle = Report(hello.worker, hello.epoch, 0, 0, 0, hello.slots, free_blocks=hello.blocks)
         self._workers[hello.worker] = Worker(hello, idle)
 
     def remove(self, name: str) -> None:
-        """A worker is gone; unknown names are ignored."""
+        """Remove a lost worker; unknown names are ignored."""
         self._workers.pop(name, None)
 
     def report(self, report: Report) -> None:
-        """Take a worker's load; unknown names are ignored."""
+        """Store a worker's load report; unknown names are ignored."""
         worker = self._workers.get(report.worker)
         if worker is not None:
             worker.reported = report
 
     def assigned(self, name: str) -> int:
-        """Requests placed on a worker that have not left it, on their way to it included."""
+        """Return the number of requests assigned to a worker, including those on their way to it."""
         worker = self._workers.get(name)
         return worker.assigned if worker is not None else 0
 
     def workers(self) -> list[Worker]:
-        """All workers known, draining ones included, in the order in which they came."""
+        """Return all workers, including draining ones, in the order in which they were added."""
         return list(self._workers.values())
 
     def missing(self) -> list[Role]:
-        """The roles for which no worker takes requests; empty when the node is ready."""
+        """Return the roles without a worker that accepts requests; empty when the node is ready."""
         return [role for role in get_args(Role) if not self._ready(role)]
 
     def place(self, prefix: Sequence[int], tokens: int = 0, avoid: str = "", blocks: int = 0) -> Placement:
-        """Choose both workers for a prompt of these prefix blocks that needs at least `tokens` of context. It has
-        `blocks` blocks, if not all of them are known.
+        """Choose both workers for a prompt with these prefix blocks that needs at least `tokens` of context.
 
-        The worker `avoid` is taken only if there is no other. Raises Overloaded (too many in flight), Unavailable (a
-        role has no worker) or ContextLengthExceeded.
+        `blocks`: the prompt's number of blocks, if not all are known. `avoid` is chosen only if there is no other
+        worker. Raises Overloaded (too many in flight), Unavailable (a role has no worker) or ContextLengthExceeded.
         """
         if self.in_flight >= self.max_in_flight:
             raise Overloaded(
@@ -241,11 +243,11 @@ class Router:
         return worker.load - self._overlap_weight * worker.overlap(prefix, blocks)
 
     def prefilled(self, placement: Placement) -> None:
-        """The request has left its prefill worker."""
+        """Unassign the prefill worker of a request that decode has taken over."""
         self._unassign(placement.prefill)
 
     def finished(self, placement: Placement, *, prefilled: bool) -> None:
-        """The request has ended; `prefilled` tells whether `prefilled` was called for it."""
+        """Unassign a request that has ended; `prefilled`: whether `prefilled` was called for it."""
         self.in_flight -= 1
         self._unassign(placement.decode)
         if not prefilled:
@@ -253,7 +255,7 @@ class Router:
 
     def _unassign(self, name: str) -> None:
         worker = self._workers.get(name)
-        if worker is not None and worker.assigned:  # a worker that was replaced meanwhile starts from nothing
+        if worker is not None and worker.assigned:  # a replacement starts with none assigned
             worker.assigned -= 1
 
     def _ready(self, role: Role) -> list[Worker]:
@@ -274,7 +276,7 @@ class Router:
         return fitting
 
     def _pick(self, workers: Iterable[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> Worker:
-        chosen = min(workers, key=lambda worker: (*cost(worker), worker.turn))
+        chosen = min(workers, key=lambda worker: (*cost(worker), worker.last_chosen))
         self._choices += 1
-        chosen.turn = self._choices
+        chosen.last_chosen = self._choices
         return chosen

@@ -1,9 +1,9 @@
-"""Traces as OpenTelemetry spans, by the GenAI conventions (semantic-conventions-genai 0.1), sent on by OTLP over HTTP.
+"""Traces as OpenTelemetry spans, by the GenAI conventions (semantic-conventions-genai 0.1), exported by OTLP over HTTP.
 
-A request is a span from the moment that it is read: a child of what its client sent as `traceparent`, and the parent of
-what the server that writes the answer makes of it. Its stages and probes become children when it has ended, from the
-times that `trinity trace` shows. Nothing of what was asked or answered is told. The SDK's thread sends spans in
-batches from a bounded queue; what the collector does not take is dropped and logged.
+A request is a span from the moment it is received: a child of the client's `traceparent`, and the parent of the spans
+of the server that generates the answer. When the request has ended, its stages and probes become child spans, with the
+times that `trinity trace` shows. Spans contain no text of prompts or answers. The SDK's thread exports spans in batches
+from a bounded queue; spans that the collector does not accept are dropped and logged.
 """
 
 import os
@@ -28,16 +28,17 @@ Attributes = dict[str, str | int | float | list[str]]
 
 
 def otlp_provider(node: str) -> TracerProvider:
-    """RequestSpans to the collector that the standard OTEL_* variables name, http://localhost:4318 without any."""
-    told = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    own = {} if told else {SERVICE_NAME: _PROVIDER}
-    provider = TracerProvider(resource=Resource.create({SERVICE_INSTANCE_ID: node, **own}), shutdown_on_exit=False)
+    """RequestReturn a provider that exports to the collector named by the OTEL_* variables, http://localhost:4318
+    without any."""
+    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    service = {} if named else {SERVICE_NAME: _PROVIDER}
+    provider = TracerProvider(resource=Resource.create({SERVICE_INSTANCE_ID: node, **service}), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider
 
 
 class RequestSpans:
-    """Makes spans of one node's requests. `clock` and `wall` give monotonic ns and ns of Unix time."""
+    """Creates the spans of one node's requests. `clock` and `wall` return monotonic ns and Unix time in ns."""
 
     def __init__(
         self,
@@ -53,8 +54,10 @@ class RequestSpans:
     def start(
         self, received_ns: int, generation: Generation | None, retrieval: Retrieval | None
     ) -> Callable[[Trace], None]:
-        """A request, or a search alone (without `generation`), was accepted; servers that are asked for it are told
-        the span. To be called with its whole trace when it has ended."""
+        """Start the span of a request, or of a search (without `generation`), and propagate it to the servers called.
+
+        Return a callback for the trace at its end.
+        """
         zero = self._wall() - self._clock() + received_ns
         found = {} if retrieval is None else _retrieval_attributes(retrieval)
         if generation is None:
@@ -64,9 +67,9 @@ class RequestSpans:
             name, attributes = f"{operation} {self._model}", _generation_attributes(operation, self._model, generation)
         parent = self._propagator.extract(dict(trace_context.get()))
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=zero)
-        sent_on: dict[str, str] = {}
-        self._propagator.inject(sent_on, set_span_in_context(span))
-        trace_context.set(sent_on)
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, set_span_in_context(span))
+        trace_context.set(headers)
 
         def ended(trace: Trace) -> None:
             if span.is_recording():
@@ -79,27 +82,29 @@ class RequestSpans:
 
     def _children(self, span: Span, zero: int, trace: Trace, found: Attributes) -> None:
         context = set_span_in_context(span)
-        asks = f"retrieval {found.get('gen_ai.data_source.id', '')}".rstrip()
+        retrieval_name = f"retrieval {found.get('gen_ai.data_source.id', '')}".rstrip()
         for stage in trace.stages:
-            asked = stage.name == "retrieval" and trace.kind == "generation"
+            is_retrieval = stage.name == "retrieval" and trace.kind == "generation"
             child = self._tracer.start_span(
-                asks if asked else stage.name, context, SpanKind.CLIENT if asked else SpanKind.INTERNAL,
-                found if asked else {}, start_time=zero + _ns(stage.begin_s),
+                retrieval_name if is_retrieval else stage.name, context,
+                SpanKind.CLIENT if is_retrieval else SpanKind.INTERNAL, found if is_retrieval else {},
+                start_time=zero + _ns(stage.begin_s),
             )  # fmt: skip
             child.end(zero + _ns(stage.end_s))
         for probe in trace.probes:
-            told: Attributes = {
+            attributes: Attributes = {
+                **found,
                 "trinity.probe.at_token": probe.at_token,
                 "trinity.probe.stalled_s": probe.stalled_s,
                 "trinity.probe.passages": probe.passages,
             }
             start = zero + _ns(probe.begin_s)
-            child = self._tracer.start_span(asks, context, SpanKind.CLIENT, {**found, **told}, start_time=start)
+            child = self._tracer.start_span(retrieval_name, context, SpanKind.CLIENT, attributes, start_time=start)
             _set_error(child, "stop" if probe.outcome in ("answered", "near") else probe.outcome)
             child.end(zero + _ns(probe.end_s))
 
     def close(self) -> None:
-        """Send what waits; a collector that does not answer is given up after two seconds."""
+        """Export the queued spans; stop after two seconds if the collector does not respond."""
         closing = threading.Thread(target=self._provider.shutdown, name="close-spans", daemon=True)
         closing.start()
         closing.join(_SHUTDOWN_TIMEOUT_S)
@@ -127,19 +132,19 @@ def _generation_attributes(operation: str, model: str, generation: Generation) -
 
 
 def _outcome_attributes(trace: Trace) -> Attributes:
-    """What is known of a request when it has ended."""
+    """Return the attributes of an ended request."""
     if trace.kind == "search":
         return {"trinity.request.id": trace.id, "trinity.passages": trace.passages}
-    told: Attributes = {
+    attributes: Attributes = {
         "gen_ai.response.id": trace.id,
         "gen_ai.usage.output_tokens": trace.completion_tokens,
         "trinity.prefill_worker": trace.prefill_worker,
         "trinity.decode_worker": trace.decode_worker,
         "trinity.restarts": trace.restarts,
     }
-    if trace.prompt_tokens:  # a server that writes the answer need not tell
-        told["gen_ai.usage.input_tokens"] = trace.prompt_tokens
-    return told | ({"gen_ai.response.finish_reasons": [trace.state]} if trace.state in _SUCCESS else {})
+    if trace.prompt_tokens:  # a relaying engine may not know it
+        attributes["gen_ai.usage.input_tokens"] = trace.prompt_tokens
+    return attributes | ({"gen_ai.response.finish_reasons": [trace.state]} if trace.state in _SUCCESS else {})
 
 
 def _set_error(span: Span, state: str) -> None:

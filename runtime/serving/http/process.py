@@ -157,7 +157,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
 
     async def serve() -> None:
         if answers is not None:
-            await answers.tend()
+            await answers.maintain()
         if worker.epoch > 1:
             await _wait_for_workers(worker, lambda: missing_roles(service, settings))
         worker.ready()
