@@ -1,4 +1,4 @@
-"""Vector search on one device: the index, building it, and the engine that searches it by the extend."""
+"""Vector search on one device: the graph index, its build, and engines that search it in batched extends."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpu.engine import Engine
     from gpu.index.graph_index import GraphIndex
 
-# Loaded on first use: an engine is compiled code, which only a pool worker runs.
+# Imported on first use: engines import compiled code, which only pool workers run.
 _HOME = {"CpuEngine": "cpu.engine", "Engine": "engine", "GraphIndex": "index.graph_index", "open_engine": "backends"}
 
 __all__ = [

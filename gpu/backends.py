@@ -1,4 +1,4 @@
-"""From a device's name to the engine that searches on it. Packages of other devices are not imported before."""
+"""Engine factory: map a device name to an engine. Packages of a device are imported only when it is used."""
 
 import functools
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ def open_engine(
     extends_per_launch: int = 1,
     resident: bool = False,
 ) -> Engine:
-    """An engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
+    """Open an engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
-    extends_per_launch: see `CudaEngine`; the CPU's launches are one extend each. resident: on a GPU that nobody else
-    computes on, have blocks stay there (where they can, else launches are made).
+    extends_per_launch: see `CudaEngine`; must be 1 on a CPU. resident: run a persistent kernel, on a GPU with no other
+    compute work; falls back to launches where the device has no room for it.
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
     check_device(device)
@@ -49,7 +49,7 @@ def open_engine(
 
 @functools.cache
 def copy_bytes_s(device: str) -> float:
-    """Bytes read a second by a plain copy in the device's memory, measured once. Raises DeviceUnavailable."""
+    """Return the read bandwidth of a device memory copy in bytes/s, measured once. Raises DeviceUnavailable."""
     check_device(device)
     if device == CPU:
         return host_copy_bytes_s()

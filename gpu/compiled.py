@@ -1,8 +1,8 @@
-"""Compiling with numba, and keeping the machine code for the next process without ever keeping it too long.
+"""Compilation with numba, with an on-disk cache that is invalidated when any source of `gpu` changes.
 
-numba drops a function's cached code when the function's own file changes, but not when a file changes whose functions
-it has inlined. Here the code of every function is bound to all sources of `gpu`. Where the user can write neither
-beside the sources, nor to their cache, nor to NUMBA_CACHE_DIR, every process compiles for itself.
+numba invalidates a function's cached code when the function's own file changes, but not when the file of an inlined
+function changes. Here the cache key covers all sources of `gpu`. If neither the source directory, nor the user's cache
+directory, nor NUMBA_CACHE_DIR is writable, every process compiles for itself.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ _STAMP = _digest()
 
 
 def compiled(function: Any) -> Any:
-    """`function`, compiled at its first call, without the interpreter's lock, and cached on disk, if that can be."""
+    """Compile a function at its first call, to run without the GIL, and cache the code on disk if possible."""
     dispatcher = njit(nogil=True, error_model="numpy")(function)
-    _keep(dispatcher)
+    _enable_cache(dispatcher)
     return dispatcher
 
 
 def c_function(signature: str) -> Callable[[Callable[..., Any]], int]:
-    """A decorator: the address (int) of a C function of this signature, compiled at once; see `compiled`."""
+    """Return a decorator that compiles a C function of this signature immediately and returns its address (int)."""
 
     def compile_(function: Callable[..., Any]) -> int:
         made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
-        _keep(made)
+        _enable_cache(made)
         made.compile()
         _functions.append(made)
         return int(made.address)
@@ -43,15 +43,15 @@ def c_function(signature: str) -> Callable[[Callable[..., Any]], int]:
     return compile_
 
 
-def _keep(function: Any) -> None:
-    """Have numba cache what it compiles of this, if there is a place for it."""
+def _enable_cache(function: Any) -> None:
+    """Enable numba's disk cache for a function if a cache directory is writable."""
     try:
         function.enable_caching()
     except RuntimeError:  # numba's "no locator available"
         return
     file: Any = getattr(function._cache, "_cache_file", None)
-    if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
+    if hasattr(file, "_source_stamp"):  # numba's own attribute for the cache key
         file._source_stamp = _STAMP
 
 
-_functions: list[Any] = []  # they own the machine code
+_functions: list[Any] = []  # keeps the machine code alive

@@ -1,4 +1,4 @@
-"""Names of devices. "cpu" is always there; "cuda", "cuda:N" and a GPU's UUID ("GPU-…") need the extra [cuda], a driver
+"""Device names. "cpu" is always available; "cuda", "cuda:N" and a GPU's UUID ("GPU-…") need the extra [cuda], a driver
 and that GPU."""
 
 import re
@@ -10,14 +10,14 @@ _CUDA = re.compile(r"cuda(:\d{1,3})?\Z|GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[
 
 
 def is_device_name(device: str) -> bool:
-    """Whether a device could be called that; `check_device` tells whether it is there."""
+    """Return whether the name is well-formed; `check_device` checks that the device exists."""
     return device == CPU or _CUDA.match(device) is not None
 
 
 def check_device(device: str) -> None:
     """Raise DeviceUnavailable, with the reason, unless a search engine can be opened on the device."""
     if not is_device_name(device):
-        raise DeviceUnavailable(f'{device!r} is no device: "cpu", "cuda:N" and UUIDs ("GPU-…") are')
+        raise DeviceUnavailable(f'{device!r} is not a device name; use "cpu", "cuda:N" or a UUID ("GPU-…")')
     if device != CPU:
         from gpu.cuda.cuda_driver import find_device
 

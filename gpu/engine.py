@@ -1,4 +1,4 @@
-"""What an engine is: `Backend`, its functions for compiled loops, and `Engine`, which calls them from Python."""
+"""The engine interface: `Backend`, C functions for compiled loops, and `Engine`, their Python wrapper."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -19,33 +19,34 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Backend(NamedTuple):
-    """An engine as compiled loops call it: C functions by their addresses, and one handle that they all take first.
+    """An engine's interface for compiled loops: addresses of C functions, and a handle, their first argument.
 
-    All arguments and results are int64; addresses are bytes.
+    All arguments and results are int64; addresses are byte addresses.
 
         admit(handle, vector, collection, k, top_m, width, patience)
-            Give the float32 at `vector` a slot, which is returned; INVALID for a vector that cannot be searched or a
-            collection that is not there. There must be a free slot, and the parameters be within the engine's limits.
+            Assign a slot to the float32 query at `vector` and return it; INVALID for a vector that is not finite or too
+            long, or an unknown collection. Precondition: a slot is free, and the parameters are within the limits.
         extend(handle, report)
-            Advance every running slot. Returns how many are done: report[0] extends were made, over report[1] slots
-            more than are running, and from report[2] on stand pairs: a slot that is done, oldest first, and its
-            extends. Where slots go on by themselves, it returns when one is done, or with none; an extend was made
-            when slots have together made as many as are running, and may be none yet.
+            Advance every running slot. Returns the number of finished slots. Writes to `report`: [0] the extends made,
+            [1] the padded slots, those covered beyond the running ones, and from [2] on pairs (finished slot, its
+            extends), in admission order. Resident engines, whose slots advance on their own, return when a slot has
+            finished or on an interrupt; one extend is counted for every [running slots] extends of single slots, so
+            the count may be 0.
         read_result(handle, slot, ids, distances)
-            Write a done slot's ids (int64) and distances (float32), nearest first. Returns how many there are.
+            Write a finished slot's ids (int64) and distances (float32), nearest first. Returns their number.
         change_state(handle, slot, action)
-            PAUSE, RESUME or RELEASE a slot, as `Engine` has it.
+            PAUSE, RESUME or RELEASE a slot; see `Engine`.
         set_filter(handle, slot, allowed, allowed_count)
-            Let the query of a slot that was admitted since the last extend find only rows whose bits are set, uint64
-            words at `allowed`, `allowed_count` of them. They must stay until the slot is released.
+            Restrict the query of a slot that was admitted since the last extend to the rows whose bits are set in the
+            bitmap at `allowed` (uint64 words, `allowed_count` bits set). It must stay valid until the slot is released.
         prioritize(handle, slot)
             Start the query of a slot that was admitted since the last extend before queries without priority. 0 for
             engines that advance every slot in each extend.
 
-    Below 0 (but for INVALID) each says that the engine has failed; `Backend.check` raises why.
+    A negative result other than INVALID means that the engine has failed; `Backend.check` then raises the error.
 
-    The engine that gave it must outlive it, and may not be used meanwhile but for `load`, `load_part` and `unload`.
-    `number` is what `admit` calls a collection; it raises UnknownCollection.
+    The engine must outlive its backend. While a loop uses the backend, only `load`, `load_part` and `unload` of the
+    engine may be called. `number` maps a collection's name to the number that `admit` takes; raises UnknownCollection.
     """
 
     admit: int
@@ -60,18 +61,18 @@ class Backend(NamedTuple):
 
 
 def c_callable(address: int, arguments: int) -> Callable[..., int]:
-    """A compiled function, to be called from Python."""
+    """Wrap a C function of int64 arguments for calls from Python."""
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * arguments)(address)
 
 
 class Engine(ABC):
-    """A fixed number of slots, all advanced by one extend at a time.
+    """A running batch with a fixed number of slots, which each call of `extend` advances by one extend.
 
-    A slot goes `admit` → (`extend` …, `pause`, `resume`) → finished → `result` → `release`; `release` also cancels.
-    It belongs to one thread. What it is asked is checked here; a subclass loads indexes, and calls `_start` once.
+    Life cycle of a slot: `admit` → (`extend` …, `pause`, `resume`) → finished → `result` → `release`; `release` also
+    cancels a query. Not thread-safe. This class validates arguments; subclasses load indexes and call `_start` once.
 
-    extends_made: by the last `extend`: 1, unless the backend makes several in one launch. padded_slots: beyond the
-    active ones, that it covered: launches may have fixed sizes.
+    extends_made: extends of the last call of `extend`: 1, unless the backend makes several per launch. padded_slots:
+    slots that it covered beyond the active ones, because launches have fixed sizes.
     """
 
     def __init__(self, collections: Mapping[str, GraphIndex], limits: Limits) -> None:
@@ -85,27 +86,27 @@ class Engine(ABC):
         self.padded_slots = 0
 
     def _start(self, backend: Backend, slots: SlotTable) -> None:
-        """Queries may be admitted from now on."""
+        """Bind the backend's functions; queries can be admitted afterwards."""
         self._backend, self._slots = backend, slots
         self._admit, self._extend = c_callable(backend.admit, 7), c_callable(backend.extend, 2)
         self._harvest, self._change = c_callable(backend.read_result, 4), c_callable(backend.change_state, 3)
 
     @abstractmethod
     def _requested_k(self, slot: int) -> int:
-        """How many results a slot's query asks for."""
+        """Return k of a slot's query."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raise DeviceError if the engine was closed, and nothing may be asked of it any more."""
+        """Raise DeviceError if the engine is closed."""
 
     @property
     def free_slots(self) -> int:
-        """Slots that `admit` could fill now."""
+        """Number of free slots."""
         return self._slots.free_count
 
     @property
     def active_slots(self) -> int:
-        """Slots that the next `extend` advances: admitted, neither paused nor finished."""
+        """Number of slots that the next `extend` advances: neither free, paused nor finished."""
         return self._slots.active_count
 
     @property
@@ -114,30 +115,30 @@ class Engine(ABC):
         return self._collections.dims
 
     def backend(self) -> Backend:
-        """What a compiled loop calls instead of the methods below; see `Backend` for what may be called beside it."""
+        """Return the interface for compiled loops; see `Backend` for the methods that may be called meanwhile."""
         return self._backend
 
     @abstractmethod
     def load(self, collection: str, index: GraphIndex) -> None:
-        """Search one more index from now on, under a name of its own; queries in their slots go on.
+        """Load another index under a new name; running queries continue.
 
-        Raises InvalidParams for a name that is taken, and what the backend raises for an index that does not fit.
+        Raises InvalidParams for a name in use, and the backend's error for an index that does not fit.
         """
 
     @abstractmethod
     def load_part(self, collection: str, index: GraphIndex) -> bool:
-        """A part of `load`, for a loop that is not to stand still: whether it is done. Ask again, between two extends,
-        until it is, or `unload` what is not wanted any more. Raises as `load`."""
+        """Do a part of `load` without stalling the loop, and return whether loading is complete. Call it again between
+        two extends until it is, or cancel with `unload`. Raises the errors of `load`."""
 
     @abstractmethod
     def unload(self, collection: str) -> bool:
-        """Forget an index, once no slot searches it: False, and nothing is done, until then. Raises UnknownCollection.
+        """Unload an index. Returns False and does nothing while a slot searches it. Raises UnknownCollection.
 
-        Replacing an index is to load the new one under a new name, to admit under that, and to unload the old one.
+        To replace an index, load the new one under a new name, admit queries to it, and unload the old one.
         """
 
     def admit(self, query: npt.ArrayLike, params: SearchParams, collection: str) -> int:
-        """Give `query` (float32 [d]) a slot and return it.
+        """Assign a free slot to `query` (float32 [d]) and return it.
 
         Raises NoFreeSlot, InvalidVector (wrong length, NaN, infinity), UnknownCollection or InvalidParams.
         """
@@ -148,17 +149,17 @@ class Engine(ABC):
         if vector.dtype != np.float32 or vector.shape != (dim,) or not vector.flags.c_contiguous:
             vector = validate_queries(vector[None], dim)[0]
         self._slots.expect_free()
-        asked = (number, params.k, params.top_m, params.search_width, params.patience or 0)
-        address = vector.__array_interface__["data"][0]  # in a third of the time that `ctypes` takes
-        slot = self._admit(self._backend.handle, address, *asked)
+        spec = (number, params.k, params.top_m, params.search_width, params.patience or 0)
+        address = vector.__array_interface__["data"][0]  # three times as fast as `ctypes.data`
+        slot = self._admit(self._backend.handle, address, *spec)
         if slot == INVALID:
             raise query_error(vector, 0)
         return slot
 
     def extend(self) -> npt.NDArray[np.int32]:
-        """Advance every active slot by one extend and return the slots that this finished, in admission order.
+        """Advance every active slot by one extend and return the slots that it finished, in admission order.
 
-        A backend may be made to do several extends at once; it stops at the first that finishes a slot.
+        A backend with several extends per launch stops at the first one that finishes a slot.
         """
         self._check_open()
         if not self._slots.active_count:
@@ -171,12 +172,12 @@ class Engine(ABC):
 
     @abstractmethod
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
-        """Let an `extend` that makes several end with the one at hand when `arrived`, asked meanwhile, is True."""
+        """End a launch of several extends after the current one when `arrived`, polled meanwhile, returns True."""
 
     def result(self, slot: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids and distances (both [k], nearest first) of a finished slot; missing ones are -1 and +inf.
+        """Return ids and distances (both [k], nearest first) of a finished slot; missing results are -1 and +inf.
 
-        Raises InvalidSlot unless it is finished.
+        Raises InvalidSlot for a slot in any other state.
         """
         self._slots.expect(slot, SlotState.FINISHED)
         self._check_open()
@@ -188,29 +189,29 @@ class Engine(ABC):
         return ids, distances
 
     def release(self, slot: int) -> None:
-        """Free a slot in any state, and forget its query. Raises InvalidSlot for a free slot."""
+        """Free a slot, and cancel its query if it still runs. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
         self._change_state(slot, RELEASE)
 
     def pause(self, slot: int) -> None:
-        """Keep a running slot's state but leave it out of `extend`. Raises InvalidSlot for any other."""
+        """Exclude a running slot from `extend`, keeping its state. Raises InvalidSlot for a slot in any other state."""
         self._slots.expect(slot, SlotState.ACTIVE)
         self._change_state(slot, PAUSE)
 
     def resume(self, slot: int) -> None:
-        """Take a paused slot into `extend` again; it goes on where it stopped. Raises InvalidSlot for any other."""
+        """Resume a paused slot where it stopped. Raises InvalidSlot for a slot in any other state."""
         self._slots.expect(slot, SlotState.PAUSED)
         self._change_state(slot, RESUME)
 
-    def _change_state(self, slot: int, what: int) -> None:
+    def _change_state(self, slot: int, action: int) -> None:
         self._check_open()
-        if self._change(self._backend.handle, slot, what) < 0:
+        if self._change(self._backend.handle, slot, action) < 0:
             self._backend.check()
 
     @abstractmethod
     def extends(self, slot: int) -> int:
-        """How many extends the slot's query has taken so far. Raises InvalidSlot for a free slot."""
+        """Return the number of extends of the slot's query so far. Raises InvalidSlot for a free slot."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give memory and device back; the engine is of no use afterwards. Idempotent."""
+        """Release memory and device; the engine cannot be used afterwards. Idempotent."""

@@ -1,12 +1,12 @@
-"""The errors of `gpu`: one family. A message names the value, the limit, and what to do where that is not plain."""
+"""Exceptions of `gpu`. Messages contain the value, the limit and, where it is not obvious, the remedy."""
 
 
 class GpuError(Exception):
-    """Base of everything that the search engine raises on purpose."""
+    """Base class of the search engine's errors."""
 
 
 class InvalidVector(GpuError, ValueError):
-    """A vector has the wrong shape or type, or holds a NaN, an infinity or a value that the metric cannot bear."""
+    """A vector has the wrong shape or type, or contains a NaN, an infinity or a value out of range for the metric."""
 
 
 class InvalidParams(GpuError, ValueError):
@@ -21,24 +21,24 @@ class UnknownCollection(GpuError, KeyError):
 
 
 class NoFreeSlot(GpuError):
-    """Every slot of the running batch is taken. Nothing was admitted."""
+    """All slots of the running batch are in use; the query was not admitted."""
 
 
 class InvalidSlot(GpuError, LookupError):
-    """The slot is not in the state that the call needs: free, still running, or out of range."""
+    """The slot is out of range or not in the required state."""
 
 
 class IndexFormatError(GpuError):
-    """A directory is not an index that this version can read: missing, foreign, truncated or altered."""
+    """A directory is not an index that this version can read: missing, of another format, truncated or corrupt."""
 
 
 class DeviceError(GpuError):
-    """A call of the device's driver failed; the message has the call and the driver's own name for what went wrong."""
+    """A driver call failed; the message contains the call and the driver's error name."""
 
 
 class DeviceUnavailable(DeviceError):
-    """There is no such device here, no driver for it, or the packages that drive it are not installed."""
+    """The device, its driver or the required Python packages are missing."""
 
 
 class OutOfDeviceMemory(DeviceError):
-    """The device has less free memory than is needed. The message gives both, in bytes, and what was to be stored."""
+    """The device has too little free memory. The message contains required and free bytes by array."""

@@ -1,7 +1,7 @@
-"""What compiled code needs to drive a device: its driver's functions by address, words that it writes, and the clock.
+"""numba intrinsics to drive a device from compiled code: calls by address, atomic loads and stores, the clock.
 
-Intrinsics of numba, for compiled functions alone. Addresses are int64, words uint32 in an int64. The atomic ones come
-from LLVM, so they are right on x86-64 and on aarch64.
+Only compiled functions can call them. Addresses are int64, words uint32 in an int64. The atomics are LLVM's, so they
+are correct on x86-64 and on aarch64.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 
 
 def _intrinsic(function: Any) -> Callable[..., int]:
-    return cast(Callable[..., int], intrinsic(function))  # what calls it gives the arguments after the first alone
+    return cast(Callable[..., int], intrinsic(function))  # callers omit the typing context, the first argument
 
 
 @_intrinsic
 def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
-    """Call the C function at an address, which returns an int, with a tuple of integers of the widths it declares."""
+    """Call the C function at an address, which returns an int, with a tuple of integers of its declared widths."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kinds = [context.get_value_type(kind) for kind in _arguments]
@@ -38,7 +38,7 @@ def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
 
 @_intrinsic
 def load_acquire(_typing: Any, _address: Any) -> Any:
-    """The word at an address; what its writer stored before a release store of it is visible afterwards."""
+    """Load a word with acquire semantics: stores before the writer's release store are visible afterwards."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word = builder.load_atomic(builder.inttoptr(args[0], _I32.as_pointer()), "acquire", 4, typ=_I32)
@@ -49,7 +49,7 @@ def load_acquire(_typing: Any, _address: Any) -> Any:
 
 @_intrinsic
 def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
-    """Store a word after everything this thread stored before."""
+    """Store a word with release semantics, after all earlier stores of this thread."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word = builder.trunc(args[1], _I32)
@@ -61,13 +61,13 @@ def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
 
 @compiled
 def words_at(address: int, count: int) -> Any:
-    """`count` int64 at an address, as an array."""
+    """Return `count` int64 at an address as an array."""
     return carray(pointer(address), count, int64)
 
 
 @compiled
 def monotonic_ns(scratch: int) -> Any:
-    """`time.monotonic_ns()`, by way of two int64 at `scratch`."""
+    """Return `time.monotonic_ns()`; `scratch` is the address of two int64."""
     _clock_gettime(_MONOTONIC, scratch)
     time = words_at(scratch, 2)
     return time[0] * 1_000_000_000 + time[1]

@@ -1,4 +1,4 @@
-"""What a query asks of the search."""
+"""Search parameters of a query."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ MAX_SEARCH_WIDTH = 32
 
 @dataclass(frozen=True, slots=True)
 class SearchParams:
-    """How one query is searched.
+    """Search parameters of one query.
 
-    k: nearest vectors to return, 1..top_m.
-    top_m: length of the list of best candidates, up to 4096. More gives higher recall and takes longer.
+    k: number of results, 1..top_m.
+    top_m: length of the candidate list, up to 4096. Larger values give higher recall and take longer.
     search_width: parents expanded in each extend, 1..32.
-    patience: stop after this many extends in a row that left top_m unchanged; None searches until every entry of top_m
-        has been expanded (CAGRA's rule).
+    patience: stop after this many consecutive extends that left top_m unchanged; None: search until every entry of
+        top_m has been expanded (CAGRA's rule).
 
-    Raises InvalidParams with the value and its limit.
+    Raises InvalidParams.
     """
 
     k: int = 10

@@ -1,13 +1,13 @@
-"""How much of a device a search uses: extends measured by active slots, beside a plain copy of memory.
+"""Roofline of the search: bandwidth utilisation of an extend by number of active slots, against a memory copy.
 
-Utilisation is what an extend reads, over its time, over the bandwidth of a copy in the same run. It grows with the
-active slots X until the device is saturated:
+Utilisation is the bytes that an extend reads per second, over the bandwidth of a copy in the same run. It grows with
+the active slots X until the device is saturated:
 
     u(X) = min(u_max, (X / X_sat)^α)
 
-X_sat is where the power law would reach 1; α = 1 means that an extend takes the same time however many slots it
-advances (so far), α = 0 that each slot adds its full price. An index that fits into caches can go beyond u = 1. The
-same law serves prefill (X tokens a pass) and decode (X rows a step), against the best rate that was measured of each.
+X_sat is where the power law reaches 1. α = 1 means that, up to saturation, the time of an extend does not depend on
+the number of slots; α = 0 that it is proportional to it. u can exceed 1 for an index that fits into the caches. The
+same law models prefill (X tokens a pass) and decode (X rows a step), relative to the best rate measured of each.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from gpu.params import SearchParams
 
 ACTIVE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _REPEAT = 3
-_EXTENDS = 64  # timed for each count of active slots, at least: many queries where few are active
+_EXTENDS = 64  # minimum of timed extends per count of active slots: few active slots need several queries
 _COPY_BYTES = 256 << 20
 
 Clock = Callable[[], float]
@@ -41,15 +41,15 @@ class Saturation:
     alpha: float
 
     def at(self, x: float) -> float:
-        """The utilisation at a load of x > 0."""
+        """Return the utilisation at a load x > 0."""
         return min(self.u_max, float((x / self.x_sat) ** self.alpha))
 
     @classmethod
     def fit(cls, x: Sequence[float], u: Sequence[float]) -> "Saturation":
-        """The curve nearest to points (x, u), all above 0, in squared logarithms.
+        """Fit the curve to points (x, u), all above 0, by least squares of logarithms.
 
-        Every split into points that still grow and points that are saturated is tried. Raises InvalidParams for fewer
-        than two different x, or values that are not positive and finite.
+        Tries every split into growing and saturated points. Raises InvalidParams for fewer than two different x, or
+        values that are not positive and finite.
         """
         loads, found = np.asarray(x, np.float64), np.asarray(u, np.float64)
         if loads.ndim != 1 or loads.shape != found.shape or len(np.unique(loads)) < 2:
@@ -64,12 +64,12 @@ class Saturation:
         return cls(float(np.exp(u_max)), float(np.exp(log_sat)), float(alpha))
 
 
-_LEAST_ALPHA = 0.02  # less is no growth, and x_sat would leave the range of numbers
+_LEAST_ALPHA = 0.02  # below that u does not grow, and x_sat would overflow
 _LogCurve = tuple[float, float, float]
 
 
 def _curve(log_x: npt.NDArray[np.float64], log_u: npt.NDArray[np.float64], growing: int) -> _LogCurve:
-    """log u_max, log x_sat and α, if the first `growing` points are on the power law and the others saturated."""
+    """Return log u_max, log x_sat and α, with the first `growing` points on the power law and the others saturated."""
     head_x, head_u = log_x[:growing], log_u[:growing]
     if head_x[0] < head_x[-1]:
         alpha, intercept = np.polyfit(head_x, head_u, 1)
@@ -77,7 +77,7 @@ def _curve(log_x: npt.NDArray[np.float64], log_u: npt.NDArray[np.float64], growi
     else:
         alpha = 1.0
     intercept = float(np.mean(head_u - alpha * head_x))
-    # Where all points grow the ceiling was not seen: it is at least what the law gives for the last of them.
+    # If all points grow, the ceiling is unknown: at least the law's value at the last point.
     top = float(np.mean(log_u[growing:])) if growing < len(log_u) else intercept + alpha * float(log_x[-1])
     return top, min(max(-intercept / alpha, -700.0), 700.0), alpha
 
@@ -89,7 +89,7 @@ def _log_at(curve: _LogCurve, log_x: npt.NDArray[np.float64]) -> npt.NDArray[np.
 
 @dataclass(frozen=True)
 class ExtendTime:
-    """An extend of `active` slots over vectors of `dim`: the fastest of some (s), and the bytes it asked for."""
+    """Time of an extend of `active` slots over vectors of `dim`: the minimum of several (s), and the bytes read."""
 
     dim: int
     active: int
@@ -99,9 +99,9 @@ class ExtendTime:
 
 @dataclass(frozen=True)
 class SearchRoofline:
-    """What was measured of search on one device, and the curve through it.
+    """Measured extend times of one device, and the curve fitted to them.
 
-    peak_bytes_s: bytes read a second by a plain copy. slot_bytes: bytes that an extend reads for one slot.
+    peak_bytes_s: read bandwidth of a copy, bytes/s. slot_bytes: bytes that an extend reads per slot.
     """
 
     device: str
@@ -111,15 +111,15 @@ class SearchRoofline:
     measured: tuple[ExtendTime, ...]
 
     def extend_seconds(self, active: float) -> float:
-        """One extend of `active` slots, at least 1, by the fitted curve."""
+        """Return the seconds of an extend of `active` slots, at least 1, by the fitted curve."""
         return active * self.slot_bytes / (self.peak_bytes_s * self.saturation.at(active))
 
 
 def slot_bytes(index: GraphIndex, search_width: int) -> int:
-    """Bytes that an extend asks for a slot: `search_width` graph rows, and the vector of every edge in them.
+    """Return the bytes that an extend reads per slot: `search_width` graph rows, and the vector of each of their edges.
 
-    Vectors met before are skipped, and a sketch can spare the vector behind it, so less may be read: compare one index
-    with itself, not with another.
+    This is an upper bound: visited vectors are skipped, and so are vectors that their sketch rules out. Values are
+    comparable for one index, not between indexes.
     """
     return search_width * index.degree * (4 + int(index.data.rows.codes.strides[0]))
 
@@ -127,17 +127,17 @@ def slot_bytes(index: GraphIndex, search_width: int) -> int:
 def measure_extends(
     engine: Engine, collection: str, index: GraphIndex, params: SearchParams, clock: Clock = time.perf_counter
 ) -> list[ExtendTime]:
-    """Time extends of 1, 2, 4, … up to all free slots of an engine that holds `index` as `collection`."""
+    """Time extends of 1, 2, 4, … up to all free slots of an engine that has loaded `index` as `collection`."""
     _touch(index)
     slots = engine.free_slots
-    queries = typical_queries(index, 4 * slots + 64)  # others each time: vectors that were just read are cached
+    queries = typical_queries(index, 4 * slots + 64)  # distinct ones: vectors just read are cached
     counts = [count for count in ACTIVE if count < slots] + [slots]
     each = slot_bytes(index, params.search_width)
-    asked = itertools.cycle(queries)
+    query_cycle = itertools.cycle(queries)
     taken = []
     for count in counts:
-        found = min(_extend_s(engine, collection, asked, params, count, clock) for _ in range(_REPEAT))
-        if found:  # else the index is so small that its first extend was the last
+        found = min(_extend_s(engine, collection, query_cycle, params, count, clock) for _ in range(_REPEAT))
+        if found:  # 0: the index is so small that queries finish in one extend
             taken.append(ExtendTime(index.dim, count, found, count * each))
     return taken
 
@@ -145,11 +145,11 @@ def measure_extends(
 def _extend_s(
     engine: Engine, collection: str, queries: Iterator[Vector], params: SearchParams, count: int, clock: Clock
 ) -> float:
-    """The mean of some extends of `count` slots, in seconds; 0 if none advanced all of them."""
+    """Return the mean time of extends of `count` slots, in seconds; 0 if none advanced all of them."""
     spent, extends = 0.0, 0
     for _ in range(_EXTENDS):
         held = [engine.admit(next(queries), params, collection) for _ in range(count)]
-        engine.extend()  # the first one takes up the seeds
+        engine.extend()  # untimed: the first one scores the seeds
         begin, before = clock(), extends
         while engine.active_slots == count:
             engine.extend()
@@ -163,9 +163,9 @@ def _extend_s(
 
 
 def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
-    """Queries float32 [count, dim] such as are asked: near stored vectors, with noise of half their spread.
+    """Return realistic queries, float32 [count, dim]: stored vectors with noise of half their spread.
 
-    Far from all of them, every neighbour is as good as another, and a search reads several times as much.
+    Random queries, far from all vectors, make a search read several times as much.
     """
     random = np.random.default_rng(0)
     rows = index.data.rows
@@ -177,7 +177,7 @@ def typical_queries(index: GraphIndex, count: int) -> npt.NDArray[np.float32]:
 
 
 def _touch(index: GraphIndex) -> None:
-    """Read a byte of every page: the first touch of a mapped file costs more than a distance."""
+    """Read a byte of every page, so that page faults of mapped files are not timed."""
     rows = index.data.rows
     sketches = None if rows.sketch is None else rows.sketch.codes
     for array in (rows.codes, rows.full, sketches, index.data.graph):
@@ -186,7 +186,7 @@ def _touch(index: GraphIndex) -> None:
 
 
 def host_copy_bytes_s(clock: Clock = time.perf_counter, nbytes: int = _COPY_BYTES) -> float:
-    """Bytes read a second while one core copies memory: the fastest of some copies."""
+    """Return the read bandwidth of one core copying memory, bytes/s: the fastest of several copies."""
     source, target = np.ones(nbytes // 8), np.empty(nbytes // 8)
     target[:] = source
     times = []
@@ -198,7 +198,7 @@ def host_copy_bytes_s(clock: Clock = time.perf_counter, nbytes: int = _COPY_BYTE
 
 
 def search_roofline(device: str, peak_bytes_s: float, measured: Sequence[ExtendTime]) -> SearchRoofline:
-    """Fit the extends of one index. Raises InvalidParams for fewer than two counts of active slots."""
+    """Fit the curve to extends of one index. Raises InvalidParams for fewer than two counts of active slots."""
     loads = [float(one.active) for one in measured]
     used = [one.nbytes / one.seconds / peak_bytes_s for one in measured]
     saturation = Saturation.fit(loads, used)

@@ -1,5 +1,8 @@
-"""How compiled code changes a `SlotTable`: its words, and `active`, int32 [slots], which begins with the running slots,
-oldest first. The lowest free slot is taken next, so that few slots lie close together."""
+"""State transitions of a `SlotTable`, compiled.
+
+They update the table's words and `active`, int32 [slots], whose first entries are the running slots in admission order.
+The lowest free slot is assigned first, which keeps active slots close together.
+"""
 
 from typing import Any
 
@@ -12,7 +15,7 @@ _FREE, _ACTIVE, _PAUSED, _FINISHED = (int(state) for state in SlotState)
 
 @compiled
 def next_free(words: Any) -> Any:
-    """The slot to be taken next. There must be one."""
+    """Return the lowest free slot. Precondition: a slot is free."""
     slot = words[LOWEST]
     while words[STATES + slot] != _FREE:
         slot += 1
@@ -21,7 +24,7 @@ def next_free(words: Any) -> Any:
 
 @compiled
 def acquire(words: Any, active: Any, slot: int) -> None:
-    """Make `next_free` a running slot."""
+    """Mark `slot`, the result of `next_free`, as running."""
     words[LOWEST] = slot + 1
     words[FREE_COUNT] -= 1
     _activate(words, active, slot)
@@ -29,13 +32,13 @@ def acquire(words: Any, active: Any, slot: int) -> None:
 
 @compiled
 def finish(words: Any, slot: int) -> None:
-    """A slot is done, and taken out of `active`."""
+    """Mark a slot as finished. The caller removes it from `active`."""
     words[STATES + slot] = _FINISHED
 
 
 @compiled
 def change(words: Any, active: Any, slot: int, action: int) -> None:
-    """PAUSE, RESUME or RELEASE a slot that may be."""
+    """PAUSE, RESUME or RELEASE a slot. Precondition: the transition is valid."""
     if action == RESUME:
         _activate(words, active, slot)
         return

@@ -1,4 +1,4 @@
-"""What engines have in common on every device: limits, collections by name, and who has which slot."""
+"""Device-independent parts of engines: limits, collections by name, slot states."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_COLLECTIONS = 1024  # indexes; a live collection has one for each of its seg
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that an engine holds and that a query may ask of it. Raises InvalidParams."""
+    """Upper limits of an engine's slots and of a query's parameters."""
 
     slots: int
     max_top_m: int
@@ -28,23 +28,23 @@ class Limits:
 
     @classmethod
     def of(cls, slots: int, max_top_m: int, max_k: int | None, max_search_width: int) -> "Limits":
-        """Checked limits; without `max_k`, and never beyond it, a query may ask for all of top_m."""
+        """Validate limits. max_k defaults to max_top_m and is capped by it. Raises InvalidParams."""
         check_within("slots", slots, 1, MAX_SLOTS)
         check_within("max_top_m", max_top_m, 1, MAX_TOP_M)
         check_within("max_search_width", max_search_width, 1, MAX_SEARCH_WIDTH)
         return cls(slots, max_top_m, max_top_m if max_k is None else min(max_k, max_top_m), max_search_width)
 
     def check(self, params: SearchParams) -> None:
-        """Raise InvalidParams for what is over a limit."""
+        """Raise InvalidParams for a parameter over its limit."""
         for name, limit in (("k", self.max_k), ("top_m", self.max_top_m), ("search_width", self.max_search_width)):
             if getattr(params, name) > limit:
                 raise InvalidParams(f"{name} is {getattr(params, name)}; this engine's limit is {limit}")
 
 
 class Collections:
-    """Indexes by name, numbered in the order given; one that is loaded later takes the lowest free number.
+    """Loaded indexes by name and number. Numbers follow the order given; later indexes get the lowest free number.
 
-    `data` has them by number, None where none is loaded. Raises InvalidParams for more than MAX_COLLECTIONS.
+    `data`: indexes by number, None for a free number. Raises InvalidParams for more than MAX_COLLECTIONS.
     """
 
     def __init__(self, collections: Mapping[str, GraphIndex]) -> None:
@@ -60,13 +60,13 @@ class Collections:
         return [data for data in self.data if data is not None]
 
     def at(self, number: int) -> IndexData:
-        """The index of a number that is loaded."""
+        """Return the index of a loaded collection's number."""
         data = self.data[number]
         assert data is not None
         return data
 
     def next_number(self, name: str) -> int:
-        """The number that `add` would give. Raises InvalidParams for a name that is taken, or one too many."""
+        """Return the number that `add` will assign. Raises InvalidParams for a name in use or too many collections."""
         if name in self._numbers:
             raise InvalidParams(f"collection {name!r} is loaded already")
         number = self.data.index(None) if None in self.data else len(self.data)
@@ -75,22 +75,24 @@ class Collections:
         return number
 
     def add(self, name: str, index: GraphIndex) -> int:
-        """Load an index; its number."""
+        """Add an index and return its number."""
         number = self.next_number(name)
         self.data[number : number + 1] = [index.data]
         self._numbers[name], self._dims[name] = number, index.dim
         return number
 
     def remove(self, name: str) -> None:
-        """Forget a loaded index."""
+        """Remove an index."""
         self.data[self._numbers.pop(name)] = None
         del self._dims[name]
 
     def number(self, name: str) -> int:
-        """The number of a collection. Raises UnknownCollection."""
+        """Return a collection's number. Raises UnknownCollection."""
         number = self._numbers.get(name)
         if number is None:
-            raise UnknownCollection(f"collection {name!r} is none of {', '.join(sorted(self._numbers))}")
+            raise UnknownCollection(
+                f"collection {name!r} is not loaded; loaded: {', '.join(sorted(self._numbers)) or 'none'}"
+            )
         return number
 
 
@@ -104,11 +106,11 @@ class SlotState(IntEnum):
 _NAMES = ("free", "running", "paused", "finished")
 
 ACTIVE_COUNT, FREE_COUNT, LOWEST, STATES = range(4)
-"""Words of a slot table: how many slots are running and free, below which one none is free, and each one's state."""
+"""Words of a slot table: counts of running and free slots, a lower bound of free slots' numbers, states by slot."""
 
 
 class SlotTable:
-    """The state of every slot, as compiled code changes it (`gpu.slot_changes`).
+    """The state of every slot, updated by compiled code (`gpu.slot_changes`).
 
     words: int64 [STATES + slots].
     """
@@ -129,20 +131,20 @@ class SlotTable:
 
     @property
     def taken(self) -> list[int]:
-        """The slots that are not free."""
+        """Slots that are not free."""
         return np.flatnonzero(self.words[STATES:] != SlotState.FREE).tolist()
 
     def expect_free(self) -> None:
-        """Raise NoFreeSlot if every slot is taken."""
+        """Raise NoFreeSlot if no slot is free."""
         if not self.free_count:
-            raise NoFreeSlot(f"all {self._slots} slots are taken")
+            raise NoFreeSlot(f"all {self._slots} slots are in use")
 
-    def expect(self, slot: int, *wanted: SlotState) -> None:
-        """Raise InvalidSlot for a slot that does not exist or is in another state."""
+    def expect(self, slot: int, *states: SlotState) -> None:
+        """Raise InvalidSlot for a slot out of range or in another state."""
         if not 0 <= slot < self._slots:
             raise InvalidSlot(f"slot {slot} is outside 0..{self._slots - 1}")
-        if self._words[STATES + slot] not in wanted:
-            names = " or ".join(_NAMES[state] for state in wanted)
+        if self._words[STATES + slot] not in states:
+            names = " or ".join(_NAMES[state] for state in states)
             raise InvalidSlot(f"slot {slot} is {_NAMES[self._words[STATES + slot]]}; it must be {names}")
 
     def expect_taken(self, slot: int) -> None:

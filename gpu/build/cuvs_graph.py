@@ -1,7 +1,7 @@
-"""Building a graph on a GPU, by cuVS's CAGRA. cuVS is imported when a graph is built, and nowhere else.
+"""Graph build on a GPU with cuVS's CAGRA. cuVS is imported only when a graph is built.
 
-Read from cuVS 26's Python sources: `cagra.build(IndexParams(…), dataset)` takes a numpy matrix; `index.graph` is a view
-of device memory whose `copy_to_host()` gives uint32 [N, graph_degree].
+API of cuVS 26: `cagra.build(IndexParams(…), dataset)` takes a numpy matrix; `index.graph` is a view of device memory
+whose `copy_to_host()` returns uint32 [N, graph_degree].
 """
 
 import importlib
@@ -15,9 +15,9 @@ from gpu.index.rows import FloatArray
 
 
 def cuvs_graph(space: FloatArray, degree: int) -> Graph:
-    """The CAGRA graph, uint32 [N, degree], of vectors whose squared L2 distances say who is near; N > 2 · degree.
+    """Build the CAGRA graph, uint32 [N, degree], of vectors under squared L2; N > 2 · degree.
 
-    Raises DeviceUnavailable without cuVS, DeviceError where it fails.
+    Raises DeviceUnavailable without cuVS, DeviceError if the build fails.
     """
     cagra = import_cagra()
     params = cagra.IndexParams(
@@ -25,16 +25,16 @@ def cuvs_graph(space: FloatArray, degree: int) -> Graph:
     )
     try:
         found = cagra.build(params, np.ascontiguousarray(space)).graph.copy_to_host()
-    except Exception as error:  # cuVS has no error family of its own
+    except Exception as error:  # cuVS has no exception base class
         raise DeviceError(f"cuVS cannot build the graph: {error}") from error
     graph: Graph = np.ascontiguousarray(found, np.uint32)
     if graph.shape != (len(space), degree) or int(graph.max()) >= len(space):
-        raise DeviceError(f"cuVS built a graph of shape {graph.shape}; {(len(space), degree)} was asked for")
+        raise DeviceError(f"cuVS built a graph of shape {graph.shape}; expected {(len(space), degree)}")
     return graph
 
 
 def import_cagra() -> Any:
-    """cuVS's module. Raises DeviceUnavailable where it cannot be imported."""
+    """Import cuVS's CAGRA module. Raises DeviceUnavailable if it cannot be imported."""
     try:
         return importlib.import_module("cuvs.neighbors.cagra")
     except ImportError as error:

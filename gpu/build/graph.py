@@ -1,4 +1,4 @@
-"""Building a graph: lists of neighbours, a graph, better lists by searching in it, the final graph; or all on a GPU."""
+"""Graph build: neighbour lists, a graph, refined lists by searching it, the final graph; or all of it on a GPU."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -20,8 +20,8 @@ Progress = Callable[[str, float], None]
 _SEEDS = 128
 _LEAST_SKETCHED = 4096
 _PAIRS = 4096
-_WIDER = 3  # lists of so many times the degree, where they come from a search
-_GOOD_LISTS = 0.97  # recall of the lists, above which searching for better ones does not pay
+_WIDER = 3  # width of refined lists, as a multiple of the degree
+_GOOD_LISTS = 0.97  # recall of the lists above which refining them does not pay off
 _SAMPLE = 200
 
 
@@ -35,9 +35,9 @@ def build_graph(
     device: str = "cpu",
     checkpoint: Checkpoint = no_checkpoint,
 ) -> tuple[Graph, npt.NDArray[np.uint32]]:
-    """The search graph uint32 [N, degree] of checked vectors float32 [N, d], and the rows where searches begin.
+    """Build the search graph, uint32 [N, degree], of validated vectors float32 [N, d]. Returns it and the seed rows.
 
-    device "cuda": the graph is built there, but for fewer vectors than its lists are long. Raises as `graph_on_gpu`.
+    device "cuda": build on the GPU, unless there are fewer vectors than a list holds. Raises as `graph_on_gpu`.
     """
     count = len(vectors)
     seeds = np.random.default_rng(seed).permutation(count)[:_SEEDS].astype(np.uint32)
@@ -59,9 +59,9 @@ def build_graph(
 
 
 def graph_on_gpu(space: FloatArray, degree: int, root: int, seed: int, progress: Progress) -> Graph:
-    """The graph of `space`, made by cuVS where that is installed, else by torch.
+    """Build the graph of `space` with cuVS if it is installed, else with torch.
 
-    Raises DeviceUnavailable where neither can, DeviceError where it fails.
+    Raises DeviceUnavailable if neither is available, DeviceError if the build fails.
     """
     if check_gpu_build() == "torch":
         from gpu.build.torch_graph import torch_graph
@@ -74,7 +74,7 @@ def graph_on_gpu(space: FloatArray, degree: int, root: int, seed: int, progress:
 
 
 def check_gpu_build() -> Literal["cuvs", "torch"]:
-    """What builds graphs on a GPU here. Raises DeviceUnavailable, which says what to install, where nothing does."""
+    """Return the library that builds graphs on a GPU. Raises DeviceUnavailable, with instructions, if there is none."""
     try:
         import_cagra()
         return "cuvs"
@@ -87,16 +87,16 @@ def check_gpu_build() -> Literal["cuvs", "torch"]:
     except DeviceUnavailable as no_torch:
         raise DeviceUnavailable(
             f"building on a GPU needs a CUDA device and cuVS or torch, but {no_cuvs}, and {no_torch}: pip install "
-            "'trinity-runtime[cuvs]', or a torch that is built with CUDA, or build on the CPU"
+            "'trinity-runtime[cuvs]', install a torch with CUDA, or build on the CPU"
         ) from None
     return "torch"
 
 
 def neighbor_space(vectors: FloatArray, metric: str) -> FloatArray:
-    """Vectors whose squared L2 distances order neighbours as the metric does.
+    """Return vectors whose squared L2 distances order neighbours like the metric.
 
-    For ip a dimension is added that gives all vectors the same norm (Bachrach et al., RecSys 2014, section 3.1);
-    vectors for cosine have that already.
+    For ip, adds a dimension that gives all vectors one norm (Bachrach et al., RecSys 2014, section 3.1); cosine vectors
+    are normalised already.
     """
     if metric != "ip":
         return vectors
@@ -105,7 +105,7 @@ def neighbor_space(vectors: FloatArray, metric: str) -> FloatArray:
 
 
 def list_recall(space: FloatArray, neighbors: Graph, seed: int) -> float:
-    """The part of the true nearest neighbours that the lists have, measured on some rows."""
+    """Return the recall of neighbour lists against exact ones, measured on a sample of rows."""
     rows = np.random.default_rng(seed).permutation(len(space))[:_SAMPLE]
     exact = exact_sample(space, rows, neighbors.shape[1])
     return float(np.mean([np.isin(truth, neighbors[row]).mean() for row, truth in zip(rows, exact, strict=True)]))
@@ -121,17 +121,17 @@ def searched_neighbors(
     progress: Progress,
     checkpoint: Checkpoint = no_checkpoint,
 ) -> Graph:
-    """Lists of neighbours uint32 [N, width] found by searching for every vector, each from its own node on."""
+    """Return neighbour lists, uint32 [N, width], by searching the graph for every vector, starting at its own node."""
     rows = encode(space, "l2", "float32", neighbor_pairs(graph, seed), seed)
     own = np.arange(len(space))
     params = SearchParams(k=width + 1, top_m=width + 1, search_width=1)
     data = IndexData(rows, graph, seeds, None)
 
     def part(first: int, last: int) -> npt.NDArray[np.int64]:
-        def tell(done: float) -> None:
+        def report(done: float) -> None:
             progress("better neighbors", (first + done * (last - first)) / len(space))
 
-        return search(data, space[first:last], params, threads, own[first:last], tell)[0]
+        return search(data, space[first:last], params, threads, own[first:last], report)[0]
 
     nodes = np.concatenate(
         [
@@ -139,7 +139,7 @@ def searched_neighbors(
             for first in range(0, len(space), ROWS_A_PART)
         ]
     )
-    # The node itself is among the found, unless more than `width` equal vectors come before it: drop it, or the last.
+    # Drop the node itself from its list, or the last entry if more than `width` equal vectors precede the node.
     others = nodes != own[:, None]
     others[others.all(axis=1), -1] = False
     lists = nodes[others].reshape(len(space), width)
@@ -150,7 +150,7 @@ def searched_neighbors(
 
 
 def neighbor_pairs(graph: Graph, seed: int) -> npt.NDArray[np.int64] | None:
-    """Some pairs of a node and a neighbour, int64 [n, 2], to measure sketches with; None in small graphs."""
+    """Return sampled pairs of a node and a neighbour, int64 [n, 2], to calibrate sketches; None in small graphs."""
     if len(graph) < _LEAST_SKETCHED:
         return None
     random = np.random.default_rng(seed)

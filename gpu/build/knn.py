@@ -1,7 +1,7 @@
-"""Lists of nearest neighbours: exact for small sets, through inverted lists for large ones.
+"""k-nearest-neighbour lists: exact for small sets, with inverted lists (IVF) for large ones.
 
-Inverted lists: k-means cuts the space into cells of about 512 vectors; every vector meets the members of its nearest
-cells, cell by cell, in one matrix product each. Cells are disjoint, so no pair is met twice.
+k-means partitions the space into cells of about 512 vectors; every vector is compared with the members of its nearest
+cells, with one matrix product per cell. Cells are disjoint, so no pair is compared twice.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,11 @@ Neighbors = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[float], None]
 Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
-"""Given the name of an array and what makes it: the array. It may have been kept by a build that did not end."""
+"""A function that takes an array's name and a function that computes it, and returns the array: computed, or loaded
+from an interrupted build."""
 
 EXACT_LIMIT = 8192
-ROWS_A_PART = 65536  # whose lists are made, and kept, together
+ROWS_A_PART = 65536  # rows whose lists are computed, and checkpointed, together
 _CELL = 512
 _PROBES = 8
 _LARGEST_CELL = 4 * _CELL
@@ -33,16 +34,17 @@ _NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 def no_checkpoint(name: str, make: Callable[[], npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """A `Checkpoint` that keeps nothing."""
+    """Compute the array: a `Checkpoint` that stores nothing."""
     return make()
 
 
 def nearest_neighbors(
     space: FloatArray, k: int, seed: int, threads: int, progress: Progress, checkpoint: Checkpoint = no_checkpoint
 ) -> Neighbors:
-    """About the k nearest other rows of each row of `space` (float32 [N, d], squared L2), nearest first: uint32 [N, k].
+    """Return the approximate k nearest other rows of each row, nearest first: uint32 [N, k].
 
-    k must be below N. The lists are full, without doubles and without the row itself; up to 8192 rows they are exact.
+    space: float32 [N, d], under squared L2. k must be below N. Lists are full, without duplicates and without the row
+    itself; up to 8192 rows they are exact.
     """
     count = len(space)
     norms = np.einsum("ij,ij->i", space, space)
@@ -65,7 +67,7 @@ def nearest_neighbors(
                 progress((first + done[0] / (_PROBES if len(cells()) > 1 else 1)) / count)
 
         own = [(visitors[slice(*np.searchsorted(visitors, (first, last)))], members) for visitors, members in cells()]
-        # Threads take turns over cells; rows of `keys` are guarded by handing each thread its own visitors.
+        # Each thread processes its own visitors in all cells, so no two threads write the same rows of `keys`.
         if threads == 1 or len(own) == 1:
             meet(own)
         else:
@@ -84,14 +86,14 @@ def nearest_neighbors(
 
 
 def exact_sample(space: FloatArray, rows: Indices, k: int) -> Indices:
-    """The k nearest other rows of some rows, in no order: int64 [len(rows), k]."""
+    """Return the exact k nearest other rows of some rows, unordered: int64 [len(rows), k]."""
     distances = np.einsum("ij,ij->i", space, space) - 2 * (space[rows] @ space.T)
     distances[np.arange(len(rows)), rows] = np.inf
     return np.argpartition(distances, k - 1, axis=1)[:, :k]
 
 
 def _cells(space: FloatArray, random: np.random.Generator, threads: int) -> list[tuple[Indices, Indices]]:
-    """Pairs (visitors, members) of row numbers: each row visits its nearest cells, and is a member of the nearest."""
+    """Return cells as (visitors, members) of rows: a row visits its nearest cells and is a member of the nearest."""
     count = len(space)
     cell_count = count // _CELL
     sample = space[random.permutation(count)[: cell_count * _SAMPLE_PER_CELL]]
@@ -112,7 +114,7 @@ def _cells(space: FloatArray, random: np.random.Generator, threads: int) -> list
         visitors = visits[visit_ends[cell - 1] if cell else 0 : visit_ends[cell]]
         if len(members) == 0:
             continue
-        # Many equal vectors make one huge cell: cut it, so that the work stays linear.
+        # Many equal vectors form one huge cell: split it to keep the work linear.
         parts = -(-len(members) // _LARGEST_CELL)
         if parts == 1:
             cells.append((visitors, members))
@@ -125,7 +127,7 @@ def _cells(space: FloatArray, random: np.random.Generator, threads: int) -> list
 
 
 def _nearest_centres(space: FloatArray, centres: FloatArray, count: int, threads: int) -> npt.NDArray[np.int32]:
-    """The nearest centres of each row, the nearest one first: int32 [N, count]."""
+    """Return the nearest centres of each row, nearest first: int32 [N, count]."""
     out = np.empty((len(space), count), np.int32)
     norms = np.einsum("ij,ij->i", centres, centres)
 
@@ -157,7 +159,7 @@ def _add_rows(rows, owners, sums):  # type: ignore[no-untyped-def]
 
 @compiled
 def _smallest(values, out):  # type: ignore[no-untyped-def]
-    """The positions of the smallest values of each row, ascending."""
+    """Write the indices of the smallest values of each row, in ascending order of value."""
     width = out.shape[1]
     best = np.empty(width, values.dtype)
     for i in range(len(values)):
@@ -176,7 +178,7 @@ def _smallest(values, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # type: ignore[no-untyped-def]
-    """Insert members into the sorted lists of visitors. A key is the squared distance's bits, then the row number."""
+    """Insert members into the visitors' sorted lists. A key is the squared distance's bits, then the row number."""
     k = keys.shape[1]
     bits = np.empty(1, np.float32)
     as_int = bits.view(np.uint32)
@@ -188,7 +190,7 @@ def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # t
         for j in range(len(members)):
             distance = norms[visitor] + member_norms[j] - np.float32(2) * dots[i, j]
             if distance <= worst and members[j] != visitor:
-                bits[0] = max(distance, np.float32(0))  # cancellation can leave a little less than 0
+                bits[0] = max(distance, np.float32(0))  # cancellation can yield a small negative value
                 key = (np.uint64(as_int[0]) << np.uint64(32)) | np.uint64(members[j])
                 if key >= mine[k - 1]:
                     continue
@@ -208,7 +210,7 @@ def _insert_candidates(dots, norms, member_norms, visitors, members, keys):  # t
 
 @compiled
 def _fill(keys, count):  # type: ignore[no-untyped-def]
-    """Complete short lists with the rows that follow the row itself (only where cells were smaller than the lists)."""
+    """Fill short lists with the rows after the row itself (only if its cells have fewer rows than a list)."""
     k = keys.shape[1]
     for i in range(count):
         filled = k

@@ -1,4 +1,4 @@
-"""Makes the RaBitQ codes of a graph's neighbours; see `gpu.index.data` for what they are."""
+"""Encoding of a graph's neighbours as RaBitQ codes; `gpu.index.data` describes them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +16,10 @@ from gpu.index.data import GROUP, ROUNDS, NeighborCodes, block_bytes, code_dims,
 from gpu.index.rows import FloatArray, aligned_empty
 
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
-_AT_ONCE = 4096  # nodes that a thread takes
+_AT_ONCE = 4096  # nodes per task of a thread
 _TINY = np.float32(1e-30)
 _STEPS = np.array([0, 1.596, 0.9957, 0.586, 0.3352], np.float32)
-"""Between the levels of 1 … 4 bits: the least error for a Gaussian of deviation 1 (J. Max, IRE Trans. IT-6, 1960)."""
+"""Optimal quantiser steps by number of bits, 1 … 4, for a standard Gaussian (J. Max, IRE Trans. IT-6, 1960)."""
 
 
 def make_codes(
@@ -33,10 +33,10 @@ def make_codes(
     scale: float = 1.0,
     bits: int = 1,
 ) -> NeighborCodes:
-    """Codes of `graph` over `vectors`, float32 [N, d], as the rows hold them; `centre` float32 [d] is their mean.
+    """Encode the neighbours in `graph` of `vectors`, float32 [N, d] as stored; `centre`, float32 [d], is their mean.
 
-    scale: of the rows, where queries are not scaled as they are (dot products of float16).
-    bits: of a code for each dimension.
+    scale: of the stored rows, where queries are not scaled like them (dot products of float16).
+    bits: per dimension of a code.
     """
     dim = vectors.shape[1]
     signs = make_signs(dim, np.random.default_rng(seed))
@@ -69,9 +69,9 @@ def rotate_all(vectors: Any, signs: Any) -> None:
 
 @compiled
 def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, bits: int, blocks: Any) -> None:
-    """Blocks of `nodes`, rows of float32 [n, D'], whose neighbours are `neighbors` uint32 [nodes, degree].
+    """Encode the blocks of `nodes`, rows of float32 [n, D'], with neighbours uint32 [nodes, degree].
 
-    dot: 0 for squared distances; for dot products, how long queries' components are beside the rows'.
+    dot: 0 for squared L2; for dot products, the scale of queries relative to the rows.
     """
     dims, degree = rotated.shape[1], neighbors.shape[1]
     plane_bytes, row_bytes = 4 * dims, np.uint64(4 * dims)
@@ -110,14 +110,16 @@ def _encode(rotated: Any, nodes: Any, neighbors: Any, dot: Any, bits: int, block
                 for group in range(dims // 4):
                     block[column + 16 * group] |= places[group] << shift
                 column += plane_bytes
-    levels[0] = places[0] = 0  # numba frees an array after its last mention, and its address was in use until here
+    levels[0] = places[0] = (
+        0  # keeps the arrays alive: numba frees them after their last use, and does not see address uses
+    )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse: Any, top: Any, levels: Any) -> Any:
-    """Of r = neighbour - node, both float32 [D'] at addresses, the levels 0..top of its code s, as bytes to `levels`.
+    """Quantise r = neighbour - node, both float32 [D'] at addresses, to a code s; write its levels 0..top as bytes.
 
-    Returns Σ sᵢ·rᵢ, Σ sᵢ·nodeᵢ and Σ rᵢ·nodeᵢ. inverse: of the step between levels.
+    Returns Σ sᵢ·rᵢ, Σ sᵢ·nodeᵢ and Σ rᵢ·nodeᵢ. inverse: 1 / step between levels.
     """
     float32, fast = types.float32, ("contract", "reassoc", "nsz")
     floats, lanes_type = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_i32, LANES)
@@ -160,7 +162,7 @@ def _quantise(typing_context: Any, node: Any, neighbor: Any, dims: Any, inverse:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _gather_bits(typing_context: Any, levels: Any, dims: Any, plane: Any, places: Any) -> Any:
-    """Bit `plane` of every four of the bytes [D'] at `levels`, as the lower four of a byte at `places` [D' / 4]."""
+    """Pack bit `plane` of every four of the bytes [D'] at `levels` into the low bits of a byte at `places` [D' / 4]."""
     words, few = ir.VectorType(_i32, LANES), ir.VectorType(ir.IntType(8), LANES)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:

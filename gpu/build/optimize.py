@@ -1,7 +1,6 @@
-"""From lists of neighbours to a search graph: CAGRA's rank-based pruning and reverse edges (arXiv 2308.15136, 3.2).
+"""Graph optimisation: CAGRA's rank-based pruning and reverse edges on neighbour lists (arXiv 2308.15136, 3.2).
 
-A row of the graph has exactly `degree` entries; where there are not enough neighbours it is filled with the node
-itself, which a search has always seen already.
+A row of the graph has exactly `degree` entries; it is padded with the node itself, which a search has always visited.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ _PARTS_A_THREAD = 4
 
 @compiled
 def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
-    """For rows begin..end: out[a, j] = ranks below j whose node lists neighbour j, that is, detours in two steps."""
+    """For rows begin..end: out[a, j] = two-step detours to neighbour j through neighbours of a rank below j."""
     count, width = neighbors.shape
     rank = np.full(count, -1, np.int32)
     for a in range(begin, end):
@@ -38,7 +37,7 @@ def count_detours(neighbors, begin, end, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
-    """kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
+    """Set kept[a] = the neighbours of `a` with the fewest detours, fewest first, ties by rank."""
     count, width = neighbors.shape
     degree = kept.shape[1]
     starts = np.zeros(width + 2, np.int32)
@@ -57,7 +56,7 @@ def keep_fewest(neighbors, detours, kept):  # type: ignore[no-untyped-def]
 
 @compiled
 def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
-    """reverse[a, :filled[a]] = sources that keep `a`, best rank first."""
+    """Set reverse[a, :filled[a]] = sources that keep `a`, best rank first."""
     count, width = kept.shape
     degree = reverse.shape[1]
     filled[:] = 0
@@ -71,7 +70,7 @@ def find_sources(kept, reverse, filled):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore[no-untyped-def]
-    """For rows begin..end: graph[a] = the first half of kept[a], then its sources, then the rest of kept[a]."""
+    """For rows begin..end, set graph[a] = the first half of kept[a], then its sources, then the rest of kept[a]."""
     width, degree = kept.shape[1], graph.shape[1]
     for a in range(begin, end):
         size = 0
@@ -92,11 +91,11 @@ def add_reverse_edges(kept, reverse, filled, begin, end, graph):  # type: ignore
 
 @compiled
 def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
-    """Make every node reachable from `root`, in place. Returns the number of edges that were replaced.
+    """Make every node reachable from `root`, in place. Returns the number of replaced edges.
 
-    A breadth-first walk keeps, as a tree, the edge that first reached each node. A node that was not reached takes the
-    place of the last edge that is not of the tree, at the nearest of its neighbours that was reached and has one, or
-    else at any node that was reached; the walk goes on from it.
+    A breadth-first traversal records the edge that first reached each node as a tree edge. For an unreached node, the
+    last non-tree edge of its nearest reached neighbour that has one (else of any reached node) is redirected to it;
+    the traversal then continues from the node.
     """
     count, degree = graph.shape
     reached = np.zeros(count, np.bool_)
@@ -129,7 +128,7 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
                         source, place = candidate, i
                 if place >= 0:
                     break
-        while place < 0:  # queue[:tail] are the reached nodes; the tree has fewer edges than they have places
+        while place < 0:  # queue[:tail] are the reached nodes; the tree has fewer edges than their rows have entries
             for i in range(degree):
                 if not tree[queue[spare], i]:
                     source, place = queue[spare], i
@@ -144,12 +143,12 @@ def connect(neighbors, graph, root):  # type: ignore[no-untyped-def]
 
 
 def optimize(neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
-    """The search graph uint32 [N, degree] of lists uint32 [N, width ≥ 1]; every node can be reached from `root`."""
+    """Return the search graph, uint32 [N, degree], of lists uint32 [N, width ≥ 1], reachable from `root`."""
     return link(prune(neighbors, degree, threads), neighbors, degree, root, threads)
 
 
 def prune(neighbors: Graph, degree: int, threads: int = 1) -> Graph:
-    """The neighbours with the fewest detours, fewest first, ties by rank: uint32 [N, degree], or all that there are."""
+    """Return the `degree` neighbours (or all, if fewer) with the fewest detours, fewest first, ties by rank: uint32."""
     count, width = neighbors.shape
     detours = np.empty((count, width), np.int32)
     in_parts(count, threads, lambda begin, end: count_detours(neighbors, begin, end, detours))
@@ -159,7 +158,7 @@ def prune(neighbors: Graph, degree: int, threads: int = 1) -> Graph:
 
 
 def link(kept: Graph, neighbors: Graph, degree: int, root: int, threads: int = 1) -> Graph:
-    """What was kept of the lists, with reverse edges, as a graph in which every node can be reached from `root`."""
+    """Return the graph of pruned lists and their reverse edges; every node is reachable from `root`."""
     count = len(kept)
     graph, reverse, filled = (np.empty(shape, np.uint32) for shape in ((count, degree), (count, degree), count))
     find_sources(kept, reverse, filled)
@@ -169,7 +168,7 @@ def link(kept: Graph, neighbors: Graph, degree: int, root: int, threads: int = 1
 
 
 def in_parts(count: int, threads: int, work: Callable[[int, int], None]) -> None:
-    """`work(begin, end)` over all of 0..count, on so many threads."""
+    """Call `work(begin, end)` for parts of 0..count on `threads` threads."""
     if threads == 1:
         work(0, count)
         return

@@ -1,4 +1,4 @@
-"""What a build is asked for, and the limits of it."""
+"""Build parameters and their validation."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,9 +18,9 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class BuildParams:
-    """How an index is built; see `GraphIndex.build`. Checked before a vector is read.
+    """Build parameters of an index; see `GraphIndex.build`. Validated before a vector is read.
 
-    Raises InvalidParams with the value and its limit.
+    Raises InvalidParams.
     """
 
     metric: str = "cosine"
@@ -41,17 +41,17 @@ class BuildParams:
         check_within("seed", self.seed, 0, MAX_SEED)
         check_within("threads", self.threads, 1, MAX_THREADS)
         if self.neighbor_codes and self.dtype == "int8":
-            raise InvalidParams("neighbor_codes want the exact distances of dtype float32 or float16, not int8's")
+            raise InvalidParams("neighbor_codes need exact distances: use dtype float32 or float16, not int8")
 
 
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise InvalidParams for a value that is not known."""
+    """Raise InvalidParams for a value that is not in `known`."""
     if value not in known:
         raise InvalidParams(f"{name} {value!r} is none of {', '.join(known)}")
 
 
 def check_within(name: str, value: object, least: int, most: int) -> None:
-    """Raise InvalidParams for what is no integer (of Python's or numpy's), or outside least..most."""
+    """Raise InvalidParams unless the value is an integer (Python's or numpy's) within least..most."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise InvalidParams(f"{name} must be an integer, not {value!r}")
     if not least <= value <= most:

@@ -1,6 +1,6 @@
-"""A CAGRA graph built on a GPU by torch: lists of neighbours and pruning there, reverse edges by compiled code here.
+"""CAGRA graph build on a GPU with torch: neighbour lists and pruning on the device, reverse edges on the host.
 
-Imports torch: whoever builds on the CPU, or by cuVS, does without.
+Imports torch, so it is imported only for such a build.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ except ImportError as error:
 
 Progress = Callable[[str, float], None]
 
-_WIDER = 3  # lists of so many times the degree
+_WIDER = 3  # width of the lists, as a multiple of the degree
 
 
 def check_device() -> None:
-    """Raise DeviceUnavailable unless torch has a CUDA device to build on."""
+    """Raise DeviceUnavailable unless torch has a CUDA device."""
     if not torch.cuda.is_available():
         raise DeviceUnavailable(f"torch {torch.__version__} sees no CUDA device")
 
@@ -33,10 +33,10 @@ def check_device() -> None:
 def torch_graph(
     vectors: FloatArray | Tensor, degree: int, root: int, seed: int, progress: Progress, device: str = "cuda"
 ) -> Graph:
-    """The graph uint32 [N, degree], N > 2 · degree, of vectors [N, d] whose squared L2 distances say who is near.
+    """Build the graph, uint32 [N, degree], N > 2 · degree, of vectors [N, d] under squared L2.
 
-    vectors: float32 on the host, or a tensor of any float type that is on the device. Every node can be reached from
-    `root`. Raises OutOfDeviceMemory, and DeviceError for whatever else torch raises.
+    vectors: float32 on the host, or a tensor of any float type on the device. Every node is reachable from `root`.
+    Raises OutOfDeviceMemory, and DeviceError for any other error of torch.
     """
     try:
         space = Space(torch.as_tensor(vectors, device=device))
@@ -55,15 +55,15 @@ def torch_graph(
 
 
 def prune(lists: Tensor, degree: int, block: int) -> Tensor:
-    """The neighbours with the fewest detours, fewest first, ties by rank: int32 [N, degree] of int32 [N, width].
+    """Return the neighbours with the fewest detours, fewest first, ties by rank: int32 [N, degree] of int32 [N, width].
 
-    What `gpu.build.optimize.prune` does (CAGRA, arXiv 2308.15136, section 3.2), in blocks of `block` comparisons.
+    Equivalent to `gpu.build.optimize.prune` (CAGRA, arXiv 2308.15136, section 3.2), in blocks of `block` comparisons.
     """
     width = lists.shape[1]
     kept = []
     for mine in torch.split(lists, max(1, block // width**2)):
         detours = torch.zeros_like(mine)
-        for rank in range(width - 1):  # by way of the neighbour of this rank
+        for rank in range(width - 1):  # detours through the neighbour of this rank
             theirs = lists[mine[:, rank].long()]
             detours[:, rank + 1 :] += (mine[:, rank + 1 :, None] == theirs[:, None, :]).any(dim=2)
         kept.append(mine.gather(1, detours.sort(dim=1, stable=True).indices[:, :degree]))

@@ -1,8 +1,9 @@
-"""Lists of nearest neighbours by matrix products in torch, on a GPU.
+"""k-nearest-neighbour lists by matrix products in torch, on a GPU.
 
-Inverted lists, as in `gpu.build.knn`, of larger cells: every row meets the members of its nearest cells, and of twice
-as many again while the lists, measured on some rows, are short of their recall. With all cells visited they are exact;
-so they are for up to 64 k rows. Beside the vectors and the lists, a device holds a few blocks of distances.
+Inverted lists (IVF) as in `gpu.build.knn`, with larger cells: every row is compared with the members of its nearest
+cells. The number of cells is doubled until the lists reach their recall, measured on a sample of rows. With all cells
+visited the lists are exact, which is the case for up to 64 k rows. Beside the vectors and the lists, the device holds a
+few blocks of distances.
 """
 
 from collections.abc import Callable
@@ -12,26 +13,26 @@ from torch import Tensor
 
 Progress = Callable[[float], None]
 
-BLOCK = 1 << 26  # distances, or comparisons, at once
+BLOCK = 1 << 26  # elements of a temporary: distances or comparisons
 _CELL = 4096
 _LARGEST_CELL = 4 * _CELL
 _PROBES = 16
 _LLOYD_ROUNDS = 6
 _SAMPLE_PER_CELL = 64
-_VISITORS = 1 << 18  # rows whose visits are sorted by cell at once
-_GOOD_LISTS = 0.99  # recall of the lists, with which no more cells are visited
+_VISITORS = 1 << 18  # rows whose visits are sorted by cell together
+_GOOD_LISTS = 0.99  # recall of the lists at which no more cells are visited
 _SAMPLE = 200
 
 
 class Space:
-    """Vectors [N, d] of any float type on a device; their squared L2 distances say who is near."""
+    """Vectors [N, d] of any float type on a device, under squared L2."""
 
     def __init__(self, vectors: Tensor, block: int = BLOCK) -> None:
-        """block: the most elements of a temporary, so far as one row's allow."""
+        """block: maximum number of elements of a temporary, but at least one row."""
         self.block = block
         self._vectors = vectors
         step = max(1, block // vectors.shape[1])
-        # Distances are differences of products: without the mean, less of them cancels.
+        # Distances are differences of products: subtracting the mean reduces cancellation.
         sums = [part.to(torch.float64).sum(dim=0) for part in torch.split(vectors, step)]
         self._mean = (torch.stack(sums).sum(dim=0) / len(vectors)).to(torch.float32)
         parts = [self._centred(part).square().sum(dim=1) for part in torch.split(vectors, step)]
@@ -45,7 +46,7 @@ class Space:
         return self._vectors.device
 
     def rows(self, which: Tensor) -> Tensor:
-        """Some of the vectors, less their mean: float32 [len(which), d]."""
+        """Return some vectors minus the mean: float32 [len(which), d]."""
         return self._centred(self._vectors[which])
 
     def _centred(self, part: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class Space:
 
 
 class Lists:
-    """The nearest so far of some rows, the row itself among them: `nodes` int32 [rows, width], -1 for none."""
+    """Nearest neighbours so far of some rows, including the row itself: `nodes` int32 [rows, width], -1 for none."""
 
     def __init__(self, space: Space, rows: int, width: int) -> None:
         self._space = space
@@ -65,12 +66,12 @@ class Lists:
         return bool((self.nodes[:, -1] >= 0).all())
 
     def meet(self, places: Tensor, visitors: Tensor, members: Tensor) -> None:
-        """Compare rows `visitors`, whose lists are number `places`, with `members`, of which they have met none."""
+        """Compare rows `visitors`, whose lists have the indices `places`, with new `members`."""
         space, width = self._space, self.nodes.shape[1]
         theirs, norms, names = space.rows(members), space.norms[members], members.to(torch.int32)
         step = max(1, space.block // len(members))
         for place, visitor in zip(torch.split(places, step), torch.split(visitors, step), strict=True):
-            # The squared distance less the visitor's own norm, which all members have in common.
+            # Squared distances minus the visitor's norm, which does not affect their order.
             keys = torch.addmm(norms, space.rows(visitor), theirs.T, alpha=-2)
             keys, order = keys.topk(min(width, len(members)), largest=False, sorted=False)
             keys = torch.cat([self._keys[place], keys], dim=1)
@@ -80,7 +81,7 @@ class Lists:
 
 
 class Cells:
-    """A space cut by k-means into cells that no row is in twice; cells of very many equal vectors are cut at random."""
+    """A k-means partition of a space into disjoint cells; huge cells, of many equal vectors, are split at random."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self._space = space
@@ -101,7 +102,7 @@ class Cells:
         self._members = torch.split(owners.argsort(stable=True), sizes.tolist())
 
     def visit(self, lists: Lists, begin: int, end: int, progress: Progress) -> None:
-        """Have every row meet the members of its nearest cells, from number `begin` on, to `end`."""
+        """Compare every row with the members of its nearest cells number `begin` to `end`."""
         count = len(self._space)
         for first in range(0, count, _VISITORS):
             rows = torch.arange(first, min(first + _VISITORS, count), device=self._space.device)
@@ -114,7 +115,7 @@ class Cells:
             progress((first + len(rows)) / count)
 
     def _nearest(self, rows: Tensor, width: int) -> Tensor:
-        """The nearest cells of some rows, nearest first: [rows, width]. Of a larger width these are the first, too."""
+        """Return the nearest cells of some rows, nearest first: [rows, width]. Larger widths have the same prefix."""
         space, norms = self._space, self._centres.square().sum(dim=1)
         step = max(1, space.block // max(self.count, self._centres.shape[1]))
         found = [
@@ -124,32 +125,32 @@ class Cells:
         return torch.cat(found)
 
     def _part_of(self, cells: Tensor) -> Tensor:
-        """A part, at random, of each of these cells."""
+        """Return a random part of each of these cells."""
         chance = torch.randint(1 << 31, cells.shape, generator=self._random).to(cells.device)
         return self._first[cells] + chance % self._parts[cells]
 
 
 def nearest_lists(space: Space, k: int, seed: int, progress: Progress = lambda done: None) -> Tensor:
-    """About the k nearest other rows of each row, nearest first: int32 [N, k], k below N, without doubles."""
+    """Return the approximate k < N nearest other rows of each row, nearest first, without duplicates: int32 [N, k]."""
     count, device = len(space), space.device
     lists, cells = Lists(space, count, k + 1), Cells(space, seed)
     sample = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:_SAMPLE].to(device)
     truth = exact_lists(space, sample, k + 1) if cells.count > _PROBES else None
     met = 0
     while met < cells.count:
-        wanted = min(max(_PROBES, 2 * met), cells.count)
-        cells.visit(lists, met, wanted, progress)
-        met = wanted
+        target = min(max(_PROBES, 2 * met), cells.count)
+        cells.visit(lists, met, target, progress)
+        met = target
         if lists.full and truth is not None and list_recall(lists.nodes[sample], truth) >= _GOOD_LISTS:
             break
-    # The row itself is in its list, unless more than k equal ones stand before it: drop it, or else the last.
+    # Drop the row itself from its list, or the last entry if more than k equal rows precede it.
     others = lists.nodes != torch.arange(count, device=device, dtype=torch.int32)[:, None]
     others[:, -1] &= ~others.all(dim=1)
     return lists.nodes[others].reshape(count, k)
 
 
 def exact_lists(space: Space, rows: Tensor, width: int) -> Tensor:
-    """The nearest of all, int32 [rows, width], to some rows, these themselves among them."""
+    """Return the exact nearest rows, int32 [rows, width], of some rows, including themselves."""
     lists = Lists(space, len(rows), width)
     places = torch.arange(len(rows), device=space.device)
     for members in torch.split(torch.arange(len(space), device=space.device), _LARGEST_CELL):
@@ -158,5 +159,5 @@ def exact_lists(space: Space, rows: Tensor, width: int) -> Tensor:
 
 
 def list_recall(lists: Tensor, truth: Tensor) -> float:
-    """The part of `truth` [rows, width] that the lists of the same rows have."""
+    """Return the recall of lists against `truth` [rows, width] of the same rows."""
     return float((truth[:, :, None] == lists[:, None, :]).any(dim=2).float().mean())

@@ -1,4 +1,4 @@
-"""The CPU engine's functions for compiled loops (`gpu.engine`), and the handle that they take."""
+"""The CPU engine's C functions for compiled loops (`gpu.engine.Backend`), and their handle."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from gpu.slots import ACTIVE_COUNT, STATES
 
 _ARRAYS = len(Batch._fields)
 
-# The handle, int64: addresses of the batch's handle, of the slot table's words, and of each collection's ids (int64
-# [collections], 0 where row numbers are the ids), and how many collections there are.
+# Words of the handle, int64: addresses of the batch's handle, of the slot table's words and of the table of ids (int64
+# [collections]: addresses, 0 where row numbers are the ids); and the number of collections.
 BATCH, SLOT_WORDS, IDS, COLLECTIONS = range(4)
 HANDLE_WORDS = 4
 
@@ -54,11 +54,11 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 @c_function("int64(int64, int64, int64, int64)")
 def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
     batch = _batch(handle)
-    about = batch.collections[batch.slots[slot, COLLECTION]]
+    collection = batch.collections[batch.slots[slot, COLLECTION]]
     length = 0
-    if about[DEGREE] != 0:
-        length = filtered.filtered_top_m(batch.slots[slot, TOP_M], allowed_count, about[SIZE], batch.keys.shape[1])
-    filtered.set_filter(batch, slot, allowed, allowed_count, visited_bits_of(about, length), length)
+    if collection[DEGREE] != 0:
+        length = filtered.filtered_top_m(batch.slots[slot, TOP_M], allowed_count, collection[SIZE], batch.keys.shape[1])
+    filtered.set_filter(batch, slot, allowed, allowed_count, visited_bits_of(collection, length), length)
     return 0
 
 
@@ -69,12 +69,12 @@ def extend(handle: int, report: int) -> Any:
     of_batch = carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
     done = running_batch.extend_active(of_batch, words[ACTIVE_COUNT])
     words[ACTIVE_COUNT] -= done
-    told = words_at(report, 2 + 2 * done)
-    told[0], told[1] = 1, 0
+    out = words_at(report, 2 + 2 * done)
+    out[0], out[1] = 1, 0
     for i in range(done):
         slot = batch.finished[i]
         slot_changes.finish(words, slot)
-        told[2 + 2 * i], told[3 + 2 * i] = slot, batch.slots[slot, EXTENDS]
+        out[2 + 2 * i], out[3 + 2 * i] = slot, batch.slots[slot, EXTENDS]
     return done
 
 
@@ -102,7 +102,7 @@ def change_state(handle: int, slot: int, action: int) -> Any:
 
 
 class Handle:
-    """The handle's words, and what they point to."""
+    """The handle's words. Keeps the arrays that they point to alive."""
 
     def __init__(self) -> None:
         self._words = np.zeros(HANDLE_WORDS, np.int64)
@@ -113,7 +113,7 @@ class Handle:
     def point_to(
         self, batch: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], ids: list[npt.NDArray[np.int64] | None]
     ) -> None:
-        """The batch's handle, the slot table's words, and each collection's ids."""
+        """Set the addresses of the batch's handle, the slot table's words, and each collection's ids."""
         self._ids = np.array([0 if one is None else one.ctypes.data for one in ids], np.int64)
         self._keep_alive = (batch, slots, ids)
         self._words[:] = batch.ctypes.data, slots.ctypes.data, self._ids.ctypes.data, len(ids)

@@ -1,4 +1,4 @@
-"""The engine on a CPU: a running batch advanced by one extend at a time."""
+"""The CPU engine: a running batch advanced one extend at a time."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,11 +16,11 @@ from gpu.slots import Limits, SlotTable
 
 
 class CpuEngine(Engine):
-    """An engine over indexes in this process's memory.
+    """An engine over indexes in host memory.
 
-    collections: the indexes by name. slots: queries in the running batch, 1..4096. max_top_m, max_k, max_search_width:
-    the most that a query may ask for. Memory is allocated here, once; `state_bytes` tells how much, and `BatchState` of
-    what. Raises InvalidParams.
+    collections: the indexes by name. slots: size of the running batch, 1..4096. max_top_m, max_k, max_search_width:
+    limits of a query's parameters. All memory is allocated in the constructor (`state_bytes`; `BatchState` has the
+    breakdown). Raises InvalidParams.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CpuEngine(Engine):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the slots take, over the indexes themselves."""
+        """Bytes of the slots' state, without the indexes."""
         return self._state.nbytes
 
     def _point_handle(self) -> None:
@@ -53,12 +53,12 @@ class CpuEngine(Engine):
         self._handle.point_to(self._state.handle, self._slots.words, ids)
 
     def load(self, collection: str, index: GraphIndex) -> None:
-        """See `Engine.load`. The slots move to arrays in which queries of this index have room too."""
+        """See `Engine.load`. Reallocates the slots' state if the index needs larger arrays."""
         self._collections.add(collection, index)
         self._renew_state()
 
     def load_part(self, collection: str, index: GraphIndex) -> bool:
-        """See `Engine.load_part`. It is no work: nothing is copied."""
+        """See `Engine.load_part`. Completes at once: nothing is copied."""
         self.load(collection, index)
         return True
 
@@ -87,7 +87,7 @@ class CpuEngine(Engine):
         collection: str,
         allowed: npt.NDArray[np.uint64] | None = None,
     ) -> int:
-        """See `Engine.admit`. allowed: a bit a node (`gpu.index.data`) of those that may be results."""
+        """See `Engine.admit`. allowed: bitmap (`gpu.index.data.bitmap`) of the nodes that may be results."""
         if allowed is not None:
             number = self._collections.number(collection)
             check_bitmap(allowed, len(self._collections.at(number).graph))
@@ -98,7 +98,7 @@ class CpuEngine(Engine):
         return slot
 
     def interrupt_when(self, arrived: Callable[[], bool]) -> None:
-        """See `Engine.interrupt_when`: there is never more than one extend to wait for."""
+        """See `Engine.interrupt_when`. No effect: a call of `extend` makes one extend."""
 
     def extends(self, slot: int) -> int:
         """See `Engine.extends`. Raises InvalidSlot for a free slot."""
@@ -109,7 +109,7 @@ class CpuEngine(Engine):
         return int(self._state.batch.slots[slot, K])
 
     def _check_open(self) -> None:
-        """It needs no closing."""
+        """Do nothing: a CPU engine needs no closing."""
 
     def close(self) -> None:
-        """See `Engine.close`. Memory goes with the last reference to it."""
+        """See `Engine.close`. Memory is freed with the last reference."""

@@ -1,4 +1,4 @@
-"""Exact search: queries are compared with every row, or with each of some rows."""
+"""Exact (brute-force) search over all rows or a list of rows."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +12,15 @@ from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index.rows import Rows, aligned_empty, metric_transform
 
-BLOCK = 256  # rows that all queries are compared with before the next ones are read
+BLOCK = 256  # rows scored for all queries before the next block is read
 MAX_K = 4096
 
 
 @compiled
 def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, filled):  # type: ignore[no-untyped-def]
-    """The nearest of rows for each prepared query, uint8 [q, …], into keys uint64 [q, k], of which `filled` are set.
+    """Write the keys of each prepared query's nearest rows to `keys`, uint64 [q, k], and their number to `filled`.
 
-    nodes: int64, the rows; where it is empty the first `count` of them.
+    queries: uint8 [q, …], prepared. nodes: int64, the rows to score; empty: the first `count` rows.
     """
     k = keys.shape[1]
     some = len(nodes) > 0
@@ -41,7 +41,7 @@ def scan(kind, start, row_bytes, lanes, nodes, count, queries, offset, keys, fil
 
 @compiled
 def write(keys, filled, factor, offset, nodes, found):  # type: ignore[no-untyped-def]
-    """Nodes and distances in the metric of keys; -1 and +inf behind the last."""
+    """Convert keys to nodes and distances in the metric, padded with -1 and +inf."""
     for q in range(len(keys)):
         for i in range(keys.shape[1]):
             there = i < filled[q]
@@ -56,9 +56,9 @@ def nearest(
     nodes: npt.NDArray[np.int64] | None = None,
     count: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Nodes int64 [q, k] and distances float32 [q, k] of the nearest rows, -1 and +inf where there are fewer.
+    """Return nodes int64 [q, k] and distances float32 [q, k] of the nearest rows, padded with -1 and +inf.
 
-    Full precision, also where `rows` has codes. nodes: int64, the rows to compare with; without, the first `count`, or
+    Distances have full precision, also for int8 rows. nodes: int64, the rows to score; default: the first `count`, or
     all. Raises InvalidVector and InvalidParams.
     """
     array = np.asarray(queries)
@@ -66,16 +66,18 @@ def nearest(
         raise InvalidVector(f"queries have shape {array.shape}; this index needs [q, {rows.dim}]")
     check_within("k", k, 1, MAX_K)
     codes = rows.codes if rows.full is None else rows.full
-    wanted = np.zeros(0, np.int64) if nodes is None else np.ascontiguousarray(nodes, np.int64)
-    total = len(wanted) if nodes is not None else len(codes) if count is None else count
-    if not 0 <= total <= len(codes) or (len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(codes)):
-        raise InvalidParams(f"rows outside 0..{len(codes) - 1} cannot be searched")
+    selected = np.zeros(0, np.int64) if nodes is None else np.ascontiguousarray(nodes, np.int64)
+    total = len(selected) if nodes is not None else len(codes) if count is None else count
+    if not 0 <= total <= len(codes) or (
+        len(selected) and not 0 <= int(selected.min()) <= int(selected.max()) < len(codes)
+    ):
+        raise InvalidParams(f"row numbers must be within 0..{len(codes) - 1}")
     prepared = aligned_empty((len(array), prepared_bytes(rows)), np.uint8)
     prepare(array, QueryEncoding(rows), prepared)
     kinds = (F16_L2, F16_DOT) if codes.dtype == np.float16 else (F32_L2, F32_DOT)
     keys, filled = np.empty((len(array), k), np.uint64), np.zeros(len(array), np.int64)
     scan(
-        kinds[rows.metric != "l2"], codes.ctypes.data, codes.strides[0], codes.shape[1], wanted, total, prepared,
+        kinds[rows.metric != "l2"], codes.ctypes.data, codes.strides[0], codes.shape[1], selected, total, prepared,
         full_offset(rows), keys, filled,
     )  # fmt: skip
     found, distances = np.empty(keys.shape, np.int64), np.empty(keys.shape, np.float32)

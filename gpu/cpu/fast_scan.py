@@ -1,7 +1,7 @@
-"""Estimates of 32 neighbours at a time from their RaBitQ codes (`gpu.index.data`), written as LLVM IR.
+"""Fast scan: distance estimates of 32 neighbours at a time from their RaBitQ codes (`gpu.index.data`), as LLVM IR.
 
-A query's table has, for each group of four dimensions, the sixteen sums ±q₀±q₁±q₂±q₃ as bytes; a code's four bits look
-one up. Processors look up 16, 32 or 64 bytes in an instruction; where LLVM is told of none, bytes are taken one by one.
+A query's lookup table has, for each group of four dimensions, the sixteen sums ±q₀±q₁±q₂±q₃ as bytes; four bits of a
+code select one. A byte shuffle does 16, 32 or 64 look-ups per instruction; without one, bytes are looked up singly.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _LINE = 64  # bytes: four groups of four dimensions
 _bytes, _words = ir.VectorType(_i8, _LINE), ir.VectorType(_i16, _LINE // 2)
 _floats = ir.VectorType(_f32, 16)
 _FAST = ("contract",)
-_LINES_A_SUM = 64  # of 256 groups: as many bytes of up to 255 as 16 bits can sum
+_LINES_A_SUM = 64  # 256 groups: the most bytes of up to 255 whose sum fits into 16 bits
 
 
 def _vector(element: Any, count: int) -> Any:
@@ -38,13 +38,13 @@ def _same(vector: Any, value: int) -> Any:
 
 
 def _function(builder: Any, name: str, vector: Any, arguments: int) -> Any:
-    """LLVM's function of so many vectors of float32, lane by lane."""
+    """Declare LLVM's lane-wise function of `arguments` float32 vectors."""
     kind = ir.FunctionType(vector, [vector] * arguments)
     return builder.module.declare_intrinsic(f"{name}.v{vector.count}f32", (), kind)
 
 
 def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
-    """64 look-ups by an instruction that does `width` of them."""
+    """Return a generator of 64 look-ups with an instruction that does `width`."""
     part = _vector(_i8, width)
 
     def look_up(builder: Any, table: Any, places: Any) -> Any:
@@ -63,7 +63,7 @@ def _look_up(name: str, width: int) -> Callable[[Any, Any, Any], Any]:
 
 
 def look_up_each(builder: Any, table: Any, places: Any) -> Any:
-    """64 look-ups, one by one."""
+    """Emit 64 single look-ups."""
     found = ir.Constant(_bytes, ir.Undefined)
     for lane in range(_LINE):
         here = ir.Constant(_i32, lane)
@@ -73,7 +73,7 @@ def look_up_each(builder: Any, table: Any, places: Any) -> Any:
 
 
 def _features() -> dict[str, bool]:
-    """What numba compiles for: the host's instruction sets, or those that NUMBA_CPU_FEATURES names."""
+    """Return numba's target features: the host's, or those of NUMBA_CPU_FEATURES."""
     named: str | None = config.CPU_FEATURES
     if named is None:
         return dict(llvm.get_host_cpu_features())
@@ -94,13 +94,13 @@ def _best_look_up() -> Callable[[Any, Any, Any], Any]:
 
 
 def _folded(builder: Any, words: Any) -> Any:
-    """The sum of a register's four quarters: each has eight pairs of neighbours, of other groups."""
+    """Emit the sum of a register's four quarters: each holds eight pairs of neighbours for different groups."""
     half = builder.add(*(shuffled(builder, words, words, range(begin, begin + 16)) for begin in (0, 16)))
     return builder.add(*(shuffled(builder, half, half, range(begin, begin + 8)) for begin in (0, 8)))
 
 
 def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
-    """The intrinsic over a way of looking up."""
+    """Return the intrinsic `add_sums` for a look-up function."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, table, begin, end, weight, sums = args
@@ -113,7 +113,7 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
             low = builder.and_(code, _same(_bytes, 15))
             high = builder.lshr(builder.bitcast(code, _words), _same(_words, 4))
             high = builder.and_(builder.bitcast(high, _bytes), _same(_bytes, 15))
-            # A word holds two bytes' sums: the whole word's, whose upper byte is too much, and the upper byte's alone.
+            # Sum whole words, and upper bytes alone: the latter, shifted, are subtracted from the former at the end.
             found = [builder.bitcast(look_up(builder, entries, half), _words) for half in (low, high)]
             terms = (term for words in found for term in (words, builder.lshr(words, _same(_words, 8))))
             return [builder.add(total, term) for total, term in zip(totals, terms, strict=True)]
@@ -138,12 +138,12 @@ def scan_by(look_up: Callable[[Any, Any, Any], Any]) -> Any:
 
 
 add_sums = scan_by(_best_look_up())
-"""Add the entries of lines begin..end (64 at most) of `table` that 32 codes look up to float32 [32] at `sums`."""
+"""Add the weighted table entries of 32 codes in lines begin..end (64 at most) to float32 [32] at `sums`."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _combine(typing_context: Any, sums: Any, factors: Any, base: Any, step: Any, offset: Any) -> Any:
-    """float32 [32] at `sums` become base + A + F · (offset + step · sum), with A and F float32 [32] at `factors`."""
+    """Replace float32 [32] at `sums` by base + A + F · (offset + step · sum), with A, F float32 [32] at `factors`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         sums, factors = args[:2]
@@ -165,7 +165,7 @@ def _combine(typing_context: Any, sums: Any, factors: Any, base: Any, step: Any,
 
 @intrinsic  # type: ignore[untyped-decorator]
 def below(typing_context: Any, values: Any, limit: Any) -> Any:
-    """A bit for each of float32 [32] at an address: whether it is under `limit`."""
+    """Return a bit mask of the float32 [32] at an address that are below `limit`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         loaded = builder.load(at(builder, args[0], _vector(_f32, _GROUP)), align=4)
@@ -177,7 +177,7 @@ def below(typing_context: Any, values: Any, limit: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def lowest_bit(typing_context: Any, bits: Any) -> Any:
-    """The place of the lowest bit that is set, of at least one."""
+    """Return the index of the lowest set bit of a non-zero word."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(_i1, 1))
@@ -187,7 +187,7 @@ def lowest_bit(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
-    """Whether `node` is in the 8-entry set (uint32 × 8) at `address`; `simd.visit` enters it."""
+    """Return whether `node` is in the 8-entry set (uint32 × 8) at `address`. `simd.visit` also inserts it."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         entries = builder.load(at(builder, args[0], _vector(_i32, WAYS)), align=4)
@@ -200,9 +200,9 @@ def was_visited(typing_context: Any, address: Any, node: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> Any:
-    """|q₀|+|q₁|+|q₂|+|q₃| of every four of float32 [dims] at `query`, to float32 [dims / 4] at `widths`.
+    """Write |q₀|+|q₁|+|q₂|+|q₃| of every four of float32 [dims] at `query` to float32 [dims / 4] at `widths`.
 
-    Returns the greatest, and the sum of all.
+    Returns their maximum and their sum.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -210,7 +210,7 @@ def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> An
         absolute = _function(builder, "llvm.fabs", _floats, 1)
 
         def pairs(left: Any, right: Any) -> Any:
-            """The sums of each two neighbours of 32."""
+            """Emit the sums of adjacent pairs of 32 lanes."""
             return builder.fadd(*(shuffled(builder, left, right, range(begin, 32, 2)) for begin in (0, 1)))
 
         def body(place: Any, most: Any, total: Any) -> list[Any]:
@@ -235,7 +235,7 @@ def _write_widths(typing_context: Any, query: Any, dims: Any, widths: Any) -> An
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _write_entries(typing_context: Any, query: Any, width: Any, inverse: Any, table: Any) -> Any:
-    """Sixteen bytes at `table`: (sum + width) · inverse of the four float32 at `query`, rounded."""
+    """Write sixteen bytes to `table`: (sum + width) · inverse, rounded, for the sums of the four float32 at `query`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         query, width, inverse, table = args
@@ -255,11 +255,11 @@ def _write_entries(typing_context: Any, query: Any, width: Any, inverse: Any, ta
 
 @compiled
 def write_table(rotated: Any, dims: int, table: Any) -> Any:
-    """Write the table of a rotated query, float32 [D'] at an address: uint8 [4·D'] at `table`.
+    """Write the lookup table, uint8 [4·D'] at `table`, of a rotated query, float32 [D'] at an address.
 
     Returns (step, offset): Σ ±qᵢ = offset + step · Σ entries.
     """
-    # The table's last quarter has the widths meanwhile: the entries of a group end before the width of the next.
+    # The table's last quarter stores the widths temporarily: entries of a group never overwrite widths still needed.
     widths = table + np.uint64(3 * dims)
     widest, total = _write_widths(rotated, dims, widths)
     step = max(np.float32(2) * widest / np.float32(254.5), np.float32(1e-30))
@@ -272,9 +272,9 @@ def write_table(rotated: Any, dims: int, table: Any) -> Any:
 
 @compiled
 def estimate(codes: Any, table: Any, dims: int, bits: int, base: Any, step: Any, offset: Any, out: Any) -> None:
-    """Estimated distances of 32 neighbours to float32 [32] at address `out`.
+    """Write the estimated distances of 32 neighbours to float32 [32] at address `out`.
 
-    codes: the address of their part of a node's block. table, step, offset: `write_table`'s. base: the node's distance.
+    codes: address of their part of a node's block. table, step, offset: from `write_table`. base: the node's distance.
     """
     lines = dims // 16
     _clear(out)
@@ -289,7 +289,7 @@ def estimate(codes: Any, table: Any, dims: int, bits: int, base: Any, step: Any,
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _clear(typing_context: Any, address: Any) -> Any:
-    """Zeros to float32 [32]."""
+    """Set float32 [32] at an address to zero."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         whole = _vector(_f32, _GROUP)

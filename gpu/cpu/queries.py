@@ -1,11 +1,13 @@
-"""Queries made ready for the stages: checked, normalised under cosine, and laid out as the rows need them.
+"""Preparation of queries for the stages: validation, normalisation under cosine, and encoding.
 
-0    float32  constant, margin, step and bias of the sketch, step of the int8 codes, step and offset of the table
-64   int16    two lanes for each byte of a sketch, in blocks of 32: lower halves, upper halves
-…    int16    one lane for each byte of a row of int8 codes
-…    float32  the query, zero-padded to 16 lanes
-…    uint8    the table that codes of neighbours are looked up in (see `fast_scan.write_table`), from a cache line on
-…    float32  the rotated query
+Layout of a prepared query:
+
+    0    float32  constant, margin, step and bias of the sketch, step of the int8 codes, step and offset of the table
+    64   int16    two lanes per byte of a sketch, in blocks of 32: lower halves, upper halves
+    …    int16    one lane per byte of a row of int8 codes
+    …    float32  the query, zero-padded to 16 lanes
+    …    uint8    the lookup table for neighbour codes (see `fast_scan.write_table`), aligned to a cache line
+    …    float32  the rotated query
 """
 
 from typing import Any
@@ -29,7 +31,7 @@ LARGEST_SQUARE = float(np.finfo(np.float32).max / 8)
 
 
 class QueryEncoding:
-    """How the queries of an index are prepared: a line of the table of encodings, and what it points to."""
+    """Query encoding of an index: a row of the table of encodings (`line`), and the arrays that it points to."""
 
     def __init__(self, rows: Rows, codes: NeighborCodes | None = None) -> None:
         sketch = rows.sketch
@@ -53,39 +55,39 @@ class QueryEncoding:
 
 
 def code_offset(rows: Rows) -> int:
-    """Where the lanes for int8 codes begin in a prepared query."""
+    """Return the offset of the lanes for int8 codes in a prepared query, bytes."""
     return QUERY_SKETCH + (0 if rows.sketch is None else 4 * rows.sketch.codes.shape[1])
 
 
 def full_offset(rows: Rows) -> int:
-    """Where the float32 lanes of a prepared query begin."""
+    """Return the offset of the float32 lanes in a prepared query, bytes."""
     return code_offset(rows) + (2 * rows.lanes if rows.dtype == "int8" else 0)
 
 
 def table_offset(rows: Rows) -> int:
-    """Where the table for codes of neighbours begins in a prepared query."""
+    """Return the offset of the lookup table for neighbour codes in a prepared query, bytes."""
     return -(-(full_offset(rows) + 4 * padded(rows.dim)) // 64) * 64
 
 
 def prepared_bytes(rows: Rows, codes: NeighborCodes | None = None) -> int:
-    """Bytes of a prepared query, a multiple of 64."""
+    """Return the size of a prepared query in bytes, a multiple of 64."""
     return table_offset(rows) + (0 if codes is None else 8 * codes.dims)
 
 
 def validate_queries(queries: npt.NDArray[Any], dim: int) -> npt.NDArray[np.float32]:
-    """Queries [q, d] as contiguous float32. Raises InvalidVector for a wrong shape or type."""
+    """Return queries [q, d] as contiguous float32. Raises InvalidVector for a wrong shape or type."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InvalidVector(f"queries have shape {queries.shape}; this index needs [q, {dim}]")
     if queries.dtype == np.float32:
         return np.ascontiguousarray(queries)
     if queries.dtype.kind not in "fiu":
         raise InvalidVector(f"queries have dtype {queries.dtype}; floats or integers are needed")
-    with np.errstate(over="ignore"):  # what becomes infinite is refused later
+    with np.errstate(over="ignore"):  # infinities are rejected later
         return np.ascontiguousarray(queries, np.float32)
 
 
 def prepare(queries: npt.NDArray[Any], encoding: QueryEncoding, out: npt.NDArray[np.uint8], first: int = 0) -> None:
-    """Write queries [q, d] to `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows are counted from `first`."""
+    """Prepare queries [q, d] into `out`, uint8 [q, prepared_bytes]. Raises InvalidVector; rows count from `first`."""
     array = validate_queries(queries, encoding.dim)
     bad = write_queries(array, encoding.line, out)
     if bad >= 0:
@@ -93,7 +95,7 @@ def prepare(queries: npt.NDArray[Any], encoding: QueryEncoding, out: npt.NDArray
 
 
 def query_error(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
-    """Why `write_query` did not take a query."""
+    """Return the error for a query that `write_query` has rejected."""
     where = np.flatnonzero(~np.isfinite(query))
     if len(where):
         return InvalidVector(f"query {number} holds {query[where[0]]} at position {where[0]}; it must be finite")
@@ -102,7 +104,7 @@ def query_error(query: npt.NDArray[np.float32], number: int) -> InvalidVector:
 
 @compiled
 def write_queries(queries: Any, encoding: Any, out: Any) -> Any:
-    """Write checked queries, float32 [q, d]. Returns the number of the first that cannot be taken, or -1."""
+    """Prepare queries, float32 [q, d]. Returns the index of the first invalid one, or -1."""
     for i in range(len(queries)):
         if not write_query(queries[i], encoding, out[i]):
             return i
@@ -111,7 +113,7 @@ def write_queries(queries: Any, encoding: Any, out: Any) -> Any:
 
 @compiled
 def write_query(query: Any, encoding: Any, record: Any) -> Any:
-    """Write one query, float32 [d], to its record, uint8. Returns whether it can be taken."""
+    """Prepare one query, float32 [d], into its record, uint8. Returns whether it is valid."""
     dim, lanes = len(query), padded_lanes(len(query))
     code_start = QUERY_SKETCH + 2 * encoding[at.SKETCH_LANES]
     full_start = code_start + 2 * encoding[at.CODE_LANES]
@@ -141,7 +143,7 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
     if encoding[at.SKETCH_LANES] > 0:
         squares = dot(shifted, shifted)
         if encoding[at.CODE_LANES] > 0:
-            header[0] = 0  # the distances of codes leave it out as well
+            header[0] = 0  # distances of int8 codes omit the constant as well
         elif encoding[at.SQUARED]:
             header[0] = squares
         else:
@@ -162,13 +164,13 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
         for lane in sketch:
             total += lane
         header[3] = np.float32(7.5) * np.float32(total)
-        shifted[0] = 0  # numba frees an array after its last mention, and its address was in use until here
+        shifted[0] = 0  # keeps the array alive: numba frees it after its last use, and does not see address uses
     return True
 
 
 @compiled
 def squared_norm(query: Any) -> Any:
-    """The squared norm of contiguous float32 [d] in float64."""
+    """Return the squared norm of contiguous float32 [d] in float64."""
     whole = len(query) // LANES * LANES
     address = np.uint64(query.ctypes.data)
     total = square_f64(address, address, whole)
@@ -179,7 +181,7 @@ def squared_norm(query: Any) -> Any:
 
 @compiled
 def write_rotated(full: Any, encoding: Any, record: Any, header: Any) -> None:
-    """Rotate a query, float32 [lanes], and write the table of it; `record` begins with the table."""
+    """Write a query's lookup table and the rotated query to `record`. full: the query, float32 [lanes]."""
     dims, used = encoding[at.ROTATED_LANES], min(encoding[at.ROTATED_LANES], len(full))
     rotated = record[4 * dims : 8 * dims].view(np.float32)
     rotated[:used] = full[:used]
@@ -191,22 +193,22 @@ def write_rotated(full: Any, encoding: Any, record: Any, header: Any) -> None:
 
 @compiled
 def padded_lanes(dim: int) -> Any:
-    """See `rows.padded`."""
+    """Round up to a multiple of 16; see `rows.padded`."""
     return (dim + 15) // 16 * 16
 
 
 @compiled
 def dot(left: Any, right: Any) -> Any:
-    """The dot product of two float32 arrays of a multiple of 16 lanes.
+    """Return the dot product of two float32 arrays of a multiple of 16 lanes.
 
-    An array must be held by the caller while its address is in use, for numba frees it after its last mention.
+    The caller must keep a reference to each array while its address is in use: numba frees arrays after their last use.
     """
     return dot_f32(np.uint64(left.ctypes.data), np.uint64(right.ctypes.data), len(left))
 
 
 @compiled
 def quantise(values: Any, largest: int, codes: Any) -> Any:
-    """Write values as whole steps of at most `largest`, zeros behind them. Returns the step."""
+    """Quantise values to integer codes of at most `largest`, zero-padded. Returns the step."""
     top = np.float32(0)
     for value in values:
         top = max(top, abs(value))

@@ -1,7 +1,7 @@
-"""A random rotation in D' log D' steps: rounds of random signs, Walsh-Hadamard transforms and a mixing of the halves.
+"""Random rotation in O(D' log D'): rounds of random signs, Walsh-Hadamard transforms and a mixing of the halves.
 
-A round multiplies by signs, transforms the first (in the next round the last) 2ⁿ dimensions and, where these are not
-all, mixes the first half with the second. `signs` float32 [ROUNDS, D'] has the scales of all this in it.
+A round multiplies by signs, transforms the first (in odd rounds the last) 2ⁿ dimensions and, if 2ⁿ < D', mixes the
+first half with the second. `signs`, float32 [ROUNDS, D'], includes the scale factors.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from numba.extending import intrinsic
 from gpu.compiled import compiled
 from gpu.cpu.simd import LANES, at, shuffled
 
-_BLOCK = 64  # dimensions come in a multiple of it
+_BLOCK = 64  # D' is a multiple of it
 _vector = ir.VectorType(ir.FloatType(), LANES)
 
 
 def _lanes_transformed(builder: Any, x: Any) -> Any:
-    """The transform of a register's 16 lanes."""
+    """Emit the transform of a register's 16 lanes."""
     for step in (1, 2, 4, 8):
         other = shuffled(builder, x, x, [i ^ step for i in range(LANES)])
         signs = ir.Constant(_vector, [-1.0 if i & step else 1.0 for i in range(LANES)])
@@ -27,8 +27,8 @@ def _lanes_transformed(builder: Any, x: Any) -> Any:
     return x
 
 
-def _turned(builder: Any, values: list[Any]) -> list[Any]:
-    """Two steps of the transform over four registers: neighbours become sums and differences, then every second."""
+def _two_butterfly_steps(builder: Any, values: list[Any]) -> list[Any]:
+    """Emit two butterfly steps over four registers: of adjacent ones, then of every second one."""
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
         for left, right in pairs:
             a, b = values[left], values[right]
@@ -38,7 +38,7 @@ def _turned(builder: Any, values: list[Any]) -> list[Any]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
-    """64 float32 in place: times those at `factors`, then transformed."""
+    """Multiply 64 float32 in place by those at `factors`, then transform them."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         steps = [ir.Constant(ir.IntType(64), 4 * LANES * number) for number in range(4)]
@@ -47,7 +47,7 @@ def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
         for place, step in zip(places, steps, strict=True):
             factor = builder.load(at(builder, builder.add(args[1], step), _vector), align=4)
             values.append(_lanes_transformed(builder, builder.fmul(builder.load(place, align=4), factor)))
-        for place, value in zip(places, _turned(builder, values), strict=True):
+        for place, value in zip(places, _two_butterfly_steps(builder, values), strict=True):
             builder.store(value, place, align=4)
         return context.get_dummy_value()
 
@@ -56,14 +56,14 @@ def _begin_block(typing_context: Any, address: Any, factors: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _two_steps(typing_context: Any, address: Any, stride: Any) -> Any:
-    """Two steps of the transform at once: 16 float32 at each of four addresses that are `stride` bytes apart."""
+    """Do two butterfly steps on 16 float32 at each of four addresses `stride` bytes apart."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         address, places = args[0], []
         for _ in range(4):
             places.append(at(builder, address, _vector))
             address = builder.add(address, args[1])
-        values = _turned(builder, [builder.load(place, align=4) for place in places])
+        values = _two_butterfly_steps(builder, [builder.load(place, align=4) for place in places])
         for place, value in zip(places, values, strict=True):
             builder.store(value, place, align=4)
         return context.get_dummy_value()
@@ -73,7 +73,7 @@ def _two_steps(typing_context: Any, address: Any, stride: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _butterfly(typing_context: Any, left: Any, right: Any) -> Any:
-    """16 float32 at each of two addresses become their sums and their differences."""
+    """Replace 16 float32 at each of two addresses by their sums and differences."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
@@ -86,7 +86,7 @@ def _butterfly(typing_context: Any, left: Any, right: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _multiply(typing_context: Any, target: Any, factors: Any) -> Any:
-    """16 float32 at `target` times those at `factors`."""
+    """Multiply 16 float32 at `target` by those at `factors`."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         a, b = (builder.load(at(builder, address, _vector), align=4) for address in args)
@@ -106,7 +106,7 @@ def rotate(rounds: int, dims: int, signs: Any, target: Any) -> None:
     for number in range(rounds):
         factors = signs + np.uint64(4 * number * dims)
         first = 0 if number % 2 == 0 else dims - size
-        for j in range(0, dims - size, LANES):  # those that the round does not transform
+        for j in range(0, dims - size, LANES):  # dimensions that this round does not transform
             place = np.uint64(4 * (j if j < first else j + size))
             _multiply(target + place, factors + place)
         begin = target + np.uint64(4 * first)

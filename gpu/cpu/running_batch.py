@@ -1,4 +1,4 @@
-"""The running batch: slots filled, all advanced by one extend, results written. What the engine calls, compiled.
+"""Compiled operations of the running batch: admit a query to a slot, extend all active slots, write results.
 
 `handle` describes the batch (see `tables.handle_of`).
 """
@@ -11,20 +11,20 @@ from gpu.cpu.extend.stages import extend
 from gpu.cpu.queries import write_query
 from gpu.cpu.tables import COLLECTION, FILLED, PATIENCE, START, TOP_M, VISITED_BITS, WIDTH, K, batch_at
 
-INTERLEAVED = 8  # slots that take turns: enough to hide memory behind work, few enough for the second-level cache
+INTERLEAVED = 8  # slots per group: enough to hide memory latency, few enough for the L2 cache
 _EMPTY = np.uint32(0xFFFFFFFF)
 
 
 @compiled
 def reset_slot(batch, slot):  # type: ignore[no-untyped-def]
-    """Make a slot whose parameters are set ready for its first extend, which scores the seeds."""
+    """Reset a slot's search state before its first extend."""
     batch.slots[slot, FILLED:] = 0
     batch.visited[slot, : 1 << batch.slots[slot, VISITED_BITS]] = _EMPTY
 
 
 @compiled
 def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):  # type: ignore[no-untyped-def]
-    """Take a query, float32 [d], into a slot. Returns whether it is finite."""
+    """Prepare a query, float32 [d], in a slot. Returns whether it is valid."""
     if not write_query(query, batch.encodings[collection], batch.queries[slot]):
         return False
     line = batch.slots[slot]
@@ -36,10 +36,10 @@ def admit_query(batch, slot, query, collection, k, top_m, width, patience, bits)
 
 @compiled
 def extend_active(handle, count):  # type: ignore[no-untyped-def]
-    """One extend of the first `count` slots in `active`; takes the finished out, leaving the others in their order.
+    """Make one extend of the first `count` slots in `active`, and remove finished slots from it.
 
-    Returns how many are done: `finished` begins with them, in order of admission, and their rows of nodes and found
-    hold the results.
+    Returns the number of finished slots; `finished` lists them in admission order, and their rows of `nodes` and
+    `found` hold the results.
     """
     batch = batch_at(handle)
     active, finished = batch.active, batch.finished
@@ -52,7 +52,7 @@ def extend_active(handle, count):  # type: ignore[no-untyped-def]
         write_result(batch, finished[i], batch.nodes[finished[i]], batch.found[finished[i]])
     kept = following = 0
     for i in range(count):
-        if following < done and active[i] == finished[following]:  # merge_top_m went through them in this order
+        if following < done and active[i] == finished[following]:  # both are in the same order
             following += 1
         else:
             active[kept] = active[i]

@@ -1,4 +1,4 @@
-"""Whole queries, run to completion: the running batch of the engine, refilled without leaving compiled code."""
+"""Batch search: queries run to completion on the engine's running batch, refilled inside compiled code."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +18,12 @@ from gpu.index.data import IndexData
 from gpu.index.rows import aligned_empty
 from gpu.params import SearchParams
 
-_BLOCK = 1024  # queries prepared at a time
+_BLOCK = 1024  # queries prepared together
 
 
 @compiled
 def begin(batch, slot, number, owner, prepared, starts, allowed, min_allowed):  # type: ignore[no-untyped-def]
-    """Have a slot, whose parameters are set, answer a query."""
+    """Start a query in a slot whose parameters are set."""
     line = batch.slots[slot]
     owner[slot] = number
     line[QUERY], line[START] = prepared[number].ctypes.data, starts[number]
@@ -33,7 +33,7 @@ def begin(batch, slot, number, owner, prepared, starts, allowed, min_allowed):  
 
 @compiled
 def run_queries(handle, line, allowed, min_allowed, prepared, starts, nodes, found):  # type: ignore[no-untyped-def]
-    """Answer prepared queries, uint8 [q, …], with the slots of the batch that `handle` describes.
+    """Run prepared queries, uint8 [q, …], to completion in the slots of the batch that `handle` describes.
 
     line: the slot columns before QUERY, shared by all queries. allowed: the address of a bitmap of nodes, or 0.
     min_allowed: the column MIN_ALLOWED. starts: the start node of each query, or -1 for the seeds.
@@ -74,9 +74,9 @@ def search(
     allowed: npt.NDArray[np.uint64] | None = None,
     min_allowed: int = 0,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Nodes int64 [q, k] and distances float32 [q, k], on `threads` threads. Raises InvalidVector.
+    """Return nodes int64 [q, k] and distances float32 [q, k], using `threads` threads. Raises InvalidVector.
 
-    starts: the nodes where the searches begin, int64 [q], instead of the seeds.
+    starts: start nodes of the searches, int64 [q], instead of the seeds.
     allowed: the bitmap (`gpu.index.data.bitmap`) of the nodes that may be results; the search traverses all nodes.
     min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when no parent is left.
     """
@@ -92,7 +92,7 @@ def search(
     bits, min_allowed = (0, 0) if allowed is None else (allowed.ctypes.data, min_allowed)
 
     def run(part: list[slice]) -> None:
-        """On one thread, with slots and room for a block of prepared queries."""
+        """Process blocks of queries on one thread."""
         state = BatchState([data], INTERLEAVED, params.top_m, params.search_width)
         room = aligned_empty((size, prepared_bytes(data.rows, data.codes)), np.uint8)
         for number, block in enumerate(part):

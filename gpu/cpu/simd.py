@@ -1,8 +1,8 @@
-"""Vector loops over raw addresses, written as LLVM IR: 16 lanes wide, for whatever the processor at hand has.
+"""SIMD kernels over raw addresses as LLVM IR, 16 lanes wide.
 
-numba offers neither float16 arithmetic nor prefetching nor a say in how a loop is cut into lanes, so the distances are
-built here by llvmlite. LLVM turns 16 lanes into one AVX-512 register, two AVX or four NEON registers.
-All addresses are uint64; rows and queries are padded with zeros to the width of a step, or of a tail.
+numba has no float16 arithmetic, no prefetching and no control over vectorisation, so distances are built with llvmlite.
+LLVM lowers 16 lanes to one AVX-512 register, two AVX or four NEON registers. All addresses are uint64; rows and queries
+are zero-padded to the width of a step, or of a tail.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,22 +18,22 @@ KEYS_AT_ONCE = 8
 _i8, _i16, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _f64 = ir.DoubleType()
 _FAST = ("contract", "reassoc", "nsz")
-_ACCUMULATORS = 4  # independent sums hide the latency of a fused multiply-add
+_ACCUMULATORS = 4  # independent sums hide the latency of fused multiply-adds
 
 
 def at(builder: Any, address: Any, pointee: Any) -> Any:
-    """The pointer to what lies at an address."""
+    """Convert an integer address to a pointer."""
     return builder.inttoptr(address, ir.PointerType(pointee))
 
 
 def shuffled(builder: Any, left: Any, right: Any, lanes: Iterable[int]) -> Any:
-    """These lanes of two vectors; those of the second one follow those of the first."""
+    """Select lanes of two vectors; lanes of the second one are numbered after those of the first."""
     chosen = list(lanes)
     return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(_i32, len(chosen)), chosen))
 
 
 def everywhere(builder: Any, value: Any, count: int) -> Any:
-    """A vector of `count` lanes that all have this value."""
+    """Broadcast a value to a vector of `count` lanes."""
     kind = ir.VectorType(value.type, count)
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_i32, 0))
     return shuffled(builder, single, single, [0] * count)
@@ -42,9 +42,9 @@ def everywhere(builder: Any, value: Any, count: int) -> Any:
 def loop(
     builder: Any, begin: Any, end: Any, step: int, carried: Sequence[Any], body: Callable[..., Sequence[Any]]
 ) -> list[Any]:
-    """Code that makes `carried` into `body(place, *carried)` for each place of begin, begin + step … below `end`.
+    """Emit a loop: carried = body(place, *carried) for place = begin, begin + step, … < end.
 
-    Returns what is carried in the end.
+    Returns the final carried values.
     """
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
@@ -77,7 +77,7 @@ def _load_i16(builder: Any, address: Any, of: Any, lanes: int) -> Any:
 
 
 def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any:
-    """Adds the products, or squared differences, of as many elements as the sum has lanes."""
+    """Return a term that adds products, or squared differences, one element per lane of the sum."""
 
     def term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
         lanes = total.type.count
@@ -92,14 +92,14 @@ def _float_term(widen_row: Any, row_bytes: int, squared_difference: bool) -> Any
 
 
 def _square_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-    """Adds the squares of as many float32 as the sum has lanes of float64."""
+    """Add squares of float32, one per float64 lane of the sum."""
     loaded = _widen_f32(builder, builder.add(row, builder.mul(position, ir.Constant(_i64, 4))), total.type.count)
     x = builder.fpext(loaded, total.type)
     return builder.fadd(total, builder.fmul(x, x, flags=_FAST), flags=_FAST)
 
 
 def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-    """Adds 32 products of int8 codes and an int16 query, as pairs: LLVM knows this shape as one multiply-add."""
+    """Add 32 products of int8 codes and an int16 query, in pairs: LLVM lowers this shape to one multiply-add."""
     x = _load_i16(builder, builder.add(row, position), _i8, 2 * LANES)
     q = _load_i16(builder, builder.add(query, builder.mul(position, ir.Constant(_i64, 2))), _i16, 2 * LANES)
     product = builder.mul(x, q)
@@ -108,7 +108,7 @@ def _code_term(builder: Any, row: Any, query: Any, position: Any, total: Any) ->
 
 
 def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) -> Any:
-    """Adds the products of 32 bytes of 4-bit components: the lower halves with 32 query lanes, then the upper."""
+    """Add the products of 32 bytes of 4-bit components: lower halves with 32 query lanes, then upper halves."""
     codes = builder.load(at(builder, builder.add(row, position), ir.VectorType(_i8, 2 * LANES)), align=1)
     wide = builder.zext(codes, ir.VectorType(_i16, 2 * LANES))
     halves = (
@@ -125,7 +125,7 @@ def _sketch_term(builder: Any, row: Any, query: Any, position: Any, total: Any) 
 
 
 def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
-    """A sum over `lanes` elements: one `term` takes `step` elements, and `tail` of them where fewer are left."""
+    """Return an intrinsic that sums `term` over `lanes` elements, `step` at a time, then `tail` at a time."""
     tail = tail or step
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -179,13 +179,13 @@ def _sum(term: Any, step: int, result: Any, scalar: Any, tail: int = 0) -> Any:
     return total
 
 
-# Each takes (address of a row, address of a query, lanes). Float queries are float32; the lanes of float rows come to a
+# Arguments: address of a row, address of a query, lanes. Float queries are float32; the lanes of float rows are a
 # multiple of 16 bytes.
 dot_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=False), LANES, types.float32, _f32, tail=4)
 l2_f32 = _sum(_float_term(_widen_f32, 4, squared_difference=True), LANES, types.float32, _f32, tail=4)
 dot_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=False), LANES, types.float32, _f32, tail=8)
 l2_f16 = _sum(_float_term(_widen_f16, 2, squared_difference=True), LANES, types.float32, _f32, tail=8)
-# The squared norm of float32 lanes, a multiple of 16, in float64; the address is given twice.
+# The squared norm of float32 lanes, a multiple of 16, in float64; both addresses are the vector's.
 square_f64 = _sum(_square_term, LANES, types.float64, _f64)
 # int8 row, int16 query, int32 result; lanes are a multiple of 32.
 dot_i8 = _sum(_code_term, 2 * LANES, types.int32, _i32)
@@ -195,7 +195,7 @@ dot_sketch = _sum(_sketch_term, 2 * LANES, types.int32, _i32)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def visit(typing_context: Any, address: Any, node: Any) -> Any:
-    """Whether `node` is in the 8-entry set (uint32 × 8) at `address`; if not, it enters there and the oldest leaves."""
+    """Return whether `node` is in the 8-entry set (uint32 × 8) at `address`; if not, insert it and evict the oldest."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         entries_type = ir.VectorType(_i32, WAYS)
@@ -229,7 +229,7 @@ def move(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer(typing_context: Any, address: Any) -> Any:
-    """An integer address as the pointer that `numba.carray` takes."""
+    """Convert an integer address to the pointer type that `numba.carray` takes."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -239,7 +239,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at `address`; a hint, so any address is safe."""
+    """Prefetch the cache line at `address`; any address is safe."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = at(builder, args[0], _i8)
@@ -262,7 +262,7 @@ def _load(kind: Any, result: Any) -> Any:
     return load
 
 
-# The number at an address, aligned or not.
+# Unaligned loads.
 load_f32 = _load(_f32, types.float32)
 load_u32 = _load(_i32, types.uint32)
 load_u64 = _load(_i64, types.uint64)
@@ -270,7 +270,7 @@ load_u64 = _load(_i64, types.uint64)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
-    """Write a uint64 to an address, aligned or not."""
+    """Store a uint64 at an address, aligned or not."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[1], at(builder, args[0], _i64), align=1)
@@ -281,7 +281,7 @@ def store_u64(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
-    """How many of the first `count` of uint64 [8] at an address are below `key`; count may be greater than 8."""
+    """Return how many of the first `count` of uint64 [8] at an address are below `key`; count may exceed 8."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         words, mask = ir.VectorType(_i64, KEYS_AT_ONCE), ir.IntType(KEYS_AT_ONCE)
@@ -296,7 +296,7 @@ def count_below(typing_context: Any, keys: Any, key: Any, count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def shift_in(typing_context: Any, keys: Any, place: Any, key: Any, chunks: Any) -> Any:
-    """Put `key` at a place 0..7 of uint64 [8 * chunks] at an address: what follows moves up, the last falls out."""
+    """Insert `key` at index 0..7 of uint64 [8 * chunks] at an address; later keys shift up, the last one is dropped."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         keys, place, key, chunks = args
@@ -332,6 +332,6 @@ def _same_bits(taken: Any, kind: Any, result: Any) -> Any:
     return bits
 
 
-# The bit pattern of a float32, as uint32, and the other way round.
+# Bit casts between float32 and uint32.
 float_bits = _same_bits(types.float32, _i32, types.uint32)
 bits_float = _same_bits(types.uint32, _f32, types.float32)

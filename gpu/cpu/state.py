@@ -1,4 +1,4 @@
-"""The state of a running batch: plain arrays, allocated once, that the stages read and write."""
+"""State of a running batch: arrays, allocated once, that the stages read and write."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from gpu.index.rows import aligned_empty, metric_transform, padded
 from gpu.params import SearchParams
 
 _MIN_VISITED_BITS, _MAX_VISITED_BITS = 9, 15
-_PARENTS_A_NODE = 4  # room for parents, for each entry of top_m
+_PARENTS_A_NODE = 4  # visited-table entries per entry of top_m, with neighbour codes
 
 
 def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.int64]:
-    """What the stages need to know of each index. Holds addresses: the indexes must outlive the table."""
+    """Return the stages' table of index parameters. It holds addresses: the indexes must outlive it."""
     table = np.zeros((len(collections), at.COLLECTION_FIELDS), np.int64)
     for line, data in zip(table, collections, strict=True):
         if data is None:
@@ -50,7 +50,7 @@ def collection_table(collections: Sequence[IndexData | None]) -> npt.NDArray[np.
 
 @compiled
 def visited_bits(top_m: int, degree: int) -> Any:
-    """The nodes that a search of this length meets at most, as a power of two: the table forgets little."""
+    """Return log2 of the visited table's size: the upper bound of visited nodes, clamped, so that few are evicted."""
     bits = _MIN_VISITED_BITS
     while bits < _MAX_VISITED_BITS and (1 << bits) < top_m * degree:
         bits += 1
@@ -59,17 +59,17 @@ def visited_bits(top_m: int, degree: int) -> Any:
 
 @compiled
 def visited_bits_of(collection: Any, top_m: int) -> Any:
-    """`visited_bits` for a collection's line of the table."""
-    coded = collection[at.BLOCKS] != 0  # only parents are marked then, not all candidates
+    """Return `visited_bits` for a row of the collection table."""
+    coded = collection[at.BLOCKS] != 0  # with codes only parents are marked as visited, not all candidates
     return visited_bits(top_m, _PARENTS_A_NODE if coded else collection[at.DEGREE])
 
 
 class BatchState:
-    """The arrays of `slots` slots over some indexes, for queries of at most `max_top_m` and `max_width`.
+    """Arrays of `slots` slots for queries of at most `max_top_m` and `max_width` over some indexes.
 
-    Bytes a slot: 8·max_top_m for top_m, 4·2^visited_bits for the visited table (at most 128 KiB), at most 6 a dimension
-    and 320 more for the query (with codes of neighbours 8 a dimension more), 8 a task (max_width·degree or the seeds),
-    8·max_width for parents, 20·max_k for results, and about 150 more.
+    Bytes per slot: 8·max_top_m for top_m, 4·2^visited_bits for the visited table (at most 128 KiB), up to 6 per
+    dimension plus 320 for the query (8 more per dimension with neighbour codes), 8 per task (max_width·degree or the
+    seeds), 8·max_width for parents, 20·max_k for results, and about 150 more.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BatchState:
         self._keep_alive = (tuple(collections), encodings)
         degree = max((data.graph.shape[1] for data in loaded), default=1)
         scored = max((max_width * degree, *(len(data.seeds) for data in loaded)))
-        tasks = scored + 1  # a task that is dropped is written first
+        tasks = scored + 1  # a dropped task is written before it is skipped
         width = max((prepared_bytes(data.rows, data.codes) for data in loaded), default=64)
         results = (slots, max_k or max_top_m)
         lines = [
@@ -112,16 +112,16 @@ class BatchState:
         self.handle = handle_of(self.batch)
 
     def migrate_from(self, other: "BatchState", slots: Sequence[int], count: int) -> None:
-        """Go on with these slots of another state, whose first `count` active ones run.
+        """Copy these slots from another state, with its list of the `count` running ones.
 
-        Every collection that they search has the number here that it has there.
+        Precondition: their collections have the same numbers in both states.
         """
         ours, theirs = self.batch, other.batch
         arrays = ((ours.queries, theirs.queries), (ours.visited, theirs.visited), (ours.keys, theirs.keys))
         results = ((ours.nodes, theirs.nodes), (ours.found, theirs.found), (ours.exact, theirs.exact))
         for slot in slots:
             for mine, its in (*arrays, *results):
-                columns = min(mine.shape[1], its.shape[1])  # what the index of a slot needs is in both
+                columns = min(mine.shape[1], its.shape[1])  # both are wide enough for the slot's index
                 mine[slot, :columns] = its[slot, :columns]
             address = ours.slots[slot, at.QUERY]
             ours.slots[slot] = theirs.slots[slot]
@@ -134,7 +134,7 @@ class BatchState:
         return sum(array.nbytes for array in self.batch)
 
     def line(self, collection: int, params: SearchParams) -> npt.NDArray[np.int64]:
-        """The columns before QUERY of a slot whose query asks this."""
+        """Return the slot columns before QUERY for a query with these parameters."""
         bits = visited_bits_of(self.batch.collections[collection], params.top_m)
-        wanted = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
-        return np.array(wanted, np.int64)
+        columns = (collection, params.k, params.top_m, params.search_width, params.patience or 0, bits)
+        return np.array(columns, np.int64)

@@ -1,6 +1,6 @@
-"""What compiled code knows of indexes, slots and queries: tables of int64 and the arrays of a running batch.
+"""Tables that describe indexes, query encodings and slots to compiled code, and the arrays of a running batch.
 
-The tables hold addresses: whoever fills them keeps the arrays behind them alive.
+The tables are int64 and hold addresses; their owner keeps the arrays behind them alive.
 """
 
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ from gpu.compiled import compiled
 from gpu.cpu.simd import pointer
 from gpu.index.rows import DTYPES, Rows
 
-# Columns of the table of collections, int64 [collections, COLLECTION_FIELDS]. Addresses and *_BYTES are bytes,
-# QUERY_ROW, QUERY_FULL and QUERY_TABLE offsets into a prepared query, FACTOR and OFFSET the bits of float64 that turn a
-# raw distance into the metric's, the rest elements. SKETCHES, FULL and BLOCKS (with what follows) may be 0, for none.
+# Columns of the collection table, int64 [collections, COLLECTION_FIELDS]. *_BYTES are sizes in bytes; QUERY_ROW,
+# QUERY_FULL and QUERY_TABLE byte offsets into a prepared query; FACTOR and OFFSET bits of float64 that convert a raw
+# distance to the metric's; ROWS, SKETCHES, FULL, GRAPH, SEEDS, BLOCKS and ENTRY addresses; the rest counts of elements.
+# SKETCHES, FULL and BLOCKS (with the columns after it) are 0 if the index has none.
 (
     ROWS,
     ROW_BYTES,
@@ -44,9 +45,8 @@ from gpu.index.rows import DTYPES, Rows
 ) = range(24)
 COLLECTION_FIELDS = 24
 
-# Columns of the table of encodings, int64 [collections, ENCODING_FIELDS]: how the queries of a collection are prepared.
-# SCALE and SLACK are the bits of float64, CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32.
-# ROTATED_LANES is 0 where there are no codes of neighbours.
+# Columns of the query encoding table, int64 [collections, ENCODING_FIELDS]. SCALE and SLACK are the bits of float64;
+# CENTRE, PROJECTION and SIGNS addresses of float32, float16 and float32. ROTATED_LANES is 0 without neighbour codes.
 (
     DIM,
     NORMALISED,
@@ -100,7 +100,7 @@ F32_L2, F32_DOT, F16_L2, F16_DOT, I8_L2, I8_DOT = range(6)
 
 
 def kind_of(rows: Rows) -> int:
-    """The kind of an index's rows."""
+    """Return the kind of an index's rows."""
     return 2 * DTYPES.index(rows.dtype) + (rows.metric != "l2")
 
 
@@ -116,21 +116,21 @@ class Batch(NamedTuple):
     parents: npt.NDArray[np.int64]  # [slots, max_width]
     tasks: npt.NDArray[np.uint32]  # [slots · tasks]
     distances: npt.NDArray[np.float32]  # [slots · tasks]
-    active: npt.NDArray[np.int32]  # [slots]: those to extend, in order of admission
+    active: npt.NDArray[np.int32]  # [slots]: slots to extend, in admission order
     finished: npt.NDArray[np.int32]  # [slots]
     nodes: npt.NDArray[np.int64]  # [slots, max_k]: results
     found: npt.NDArray[np.float32]  # [slots, max_k]: their distances
-    exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the results, where top_m holds others
+    exact: npt.NDArray[np.uint64]  # [slots, max_k]: keys of the results where top_m holds estimates
 
 
 def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
-    """Addresses and shapes of the arrays, int64 [arrays, 3]: one argument costs less to hand over than all of them."""
+    """Return addresses and shapes of the arrays, int64 [arrays, 3]: one argument is cheaper to pass than all arrays."""
     return np.array([(array.ctypes.data, *array.shape, 1)[:3] for array in batch], np.int64)
 
 
 @compiled
 def batch_at(handle: Any) -> Any:
-    """The batch that `handle_of` described."""
+    """Return the batch that `handle_of` has described."""
     return Batch(
         carray(pointer(handle[0, 0]), (handle[0, 1], handle[0, 2]), np.int64),
         carray(pointer(handle[1, 0]), (handle[1, 1], handle[1, 2]), np.int64),

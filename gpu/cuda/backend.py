@@ -1,10 +1,9 @@
-"""The CUDA engine's functions for compiled loops (`gpu.engine`), and the handle that they take.
+"""The CUDA engine's C functions for compiled loops (`gpu.engine.Backend`), and the words of their handle.
 
-A step is: the commands that admissions, pauses and releases have left in pinned memory, as one launch of `write_slots`;
-one replay of the graph of the smallest bucket that covers the active slots; looking at a pinned word until it has
-ended. The driver's functions are called by address, and nothing here synchronises. A query's vector is prepared in its
-slot's staged line, in pinned memory too, from where `write_slots` fetches it; results are read where the device put
-them.
+A step launches `write_slots` for the commands that admissions, pauses and releases have written to pinned memory,
+replays the CUDA graph of the smallest bucket that covers the active slots, and polls a pinned word until the launch has
+ended. The driver's functions are called by address; nothing here synchronises. Queries are prepared in their slot's
+staged line in pinned memory, which `write_slots` copies to the device; results are read from pinned memory.
 """
 
 from typing import Any
@@ -94,8 +93,8 @@ HANDLE_WORDS = 43
 ON_DEVICE, SLOT_STATE_WORDS = 0, 5
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT, RECORDS_MISSING = range(7)
-"""What went wrong: a call of the driver; a launch that ended without a word; one that does not end; one that ended with
-fewer records than slots that it took."""
+"""Kinds of failure: a failed driver call (three of them); a launch that ended without reporting progress; a launch that
+timed out; a resident launch that ended without a record of every slot that it took."""
 
 _WORD = 0xFFFFFFFF
 _HEAD_WORDS = layout.SLOT.itemsize // 4
@@ -111,7 +110,7 @@ assert [layout.COMMAND.fields[name][1] for name in ("slot", "status", "line")] =
 
 @compiled
 def _head(words: Any, slot: int) -> Any:
-    """The SLOT of a staged line, uint32: what the slot's query asks, as long as it has the slot."""
+    """Return the SLOT of a staged line, uint32: the parameters of the slot's query."""
     return carray(pointer(words[LINES] + slot * words[LINE_BYTES]), _HEAD_WORDS, np.uint32)
 
 
@@ -147,7 +146,7 @@ def active_of(words: Any) -> Any:
 
 @compiled
 def _command(words: Any, slot: int, status: int, line: int) -> None:
-    """Leave a command for the next launch. A slot has one at most: a later one overwrites what the earlier said."""
+    """Queue a command for the next launch. A slot has at most one: a later command replaces the earlier status."""
     places = words_at(words[PLACES], words[SLOTS])
     first = places[slot] == 0
     if first:
@@ -163,15 +162,15 @@ def _command(words: Any, slot: int, status: int, line: int) -> None:
 
 
 @compiled
-def failed(words: Any, what: int, code: int) -> Any:
-    """False; what went wrong stays in the handle."""
-    words[FAILURE], words[CODE] = what, code
+def failed(words: Any, kind: int, code: int) -> Any:
+    """Record a failure in the handle. Returns False."""
+    words[FAILURE], words[CODE] = kind, code
     return False
 
 
 @compiled
 def _write_slots(words: Any) -> Any:
-    """Launch what carries out the commands. Whether that could be."""
+    """Launch `write_slots` for the pending commands. Returns whether it succeeded."""
     one, count, none = np.uint32(1), words[PENDING], np.uint32(0)
     grid, block = np.uint32(count), np.uint32(_WRITE_THREADS)
     code = call(
@@ -189,15 +188,15 @@ def _write_slots(words: Any) -> Any:
 
 @compiled
 def begin_wait(words: Any) -> Any:
-    """The time at which a wait for the device begins."""
+    """Start a wait for the device. Returns the start time."""
     now = monotonic_ns(words[TIME])
     words[POLL_AT] = now + words[POLL_NS]
     return now
 
 
 @compiled
-def waited(words: Any, begin: int) -> Any:
-    """Nanoseconds since the wait began; FAILED, once the launch that is under way cannot end any more."""
+def poll_wait(words: Any, begin: int) -> Any:
+    """Return the ns since the wait began, or FAILED after an error or a timeout; polls the driver from time to time."""
     now = monotonic_ns(words[TIME])
     if now < words[POLL_AT]:
         return now - begin
@@ -216,19 +215,19 @@ def waited(words: Any, begin: int) -> Any:
 
 @compiled
 def _launch(words: Any, graph: int) -> Any:
-    """Replay, and look at the pinned word until the launch has ended. Whether it did."""
+    """Replay a graph and poll until the launch has ended. Returns whether it succeeded."""
     code = call(words[REPLAY], (graph, words[STREAM]))
     if code:
         return failed(words, REPLAY_FAILED, code)
-    words[LAUNCHES] = wanted = (words[LAUNCHES] + 1) & _WORD
-    asks = words[INTERRUPT] != 0 and words[LIMIT] > 1
+    words[LAUNCHES] = expected = (words[LAUNCHES] + 1) & _WORD
+    polls = words[INTERRUPT] != 0 and words[LIMIT] > 1
     begin = begin_wait(words)
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
-    while load_acquire(words[PROGRESS]) != wanted:
-        if asks and call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
+    while load_acquire(words[PROGRESS]) != expected:
+        if polls and call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
             store_release(words[DOORBELL], 1)
-            asks = False
-        if waited(words, begin) < 0:
+            polls = False
+        if poll_wait(words, begin) < 0:
             return False
     store_release(words[DOORBELL], 0)
     total = load_acquire(words[PROGRESS] + 4)
@@ -243,7 +242,7 @@ def _launch(words: Any, graph: int) -> Any:
 
 @compiled
 def accept_query(words: Any, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    """Prepare a query in the staged line of the slot that it gets, or INVALID."""
+    """Assign a slot to a query and prepare it in the slot's staged line. Returns the slot, or INVALID."""
     if not 0 <= collection < MAX_COLLECTIONS:
         return INVALID
     encoding = words_at(words[ENCODINGS] + 8 * ENCODING_FIELDS * collection, ENCODING_FIELDS)
@@ -275,17 +274,17 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 
 @compiled
 def apply_filter(words: Any, slot: int, allowed: int, allowed_count: int) -> Any:
-    """Restrict a query. Whether the host compares its rows from now on."""
+    """Set a query's filter. Returns whether this switched it from a device graph search to a host scan."""
     scans, head = scans_of(words), _head(words, slot)
     search = scans.slots[slot]
     search[ALLOWED], search[ALLOWED_COUNT] = allowed, allowed_count
     if search[SCANNING]:
         return False
-    about = scans.collections[np.int64(head[layout.COLLECTION_NUMBER])]
-    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, about[SIZE], words[MAX_K])
+    collection = scans.collections[np.int64(head[layout.COLLECTION_NUMBER])]
+    length = filtered_top_m(np.int64(head[layout.TOP_M]), allowed_count, collection[SIZE], words[MAX_K])
     if length:
         head[layout.K] = head[layout.TOP_M] = length
-        head[layout.VISITED_BITS] = layout.visited_bits(length, about[DEGREE])
+        head[layout.VISITED_BITS] = layout.visited_bits(length, collection[DEGREE])
     else:
         search[SCANNING] = 1
     return length == 0
@@ -301,7 +300,7 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 
 @compiled
 def _scan_step(words: Any, scans: Any, slot: int) -> Any:
-    """One extend of a slot whose rows are compared. Whether it is done."""
+    """Make one extend of a slot that the host scans. Returns whether it is finished."""
     search = scans.slots[slot]
     search[SPENT] += 1
     store_release(_result(words, slot) + _EXTENDS_OFFSET, search[SPENT])
@@ -313,7 +312,7 @@ def _scan_step(words: Any, scans: Any, slot: int) -> Any:
 
 @compiled
 def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
-    """Whether a slot that the device searches is done: too little may have been found, and is compared then."""
+    """Return whether a slot that the device searches is finished. Falls back to a scan if it found too few rows."""
     result, search = _result(words, slot), scans.slots[slot]
     if words_at(words[SLOT_STATES] + 8 * SLOT_STATE_WORDS * slot, SLOT_STATE_WORDS)[ON_DEVICE]:
         return False
@@ -321,8 +320,8 @@ def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
         return False
     if search[ALLOWED] == 0:
         return True
-    walked = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
-    if filtered.count_allowed(search, walked) >= min(search[WANTED], search[ALLOWED_COUNT]):
+    found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
+    if filtered.count_allowed(search, found_nodes) >= min(search[WANTED], search[ALLOWED_COUNT]):
         return True
     search[SCANNING], search[SPENT] = 1, load_acquire(result + _EXTENDS_OFFSET)
     return False
@@ -330,8 +329,8 @@ def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
 
 @compiled
 def report_finished(words: Any, report: int) -> Any:
-    """Take what is done out of the active slots and into the report, after the two words that it begins with; rows that
-    the host compares are compared, an extend's. How many are done."""
+    """Move finished slots from the active list to the report, behind its first two words, and make an extend of each
+    slot that the host scans. Returns the number of finished slots."""
     table, active, scans = table_of(words), active_of(words), scans_of(words)
     kept = done = 0
     for i in range(table[ACTIVE_COUNT]):
@@ -352,17 +351,17 @@ def report_finished(words: Any, report: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
-    table, active, told, scans = table_of(words), active_of(words), words_at(report, 2), scans_of(words)
+    table, active, counts, scans = table_of(words), active_of(words), words_at(report, 2), scans_of(words)
     count = table[ACTIVE_COUNT]
-    highest, walking = -1, 0
+    highest, searching = -1, 0
     for i in range(count):
         if not scans.slots[active[i], SCANNING]:
             highest = max(highest, active[i])
-            walking += 1
-    told[0], told[1] = 1, 0
-    # SYNC POINT: the replay's end is waited for, and with it that commands have been read; without a replay they stay
-    # here, for the host would write over what the device may be reading yet.
-    if walking:
+            searching += 1
+    counts[0], counts[1] = 1, 0
+    # SYNC POINT: commands are launched only together with a replay, whose end is awaited: afterwards the device has
+    # read them, and the host may overwrite them.
+    if searching:
         if words[PENDING] and not _write_slots(words):
             return FAILED
         buckets = words_at(words[GRAPHS], 2 * words[BUCKETS])
@@ -371,7 +370,7 @@ def extend(handle: int, report: int) -> Any:
             bucket += 1
         if not _launch(words, buckets[2 * bucket + 1]):
             return FAILED
-        told[0], told[1] = words[EXTENDS], buckets[2 * bucket] - walking
+        counts[0], counts[1] = words[EXTENDS], buckets[2 * bucket] - searching
     return report_finished(words, report)
 
 
@@ -379,8 +378,11 @@ def extend(handle: int, report: int) -> Any:
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
     scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
-    search, about = scans.slots[slot], scans.collections[number]
-    factor, offset = np.int64(about[FACTOR]).view(np.float64), np.int64(about[OFFSET]).view(np.float64)
+    search, collection = scans.slots[slot], scans.collections[number]
+    factor, offset = (
+        np.int64(collection[FACTOR]).view(np.float64),
+        np.int64(collection[OFFSET]).view(np.float64),
+    )
     k, nodes, raw, names = search[WANTED], _nodes(words, slot), _raw(words, slot), words_at(words[IDS], MAX_COLLECTIONS)
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     found = 0
@@ -400,12 +402,12 @@ def change_state(handle: int, slot: int, action: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
     slot_changes.change(table_of(words), active_of(words), slot, action)
     if scans_of(words).slots[slot, SCANNING] and action != RELEASE:
-        return 0  # the device knows nothing of it
+        return 0  # the device does not have this slot
     _command(words, slot, _PAUSED if action == PAUSE else _ACTIVE if action == RESUME else _FREE, 0)
     return 0
 
 
 @c_function("int64(int64, int64)")
 def launch(handle: int, graph: int) -> Any:
-    """Replay a graph, whichever slots are active, and wait for its end. 0, or FAILED."""
+    """Replay a graph and wait for its end. Returns 0 or FAILED."""
     return 0 if _launch(words_at(handle, HANDLE_WORDS), graph) else FAILED

@@ -1,4 +1,4 @@
-"""The running batch's memory: on the device what kernels work with, in pinned host memory what both sides see."""
+"""Memory of the running batch: arrays in device memory, and pinned host memory shared with the device."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ _ALIGNMENT = 256
 
 
 class BatchMemory:
-    """Indexes, by their number, and slots on a device. `record` is the kernels' BATCH; the views are of pinned memory.
+    """Indexes by number, and slots, in a device's memory. `record` is the kernels' BATCH.
 
-    results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (read-only to the host while
-    a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes], where the host writes a query
-    for its slot; commands: COMMAND [slots]. rings, goals, records: uint8, as the layout has them. *_address: where the
-    device sees them.
+    Views of pinned memory: results: RESULT heads [slots], nodes: int32 [slots, max_k], raw: float32 [slots, max_k] (the
+    host only reads these while a launch runs). progress, doorbell: words uint32. lines: uint8 [slots, line_bytes],
+    staged queries written by the host; commands: COMMAND [slots]. rings, goals, records: uint8, see `gpu.cuda.layout`.
+    *_address: device addresses.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class BatchMemory:
         collections: Mapping[str, IndexData],
         shape: layout.BatchShape,
     ) -> None:
-        """Raises OutOfDeviceMemory before anything is allocated if it does not all fit."""
+        """Allocate and upload. Raises OutOfDeviceMemory before allocating anything if it does not fit."""
         self._driver = driver
         self._stream = stream
         self._uploaded: dict[int, DeviceArrays] = {}
@@ -74,40 +74,40 @@ class BatchMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that the indexes take."""
+        """Bytes of the indexes in device memory."""
         return sum(uploaded.nbytes for uploaded in self._uploaded.values())
 
     def head(self, slot: int) -> npt.NDArray[np.uint32]:
-        """The SLOT of a staged line."""
+        """Return the SLOT of a staged line."""
         return self.lines[slot, : layout.SLOT.itemsize].view(np.uint32)
 
     def device_heads(self) -> npt.NDArray[np.void]:
-        """Every SLOT as the device has it. Waits for what is queued."""
+        """Copy every SLOT from the device. Synchronises the stream."""
         lines = np.zeros(self.lines.shape, np.uint8)
         self._driver.copy_to_host(self._stream, lines, int(self.record["slots"][0]))
         self._driver.synchronise(self._stream)
         return lines[:, : layout.SLOT.itemsize].copy().view(layout.SLOT)[:, 0]
 
     def upload(self, name: str, data: IndexData) -> DeviceArrays:
-        """Begin to copy one more index, by steps. Raises OutOfDeviceMemory; nothing is done then."""
+        """Allocate memory for another index, to be copied in steps. Raises OutOfDeviceMemory without side effects."""
         arrays = device_arrays(data)
         check_fits(self._driver, {f"{name}.{part}": one.nbytes for part, one in arrays.items()})
         return DeviceArrays(self._driver, arrays, in_steps=True)
 
     def load(self, number: int, data: IndexData, uploaded: DeviceArrays) -> None:
-        """One more index, which is there as a whole, under a free number, while no launch runs."""
+        """Register a completely uploaded index under a free number. Precondition: no launch is running."""
         self._uploaded[number] = uploaded
         self._records[number] = layout.collection_record(data, uploaded.address)[0]
         self._driver.copy_to_device(self._stream, self._collections_address, self._records.view(np.uint8))
         self._driver.synchronise(self._stream)
 
     def unload(self, number: int) -> None:
-        """Give an index's memory back, while no launch runs. No slot may search it."""
+        """Free an index's memory. Precondition: no launch is running and no slot searches it."""
         if number in self._uploaded:
             self._uploaded.pop(number).close()
 
     def _allocate(self, stream: int, nbytes: int) -> int:
-        """Zeroed device memory."""
+        """Allocate zeroed device memory."""
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         address = self._driver.allocate(size)
         self._device.append(address)
@@ -120,7 +120,7 @@ class BatchMemory:
         return PinnedMemory(memory.view[:nbytes], memory.address)
 
     def close(self) -> None:
-        """Give everything back; no launch may run any more, and the views are of nothing. Idempotent."""
+        """Free all memory; the views become invalid. Precondition: no launch is running. Idempotent."""
         while self._pinned:
             self._driver.free_pinned(self._pinned.pop())
         while self._device:

@@ -1,4 +1,4 @@
-"""`Driver` over NVIDIA's driver API (cuda-bindings). Importing this needs the package; making one needs a GPU."""
+"""`Driver` implementation on NVIDIA's driver API (cuda-bindings). The import needs the package, an instance a GPU."""
 
 import contextlib
 import ctypes
@@ -20,19 +20,19 @@ except ImportError as error:
     ) from None
 
 _ORDINAL = re.compile(r"cuda(?::(\d+))?\Z")
-# A loop's body has a stream of its own, made while the outer stream is captured: relaxed captures allow that.
+# Relaxed captures allow creating a loop body's stream while the outer stream is captured.
 _CAPTURE_MODE = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_UNASKED_SHARED_BYTES = 48 * 1024  # a block may have this much dynamic shared memory without asking
+_DEFAULT_SHARED_BYTES = 48 * 1024  # dynamic shared memory of a block without an opt-in
 
 
 def device_count() -> int:
-    """CUDA devices that this process may use. Raises DeviceUnavailable where there is no driver."""
+    """Return the number of CUDA devices visible to this process. Raises DeviceUnavailable without a driver."""
     _initialise()
     return int(_call(cuda.cuDeviceGetCount))
 
 
 def find_device(device: str) -> int:
-    """The ordinal of a device named "cuda", "cuda:N" or by its UUID. Raises DeviceUnavailable."""
+    """Return the ordinal of a device named "cuda", "cuda:N" or by its UUID. Raises DeviceUnavailable."""
     count = device_count()
     match = _ORDINAL.match(device)
     if match is not None:
@@ -123,8 +123,8 @@ class CudaDriver:
 
     def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
         function = _call(cuda.cuModuleGetFunction, module, name.encode())
-        _call(cuda.cuFuncLoad, function)  # not at the first launch, which may be a capture
-        if shared_bytes > _UNASKED_SHARED_BYTES:
+        _call(cuda.cuFuncLoad, function)  # load now: the first launch may be in a capture
+        if shared_bytes > _DEFAULT_SHARED_BYTES:
             limit = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(cuda.cuFuncSetAttribute, function, limit, shared_bytes)
         return int(function)
@@ -194,8 +194,8 @@ class CudaDriver:
 
     def begin_while(self, stream: int) -> Loop:
         _, _, graph, dependencies, edges, count = _call(cuda.cuStreamGetCaptureInfo, stream)
-        at_first = cuda.CU_GRAPH_COND_ASSIGN_DEFAULT
-        handle = _call(cuda.cuGraphConditionalHandleCreate, graph, self._context, 1, at_first)
+        default_flag = cuda.CU_GRAPH_COND_ASSIGN_DEFAULT
+        handle = _call(cuda.cuGraphConditionalHandleCreate, graph, self._context, 1, default_flag)
         parameters = cuda.CUgraphNodeParams()
         parameters.type = cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         parameters.conditional.handle = handle
@@ -231,14 +231,14 @@ class CudaDriver:
 def _initialise() -> None:
     try:
         result = cuda.cuInit(0)
-    except RuntimeError as error:  # the library is not there at all
-        raise DeviceUnavailable(f"there is no CUDA driver on this machine: {error}") from None
+    except RuntimeError as error:  # the driver library is missing
+        raise DeviceUnavailable(f"no CUDA driver on this machine: {error}") from None
     if result[0] != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceUnavailable(f"the CUDA driver does not start: {_name(result[0])}")
 
 
 def _entry_point(name: str) -> int:
-    """The address of a function of the driver, in the form that it had in CUDA 12.0."""
+    """Return the address of a driver function in its CUDA 12.0 version."""
     default = cuda.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, _ = _call(cuda.cuGetProcAddress, name.encode(), 12000, default)
     if not address:
@@ -247,7 +247,7 @@ def _entry_point(name: str) -> int:
 
 
 def _code(code: int) -> Any:
-    """A result as the bindings have it, or the number where they do not know it."""
+    """Convert a result code to the bindings' enum, or return the number if it is unknown."""
     try:
         return cuda.CUresult(code)
     except ValueError:
@@ -273,12 +273,12 @@ def _name(code: Any) -> str:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """Call the driver. What it returned beside its code: nothing, one value or several. Raises DeviceError."""
+    """Call the driver and return its results without the code: None, one value or a tuple. Raises DeviceError."""
     return _checked(function.__name__, function(*arguments))
 
 
 def _checked(call: str, result: tuple[Any, ...]) -> Any:
-    """`_call`, of what was called already."""
+    """Check the result of a driver call; see `_call`."""
     code, *values = result
     if code != cuda.CUresult.CUDA_SUCCESS:
         raise DeviceError(f"{call} failed: {_name(code)}")

@@ -1,11 +1,11 @@
-"""What the CUDA engine asks of a driver: these calls, and no others.
+"""`Driver`, the interface of a device driver that the CUDA engine uses, and a bandwidth measurement.
 
-`gpu.cuda.cuda_driver.CudaDriver` answers them with NVIDIA's driver; tests answer them with a recorder that only writes
-down what was called, and with an emulation that runs the same kernels on the CPU.
+`gpu.cuda.cuda_driver.CudaDriver` implements it with NVIDIA's driver; tests implement it with a call recorder and with
+an emulation that runs the same kernels on the CPU.
 
-Device addresses, streams, modules, kernels, events and graphs are ints that mean something to their driver alone; 0 is
-none of them. Calls that take a stream put work on it and return at once. While a stream is captured, `launch`,
-`copy_*`, `fill` and loops go into the graph instead and nothing runs.
+Device addresses, streams, modules, kernels, events and graphs are opaque non-zero ints. Calls that take a stream
+enqueue work and return at once. While a stream is captured, `launch`, `copy_*`, `fill` and loops are added to the graph
+instead of being run.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Argument = Any
-"""A kernel's argument: an instance of a ctypes type, `c_uint64(address)`, `c_int32(n)` or a Structure, as the kernel
-declares it. Its bytes are read when the kernel is launched or captured."""
+"""A kernel's argument: an instance of the ctypes type that the kernel declares, for example `c_uint64(address)`,
+`c_int32(n)` or a Structure. Its bytes are read when the kernel is launched or captured."""
 
 
 class Dim(NamedTuple):
@@ -29,7 +29,7 @@ class Dim(NamedTuple):
 
 
 class PinnedMemory(NamedTuple):
-    """Page-locked host memory that the device sees as well: `view` uint8 [nbytes] here, `address` there."""
+    """Page-locked host memory mapped on the device: `view`, uint8 [nbytes] on the host, `address` on the device."""
 
     view: Bytes
     address: int
@@ -38,8 +38,8 @@ class PinnedMemory(NamedTuple):
 class Loop(NamedTuple):
     """An open WHILE loop of a capture.
 
-    What belongs into its body is put on `stream`. A kernel of the body ends the loop by setting the condition that
-    `handle` (uint64) names to 0; without that it runs again.
+    Work enqueued on `stream` becomes its body. A kernel of the body ends the loop by setting the condition of `handle`
+    (uint64) to 0; otherwise the body runs again.
     """
 
     stream: int
@@ -47,14 +47,14 @@ class Loop(NamedTuple):
 
 
 class EntryPoints(NamedTuple):
-    """C functions by address, for compiled code: they take and return what those of NVIDIA's driver API do."""
+    """Addresses of C functions for compiled code, with the signatures of NVIDIA's driver API."""
 
     replay: int
     """cuGraphLaunch(graph, stream)"""
     launch: int
     """cuLaunchKernel(kernel, grid x, y, z, block x, y, z, bytes of shared memory, stream, addresses of arguments, 0)"""
     query: int
-    """cuStreamQuery(stream): NOT_READY while some of its work is not done"""
+    """cuStreamQuery(stream): NOT_READY while work is pending"""
 
 
 NOT_READY = 600
@@ -62,14 +62,14 @@ NOT_READY = 600
 
 
 class Driver(Protocol):
-    """One device. Belongs to the thread that made it.
+    """One device, used by the thread that opened it.
 
-    Every call may raise DeviceError; a fault of a kernel appears in a later call, `idle` and `synchronise` among them.
+    Every call may raise DeviceError; a kernel's fault is reported by a later call, including `idle` and `synchronise`.
     """
 
     @property
     def name(self) -> str:
-        """What the device calls itself."""
+        """The device's name."""
 
     @property
     def uuid(self) -> str:
@@ -77,113 +77,113 @@ class Driver(Protocol):
 
     @property
     def arch(self) -> str:
-        """What to compile for: "sm_90"."""
+        """The architecture to compile for, for example "sm_90"."""
 
     @property
     def multiprocessors(self) -> int: ...
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of device memory that are free, and in all."""
+        """Return free and total device memory in bytes."""
 
     def entry_points(self) -> EntryPoints:
-        """What compiled code calls; the functions live as long as the driver."""
+        """Return the entry points for compiled code, valid for the driver's lifetime."""
 
     def raise_for(self, call: str, code: int) -> NoReturn:
-        """Raise the DeviceError of an entry point, by its name in the driver API, that returned `code`."""
+        """Raise the DeviceError for `code`, returned by the driver function named `call`."""
 
     # ---- memory
 
     def allocate(self, nbytes: int) -> int:
-        """Device memory, not cleared, aligned to 256 bytes. Raises OutOfDeviceMemory."""
+        """Allocate uninitialised device memory, aligned to 256 bytes. Raises OutOfDeviceMemory."""
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave. Waits for work that is under way on the device."""
+        """Free memory of `allocate`. Waits for running work of the device."""
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
-        """Pinned, mapped host memory of zeros, aligned to 256 bytes."""
+        """Allocate zeroed, pinned, mapped host memory, aligned to 256 bytes."""
 
     def free_pinned(self, memory: PinnedMemory) -> None:
-        """Give it back; nothing may use its view any more."""
+        """Free pinned memory; its view becomes invalid."""
 
     def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
-        """Copy a C-ordered array to device memory. A pinned source must stay as it is until the stream has come by."""
+        """Copy a C-ordered array to device memory. A pinned source must not change until the copy has completed."""
 
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
-        """Copy device memory to a C-ordered array; it is there once the stream has come by."""
+        """Copy device memory to a C-ordered array, valid once the copy has completed."""
 
     def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Copy device memory to device memory."""
+        """Copy between device addresses."""
 
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
-        """Set `count` 32-bit words, from an address that is a multiple of 4 on, to `word`, 0..2³²-1."""
+        """Set `count` 32-bit words at an address, a multiple of 4, to `word`, 0..2³²-1."""
 
     # ---- kernels
 
     def load_module(self, image: bytes) -> int:
-        """Load compiled code (a cubin for `arch`)."""
+        """Load a cubin for `arch`."""
 
     def kernel(self, module: int, name: str, shared_bytes: int = 0) -> int:
-        """A kernel by its unmangled name, allowed `shared_bytes` of dynamic shared memory a block."""
+        """Return a kernel by its unmangled name, with up to `shared_bytes` of dynamic shared memory per block."""
 
     def launch(
         self, stream: int, kernel: int, grid: Dim, block: Dim, arguments: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
-        """Run a kernel."""
+        """Launch a kernel."""
 
     def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
-        """Blocks of a kernel that a multiprocessor runs at a time."""
+        """Return the maximum number of blocks of a kernel resident on a multiprocessor."""
 
     # ---- streams, events
 
     def create_stream(self) -> int:
-        """A stream that orders itself with no other."""
+        """Create a non-blocking stream."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def idle(self, stream: int) -> bool:
-        """Whether all work of a stream is done. Never waits; raises DeviceError if some of it failed."""
+        """Return whether all work of a stream is complete, without waiting. Raises DeviceError if some of it failed."""
 
     def synchronise(self, stream: int) -> None:
-        """Wait until all work of a stream is done."""
+        """Wait until all work of a stream is complete."""
 
     def create_event(self) -> int:
-        """An event with a time."""
+        """Create an event with timing."""
 
     def destroy_event(self, event: int) -> None: ...
 
     def record(self, stream: int, event: int) -> None:
-        """Let the event happen when the stream comes by."""
+        """Record an event in a stream."""
 
     def elapsed_ms(self, begin: int, end: int) -> float:
-        """Milliseconds between two events that have happened, to about 0.5 µs."""
+        """Return the milliseconds between two completed events, with a resolution of about 0.5 µs."""
 
     # ---- graphs
 
     def begin_capture(self, stream: int) -> None:
-        """From here on work of the stream goes into a graph, until `end_capture`."""
+        """Start capturing the stream's work into a graph."""
 
     def end_capture(self, stream: int) -> int:
-        """The captured graph, ready to be replayed. It owns none of the memory that its kernels use."""
+        """End a capture and return the executable graph. It does not own the memory that its kernels use."""
 
     def abandon_capture(self, stream: int) -> None:
-        """End a capture that something went wrong in, loops that are open included, and forget it."""
+        """Discard a failed capture, including its open loops."""
 
     def begin_while(self, stream: int) -> Loop:
-        """Add a loop after what the stream has captured so far; its condition is 1 at the start of each replay."""
+        """Open a WHILE loop after the captured work; its condition is 1 at the start of each replay."""
 
     def end_while(self, loop: Loop) -> None:
-        """Close a loop; what its outer stream captures next comes after it."""
+        """Close a loop; later work of the outer stream follows it."""
 
     def replay(self, stream: int, graph: int) -> None:
-        """Run a captured graph."""
+        """Launch a captured graph."""
 
     def destroy_graph(self, graph: int) -> None: ...
 
     def close(self) -> None:
-        """Let go of the device. Memory, streams and graphs that were not given back go with the process."""
+        """Release the device. Remaining memory, streams and graphs are freed at the end of the process."""
 
 
-# ---- what a device's memory can do: a plain copy, timed by events
+# ---- memory bandwidth, measured with events
 
 
 _COPY_BYTES = 1 << 30
@@ -192,7 +192,7 @@ _MICROSECOND = 1e-3
 
 
 def device_copy_bytes_s(driver: Driver) -> float:
-    """Bytes read a second while some are copied on the device (as many are written): the fastest of some copies."""
+    """Return the read bandwidth of a copy on the device, bytes/s (it writes as many): the fastest of several copies."""
     nbytes = min(_COPY_BYTES, driver.memory()[0] // 4) // 256 * 256
     stream, begin, end = driver.create_stream(), driver.create_event(), driver.create_event()
     source, target = driver.allocate(nbytes), driver.allocate(nbytes)

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: a running batch that captured graphs advance, and results that are read by looking."""
+"""The CUDA engine: a running batch advanced by captured CUDA graphs, with results polled from pinned memory."""
 
 import contextlib
 import ctypes
@@ -33,14 +33,14 @@ _launch, _stop = c_callable(backend.launch, 2), c_callable(resident.stop, 1)
 
 
 class CudaEngine(Engine):
-    """An engine over indexes in a device's memory; limits as in `CpuEngine`.
+    """An engine over indexes in device memory; limits as in `CpuEngine`.
 
-    What it does for each query and step is compiled: `gpu.cuda.backend`. Nothing is captured after the constructor, and
-    no step synchronises.
+    Work per query and per step is compiled (`gpu.cuda.backend`). All graphs are captured in the constructor, and no
+    step synchronises.
 
-    extends_per_launch: up to so many extends in one launch, which ends early when a slot is done, or when what was
-    given to `interrupt_when` rings the doorbell. form: see `gpu.cuda.graphs`. Resident blocks go on by themselves where
-    it is more than one; `extend` returns once a slot is done.
+    extends_per_launch: maximum of extends in one launch, which ends early when a slot has finished or the callback of
+    `interrupt_when` rings the doorbell. form: of a launch, see `gpu.cuda.graphs`. With the resident form and a value
+    above 1, slots advance on their own, and `extend` returns once a slot has finished.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class CudaEngine(Engine):
         check_within("extends_per_launch", extends_per_launch, 1, MAX_EXTENDS_PER_LAUNCH)
         super().__init__(collections, Limits.of(slots, max_top_m, max_k, max_search_width))
         data = self._collections.loaded
-        # Of a query that is restricted to some rows the device hands over its whole list: see `gpu.cuda.filtered`.
+        # max_k is max_top_m here: filtered queries return their whole top_m (see `gpu.cuda.filtered`).
         self._shape = shape = layout.BatchShape.of(data, slots, max_top_m, max_top_m, max_search_width)
         self._driver = driver
         self._own_driver = False
         self.resident = False
-        self._timed_out = False  # a launch has not ended in time, and never may
+        self._timed_out = False  # a launch has exceeded its timeout and may never end
         self._stream = driver.create_stream()
         self._memory: BatchMemory | None = None
-        self._uploads: dict[str, DeviceArrays] = {}  # that `load_part` has begun
+        self._uploads: dict[str, DeviceArrays] = {}  # uploads in progress (`load_part`)
         self._graphs: LaunchGraphs | None = None
         try:
             named = dict(zip(collections, data, strict=True))
@@ -90,16 +90,16 @@ class CudaEngine(Engine):
                 driver, self._stream, kernels, buckets, form, extends_per_launch, life_us
             )
             self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
-            # How launches are made, by bucket, and why not as was wanted; whether blocks stay on the device; the most
-            # extends of a launch: what was wanted, or 1 where the device cannot.
+            # Launch forms by bucket; why the requested form was not possible; whether a resident kernel is used;
+            # extends per launch, as requested or 1 if the device cannot do more.
             self.forms, self.fallback_reason, self.resident = graphs.forms, graphs.fallback_reason, graphs.resident
             self.extends_per_launch = graphs.limit
             own.words[backend.POLL_NS], own.words[backend.TIMEOUT_NS] = fault_poll_ns, launch_timeout_ns
             self._start(self._functions(), own.table)
             for number, one in enumerate(data):
                 own.load(number, one)
-            memory.doorbell[0] = graphs.resident  # at which the launch ends
-            for graph in own.graphs:  # with no slot active: what a first launch takes longer belongs to the start
+            memory.doorbell[0] = graphs.resident  # ends a resident warm-up launch at once
+            for graph in own.graphs:  # warm up with no active slot: first launches are slower
                 if _launch(own.address, graph) < 0:
                     self._check()
         except BaseException:
@@ -108,10 +108,9 @@ class CudaEngine(Engine):
 
     @classmethod
     def open(cls, device: str, collections: Mapping[str, GraphIndex], **options: Any) -> "CudaEngine":
-        """An engine on "cuda:N" or on the GPU of a UUID, its kernels compiled (once a machine) for it; `options` are
-        the constructor's.
+        """Open an engine on "cuda:N" or a GPU's UUID. Kernels are compiled for it once and cached on disk.
 
-        Raises DeviceUnavailable beside what the constructor raises.
+        options: of the constructor. Raises DeviceUnavailable, and the constructor's errors.
         """
         from gpu.cuda.compiler import compile_kernels
         from gpu.cuda.cuda_driver import CudaDriver
@@ -127,7 +126,7 @@ class CudaEngine(Engine):
 
     @property
     def waited_ns(self) -> int:
-        """Time that was spent waiting for launches, in all."""
+        """Total time spent waiting for launches."""
         return int(self.handle.words[backend.WAITED_NS])
 
     def _functions(self) -> Backend:
@@ -143,20 +142,20 @@ class CudaEngine(Engine):
         )  # fmt: skip
 
     def load(self, collection: str, index: GraphIndex) -> None:
-        """See `Engine.load`. The loop stands still while it is copied to the device.
+        """See `Engine.load`. Blocks while the index is copied to the device.
 
-        Raises OutOfDeviceMemory, and InvalidParams for an index whose queries need more than those of the indexes that
-        the engine was made with: sizes are captured in its graphs.
+        Raises OutOfDeviceMemory, and InvalidParams for an index whose queries need larger arrays than those of the
+        indexes that the engine was opened with: sizes are fixed in the captured graphs.
         """
         while not self.load_part(collection, index):
             pass
 
     def load_part(self, collection: str, index: GraphIndex) -> bool:
-        """See `Engine.load_part`. Copies a megabyte, on streams of its own, and waits for no copy. Raises as `load`."""
+        """See `Engine.load_part`. Copies a megabyte per call on separate streams without waiting. Raises as `load`."""
         number, data = self._collections.next_number(collection), index.data
         if collection not in self._uploads:
             self._check_shape(collection, data)
-        if data.graph.shape[1]:  # rows without a graph are compared by the host
+        if data.graph.shape[1]:  # rows without a graph are scanned by the host
             if collection not in self._uploads:
                 self.stop()
                 self._uploads[collection] = self.batch_memory().upload(collection, data)
@@ -170,11 +169,13 @@ class CudaEngine(Engine):
 
     def _check_shape(self, collection: str, data: IndexData) -> None:
         limits = self.limits
-        wanted = layout.BatchShape.of([data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width)
-        if not self._shape.covers(wanted):
+        required = layout.BatchShape.of(
+            [data], limits.slots, limits.max_top_m, limits.max_top_m, limits.max_search_width
+        )
+        if not self._shape.covers(required):
             raise InvalidParams(
-                f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine has "
-                f"room for: it can be loaded when the engine starts (needed {wanted}, there is {self._shape})"
+                f"collection {collection!r} has longer vectors, a larger degree or more seeds than this engine was "
+                f"opened for: restart the engine with it (it needs {required}, the engine has {self._shape})"
             )
 
     def unload(self, collection: str) -> bool:
@@ -198,17 +199,17 @@ class CudaEngine(Engine):
         self.handle.words[backend.INTERRUPT] = ctypes.cast(self._arrived, ctypes.c_void_p).value or 0
 
     def _requested_k(self, slot: int) -> int:
-        return self.handle.wanted(slot)
+        return self.handle.requested_k(slot)
 
     def _check_open(self) -> None:
         self.batch_memory()
 
     def extends(self, slot: int) -> int:
-        """See `Engine.extends`. Waits for the device if the query still runs. Raises InvalidSlot for a free slot."""
+        """See `Engine.extends`. Synchronises with the device if the query runs. Raises InvalidSlot for a free slot."""
         self._slots.expect_taken(slot)
-        memory, compared = self.batch_memory(), self.handle.scan_extends(slot)
-        if compared is not None:
-            return compared
+        memory, scanned = self.batch_memory(), self.handle.scan_extends(slot)
+        if scanned is not None:
+            return scanned
         if self.resident:
             self.stop()
             return int(self.handle.slot_states[slot, resident.REACHED])
@@ -218,22 +219,24 @@ class CudaEngine(Engine):
         return int(head["extends"]) if head["ticket"] == ticket else 0
 
     def time_stages(self, fused: bool = False) -> StageTimes:
-        """An extend of what is running, its kernels timed one by one; see `gpu.cuda.graphs`. It counts as one."""
+        """Make one extend and time each of its kernels; see `gpu.cuda.graphs.time_stages`. Raises DeviceError."""
         if self.resident:
-            raise DeviceError("blocks that stay have no stages to be timed")
+            raise DeviceError("a resident kernel has no separate stages to time")
         if self.handle.words[backend.PENDING]:
-            raise DeviceError("what was admitted, paused or released since the last extend is not on the device yet")
+            raise DeviceError(
+                "slots were admitted, paused or released since the last extend; call extend() before timing stages"
+            )
         times = time_stages(self._driver, self._stream, self._kernels, self.batch_memory(), fused)
         self.handle.words[backend.LAUNCHES] = int(self.batch_memory().progress[0])
         return times
 
     def close(self) -> None:
-        """See `Engine.close`. A driver that `open` made is closed too."""
+        """See `Engine.close`. Also closes a driver created by `open`."""
         if self._stream:
             stream, self._stream = self._stream, 0
-            if self._timed_out:  # waiting for it, or freeing what it uses, would hang too: the process's end frees it
+            if self._timed_out:  # waiting for it, or freeing its memory, would hang as well; process exit frees it
                 return
-            with contextlib.suppress(DeviceError):  # a launch that failed must not keep the memory
+            with contextlib.suppress(DeviceError):  # free the memory even if a launch failed
                 if self._memory is not None and self._graphs is not None:
                     self.stop()
                 self._driver.synchronise(stream)
@@ -249,30 +252,30 @@ class CudaEngine(Engine):
                 self._driver.close()
 
     def stop(self) -> None:
-        """End the launch of resident blocks, if one is under way; running queries go on with the next `extend`.
+        """End a running resident launch; its queries continue with the next `extend`.
 
-        Device memory is allocated and freed while there is none. Raises DeviceError if one fails.
+        Needed before device memory is allocated or freed. Raises DeviceError if the launch fails.
         """
         if self.resident and _stop(self.handle.address) < 0:
             self._check()
 
     def _check(self) -> None:
-        """Raise the DeviceError of what failed, if anything did."""
+        """Raise DeviceError for a recorded failure."""
         words = self.handle.words
-        failure, code, wanted = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
+        failure, code, expected = (int(words[word]) for word in (backend.FAILURE, backend.CODE, backend.LAUNCHES))
         if failure in _CALLS:
             self._driver.raise_for(_CALLS[failure], code)
         if failure == backend.NOT_REPORTED:
             reported = self.batch_memory().progress[0]
-            raise DeviceError(f"launch {wanted} ended, but only {reported} launches are reported")
+            raise DeviceError(f"launch {expected} ended, but the device has reported only {reported} launches")
         if failure == backend.RECORDS_MISSING:
-            raise DeviceError(f"launch {wanted} ended without a record of {code} of the queries that it took")
+            raise DeviceError(f"launch {expected} ended without records of {code} of its queries")
         if failure == backend.TIMED_OUT:
             self._timed_out = True
-            raise DeviceError(f"launch {wanted} has not ended within {words[backend.TIMEOUT_NS] / 1e9:g} s")
+            raise DeviceError(f"launch {expected} has not ended within {words[backend.TIMEOUT_NS] / 1e9:g} s")
 
     def batch_memory(self) -> BatchMemory:
-        """What the engine shares with its device. Raises `DeviceError` once it was closed."""
+        """Return the batch's memory. Raises DeviceError if the engine is closed."""
         if self._memory is None:
-            raise DeviceError("the engine was closed")
+            raise DeviceError("the engine is closed")
         return self._memory

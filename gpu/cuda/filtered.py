@@ -1,9 +1,9 @@
-"""Searches of which only some rows may be results, on a device: what the host does for them.
+"""Filtered search on a device: the host's part.
 
-The device walks over all rows, with a list that is longer by as much as fewer pass (`gpu.cpu.extend.filtered`), and
-hands over the whole list, of which the host takes what may be a result. Bits stay the host's, who may clear some at any
-time. Rows that are compared one by one (few pass, a walk found too few, or the index has no edges: growing rows) are
-compared by the host from its own copy, some of them in each extend, and the device never learns of them.
+The device searches all rows with a longer top_m (`gpu.cpu.extend.filtered`) and returns the whole list, from which the
+host takes the allowed rows. Bitmaps stay in host memory, where bits may be cleared at any time. Exact scans (few
+allowed rows, a graph search that found too few, or an index without edges: growing rows) run on the host over its own
+copy of the rows, some rows in each extend; the device is not involved.
 """
 
 from typing import Any, NamedTuple
@@ -20,16 +20,16 @@ from gpu.slots import MAX_COLLECTIONS
 
 
 class HostScans(NamedTuple):
-    """What `gpu.cpu.extend.filtered.compare` works on, by the numbers that slots and collections have on the device."""
+    """Arrays for `gpu.cpu.extend.filtered.scan_rows`, with the device's slot and collection numbers."""
 
     collections: npt.NDArray[np.int64]  # [MAX_COLLECTIONS, COLLECTION_FIELDS]
     slots: npt.NDArray[np.int64]  # [slots, SLOT_FIELDS]
     keys: npt.NDArray[np.uint64]  # [slots, max_k]
-    exact: npt.NDArray[np.uint64]  # as keys: there are no codes of neighbours
+    exact: npt.NDArray[np.uint64]  # the same array as keys: there are no neighbour codes
 
 
 def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) -> HostScans:
-    """For slots whose prepared queries stand in `lines`, uint8 [slots, line_bytes], behind the heads."""
+    """Allocate the arrays. The slots' prepared queries are in `lines`, uint8 [slots, line_bytes], behind the heads."""
     slots, line_bytes = lines.shape
     table, keys = np.zeros((slots, at.SLOT_FIELDS), np.int64), np.zeros((slots, max_k), np.uint64)
     table[:, at.QUERY] = lines.ctypes.data + head_bytes + np.arange(slots) * line_bytes
@@ -38,7 +38,7 @@ def new_host_scans(lines: npt.NDArray[np.uint8], head_bytes: int, max_k: int) ->
 
 @compiled
 def host_scans_at(collections: int, table: int, keys: int, slots: int, max_k: int) -> Any:
-    """The arrays at these addresses."""
+    """Return the arrays at these addresses."""
     lists = carray(pointer(keys), (slots, max_k), np.uint64)
     return HostScans(
         carray(pointer(collections), (MAX_COLLECTIONS, at.COLLECTION_FIELDS), np.int64),
@@ -50,14 +50,14 @@ def host_scans_at(collections: int, table: int, keys: int, slots: int, max_k: in
 
 @compiled
 def start_query(line: Any, collection: int, k: int, scanning: bool) -> None:
-    """A query has the slot of this line: all rows may be results."""
+    """Initialise the slot row of a new query, without a filter."""
     line[at.COLLECTION], line[at.K], line[at.SCANNING] = collection, k, scanning
     line[at.ALLOWED] = line[at.ALLOWED_COUNT] = line[at.CURSOR] = line[at.FILLED] = line[at.EXTENDS] = 0
 
 
 @compiled
 def count_allowed(line: Any, nodes: Any) -> Any:
-    """How many of the nodes that a walk has found, int32, nearest first, -1 behind the last, may be results."""
+    """Return how many of a graph search's results pass the filter. nodes: int32, padded with -1."""
     found = 0
     for node in nodes:
         if node < 0:
@@ -68,8 +68,7 @@ def count_allowed(line: Any, nodes: Any) -> Any:
 
 @compiled
 def write_scan_result(batch: Any, slot: int, nodes: Any, raw: Any) -> None:
-    """The rows of a slot that were compared, nearest first, as the device writes what it has found: -1 and +inf where
-    there are fewer than k."""
+    """Write the results of a slot's scan in the device's format: nearest first, padded with -1 and +inf."""
     line = batch.slots[slot]
     for i in range(line[at.K]):
         there = i < line[at.FILLED]

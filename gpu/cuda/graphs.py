@@ -1,11 +1,14 @@
-"""The captured graphs of a launch: one for each bucket of slots, replayed for every step.
+"""CUDA graphs of a launch: one per bucket of slots, captured once and replayed for every step.
 
-A bucket is a number of slots, 0 … bucket - 1, that a launch covers; slots among them that are not active do nothing. A
-launch is one extend by two kernels (`plain`), or up to `limit` extends that end early when a slot is done or the
-doorbell rings: the same two kernels in a conditional WHILE node (`loop`), or one kernel in which each block goes on
-with its own slot (`fused`). Fused is for buckets whose blocks all run at once, one on each multiprocessor; of more, the
-later ones would wait while the first go on. `resident` is one launch for all slots, whose blocks stay and take slots
-from rings (`gpu.cuda.resident`).
+A launch covers the slots 0 … bucket - 1; inactive slots among them do nothing. Launch forms:
+
+    plain     one extend, by two kernels
+    loop      up to `limit` extends: the two kernels in a conditional WHILE node
+    fused     up to `limit` extends in one kernel, a block per slot; for buckets whose blocks all run at once, one per
+              multiprocessor: otherwise later blocks would wait for the first ones to finish
+    resident  a persistent kernel for all slots, whose blocks take slots from rings (`gpu.cuda.resident`)
+
+Loop and fused launches end early when a slot has finished or the doorbell rings.
 """
 
 import ctypes
@@ -26,18 +29,18 @@ from gpu.errors import DeviceError, InvalidParams
 LaunchForm = Literal["plain", "loop", "fused", "resident"]
 BUCKETS = (1, 8, 32, 128, 512, 2048)
 LIFETIME_US = 1_000_000
-"""A resident launch ends after this long, whoever is there, and the next one goes on where it was."""
+"""Duration of a resident launch; the next launch continues the remaining queries."""
 _RESIDENT_THREADS = (layout.RESIDENT_THREADS, layout.RESIDENT_THREADS // 2)
-_PARTS = 8  # of the device's room for blocks, of which resident ones leave one to others
+_PARTS = 8  # resident blocks leave 1/8 of the device's capacity to other kernels
 
 
 def buckets_of(slots: int) -> tuple[int, ...]:
-    """The buckets of an engine: the usual ones below its slots, and all of its slots."""
+    """Return the buckets of an engine: those of BUCKETS below `slots`, and `slots`."""
     return (*(bucket for bucket in BUCKETS if bucket < slots), slots)
 
 
 class Stage(NamedTuple):
-    """A kernel as it is launched: its function, blocks, threads a block, arguments, bytes of shared memory."""
+    """A kernel launch: function, blocks, threads per block, arguments, bytes of shared memory."""
 
     name: str
     kernel: int
@@ -48,10 +51,10 @@ class Stage(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one loaded module, with what they are launched with; compiled code launches `write_slots`."""
+    """The kernels of a module and their launch parameters. `write_slots` is launched by compiled code."""
 
     def __init__(self, driver: Driver, image: bytes, shape: layout.BatchShape, team: int, batch: Any) -> None:
-        """batch: the BATCH record as an argument. Raises DeviceError for an image that does not load."""
+        """Load the module. batch: the BATCH record as an argument. Raises DeviceError for an invalid image."""
         self._driver, self._shape, self._team, self._batch = driver, shape, team, batch
         module = driver.load_module(image)
         self._distances = layout.COMPUTE_DISTANCES[team]
@@ -59,14 +62,15 @@ class Kernels:
         self._compute = driver.kernel(module, self._distances.name, layout.distance_shared_bytes(shape.slots))
         self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
         self._module = module
-        self._fused: tuple[int, int, int] | None = None  # the kernel, its shared memory, places for rows
+        self._fused: tuple[int, int, int] | None = None  # kernel, shared memory, row places per thread
 
     def load_fused(self, limit: int) -> None:
-        """The fused kernel for launches of so many extends: of several, with visited tables in shared memory.
+        """Load the fused kernel for launches of up to `limit` extends.
 
-        Where these do not fit, they stay in the batch's memory; rows have as many places as fit.
+        With a limit above 1, visited tables are in shared memory if they fit, else in the batch's memory. The number of
+        row places is the largest that fits.
 
-        Raises DeviceError where a block cannot have as much shared memory as the fused form needs. Idempotent.
+        Raises DeviceError if a block cannot have the required shared memory. Idempotent.
         """
         if self._fused is not None:
             return
@@ -85,7 +89,7 @@ class Kernels:
         return self._driver.kernel(self._module, kernel.name, shared_bytes)
 
     def stages(self, bucket: int, limit: int = 1, condition: int = 0) -> tuple[Stage, ...]:
-        """The two kernels of one extend of slots 0 … bucket - 1, in their order."""
+        """Return the two kernels of one extend of slots 0 … bucket - 1, in order."""
         shape, batch = self._shape, self._batch
         blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
         first, last = (batch, ctypes.c_uint32(bucket)), (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
@@ -96,17 +100,17 @@ class Kernels:
         )
 
     def fused_stage(self, bucket: int, limit: int = 1) -> Stage:
-        """Up to `limit` extends in one kernel."""
-        assert self._fused is not None, "load_fused comes first"
+        """Return the kernel that makes up to `limit` extends."""
+        assert self._fused is not None, "call load_fused first"
         kernel, shared_bytes, places = self._fused
         arguments = (self._batch, *layout.EXTEND_FUSED.argument_values(limit=limit, places=places))
         return Stage(layout.EXTEND_FUSED.name, kernel, bucket, layout.FUSED_THREADS, arguments, shared_bytes)
 
     def resident_stage(self, life_us: int) -> Stage:
-        """Blocks that stay: one a slot, but for those for which a part of the device is to be left free.
+        """Return the launch of the resident kernel: one block per slot, up to 7/8 of the device's capacity.
 
-        They have as many threads, and then as many places for rows, as they can without being fewer. Raises DeviceError
-        where a block cannot have as much shared memory as it needs.
+        Blocks get as many threads, then as many row places, as possible without reducing their number. Raises
+        DeviceError if a block cannot have the required shared memory.
         """
         kernel, shape, driver = layout.EXTEND_RESIDENT, self._shape, self._driver
 
@@ -123,7 +127,7 @@ class Kernels:
         if blocks == 0:
             shared_bytes = shape.resident_shared_bytes(fewest, threads)
             raise DeviceError(
-                f"there is no room for a block of {kernel.name} with {shared_bytes} bytes of shared memory"
+                f"the device cannot run a block of {kernel.name} with {shared_bytes} bytes of shared memory"
             )
         places = next(one for one in layout.RING_PLACES if room(threads, one) >= blocks)
         shared_bytes = shape.resident_shared_bytes(places, threads)
@@ -132,7 +136,7 @@ class Kernels:
         return Stage(kernel.name, function, blocks, threads, (self._batch, *numbers), shared_bytes)
 
     def launch(self, stream: int, *stages: Stage) -> None:
-        """One after the other."""
+        """Launch kernels in order."""
         for stage in stages:
             self._driver.launch(
                 stream, stage.kernel, Dim(stage.blocks), Dim(stage.threads), stage.arguments, stage.shared_bytes
@@ -140,11 +144,11 @@ class Kernels:
 
 
 class LaunchGraphs:
-    """Captured launches for every bucket, made here and never again. `forms` has each bucket's form.
+    """CUDA graphs of all buckets, captured in the constructor. `forms`: the launch form of each bucket.
 
-    form: every bucket's; None: `fused` up to as many slots as there are multiprocessors, for more `loop`, or `plain`
-    where `limit` is 1. Where a driver cannot capture it, the bucket gets plain replay. Resident blocks are all buckets'
-    own; where the device has no room for one, it is as for None.
+    form: of every bucket; None: `fused` for up to as many slots as the device has multiprocessors, above that `loop`,
+    or `plain` if `limit` is 1. A bucket whose form cannot be captured falls back to `plain`; `resident` has a single
+    bucket, and falls back to None if the device cannot run it.
     """
 
     def __init__(
@@ -158,10 +162,10 @@ class LaunchGraphs:
         life_us: int = LIFETIME_US,
     ) -> None:
         if form == "plain" and limit != 1:
-            raise InvalidParams(f"a plain launch is one extend, not {limit}")
+            raise InvalidParams(f"a plain launch makes 1 extend, not {limit}")
         self._driver, self._stream, self._kernels = driver, stream, kernels
         self.buckets = tuple(sorted(buckets))
-        self.fallback_reason = ""  # why a form that was wanted could not be had
+        self.fallback_reason = ""  # why the requested form was not possible
         self.forms: dict[int, LaunchForm] = {}
         self._graphs: dict[int, int] = {}
         if form == "resident" and self._make_resident(life_us):
@@ -177,7 +181,7 @@ class LaunchGraphs:
         self.limit = 1 if set(self.forms.values()) == {"plain"} else limit
 
     def _make_resident(self, life_us: int) -> bool:
-        """Whether the device can."""
+        """Capture the resident launch. Returns whether the device can run it."""
         try:
             stage = self._kernels.resident_stage(life_us)
         except DeviceError as error:
@@ -210,7 +214,7 @@ class LaunchGraphs:
         self.forms[bucket] = form
 
     def table(self) -> npt.NDArray[np.int64]:
-        """Buckets and their graphs, int64 [buckets, 2], smallest first."""
+        """Return buckets and their graphs, int64 [buckets, 2], smallest first."""
         return np.array([(bucket, self._graphs[bucket]) for bucket in self.buckets], np.int64)
 
     def _capture(self, bucket: int, form: LaunchForm, limit: int) -> int:
@@ -239,18 +243,18 @@ class LaunchGraphs:
         return driver.end_capture(stream)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Destroy the graphs. Idempotent."""
         while self._graphs:
             self._driver.destroy_graph(self._graphs.popitem()[1])
 
 
-# ---- What each kernel of an extend takes on the device, by events around it: for measuring, not for serving. They are
-# launched one by one, not replayed, so what lies between two of them is no part of their times.
+# ---- Device times of each kernel of an extend, measured with events, for benchmarks. Kernels are launched separately,
+# not replayed, so gaps between them are not included.
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One extend: seconds by kernel, the slots that it advanced, and the rows that these were compared with."""
+    """Times of one extend: seconds by kernel, number of advanced slots and of rows scored."""
 
     seconds: dict[str, float]
     slots: int
@@ -258,7 +262,7 @@ class StageTimes:
 
 
 def time_stages(driver: Driver, stream: int, kernels: Kernels, memory: BatchMemory, fused: bool) -> StageTimes:
-    """Make one extend of all slots that are active on the device, in two kernels or, `fused`, in one. Synchronises.
+    """Make one extend of all slots that are active on the device, with two kernels or a fused one. Synchronises.
 
     Raises DeviceError.
     """

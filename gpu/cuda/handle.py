@@ -1,4 +1,4 @@
-"""The handle that the CUDA engine's compiled functions take: its words are those of `gpu.cuda.backend`."""
+"""The handle of the CUDA engine's C functions; `gpu.cuda.backend` defines its words."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,12 @@ from gpu.slots import MAX_COLLECTIONS, SlotTable
 
 
 class Handle:
-    """The handle's words, and what they point to."""
+    """The handle's words. Keeps the arrays that they point to alive."""
 
     def __init__(
         self, driver: Driver, stream: int, memory: BatchMemory, kernels: Kernels, graphs: LaunchGraphs, batch: Any
     ) -> None:
-        """batch: the kernels' BATCH as an argument."""
+        """Fill the handle. batch: the kernels' BATCH as an argument."""
         slots, line_bytes = memory.lines.shape
         self.words = np.zeros(of.HANDLE_WORDS, np.int64)
         self.address = int(self.words.ctypes.data)
@@ -89,12 +89,12 @@ class Handle:
 
     @property
     def graphs(self) -> list[int]:
-        """Smallest bucket first."""
+        """CUDA graphs, smallest bucket first."""
         found: list[int] = self._graphs[:, 1].tolist()
         return found
 
     def load(self, number: int, data: IndexData) -> None:
-        """Queries may be admitted to this collection."""
+        """Register a collection; queries can be admitted to it afterwards."""
         read = replace(data, rows=layout.without_sketch(data.rows), codes=None)
         encoding = QueryEncoding(read.rows)
         self._alive[number] = (read, encoding)
@@ -103,19 +103,19 @@ class Handle:
         self._encodings[number] = encoding.line
 
     def unload(self, number: int) -> None:
-        """No query may be admitted to this collection any more; none has a slot."""
+        """Unregister a collection. Precondition: no slot searches it."""
         self._encodings[number] = 0
         del self._alive[number]
 
-    def wanted(self, slot: int) -> int:
-        """How many results a slot's query asks for."""
+    def requested_k(self, slot: int) -> int:
+        """Return k of a slot's query."""
         return int(self._scans.slots[slot, K])
 
     def scan_extends(self, slot: int) -> int | None:
-        """The extends of a slot whose rows the host compares; None where the device searches."""
+        """Return the extends of a slot that the host scans; None for a slot that the device searches."""
         search = self._scans.slots[slot]
         return int(search[EXTENDS]) if search[SCANNING] else None
 
     def searches(self, number: int) -> bool:
-        """Whether a slot's query is of this collection."""
+        """Return whether a slot searches this collection."""
         return any(self._memory.head(slot)[layout.COLLECTION_NUMBER] == number for slot in self.table.taken)

@@ -1,15 +1,16 @@
-"""The CUDA engine's functions for compiled loops where its blocks device on the device (gpu/kernels/resident.cu).
+"""The CUDA engine's C functions for its resident form, a persistent kernel (gpu/kernels/resident.cu).
 
-The host tells the device of a query by an entry in one of two rings, and of what is to become of it by its goal, the
-extends that it may come to: it pauses a query by a goal of 0, and makes it go on by a greater one. A slot is the
-device's from its entry to its record; in between the host writes its goal alone. Slots are given out by who calls this,
-as any engine's are, and the device takes from its rings what it has blocks for, what is to prioritize first.
+The host submits a slot by pushing an entry to one of two rings, and controls it by its goal, the number of extends that
+its query may reach: 0 pauses the query, a larger goal resumes it. The device owns a slot from its entry to its record;
+meanwhile the host writes only its goal. As in any engine the caller assigns slots; the device takes entries from the
+rings as blocks become free, prioritised queries first.
 
-With a limit of one extend a launch every active query gets an entry for each extend, whose end is waited for. With more
-a query has one entry, and goes on until it is done: `extend` returns when one is, or when something has arrived.
+With a limit of one extend per launch, every active query is submitted for each extend, and the call waits for all of
+them. With a higher limit, a query is submitted once and runs to its end; `extend` returns when a query has finished or
+on an interrupt.
 
-A launch ends when its life is over, with slots recorded as they are then, and entries left in the rings; the next
-`extend` that needs it launches again. `stop` ends one at once: what allocates or frees device memory waits for it.
+A launch ends after its lifetime. Slots are then recorded in their current state, entries may remain in the rings, and
+the next `extend` launches again if needed. `stop` ends a launch at once, before device memory is allocated or freed.
 """
 
 from typing import Any
@@ -24,10 +25,10 @@ from gpu.cuda.backend import (
     apply_filter,
     begin_wait,
     failed,
+    poll_wait,
     report_finished,
     scans_of,
     table_of,
-    waited,
 )
 from gpu.cuda.layout import DECODE_RING, IS_DONE, IS_NEW, LAP_SHIFT, MAX_LAP, PREFILL_RING, PROGRESS, RECORD, SLOT_BITS
 from gpu.engine import FAILED, INVALID, RELEASE, RESUME
@@ -40,14 +41,14 @@ from gpu.slots import ACTIVE_COUNT, STATES, SlotState
 # are not reported yet.
 AT_RINGS, AT_GOALS, AT_RECORDS, ENTRIES, RUNNING, IN_FLIGHT, PUSHED, _, SEEN, ADVANCED = range(10)
 RESIDENT_WORDS = 10
-# A state, behind ON_DEVICE: whether the slot's line must still be fetched; whether it has a result; whether it is to be
-# begun before others; and the extends that its query has come to.
+# Words of a slot's state, behind ON_DEVICE. NEW: the device has not fetched the slot's line yet. DONE: it has a result.
+# PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far.
 NEW, DONE, PRIORITIZED, REACHED = range(of.ON_DEVICE + 1, of.SLOT_STATE_WORDS)
 
-_ASK_NS = 2_000  # between two questions whether something has arrived: one costs twenty looks at the records
+_INTERRUPT_POLL_NS = 2_000  # interval of interrupt polls, each of which costs twenty polls of the records
 _WORD = 0xFFFFFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
-_ALL = _WORD  # no query comes to so many extends
+_UNLIMITED = _WORD  # a goal that no query reaches
 _ACTIVE = int(SlotState.ACTIVE)
 assert RECORD.names == ("extends", "slot")
 assert PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # type: ignore[index]
@@ -70,12 +71,12 @@ def _set_goal(device: Any, slot: int, goal: int) -> None:
 
 @compiled
 def _push(words: Any, device: Any, slot: int) -> None:
-    """Give a slot to the device."""
+    """Submit a slot to the device."""
     state = _slot_state(words, slot)
     ring = PREFILL_RING if state[PRIORITIZED] else DECODE_RING
     position = device[PUSHED + ring]
     entry = (position // device[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | (IS_NEW if state[NEW] else 0) | slot
-    # SYNC POINT: whoever reads the entry with acquire sees the slot's line and goal.
+    # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
     store_release(device[AT_RINGS] + 4 * (ring * device[ENTRIES] + position % device[ENTRIES]), entry)
     device[PUSHED + ring] = (position + 1) & _WORD
     state[NEW], state[of.ON_DEVICE] = 0, 1
@@ -84,14 +85,14 @@ def _push(words: Any, device: Any, slot: int) -> None:
 
 @compiled
 def _collect(words: Any, device: Any) -> Any:
-    """Take back the slots that the device has recorded. How many active ones of them are done.
+    """Consume the device's records and take their slots back. Returns the number of active ones that have finished.
 
-    Those that are not (the launch has ended, or they were to pause and then not) `_submit` gives to the device again.
+    The others (after the end of a launch, or a pause that was revoked) are resubmitted by `_submit`.
     """
     table, done = table_of(words), 0
     while True:
         record = device[AT_RECORDS] + 8 * (device[SEEN] % device[ENTRIES])
-        # SYNC POINT: what the device wrote of the slot, result and state, is there.
+        # SYNC POINT: the slot's result and state, written by the device before, are visible.
         word = load_acquire(record + 4)
         if word >> LAP_SHIFT != device[SEEN] // device[ENTRIES] % MAX_LAP + 1:
             return done
@@ -108,7 +109,7 @@ def _collect(words: Any, device: Any) -> Any:
 
 @compiled
 def _end_launch(words: Any, device: Any) -> Any:
-    """Take note of the end of a launch. Whether all that it took is recorded."""
+    """Register the end of a launch. Returns whether every slot that it took has been recorded."""
     device[RUNNING] = 0
     untaken = (device[PUSHED] + device[PUSHED + 1] - load_acquire(words[of.PROGRESS] + 8)) & _WORD
     if load_acquire(words[of.PROGRESS] + 12) != device[SEEN] or untaken != device[IN_FLIGHT]:
@@ -118,10 +119,12 @@ def _end_launch(words: Any, device: Any) -> Any:
 
 @compiled
 def _poll(words: Any, device: Any) -> Any:
-    """Take what is recorded, and launch if there is something to do and no launch to do it. How many active slots are
-    done; or FAILED."""
+    """Consume records, and launch if slots are submitted but no launch is running. Returns the number of active slots
+    that have finished, or FAILED."""
     done = 0
-    if device[RUNNING] and load_acquire(words[of.PROGRESS]) == words[of.LAUNCHES]:  # records come before the word
+    if (
+        device[RUNNING] and load_acquire(words[of.PROGRESS]) == words[of.LAUNCHES]
+    ):  # its last records precede the progress word
         done = _collect(words, device)
         if not _end_launch(words, device):
             return FAILED
@@ -137,43 +140,43 @@ def _poll(words: Any, device: Any) -> Any:
 
 @compiled
 def _submit(words: Any, device: Any) -> Any:
-    """Goals and entries of the active slots. How many of them the device searches, and how many of these are done."""
+    """Set goals of the active slots and submit them. Returns how many the device searches, and how many finished."""
     table, active, scans = table_of(words), active_of(words), scans_of(words)
-    walking = done = 0
+    searching = done = 0
     for i in range(table[ACTIVE_COUNT]):
         slot = active[i]
         if scans.slots[slot, SCANNING]:
             continue
-        walking += 1
+        searching += 1
         state = _slot_state(words, slot)
         if state[DONE]:
             done += 1
             continue
-        _set_goal(device, slot, state[REACHED] + 1 if words[of.LIMIT] == 1 else _ALL)
+        _set_goal(device, slot, state[REACHED] + 1 if words[of.LIMIT] == 1 else _UNLIMITED)
         if not state[of.ON_DEVICE]:
             _push(words, device, slot)
-    return walking, done
+    return searching, done
 
 
 @compiled
-def _wait(words: Any, device: Any, done: int, all_walk: bool) -> Any:
-    """Until all slots are back, of one extend; else until an active one is done, something has arrived, or rows are to
-    be compared meanwhile. Whether that went well."""
-    asks = words[of.INTERRUPT] != 0 and words[of.LIMIT] > 1
-    begin, past, ask_at = begin_wait(words), 0, 0
+def _wait(words: Any, device: Any, done: int, all_on_device: bool) -> Any:
+    """Wait until all slots are back (limit 1), else until an active one has finished or an interrupt. Does not wait if
+    the host has slots to scan. Returns whether it succeeded."""
+    polls = words[of.INTERRUPT] != 0 and words[of.LIMIT] > 1
+    begin, elapsed, poll_at = begin_wait(words), 0, 0
     while True:
         found = _poll(words, device)
         if found < 0:
             return False
         done += found
-        if device[IN_FLIGHT] == 0 or (words[of.LIMIT] > 1 and (done or not all_walk)):
+        if device[IN_FLIGHT] == 0 or (words[of.LIMIT] > 1 and (done or not all_on_device)):
             break
-        if asks and past >= ask_at:
+        if polls and elapsed >= poll_at:
             if call(words[of.INTERRUPT], (words[of.INTERRUPT_ARGUMENT],)):
                 break
-            ask_at = past + _ASK_NS
-        past = waited(words, begin)
-        if past < 0:
+            poll_at = elapsed + _INTERRUPT_POLL_NS
+        elapsed = poll_wait(words, begin)
+        if elapsed < 0:
             return False
     words[of.WAITED_NS] += monotonic_ns(words[of.TIME]) - begin
     return True
@@ -208,17 +211,17 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     words = words_at(handle, of.HANDLE_WORDS)
-    device, told = _device(words), words_at(report, 2)
-    walking, done = _submit(words, device)
-    told[0], told[1] = 1, 0
+    device, counts = _device(words), words_at(report, 2)
+    searching, done = _submit(words, device)
+    counts[0], counts[1] = 1, 0
     if words[of.FAILURE] != of.NO_FAILURE:
         return FAILED
-    if walking:
-        if not _wait(words, device, done, walking == table_of(words)[ACTIVE_COUNT]):
+    if searching:
+        if not _wait(words, device, done, searching == table_of(words)[ACTIVE_COUNT]):
             return FAILED
-        told[0] = device[ADVANCED] // walking
-        device[ADVANCED] -= told[0] * walking
-    words[of.EXTENDS] = told[0]
+        counts[0] = device[ADVANCED] // searching
+        device[ADVANCED] -= counts[0] * searching
+    words[of.EXTENDS] = counts[0]
     return report_finished(words, report)
 
 
@@ -227,11 +230,11 @@ def change_state(handle: int, slot: int, action: int) -> Any:
     words = words_at(handle, of.HANDLE_WORDS)
     device = _device(words)
     state = _slot_state(words, slot)
-    if state[of.ON_DEVICE] and action != RESUME:  # to go on is for the next extend to say
+    if state[of.ON_DEVICE] and action != RESUME:  # the next extend sets the goal of a resumed query
         _set_goal(device, slot, 0)
     begin = begin_wait(words)
     while action == RELEASE and state[of.ON_DEVICE]:
-        if words[of.FAILURE] != of.NO_FAILURE or _poll(words, device) < 0 or waited(words, begin) < 0:
+        if words[of.FAILURE] != of.NO_FAILURE or _poll(words, device) < 0 or poll_wait(words, begin) < 0:
             return FAILED
     slot_changes.change(table_of(words), active_of(words), slot, action)
     return 0
@@ -239,7 +242,7 @@ def change_state(handle: int, slot: int, action: int) -> Any:
 
 @c_function("int64(int64)")
 def stop(handle: int) -> Any:
-    """End the launch that is under way, if one is; active queries go on with the next. 0, or FAILED."""
+    """End a running launch; active queries continue with the next one. Returns 0 or FAILED."""
     words = words_at(handle, of.HANDLE_WORDS)
     device = _device(words)
     if not device[RUNNING]:
@@ -250,7 +253,7 @@ def stop(handle: int) -> Any:
     store_release(words[of.DOORBELL], 1)
     begin = begin_wait(words)
     while load_acquire(words[of.PROGRESS]) != words[of.LAUNCHES]:
-        if waited(words, begin) < 0:
+        if poll_wait(words, begin) < 0:
             return FAILED
     store_release(words[of.DOORBELL], 0)
     _collect(words, device)

@@ -1,4 +1,4 @@
-"""From the arrays of an index to device memory: measured against what is free first, then copied in pinned chunks."""
+"""Upload of an index to device memory: a check of free memory, then a copy in pinned chunks."""
 
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -14,15 +14,15 @@ Progress = Callable[[str, float], None]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 CHUNK_BYTES = 16 << 20
-STEP_BYTES = 1 << 20  # for the host some .2 ms
+STEP_BYTES = 1 << 20  # takes the host about 0.2 ms
 _ALIGNMENT = 256
-_KEPT_FREE = 64 << 20  # for the driver's own needs: modules, graphs, printf and stacks
+_KEPT_FREE = 64 << 20  # reserved for the driver: modules, graphs, printf and stacks
 
 
 def device_arrays(data: IndexData) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an index that a search reads on the device, by their names in `gpu.cuda.layout.COLLECTION`.
+    """Return the arrays of an index that searches read on the device, by their names in `gpu.cuda.layout.COLLECTION`.
 
-    Ids stay on the host: results come back as row numbers. Sketches are left out: see `layout.without_sketch`.
+    Ids stay on the host, since results are row numbers. Sketches are omitted: see `layout.without_sketch`.
     """
     arrays: dict[str, npt.NDArray[Any]] = {"rows": data.rows.codes, "graph": data.graph, "seeds": data.seeds}
     if data.rows.full is not None:
@@ -31,29 +31,29 @@ def device_arrays(data: IndexData) -> dict[str, npt.NDArray[Any]]:
 
 
 def padded_bytes(nbytes: int) -> int:
-    """Bytes that an array takes on the device."""
+    """Return the size of an array on the device in bytes."""
     return -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_fits(driver: Driver, needed: Mapping[str, int]) -> None:
-    """Raise OutOfDeviceMemory unless all of `needed` (bytes by what they are for) fits beside what is there.
+    """Raise OutOfDeviceMemory unless all of `needed` (bytes by name) fits into the device's free memory.
 
-    The message lists needed and free bytes, and which of them would fit, smallest first.
+    The message lists needed and free bytes, and the arrays that would fit, smallest first.
     """
     free, total = driver.memory()
     usable = max(free - _KEPT_FREE, 0)
-    wanted = {name: padded_bytes(nbytes) for name, nbytes in needed.items()}
-    if sum(wanted.values()) <= usable:
+    required = {name: padded_bytes(nbytes) for name, nbytes in needed.items()}
+    if sum(required.values()) <= usable:
         return
     fitting, left = [], usable
-    for name in sorted(wanted, key=lambda name: wanted[name]):
-        if wanted[name] <= left:
-            left -= wanted[name]
+    for name in sorted(required, key=lambda name: required[name]):
+        if required[name] <= left:
+            left -= required[name]
             fitting.append(name)
-    parts = ", ".join(f"{name} {nbytes}" for name, nbytes in wanted.items())
+    parts = ", ".join(f"{name} {nbytes}" for name, nbytes in required.items())
     raise OutOfDeviceMemory(
-        f"{sum(wanted.values())} bytes are needed ({parts}), {usable} of {total} are free on {driver.name} "
-        f"({_KEPT_FREE} more are kept for the driver); what would fit: {', '.join(fitting) or 'none of it'}"
+        f"{sum(required.values())} bytes are needed ({parts}), {usable} of {total} are free on {driver.name} "
+        f"({_KEPT_FREE} more are reserved for the driver); what would fit: {', '.join(fitting) or 'none of it'}"
     )
 
 
@@ -63,13 +63,13 @@ class DeviceArrays:
     def __init__(
         self, driver: Driver, arrays: Arrays, progress: Progress | None = None, *, in_steps: bool = False
     ) -> None:
-        """Copy `arrays`, any of which may be a memory map. progress: called with a name and the part of it done, 0..1.
-        in_steps: nothing is copied but by `step`, in smaller chunks.
+        """Copy `arrays`, which may be memory maps. progress: called with a name and the fraction copied, 0..1.
 
-        Raises OutOfDeviceMemory; what was allocated is given back then.
+        in_steps: copy nothing here; each call of `step` copies a smaller chunk.
+        Raises OutOfDeviceMemory, after freeing what was allocated.
         """
         self._driver = driver
-        self._waits_for = 0  # a stream
+        self._pending_stream = 0  # a stream
         sizes = {name: padded_bytes(array.nbytes) for name, array in arrays.items()}
         self.nbytes = sum(sizes.values())
         self._base = driver.allocate(self.nbytes)
@@ -88,11 +88,11 @@ class DeviceArrays:
             raise
 
     def step(self) -> bool:
-        """Copy a chunk, if the device has taken the one before; never waits for it. Whether all is there."""
-        if self._waits_for and not self._driver.idle(self._waits_for):
+        """Copy a chunk if the previous copy is complete, without waiting. Returns whether all is copied."""
+        if self._pending_stream and not self._driver.idle(self._pending_stream):
             return False
-        self._waits_for = next(self._copying, 0)
-        return not self._waits_for
+        self._pending_stream = next(self._copying, 0)
+        return not self._pending_stream
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
@@ -105,9 +105,9 @@ class DeviceArrays:
 def _copy(
     driver: Driver, arrays: Arrays, address: Mapping[str, int], progress: Progress, chunk_bytes: int
 ) -> Generator[int, None, None]:
-    """Two pinned buffers take turns, each with a stream: one is filled from the file while the other is copied.
+    """Copy with two pinned buffers, each with its own stream: one is filled while the other is copied.
 
-    Yields a stream before it waits for that, so that whoever must not wait can look whether it is idle first.
+    Yields a stream before synchronising with it, so that a caller that must not block can check whether it is idle.
     """
     chunk = min(chunk_bytes, max(array.nbytes for array in arrays.values()))
     buffers, streams = [], []
@@ -115,17 +115,17 @@ def _copy(
         for _ in range(2):
             buffers.append(driver.allocate_pinned(max(chunk, 1)))
             streams.append(driver.create_stream())
-        turn = 0
+        current = 0
         for name, array in arrays.items():
             raw = array.reshape(-1).view(np.uint8)
             progress(name, 0.0)
             for begin in range(0, raw.nbytes, chunk):
                 part = raw[begin : begin + chunk]
-                yield streams[turn]
-                driver.synchronise(streams[turn])
-                buffers[turn].view[: part.nbytes] = part
-                driver.copy_to_device(streams[turn], address[name] + begin, buffers[turn].view[: part.nbytes])
-                turn = 1 - turn
+                yield streams[current]
+                driver.synchronise(streams[current])
+                buffers[current].view[: part.nbytes] = part
+                driver.copy_to_device(streams[current], address[name] + begin, buffers[current].view[: part.nbytes])
+                current = 1 - current
                 progress(name, (begin + part.nbytes) / raw.nbytes)
         for stream in streams:
             yield stream

@@ -1,4 +1,4 @@
-"""The index: encoded vectors and a fixed-degree graph over them, built, saved, mapped and searched."""
+"""`GraphIndex`: encoded vectors with a fixed-degree graph over them; build, save, load and search."""
 
 import os
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
 
 
 class GraphIndex:
-    """Nearest-neighbour search over float vectors by a walk on a graph, CAGRA-style (arXiv 2308.15136).
+    """An approximate nearest-neighbour index: CAGRA-style graph search over float vectors (arXiv 2308.15136).
 
-    Make one with `build` or `load`. Distances, smaller is nearer: cosine 1 - cos, l2 the squared distance, ip minus the
-    dot product. An index never changes, so any number of threads and engines may share it.
+    Create it with `build` or `load`. Distances, smaller is nearer: cosine 1 - cos, l2 the squared distance, ip minus
+    the dot product. An index is immutable: threads and engines can share it.
     """
 
     def __init__(self, data: IndexData, directory: Path | None = None) -> None:
@@ -46,15 +46,15 @@ class GraphIndex:
         progress: Progress | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> "GraphIndex":
-        """Index `vectors` [N, d] (any float or integer dtype; N ≥ 1).
+        """Build an index over `vectors` [N, d] (any float or integer dtype; N ≥ 1).
 
-        degree: edges a node, 2..512. dtype: what traversal reads; int8 keeps float32 rows beside the codes and rescores
-        the last candidates with them. ids: int64 [N], what searches return instead of row numbers. neighbor_codes:
-        RaBitQ codes of every node's neighbours beside the graph (`gpu.index.data`; not with int8): searches on a
-        CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes an edge. code_bits: of a code for each
-        dimension, 1..4; 0: as many as are fastest (`gpu.index.data.fastest_bits`). seed: of the random choices, 0 or
-        more; on the CPU the same input and seed give the same index. threads: for the build, 1..1024. device: "cuda"
-        has the graph built on a GPU, by cuVS (extra [cuvs]) or else by torch. progress: called with a stage's name and
+        degree: edges per node, 2..512. dtype: of the rows that traversal reads; int8 also stores float32 rows and
+        rescores the last candidates with them. ids: int64 [N], returned by searches instead of row numbers.
+        neighbor_codes: store RaBitQ codes of every node's neighbours (`gpu.index.data`; not with int8): searches on a
+        CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. code_bits: bits per dimension of
+        a code, 1..4; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
+        builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda" builds the graph
+        on a GPU with cuVS (extra [cuvs]), else with torch. progress: called with a stage's name and
         the fraction done, 0..1. checkpoint: called with the name of an expensive array and a function that computes it;
         returns the array, or the copy that an interrupted build of the same vectors has left.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
@@ -63,7 +63,7 @@ class GraphIndex:
         report = progress or (lambda stage, fraction: None)
         checked = rows.checked_vectors(vectors, metric)
         own_ids = None if ids is None else _checked_ids(ids, len(checked))
-        # Compiled code, which opening an index does without.
+        # Imported here: compiled code, which opening an index does not need.
         from gpu.build.graph import build_graph, neighbor_pairs
         from gpu.build.knn import no_checkpoint
         from gpu.build.neighbor_codes import make_codes
@@ -80,31 +80,31 @@ class GraphIndex:
         return cls(IndexData(encoded, graph, seeds, own_ids, codes))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the index to a directory, which appears whole or not at all; an index that is there is replaced."""
+        """Write the index to a directory atomically, replacing an existing index."""
         storage.save(self.data, Path(directory))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "GraphIndex":
-        """Map a saved index into memory; takes milliseconds at any size. Raises IndexFormatError.
+        """Memory-map a saved index, in milliseconds at any size. Raises IndexFormatError.
 
-        Sizes and shapes are checked here, contents by `verify`.
+        Checks sizes and shapes; `verify` checks the contents.
         """
         return cls(storage.load(Path(directory)), Path(directory))
 
     def verify(self) -> None:
-        """Compare every file of a loaded index with its checksum. Raises IndexFormatError that names the file."""
+        """Check every file of a loaded index against its checksum. Raises IndexFormatError with the file's name."""
         if self._directory is None:
-            raise InvalidParams("this index was built, not loaded: there are no files to verify")
+            raise InvalidParams("this index was built in memory, not loaded: it has no files to verify")
         storage.verify(self._directory)
 
     def check_graph(self) -> None:
-        """Raise IndexFormatError if an edge of a loaded index leads out of it. Reads the graph, and nothing else."""
+        """Raise IndexFormatError if an edge points outside the index. Reads the graph only."""
         storage.check_graph(self.data, self._directory or Path())
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """The files of a loaded index, their bytes and their SHA-256 in hexadecimal, as its description has them."""
+        """Return sizes in bytes and SHA-256 (hex) of a loaded index's files by name, as recorded in its meta.json."""
         if self._directory is None:
-            raise InvalidParams("this index was built, not loaded: it has no files")
+            raise InvalidParams("this index was built in memory, not loaded: it has no files")
         return storage.files(self._directory)
 
     def search(
@@ -118,16 +118,16 @@ class GraphIndex:
         allowed: npt.NDArray[np.bool_] | None = None,
         min_allowed: int = 0,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The k nearest of each query [q, d] → ids int64 [q, k] and distances float32 [q, k], nearest first.
+        """Return ids int64 [q, k] and distances float32 [q, k] of the k nearest rows of each query, nearest first.
 
-        Where there are fewer than k vectors, ids are -1 and distances +inf. For the parameters see `SearchParams`.
-        allowed: bool [N], which rows may be results. The walk keeps top_m rows of all, so for the same recall top_m
-        grows as the part that is allowed falls; `exact` compares each allowed row instead.
+        queries: [q, d]. Missing results have id -1 and distance +inf. For the parameters see `SearchParams`.
+        allowed: bool [N], the rows that may be results. top_m holds rows of both kinds, so a constant recall needs a
+        top_m inversely proportional to the allowed fraction; `exact` scans the allowed rows instead.
         min_allowed: stop once this many allowed entries precede the next parent in top_m; 0: when all of top_m has been
         expanded.
         Raises InvalidVector and InvalidParams.
         """
-        from gpu.cpu.search import search  # compiled code is loaded by whoever searches first
+        from gpu.cpu.search import search  # imported on first use: compiled code
 
         params = SearchParams(k, top_m, search_width, patience)
         check_within("threads", threads, 1, MAX_THREADS)
@@ -141,14 +141,14 @@ class GraphIndex:
         k: int = 10,
         rows: npt.NDArray[np.int64] | None = None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """As `search`, by comparing every query with each of `rows` (int64, row numbers; without them all)."""
+        """Return the exact k nearest of `rows` (int64, row numbers; default: all) in the form of `search`."""
         from gpu.cpu.exact import nearest
 
         nodes, distances = nearest(self.data.rows, queries, k, rows)
         return self.data.ids_of(nodes), distances
 
     def vectors(self, rows: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """The vectors of these rows, float32 [n, d], as exactly as they are kept; of unit length under cosine."""
+        """Return the vectors of these rows, float32 [n, d], in stored precision; of unit length under cosine."""
         kept = self.data.rows
         found = (kept.codes if kept.full is None else kept.full)[np.asarray(rows, np.int64), : kept.dim]
         return found.astype(np.float32) / np.float32(kept.scale)
@@ -176,7 +176,7 @@ class GraphIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of vectors, graph, ids and codes of neighbours."""
+        """Bytes of vectors, graph, ids and neighbour codes."""
         ids = 0 if self.data.ids is None else self.data.ids.nbytes
         codes = 0 if self.data.codes is None else self.data.codes.nbytes
         return self.data.rows.nbytes + self.data.graph.nbytes + ids + codes
@@ -192,5 +192,5 @@ def _checked_ids(ids: npt.ArrayLike, count: int) -> npt.NDArray[np.int64]:
     if array.dtype.kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
         raise InvalidVector(f"id {int(array.max())} is over int64's limit {np.iinfo(np.int64).max}")
     if int(array.min()) < 0:
-        raise InvalidVector(f"id {int(array.min())} is negative; -1 stands for a missing result, so ids begin at 0")
+        raise InvalidVector(f"id {int(array.min())} is negative; -1 means a missing result, so ids must be at least 0")
     return np.array(array, np.int64)

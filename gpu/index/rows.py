@@ -1,4 +1,4 @@
-"""How vectors lie in memory: what the search reads, and how a query is made to fit.
+"""Encoding of vectors: the rows that searches read.
 
 | dtype | a row | traversal distance |
 |---|---|---|
@@ -6,10 +6,9 @@
 | float16 | d halves of x·scale, zero-padded to 16 bytes | of the stored halves |
 | int8 | d codes of x - centre, zeros, the row's step and squared norm as float32: 32·n bytes | of the codes |
 
-float16's `scale` is a power of two that keeps every value in range. int8 rows have float32 rows beside them, with which
-the nearest candidates are rescored.
-Rows start on boundaries of 64 bytes where their length allows. Under cosine the vectors are normalised first, and a
-zero vector stays zero: its cosine to anything counts as 0 and its distance as 1.
+float16's `scale` is a power of two that keeps every value in range. An int8 index also stores float32 rows, to rescore
+the nearest candidates. Rows start on boundaries of 64 bytes where their length allows. Under cosine the vectors are
+normalised first; a zero vector stays zero: its cosine to anything counts as 0 and its distance as 1.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ MAX_DIM = 16384
 _LINE = 64
 _F16_MAX = 32768.0
 _BLOCK = 65536
-_LEAST_SKETCHED_BYTES = 384  # a shorter row costs little more than its sketch
+_LEAST_SKETCHED_BYTES = 384  # reading a shorter row costs little more than reading its sketch
 
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
@@ -39,11 +38,11 @@ AnyArray = npt.NDArray[Any]
 class Rows:
     """The encoded vectors of an index.
 
-    codes: what traversal reads, [N, row length], C order.
+    codes: the rows that traversal reads, [N, row length], C order.
     full: float32 [N, d padded to 16 bytes] for rescoring, or None where `codes` is exact enough.
     centre: float32 [d], the mean of x·scale.
     scale: rows hold x·scale; 1 except for float16.
-    sketch: what is read before `codes`, or None where that does not pay.
+    sketch: read before `codes` to skip far rows, or None where that does not pay off.
     """
 
     metric: str
@@ -57,23 +56,23 @@ class Rows:
 
     @property
     def lanes(self) -> int:
-        """Elements of a row that enter the sum: d, and the padding."""
+        """Elements of a row including its padding."""
         return int(self.codes.shape[1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that a search may read."""
+        """Bytes of all arrays."""
         sketch = 0 if self.sketch is None else self.sketch.codes.nbytes + self.sketch.projection.nbytes
         return int(self.codes.nbytes) + (0 if self.full is None else int(self.full.nbytes)) + sketch
 
 
 def padded(dim: int, multiple: int = 16) -> int:
-    """d, rounded up to a multiple: 16 elements are the width of the vector loops, and what queries are padded to."""
+    """Round up to a multiple: by default 16 elements, the width of SIMD loops and the padding of queries."""
     return -(-dim // multiple) * multiple
 
 
 def aligned_empty(shape: tuple[int, int], dtype: npt.DTypeLike) -> AnyArray:
-    """An uninitialised array that starts on a cache line."""
+    """Return an uninitialised array aligned to a cache line."""
     kind = np.dtype(dtype)
     size = shape[0] * shape[1] * kind.itemsize
     raw = np.empty(size + _LINE, np.uint8)
@@ -82,9 +81,9 @@ def aligned_empty(shape: tuple[int, int], dtype: npt.DTypeLike) -> AnyArray:
 
 
 def checked_vectors(vectors: npt.ArrayLike, metric: str) -> FloatArray:
-    """Vectors as float32 [N, d], refused by the row where one is not finite or its squared norm is not.
+    """Return vectors as float32 [N, d], normalised under cosine.
 
-    Raises InvalidVector.
+    Raises InvalidVector, with the row's number, for values that are not finite or a squared norm out of range.
     """
     array = np.asarray(vectors)
     if array.ndim != 2 or array.shape[0] == 0 or array.shape[1] == 0:
@@ -121,9 +120,9 @@ def _row_error(row: int, array: AnyArray) -> str:
 def encode(
     vectors: FloatArray, metric: str, dtype: str, pairs: npt.NDArray[np.int64] | None = None, seed: int = 0
 ) -> Rows:
-    """Encode vectors that `checked_vectors` returned.
+    """Encode vectors returned by `checked_vectors`.
 
-    pairs: int64 [n, 2], neighbouring rows; with them sketches are made where they pay.
+    pairs: int64 [n, 2], neighbouring rows, to calibrate sketches; without them no sketches are built.
     """
     dim = vectors.shape[1]
     scale = 1.0
@@ -171,7 +170,7 @@ def _sketch(vectors: FloatArray, centre: FloatArray, l2: bool, pairs: npt.NDArra
 
 
 def code_shape(size: int, dim: int, dtype: str) -> tuple[tuple[int, int], npt.DTypeLike]:
-    """Shape and element type of `Rows.codes`."""
+    """Return shape and element type of `Rows.codes`."""
     if dtype == "int8":
         return (size, padded(dim + TAIL, 32)), np.int8
     return (size, padded(dim, 16 // np.dtype(dtype).itemsize)), np.dtype(dtype)
@@ -185,13 +184,13 @@ def _padded_copy(vectors: FloatArray, dtype: str) -> AnyArray:
 
 
 def metric_transform(rows: Rows) -> tuple[float, float]:
-    """Factor and offset that turn a raw distance (squared L2 or minus dot, of the stored values) into the metric's."""
+    """Return the factor and offset that convert raw distances (squared L2, minus dot) to the metric's."""
     if rows.metric == "cosine":
         return 1.0, 1.0
     return (1 / rows.scale / rows.scale if rows.metric == "l2" else 1 / rows.scale), 0.0
 
 
 def true_distances(raw: FloatArray, rows: Rows) -> FloatArray:
-    """Raw distances as the metric's, in float32."""
+    """Convert raw distances to the metric's, in float32."""
     factor, offset = metric_transform(rows)
     return (raw * np.float64(factor) + offset).astype(np.float32)

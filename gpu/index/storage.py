@@ -1,4 +1,4 @@
-"""An index on disk: a directory of `.npy` arrays and a `meta.json` that names, measures and checksums them.
+"""Index files: a directory of `.npy` arrays and a `meta.json` with their names, sizes and checksums.
 
     meta.json      {"format": "trinity-index", "version": 4, "metric", "dtype", "dim", "size", "degree",
                     "scale", "sketch_lines", "slack", "code_bits", "files": {"codes.npy": {"bytes", "sha256"}, …}}
@@ -14,10 +14,9 @@
     entry.npy      uint8 [1, block_bytes], the seeds' block       (with neighbors.npy)
     rotation.npy   float32 [4, d padded to 64]                   (with neighbors.npy)
 
-Version 3 had codes of one bit, and does not tell; version 2 had none. Their indexes are read as they are.
+Versions 2 (no codes) and 3 (codes of one bit, without the field) can still be read.
 
-The directory appears whole or not at all: it is written beside its place and renamed. Nothing in it is executed or
-unpickled.
+Writes are atomic: a temporary directory beside the target is renamed. Nothing is executed or unpickled.
 """
 
 import contextlib
@@ -41,16 +40,16 @@ from gpu.index.sketch import LINE, MAX_LINES, Sketch, components
 
 FORMAT, VERSION, OLDEST_VERSION = "trinity-index", 4, 2
 MAX_DEGREE = 512
-MAX_SEEDS = 4096  # every slot of a batch has room for all of them
-CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy")  # of codes of neighbours
+MAX_SEEDS = 4096  # every slot of a batch has room for them
+CODE_FILES = ("neighbors.npy", "entry.npy", "rotation.npy")  # of neighbour codes
 _META = "meta.json"
 _META_LIMIT = 1 << 20
 _CHECKED_ROWS = 1 << 16
-_ALIGNMENT = 64  # of what follows a header that numpy wrote
+_ALIGNMENT = 64  # of the data after numpy's header
 
 
 def save(data: IndexData, directory: Path) -> None:
-    """Write an index to a new directory. Raises IndexFormatError if there is something that is not an index."""
+    """Write an index to a directory atomically. Raises IndexFormatError if it exists and is not an index."""
     if directory.exists() and (
         not directory.is_dir() or (any(directory.iterdir()) and not (directory / _META).exists())
     ):
@@ -102,7 +101,7 @@ def save(data: IndexData, directory: Path) -> None:
 
 
 def load(directory: Path) -> IndexData:
-    """Map an index into memory, checking sizes and shapes but not contents. Raises IndexFormatError."""
+    """Memory-map an index; check sizes and shapes but not contents. Raises IndexFormatError."""
     meta = _read_meta(directory)
     size, degree, dim, dtype = meta["size"], meta["degree"], meta["dim"], meta["dtype"]
     files = meta["files"]
@@ -148,16 +147,16 @@ def _codes(arrays: dict[str, npt.NDArray[Any]], dim: int, bits: int, directory: 
     if "neighbors.npy" not in arrays:
         return None
     entry, signs = arrays["entry.npy"], np.array(arrays["rotation.npy"])
-    wanted = block_bytes(dim, len(arrays["seeds.npy"]), bits)
-    if entry.shape[1] != wanted:
-        raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes for seeds of {wanted}")
+    expected = block_bytes(dim, len(arrays["seeds.npy"]), bits)
+    if entry.shape[1] != expected:
+        raise IndexFormatError(f"{directory / 'entry.npy'} is damaged: {entry.shape[1]} bytes instead of {expected}")
     if not np.isfinite(signs).all():
         raise IndexFormatError(f"{directory / 'rotation.npy'} is damaged: it holds values that are not finite")
     return NeighborCodes(arrays["neighbors.npy"], entry, signs, bits)
 
 
 def verify(directory: Path) -> None:
-    """Compare every file with its checksum, and check the graph's entries. Raises IndexFormatError naming the file."""
+    """Check every file against its checksum, and the graph's edges. Raises IndexFormatError with the file's name."""
     meta = _read_meta(directory)
     data = load(directory)
     for name, facts in meta["files"].items():
@@ -167,14 +166,14 @@ def verify(directory: Path) -> None:
 
 
 def files(directory: Path) -> dict[str, tuple[int, str]]:
-    """An index's files: bytes, and SHA-256 in hexadecimal. Raises IndexFormatError."""
+    """Return sizes in bytes and SHA-256 (hex) of an index's files by name. Raises IndexFormatError."""
     return {name: (facts["bytes"], facts["sha256"]) for name, facts in _read_meta(directory)["files"].items()}
 
 
 def check_graph(data: IndexData, directory: Path) -> None:
-    """Raise IndexFormatError if an edge leads out of the index: compiled code follows edges without looking.
+    """Raise IndexFormatError if an edge points outside the index: compiled code does not check bounds.
 
-    Reads the graph once, at the memory's or the disk's speed; a search would have to fetch it anyway.
+    Reads the whole graph once.
     """
     for begin in range(0, len(data.graph), _CHECKED_ROWS):
         most = int(data.graph[begin : begin + _CHECKED_ROWS].max())
@@ -234,11 +233,13 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
     if length != facts["bytes"]:
         raise IndexFormatError(f"{path} has {length} bytes, not {facts['bytes']}: it is truncated or was altered")
     try:
-        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # arrays alone: no pickles, no archives
-    except Exception as error:  # a damaged header goes to Python's own parser, with any of its errors
+        array: npt.NDArray[Any] = np.lib.format.open_memmap(
+            path, mode="r"
+        )  # plain arrays only: no pickles, no archives
+    except Exception as error:  # numpy parses the header with Python's parser: any error is possible
         raise IndexFormatError(f"{path} is not an array: {error}") from None
     expected = shape
-    if shape[-1] == -1 and array.ndim == len(shape):  # as long as it is
+    if shape[-1] == -1 and array.ndim == len(shape):  # any length
         expected = (*shape[:-1], array.shape[-1])
     if array.shape != expected or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:
         raise IndexFormatError(f"{path} holds {array.dtype} {array.shape}; {np.dtype(dtype)} {expected} was expected")
@@ -248,7 +249,7 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
 
 
 def _regular_size(path: Path) -> int:
-    """A file's size; `OSError` for what is no file, such as a pipe, in which reading would wait for ever."""
+    """Return a file's size. Raises OSError for anything but a regular file: reading a pipe would block forever."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")

@@ -229,7 +229,7 @@ def test_a_launch_that_ends_without_reporting_is_an_error() -> None:
     def silence(setup: Setup) -> None:
         setup.device.silent = True
 
-    assert "launch 5 ended, but only 4 launches are reported" in faulty(silence)
+    assert "launch 5 ended, but the device has reported only 4 launches" in faulty(silence)
 
 
 def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_closed_engine_has_given_everything_back_and_says_so() -> None:
     setup.engine.close()
     setup.engine.close()
     assert (setup.driver.memory_of, setup.driver.streams, setup.driver.graphs) == ({}, set(), {})
-    with pytest.raises(DeviceError, match="was closed"):
+    with pytest.raises(DeviceError, match="is closed"):
         setup.admit()
 
 

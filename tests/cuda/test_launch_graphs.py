@@ -117,5 +117,5 @@ def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphInd
 def test_the_number_of_extends_in_a_launch_is_checked(index: GraphIndex) -> None:
     with pytest.raises(InvalidParams, match=r"extends_per_launch is 0, outside 1\.\.1024"):
         opened(index, RecordingDriver(), extends_per_launch=0)
-    with pytest.raises(InvalidParams, match="a plain launch is one extend, not 2"):
+    with pytest.raises(InvalidParams, match="a plain launch makes 1 extend, not 2"):
         opened(index, RecordingDriver(), extends_per_launch=2, form="plain")

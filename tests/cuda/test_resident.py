@@ -224,7 +224,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, new_driver: NewDriver) -> None:
     engine = opened(new_driver(program=losing), life_us=30_000)
-    with pytest.raises(DeviceError, match="ended without a record of 1 of the queries"):
+    with pytest.raises(DeviceError, match="ended without records of 1 of its queries"):
         run_all(engine, queries(8))
     engine.close()
 
@@ -272,6 +272,6 @@ def test_where_no_block_has_room_launches_are_made_instead(new_driver: NewDriver
     driver.resident_blocks = lambda kernel, threads, shared_bytes: 0  # type: ignore[method-assign]
     engine = opened(driver)
     assert not engine.resident
-    assert "no room for a block of extend_resident" in engine.fallback_reason
+    assert "cannot run a block of extend_resident" in engine.fallback_reason
     assert run_all(engine, queries(5)) == [searched(query) for query in queries(5)]
     engine.close()

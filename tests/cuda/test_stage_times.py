@@ -24,7 +24,7 @@ def test_each_kernel_stands_between_two_events(index: GraphIndex) -> None:
     ScriptedDevice(driver, length=4)
     engine = CudaEngine(driver, b"image", {"docs": index}, slots=4, max_top_m=64)
     engine.admit(np.ones(24, np.float32), PARAMS, "docs")
-    with pytest.raises(DeviceError, match="not on the device yet"):
+    with pytest.raises(DeviceError, match="since the last extend"):
         engine.time_stages()
     engine.extend()
     driver.calls.clear()

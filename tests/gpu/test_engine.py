@@ -107,13 +107,13 @@ def test_a_released_slot_is_used_again_and_remembers_nothing(engine: Engine, ind
 def test_a_full_batch_refuses_without_harm(engine: Engine) -> None:
     for number in range(4):
         engine.admit(query(number), SearchParams(), "docs")
-    with pytest.raises(NoFreeSlot, match="all 4 slots are taken"):
+    with pytest.raises(NoFreeSlot, match="all 4 slots are in use"):
         engine.admit(query(), SearchParams(), "docs")
     assert engine.active_slots == 4
 
 
 def test_a_refused_query_takes_no_slot(engine: Engine) -> None:
-    with pytest.raises(UnknownCollection, match="'papers' is none of docs"):
+    with pytest.raises(UnknownCollection, match="'papers' is not loaded; loaded: docs"):
         engine.admit(query(), SearchParams(), "papers")
     with pytest.raises(InvalidVector, match=f"needs .*{DIM}"):
         engine.admit(query()[:-1], SearchParams(), "docs")

@@ -122,7 +122,7 @@ def test_an_index_with_longer_vectors_and_more_edges_has_room_on_a_cpu_and_is_re
             assert finished(engine, running) == searched(OLD, query(0))
             assert finished(engine, engine.admit(query(1, 72), PARAMS, "wide")) == searched(WIDE, query(1, 72))
         else:
-            with pytest.raises(InvalidParams, match="it can be loaded when the engine starts"):
+            with pytest.raises(InvalidParams, match="restart the engine with it"):
                 engine.load("wide", WIDE)
             assert finished(engine, running) == searched(OLD, query(0))
 

@@ -1,1 +1,1 @@
-"""One extend of a running batch on a CPU, stage by stage, and what becomes of the slots that it finishes."""
+"""The stages of an extend on a CPU, and the results of finished slots."""

@@ -17,31 +17,31 @@ from gpu.cpu.simd import load_u64, prefetch
 
 SCAN_ROWS_PER_ENTRY = 5
 SCAN_ROWS_PER_ENTRY_BATCHED = 16
-"""The same of many queries with one filter in one call: they share the rows that they are compared with."""
-MIN_BATCH = 16  # queries, at least
-SCAN_ROWS_PER_EXTEND = 128  # compared before other slots have their turn
-_LONGEST = 2  # times the longest list: a walk that should have a longer one than this would find too little
-_DOUBLES = 2
+"""The same for a batch of queries with one filter, which share the rows that they read."""
+MIN_BATCH = 16  # queries, from which SCAN_ROWS_PER_ENTRY_BATCHED applies
+SCAN_ROWS_PER_EXTEND = 128  # rows that one slot scans in an extend
+_LONGEST = 2  # times the longest list: beyond that, a graph search with the longest list would find too few rows
+_DUPLICATES = 2
 _EMPTY = np.uint32(0xFFFFFFFF)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
 @compiled
 def filtered_top_m(top_m, allowed_count, size, longest, rows_a_step=SCAN_ROWS_PER_ENTRY):  # type: ignore[no-untyped-def]
-    """top_m of a walk that finds as well as one of `top_m` would if all of `size` rows might be results; `longest` at
-    most. 0: compare each of the `allowed_count` rows."""
+    """Return the top_m, at most `longest`, with which a filtered search has the recall of an unfiltered one of `top_m`;
+    0 if scanning the `allowed_count` of `size` rows is faster."""
     if allowed_count <= 0:
         return 0
-    wanted = (top_m * size + allowed_count - 1) // allowed_count
-    length = min(wanted, longest)
-    return 0 if wanted > _LONGEST * longest or allowed_count <= rows_a_step * length else length
+    required = (top_m * size + allowed_count - 1) // allowed_count
+    length = min(required, longest)
+    return 0 if required > _LONGEST * longest or allowed_count <= rows_a_step * length else length
 
 
 @compiled
 def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: ignore[no-untyped-def]
-    """Let a slot that was just admitted find only rows whose bits are set: by a walk of this length, or by comparing.
+    """Set the filter of a slot that was just admitted.
 
-    bits: of the visited table, for a walk of this length.
+    length: top_m of the graph search; 0: scan the allowed rows. bits: of the visited table for this top_m.
     """
     line = batch.slots[slot]
     line[at.ALLOWED], line[at.ALLOWED_COUNT] = allowed, allowed_count
@@ -56,7 +56,7 @@ def set_filter(batch, slot, allowed, allowed_count, bits, length):  # type: igno
 
 @compiled
 def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
-    """A slot's walk goes on from this node."""
+    """Count a parent that passes the slot's filter."""
     line = batch.slots[slot]
     if line[at.MIN_ALLOWED] != 0:
         line[at.ALLOWED_PARENTS] += may_be_result(line[at.ALLOWED], node)
@@ -64,12 +64,11 @@ def count_parent(batch, slot, node):  # type: ignore[no-untyped-def]
 
 @compiled
 def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
-    """Whether as many entries that may be results lie before a slot's cursor as its walk is to find."""
+    """Return whether MIN_ALLOWED allowed entries precede a slot's cursor."""
     line = batch.slots[slot]
     left = line[at.MIN_ALLOWED]
-    if (
-        _DOUBLES * line[at.ALLOWED_PARENTS] < left or left == 0
-    ):  # not worth a look: entries may be doubles of one parent
+    # Counting is pointless with so few allowed parents, of each of which top_m has up to _DUPLICATES entries.
+    if _DUPLICATES * line[at.ALLOWED_PARENTS] < left or left == 0:
         return False
     for i in range(line[at.CURSOR]):
         left -= may_be_result(line[at.ALLOWED], node_of(batch.keys[slot, i]))
@@ -80,7 +79,7 @@ def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
-    """A walk has ended with so many results. Whether the rows are now compared, because that is too few."""
+    """Switch a finished graph search to a scan if it has found too few rows. Returns whether it did."""
     line = batch.slots[slot]
     if line[at.ALLOWED_COUNT] == 0 or found >= min(line[at.K], line[at.ALLOWED_COUNT]):
         return False
@@ -91,7 +90,7 @@ def fall_back_to_scan(batch, slot, found):  # type: ignore[no-untyped-def]
 
 @compiled
 def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
-    """One extend of slots that compare rows. Writes those that are done to `finished`; returns how many."""
+    """Make one extend of scanning slots. Writes finished slots to `finished` and returns their number."""
     slots = batch.slots
     done = 0
     for slot in active:
@@ -104,17 +103,18 @@ def extend_scan(batch, active, finished):  # type: ignore[no-untyped-def]
 
 @compiled
 def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
-    """Compare the next rows of a slot with its query, in full precision. Whether they were the last."""
-    line, about = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
-    coded = about[at.BLOCKS] != 0
+    """Score the next rows of a slot's scan in full precision. Returns whether the scan is complete."""
+    line, collection = batch.slots[slot], batch.collections[batch.slots[slot, at.COLLECTION]]
+    coded = collection[at.BLOCKS] != 0
     keys, count = (batch.exact, at.SCORED) if coded else (batch.keys, at.FILLED)
-    rows, row_bytes, lanes, kind = about[at.ROWS], about[at.ROW_BYTES], about[at.LANES], about[at.KIND]
-    query = np.uint64(line[at.QUERY] + about[at.QUERY_ROW])
-    if about[at.FULL] != 0:
-        rows, row_bytes, lanes = about[at.FULL], about[at.FULL_BYTES], about[at.FULL_LANES]
+    rows, row_bytes = collection[at.ROWS], collection[at.ROW_BYTES]
+    lanes, kind = collection[at.LANES], collection[at.KIND]
+    query = np.uint64(line[at.QUERY] + collection[at.QUERY_ROW])
+    if collection[at.FULL] != 0:
+        rows, row_bytes, lanes = collection[at.FULL], collection[at.FULL_BYTES], collection[at.FULL_LANES]
         kind = at.F32_DOT if kind & 1 else at.F32_L2
-        query = np.uint64(line[at.QUERY] + about[at.QUERY_FULL])
-    allowed, size, k, filled = line[at.ALLOWED], about[at.SIZE], line[at.K], line[count]
+        query = np.uint64(line[at.QUERY] + collection[at.QUERY_FULL])
+    allowed, size, k, filled = line[at.ALLOWED], collection[at.SIZE], line[at.K], line[count]
     row = next_allowed_row(allowed, line[at.CURSOR], size)
     left = SCAN_ROWS_PER_EXTEND
     while row < size and left > 0:
@@ -133,7 +133,7 @@ def scan_rows(batch, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def next_allowed_row(allowed, row, size):  # type: ignore[no-untyped-def]
-    """The first row from `row` on whose bit is set; `size` or more if there is none."""
+    """Return the first allowed row at or after `row`; `size` or more if there is none."""
     while row < size:
         word = load_u64(np.uint64(allowed + 8 * (row >> 6))) if allowed != 0 else _ALL
         word >>= np.uint64(row & 63)

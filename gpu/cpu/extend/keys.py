@@ -1,8 +1,8 @@
-"""The keys of a top_m: uint64, in ascending order.
+"""Keys of top_m entries: uint64, sorted ascending.
 
-The distance's bits stand in the upper half, mapped so that their order as integers is the order of the floats, then the
-node's 31 bits, then one bit: "has been a parent". Ties of distance are so broken by node number, and a node that comes
-a second time is found beside itself.
+The upper half holds the distance's bits, mapped so that integers order as the floats do; then follow 31 bits of the
+node number and one bit "expanded". So ties of distance are broken by node number, and duplicates of a node with one
+distance are adjacent.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ from gpu.cpu.simd import (
 )
 from gpu.cpu.tables import F16_DOT, F16_L2, F32_DOT, F32_L2, I8_L2
 
-_COMPARED = 64  # keys, one register after the other: of more than these the half is looked for first
+_COMPARED = 64  # keys compared linearly, by registers; a binary search narrows longer lists to this first
 
 
 @compiled
 def key_of(distance: float, node: int) -> Any:
-    """The key of an unexpanded node."""
+    """Return the key of an unexpanded node."""
     bits = np.uint32(float_bits(np.float32(distance)))
     bits = ~bits if bits & np.uint32(0x80000000) else bits | np.uint32(0x80000000)
     return (np.uint64(bits) << np.uint64(32)) | (np.uint64(node) << np.uint64(1))
@@ -41,7 +41,7 @@ def key_of(distance: float, node: int) -> Any:
 
 @compiled
 def distance_of(key: int) -> Any:
-    """The distance that a key holds."""
+    """Return a key's distance."""
     bits = np.uint32(np.uint64(key) >> np.uint64(32))
     bits = bits & np.uint32(0x7FFFFFFF) if bits & np.uint32(0x80000000) else ~bits
     return bits_float(np.uint32(bits))
@@ -49,19 +49,19 @@ def distance_of(key: int) -> Any:
 
 @compiled
 def node_of(key: int) -> Any:
-    """The node that a key holds."""
+    """Return a key's node."""
     return (np.uint64(key) >> np.uint64(1)) & np.uint64(0x7FFFFFFF)
 
 
 @compiled
 def insert(keys, slot, filled, top_m, key):  # type: ignore[no-untyped-def]
-    """Put a key into a slot's sorted top_m. Returns its position, or -1 if it is too far or there already."""
+    """Insert a key into a slot's top_m. Returns its position, or -1 if it is too far or a duplicate."""
     return insert_at(np.uint64(keys.ctypes.data + slot * keys.strides[0]), filled, top_m, key)
 
 
 @compiled
 def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
-    """`insert` into the top_m at an address."""
+    """Insert a key into the top_m at an address; see `insert`."""
     if filled == top_m and key >= load_u64(keys + np.uint64(8 * (top_m - 1))):
         return -1
     position, length = 0, filled
@@ -79,10 +79,10 @@ def insert_at(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
 
 @compiled
 def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
-    """`insert_at`, where the room of a top_m is a multiple of KEYS_AT_ONCE.
+    """Insert a key as `insert_at` does, into a top_m whose capacity is a multiple of KEYS_AT_ONCE.
 
-    Where a key belongs is hard to foresee, so a search that branches, and a copy whose length varies, stall the
-    processor for longer than it takes to compare and move whole registers of keys.
+    The position of a key is unpredictable, so the mispredicted branches of a binary search and a copy of variable
+    length cost more than comparing and moving whole registers of keys.
     """
     if filled == top_m and key >= load_u64(keys + np.uint64(8 * (top_m - 1))):
         return -1
@@ -104,14 +104,14 @@ def insert_by_chunks(keys, filled, top_m, key):  # type: ignore[no-untyped-def]
     return position
 
 
-# ---- the distance from a prepared query to a stored row, whatever the row's element type
+# ---- distances between a prepared query and a stored row of any element type
 
 
 @compiled
 def row_distance(kind, row, query, lanes, step):  # type: ignore[no-untyped-def]
-    """Distance from a query to the row at an address: squared L2, or minus the dot product.
+    """Return the distance between a query and the row at an address: squared L2, or minus the dot product.
 
-    For int8 codes a constant of the query is left out: distances compare but are no distances. `step` is the query's.
+    For int8 codes a constant of the query is omitted: values order like distances. `step`: the query's code step.
     """
     if kind == F32_L2:
         return l2_f32(row, query, lanes)
@@ -127,7 +127,7 @@ def row_distance(kind, row, query, lanes, step):  # type: ignore[no-untyped-def]
 
 @compiled
 def may_be_result(allowed, node):  # type: ignore[no-untyped-def]
-    """Whether a node's bit is set in the bitmap at an address; without one (0), all are."""
+    """Return whether a node's bit is set in the bitmap at address `allowed`; always True without one (0)."""
     if allowed == 0:
         return True
     word = load_u64(np.uint64(allowed + 8 * (np.int64(node) >> 6)))

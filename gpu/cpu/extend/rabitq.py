@@ -1,10 +1,10 @@
-"""An extend where the index has codes of neighbours: candidates are estimated, parents are scored.
+"""An extend over RaBitQ neighbour codes: parents are scored exactly, their neighbours' distances are estimated.
 
     select_parents → for each slot: compute_distances (the parents') → estimate_neighbors → merge_top_m
 
-top_m holds estimates. A node can be in it several times, once for each parent that led to it: the nearest estimate is
-expanded, the others are passed over then. `visited` has the nodes that were expanded, `exact` the nearest of these with
-their distances: the results. See `gpu.index.data` for the rule and its source.
+top_m holds estimated distances. A node can be in it several times, once per parent that led to it: the nearest entry is
+expanded, the others are skipped. `visited` contains the expanded nodes, `exact` the nearest of them with their exact
+distances, which are the results. `gpu.index.data` describes the algorithm and its sources.
 """
 
 import numpy as np
@@ -26,14 +26,14 @@ _INFINITY = np.float32(np.inf)
 
 @compiled
 def set_of(visited, bits, node):  # type: ignore[no-untyped-def]
-    """The address of the set of 2^bits entries at address `visited` that a node belongs to."""
+    """Return the address of a node's set in the visited table of 2^bits entries at address `visited`."""
     place = np.int64(np.uint32(np.uint32(node) * _HASH) >> np.uint32(32 - bits)) & ~np.int64(WAYS - 1)
     return np.uint64(visited + place * 4)
 
 
 @compiled
 def select_parents(handle, active):  # type: ignore[no-untyped-def]
-    """Take the `search_width` nearest nodes of each top_m that have not been parents, and ask memory for them."""
+    """Select the `search_width` nearest unexpanded nodes of each top_m as parents, and prefetch their data."""
     batch = batch_at(handle)
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
@@ -68,7 +68,7 @@ def fetch(start, size, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
-    """One extend of every slot in `active`. Writes those that are done to `finished`; returns how many."""
+    """Make one extend of every slot in `active`. Writes finished slots to `finished` and returns their number."""
     batch = batch_at(handle)
     slots = batch.slots
     select_parents(handle, active)
@@ -95,7 +95,7 @@ def extend_rabitq(handle, active, finished):  # type: ignore[no-untyped-def]
 
 @compiled
 def next_parent(handle, slot):  # type: ignore[no-untyped-def]
-    """Move the cursor to the nearest entry of top_m that may be a parent. Whether there is one."""
+    """Move the cursor to the nearest unexpanded entry of top_m. Returns whether there is one."""
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
     visited = batch.visited.ctypes.data + slot * batch.visited.strides[0]
@@ -114,7 +114,7 @@ def next_parent(handle, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def start_search(handle, slot):  # type: ignore[no-untyped-def]
-    """The first extend: the seeds are neighbours of the centre, unless the search begins at a node."""
+    """Make the first extend: from the start node, or from the seeds, encoded as neighbours of the centre."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     collection = slots[slot, at.COLLECTION]
@@ -134,7 +134,7 @@ def start_search(handle, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
-    """Score a parent, and estimate its neighbours from there. Whether top_m has changed."""
+    """Score a parent and merge its neighbours' estimates. Returns whether top_m changed."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     collection = slots[slot, at.COLLECTION]
@@ -146,7 +146,7 @@ def expand_parent(handle, slot, node):  # type: ignore[no-untyped-def]
 
 @compiled
 def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
-    """A node's distance, which enters `exact` if it is among the k nearest that may be results."""
+    """Return a node's exact distance, and insert the node into `exact` if it is allowed and among the k nearest."""
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     collection = slots[slot, at.COLLECTION]
@@ -164,7 +164,7 @@ def score_node(handle, slot, node):  # type: ignore[no-untyped-def]
 
 @compiled
 def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignore[no-untyped-def]
-    """Estimate `count` neighbours, uint32 at an address, from their block; those near enough enter top_m."""
+    """Estimate the distances of `count` neighbours, uint32 at an address, and merge them into top_m."""
     batch = batch_at(handle)
     collections, slots, distances = batch.collections, batch.slots, batch.distances
     collection, query = slots[slot, at.COLLECTION], slots[slot, at.QUERY]
@@ -187,7 +187,7 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
             near &= near - 1
             node = load_u32(np.uint64(neighbors + 4 * (begin + lane)))
             entry = set_of(visited, bits, node)
-            if node >= size or was_visited(entry, node):  # a damaged graph must not lead outside of the rows
+            if node >= size or was_visited(entry, node):  # a corrupt graph may point outside the rows
                 continue
             position = insert_by_chunks(keys, filled, top_m, key_of(distances[lane], node))
             if position >= 0:
@@ -203,24 +203,24 @@ def merge_neighbors(handle, slot, base, block, neighbors, count):  # type: ignor
 
 @compiled
 def try_finish(handle, slot):  # type: ignore[no-untyped-def]
-    """A slot has no parent left, or no patience. Whether its search is over.
+    """Finish a slot that has no parent left, or has exhausted its patience. Returns whether its search is complete.
 
-    Where fewer than k nodes were expanded, others are scored for the results. If top_m does not hold enough of them,
-    because the same few nodes fill it, the search begins anew and takes each node in once; where it is known how many
-    nodes may be results, these are compared instead.
+    If fewer than k nodes were expanded, further entries of top_m are scored for the results. If top_m has too few
+    distinct nodes, because duplicates fill it, the search restarts with `DISTINCT` set; a filtered search with a known
+    number of allowed rows falls back to a scan of them instead.
     """
     batch = batch_at(handle)
     slots, keys = batch.slots, batch.keys
-    wanted = min(slots[slot, at.K], batch.collections[slots[slot, at.COLLECTION], at.SIZE])
+    required = min(slots[slot, at.K], batch.collections[slots[slot, at.COLLECTION], at.SIZE])
     position = 0
-    while slots[slot, at.SCORED] < wanted and position < slots[slot, at.FILLED]:
+    while slots[slot, at.SCORED] < required and position < slots[slot, at.FILLED]:
         node = np.int64(node_of(keys[slot, position]))
         if not keys[slot, position] & np.uint64(1) and may_be_result(slots[slot, at.ALLOWED], node):
             score_node(handle, slot, node)
         position += 1
     if slots[slot, at.ALLOWED_COUNT] != 0:
         return not fall_back_to_scan(batch, slot, slots[slot, at.SCORED])
-    if slots[slot, at.SCORED] == wanted or slots[slot, at.DISTINCT]:
+    if slots[slot, at.SCORED] == required or slots[slot, at.DISTINCT]:
         return True
     slots[slot, at.DISTINCT] = 1
     slots[slot, at.FILLED] = slots[slot, at.CURSOR] = slots[slot, at.UNCHANGED] = slots[slot, at.PARENTS] = 0

@@ -1,4 +1,4 @@
-"""What becomes of a finished slot: int8 candidates are rescored, and the nearest are written out."""
+"""Results of a finished slot: filtering, rescoring of int8 candidates, output."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ RESCORED_AT_LEAST = 8
 
 @compiled
 def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
-    """Take what may not be a result out of a finished top_m."""
+    """Remove entries that the filter rejects from a finished top_m."""
     slots, keys = batch.slots, batch.keys
     if slots[slot, at.ALLOWED] == 0:
         return
@@ -26,10 +26,10 @@ def keep_allowed(batch, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def rescore(batch, slot):  # type: ignore[no-untyped-def]
-    """Put the nearest entries of a finished top_m in the order of their full-precision distances (int8 only).
+    """Sort the nearest entries of a finished top_m by full-precision distance (int8 only).
 
-    The first max(k, 8) entries tell by how much codes are off for this query, at least and at most; an entry behind
-    them is rescored too if, off by less than any of these, it would be nearer than the k-th: of 2·k + 16 at most.
+    Rescoring the first max(k, 8) entries measures the range of the codes' error for this query. Later entries, up to
+    2·k + 16, are rescored as long as an error somewhat below that range could make them nearer than the k-th.
     """
     collections, slots, keys = batch.collections, batch.slots, batch.keys
     if collections[slots[slot, at.COLLECTION], at.FULL] == 0:
@@ -48,7 +48,7 @@ def rescore(batch, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
-    """Sort entries begin..end into those before them, by full precision. Returns how much that adds: (least, most)."""
+    """Rescore entries begin..end and sort them into the earlier ones. Returns the (least, most) distance change."""
     collections, slots, keys = batch.collections, batch.slots, batch.keys
     collection = slots[slot, at.COLLECTION]
     full, full_bytes = collections[collection, at.FULL], collections[collection, at.FULL_BYTES]
@@ -76,7 +76,7 @@ def rescore_range(batch, slot, begin, end):  # type: ignore[no-untyped-def]
 
 @compiled
 def write_result(batch, slot, nodes, found):  # type: ignore[no-untyped-def]
-    """Write a finished slot's k nearest nodes and their distances in the metric; -1 and +inf where there are fewer."""
+    """Write a finished slot's k nearest nodes and their distances in the metric, padded with -1 and +inf."""
     filled, collection = batch.slots[slot, at.FILLED], batch.slots[slot, at.COLLECTION]
     keys = batch.keys
     if batch.collections[collection, at.BLOCKS] != 0:

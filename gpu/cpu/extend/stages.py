@@ -2,12 +2,12 @@
 
     select_parents → expand_neighbors → mark_visited → compute_distances → merge_top_m
 
-Each stage runs over every slot before the next begins, so that what one stage asks memory for (a graph row, a vector)
-arrives while the other slots are served.
+Each stage runs over all slots before the next one starts, so that its prefetches (graph rows, vectors) complete
+while the other slots are processed.
 
-The visited table is a cache of sets of 8: when a set is full, it forgets its oldest entry. A forgotten node costs a
-second distance and changes nothing else, for it is either still in top_m, where merging drops its double, or was too
-far for top_m and still is, because the worst distance in top_m only falls.
+The visited table is an 8-way set-associative cache: a full set evicts its oldest entry. An evicted node may be scored a
+second time, which does not change the results: either it is still in top_m, where merging drops the duplicate, or it
+was too far for top_m and still is, because the worst distance in top_m only decreases.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ _EXACT, _RABITQ, _SCAN = range(3)
 
 @compiled
 def select_parents(batch, active):  # type: ignore[no-untyped-def]
-    """Take the `search_width` nearest entries of each top_m that have not been parents, and mark them."""
+    """Select the `search_width` nearest unexpanded entries of each top_m as parents, and mark them as expanded."""
     collections, slots, keys, parents = batch.collections, batch.slots, batch.keys, batch.parents
     for slot in active:
         collection = slots[slot, at.COLLECTION]
@@ -51,7 +51,7 @@ def select_parents(batch, active):  # type: ignore[no-untyped-def]
 
 @compiled
 def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
-    """Write each slot's neighbours of its parents (in the first extend: the seeds) to the task array, with doubles."""
+    """Write the neighbours of each slot's parents (in the first extend: the seeds), with duplicates, to the tasks."""
     collections, slots, parents, tasks = batch.collections, batch.slots, batch.parents, batch.tasks
     end = 0
     for slot in active:
@@ -75,13 +75,13 @@ def expand_neighbors(batch, active):  # type: ignore[no-untyped-def]
 
 @compiled
 def mark_visited(batch, active):  # type: ignore[no-untyped-def]
-    """Keep the tasks whose node is seen for the first time; what is kept moves up, so the task array has no gaps."""
+    """Drop tasks of visited nodes, mark the others as visited, and compact the task array."""
     collections, slots, visited, tasks = batch.collections, batch.slots, batch.visited, batch.tasks
     end = 0
     for slot in active:
         collection = slots[slot, at.COLLECTION]
         size = collections[collection, at.SIZE]
-        # What compute_distances reads first.
+        # Prefetch the data that compute_distances reads first.
         first, first_bytes = collections[collection, at.SKETCHES], collections[collection, at.SKETCH_BYTES]
         if first == 0:
             first, first_bytes = collections[collection, at.ROWS], collections[collection, at.ROW_BYTES]
@@ -94,14 +94,14 @@ def mark_visited(batch, active):  # type: ignore[no-untyped-def]
             seen = visit(np.uint64(table + place * 4), node)
             prefetch(np.uint64(first + np.int64(node) * first_bytes))
             tasks[end] = node
-            end += 1 - (seen | (node >= size))  # a damaged graph must not lead outside of the rows
+            end += 1 - (seen | (node >= size))  # a corrupt graph may point outside the rows
         slots[slot, at.TASK_BEGIN] = begin
         slots[slot, at.TASK_END] = end
 
 
 @compiled
 def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
-    """Drop the tasks whose sketch says that they are too far for a full top_m, and fetch the rows of the others."""
+    """Drop the tasks that their sketch rules out for a full top_m, and prefetch the rows of the others."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     collection = slots[slot, at.COLLECTION]
     query = np.uint64(slots[slot, at.QUERY])
@@ -144,7 +144,7 @@ def filter_by_sketch(batch, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def compute_distances(batch, active):  # type: ignore[no-untyped-def]
-    """Score the tasks, those that sketches do not rule out, fetching the next row while this one is summed."""
+    """Score the tasks that sketches do not rule out, prefetching the next row."""
     collections, slots, tasks, distances = batch.collections, batch.slots, batch.tasks, batch.distances
     for slot in active:
         full = slots[slot, at.EXTENDS] == 0 or slots[slot, at.FILLED] == slots[slot, at.TOP_M]
@@ -167,7 +167,7 @@ def compute_distances(batch, active):  # type: ignore[no-untyped-def]
 
 @compiled
 def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
-    """Merge the scored tasks into each top_m and decide who is done. Writes those to `finished`; returns how many."""
+    """Merge the scored tasks into each top_m. Writes finished slots to `finished` and returns their number."""
     slots, keys, tasks, distances = batch.slots, batch.keys, batch.tasks, batch.distances
     done = 0
     for slot in active:
@@ -194,21 +194,21 @@ def merge_top_m(batch, active, finished):  # type: ignore[no-untyped-def]
 
 @compiled
 def extend(handle, active, finished):  # type: ignore[no-untyped-def]
-    """One extend of every slot in `active` (int32) of the batch that `handle` describes.
+    """Make one extend of every slot in `active` (int32) of the batch that `handle` describes.
 
-    Writes those that are done to `finished`; returns how many.
+    Writes finished slots to `finished` and returns their number.
     """
     batch = batch_at(handle)
     collections, slots = batch.collections, batch.slots
     done = begin = 0
-    while begin < len(active):  # slots one behind the other whose indexes have codes of neighbours, or have none
-        way = method_of(collections, slots, active[begin])
+    while begin < len(active):  # runs of consecutive slots with the same search method
+        method = method_of(collections, slots, active[begin])
         end = begin + 1
-        while end < len(active) and method_of(collections, slots, active[end]) == way:
+        while end < len(active) and method_of(collections, slots, active[end]) == method:
             end += 1
-        if way == _RABITQ:
+        if method == _RABITQ:
             done += extend_rabitq(handle, active[begin:end], finished[done:])
-        elif way == _SCAN:
+        elif method == _SCAN:
             done += extend_scan(batch, active[begin:end], finished[done:])
         else:
             done += extend_exact(batch, active[begin:end], finished[done:])
@@ -218,7 +218,7 @@ def extend(handle, active, finished):  # type: ignore[no-untyped-def]
 
 @compiled
 def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
-    """How a slot is extended."""
+    """Return a slot's search method."""
     if slots[slot, at.SCANNING]:
         return _SCAN
     return _RABITQ if collections[slots[slot, at.COLLECTION], at.BLOCKS] != 0 else _EXACT
@@ -226,7 +226,7 @@ def method_of(collections, slots, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def extend_exact(batch, active, finished):  # type: ignore[no-untyped-def]
-    """`extend` of slots whose candidates are all scored."""
+    """Make one extend of slots whose candidates are all scored exactly."""
     select_parents(batch, active)
     expand_neighbors(batch, active)
     mark_visited(batch, active)
