@@ -169,5 +169,5 @@ def test_auto_is_bfloat16_where_the_device_multiplies_it(
 
 
 def test_int8_weights_are_refused_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="'int8', which is for CPUs, and 'cuda:0' is none"):
+    with pytest.raises(ConfigError, match="'int8' is supported on CPUs only, not on 'cuda:0'"):
         weights_type("int8", "cuda:0")

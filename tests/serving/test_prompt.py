@@ -118,7 +118,7 @@ def test_a_long_request_is_tokenized_once_more_for_its_passages_and_the_prompt_i
 
 def test_a_request_over_the_budget_is_refused_with_both_numbers_and_its_field(tokenizer: Tokenizer) -> None:
     size = len(tokenizer.chat(ASKED))
-    with pytest.raises(ContextLengthExceeded, match=f"{size} tokens; {size - 1} are left") as caught:
+    with pytest.raises(ContextLengthExceeded, match=f"{size} tokens; .* room for {size - 1}") as caught:
         build_prompt(tokenizer, ASKED, passages=[passage("p", 0.1)], budget_tokens=size - 1)
     assert caught.value.param == "messages"
     assert build_prompt(tokenizer, ASKED, passages=[passage("p", 0.1)], budget_tokens=size).used == ()

@@ -199,5 +199,7 @@ def test_the_converted_files_are_private_and_their_config_is_the_announced_one(c
 def test_a_user_without_a_writable_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot make the model cache .*file/trinity/models: .*; set XDG_CACHE_HOME"):
+    with pytest.raises(
+        ModelError, match=r"cannot create the model cache .*file/trinity/models: .*; set XDG_CACHE_HOME"
+    ):
         smollm.models_directory()

@@ -71,7 +71,7 @@ def test_a_template_that_refuses_messages_is_the_requests_fault(copied: Path) ->
 
 def test_a_template_cannot_reach_out_of_its_sandbox(copied: Path) -> None:
     (copied / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
-    with pytest.raises(InvalidRequest, match="refuses"):
+    with pytest.raises(InvalidRequest, match="rejects"):
         Tokenizer.load(copied).chat(MESSAGES)
 
 

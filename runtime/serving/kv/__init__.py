@@ -1,1 +1,1 @@
-"""KV blocks: who holds which, where they are kept, and how they move between processes."""
+"""KV cache: block manager, tiers, and transport between processes."""

@@ -1,1 +1,1 @@
-"""The language model: weights, tokens, prompts, sampling, and its KV cache."""
+"""Language model: loading, tokenizer, prompts, sampling, and text streaming."""

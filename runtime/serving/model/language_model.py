@@ -1,6 +1,6 @@
-"""A Llama that serves many sequences at once: ragged chunks in, logits out, KV in one tensor of blocks.
+"""Language model for batched serving: ragged chunks in, logits or tokens out, KV in one paged tensor.
 
-torch is imported when a model is loaded, not before: processes without a model never pay for it.
+torch is imported when a model is loaded, so that processes without a model do not import it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some tokens of one sequence, at positions `start`, `start + 1`, …
+    """Consecutive tokens of one sequence, from position `start` on.
 
-    Position p lies in `blocks[p // block_tokens]`. The KV of all positions before `start` is there already.
+    Position p lies in `blocks[p // block_tokens]`. The KV of all positions before `start` must be written.
     """
 
     blocks: Sequence[int]
@@ -52,18 +52,18 @@ class Chunk:
 
 
 class SampledToken(NamedTuple):
-    """A sequence's next token (None: no logit was finite), and, where they were asked for, its logits on the host."""
+    """A sequence's next token (None: no finite logit), and its logits on the host if they were requested."""
 
     token: int | None
     scores: torch.Tensor | None
 
 
 class LanguageModel:
-    """One model with its tokenizer and its KV blocks. Not for use by two threads at once.
+    """A model with its tokenizer and KV blocks. Not thread-safe.
 
-    `kv` is a tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim] on the model's device, of the type that
-    `kv_type` says; index 0 of the second axis is K (after RoPE), 1 is V. A position is valid once a chunk or a copy
-    wrote it; what lies behind has no weight. `kv_array` is the same for who copies blocks. `identity` differs between
+    `kv` is a tensor [layers, 2, blocks, kv_heads, block_tokens, head_dim] on the model's device, of the data type
+    `kv_type`; index 0 of the second axis is K (after RoPE), 1 is V. A position is valid once a chunk or a copy has
+    written it; later positions are ignored. `kv_array` is the same memory for block copies. `identity` differs between
     models whose KV differs.
     """
 
@@ -90,7 +90,7 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
-        self.kv_array: KvArray = kv.numpy() if kernels == "cpu" else kv  # numpy costs less a copy
+        self.kv_array: KvArray = kv.numpy() if kernels == "cpu" else kv  # numpy has less overhead per copy
         self.blocks = int(kv.shape[2])
         self.block_tokens = int(kv.shape[4])
         self.context_tokens = context_tokens
@@ -113,16 +113,16 @@ class LanguageModel:
         kernels: Kernels | None = None,
         stamp: Callable[[str], None] = lambda part: None,
     ) -> LanguageModel:
-        """Load a model on `device`: "cpu", computing with `threads` threads of this process, or "cuda:N".
+        """Load a model on `device`: "cpu", with `threads` threads of this process, or "cuda:N".
 
-        All between the matrices is float32; `weights`: of what type the matrices are kept and multiplied, and KV on
-        other devices than a CPU. No sequence may have more than `context_tokens` tokens. With `buffer`, the KV tensor
-        lies in that memory (`ModelInfo.kv_bytes` of it, writable, on that device), and keeps a reference to it.
-        `kernels`: how attention is computed, by default as suits the device; blocks are gathered where torch cannot
-        read them in place. With `prompts_only` nothing is kept that only passes of few rows use. `stamp` is called
-        with the name of each part of the loading at its end. Raises `ModelError` for a missing package, file or model,
-        `ConfigError` for impossible sizes, and for a device that torch does not have, `ResourceBusy` for one without
-        room.
+        `weights` is the data type of the matrices and, except on CPUs, of KV; other computation is float32. A sequence
+        has at most `context_tokens` tokens. With `buffer`, the KV tensor lies in that memory (at least
+        `ModelInfo.kv_bytes`, writable, on that device) and keeps a reference to it. `kernels`: by default those of the
+        device; "paged" falls back to "gathered" where torch cannot read blocks in place. With `prompts_only`, weights
+        that only passes of few rows use are not kept. `stamp` is called with the name of each loading phase at its end.
+
+        Raises `ModelError` for a missing package, file or model, `ConfigError` for invalid sizes or a device that torch
+        does not have, and `ResourceBusy` if the device has too little memory.
         """
         info = ModelInfo.read(name_or_dir)
         _check_sizes(info, blocks, block_tokens, context_tokens, threads)
@@ -157,20 +157,20 @@ class LanguageModel:
         return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
 
     def warm_up(self, rows: int) -> None:
-        """Run steps of up to so many rows: the first ones allocate, and on a GPU compile and capture, which no user
-        shall wait for. Writes to the blocks, so do it before all else."""
-        some = min(rows, self.blocks)
-        counts = {1} if self._graphs is None else {min(1 << bit, some) for bit in range(some.bit_length() + 1)}
+        """Run steps of up to `rows` rows, so that no request waits for allocation or, on a GPU, compilation and graph
+        capture. Overwrites KV blocks: call it before any request."""
+        most = min(rows, self.blocks)
+        counts = {1} if self._graphs is None else {min(1 << bit, most) for bit in range(most.bit_length() + 1)}
         for count in sorted(counts):
             self.forward([Chunk([block], 0, [0]) for block in range(count)])
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Run chunks of different sequences together; prompts' chunks and single decode tokens may be mixed.
+        """Run chunks of different sequences in one pass; prompt chunks and single decode tokens may be mixed.
 
-        Writes K and V of every token into its block, and returns the logits after each chunk's last token: float32
-        [len(chunks), vocabulary], on the host. Bringing them there is where a device is waited for, and nowhere else:
-        what the pass has written is whole when this returns. Raises `ContextLengthExceeded` for a chunk that leaves the
-        context and `InvalidRequest` for a token outside the vocabulary; nothing is written then.
+        Writes K and V of every token to its block, and returns the logits after each chunk's last token: float32
+        [len(chunks), vocabulary], on the host. Only this copy synchronizes with a device: the pass is complete
+        when this returns. Raises `ContextLengthExceeded` for a chunk beyond the context and `InvalidRequest` for a
+        token outside the vocabulary, before anything is written.
         """
         import torch
 
@@ -180,34 +180,36 @@ class LanguageModel:
     def step(
         self, chunks: Sequence[Chunk], samplers: Sequence[Sampler | None], scored: Sequence[bool]
     ) -> list[SampledToken | None]:
-        """`forward`, and a token for each chunk that has a sampler, drawn where the logits are: of a device they stay
-        there but for those that are `scored`. Raises as `forward`."""
+        """Run `forward` and sample a token for each chunk that has a sampler, on the device of the logits.
+
+        Only the logits of chunks marked in `scored` are copied to the host. Raises as `forward`.
+        """
         if self._cache.kernels == "cpu":
             rows = zip(samplers, self.forward(chunks), scored, strict=True)
             return [
-                SampledToken(_drawn(sampler, row), row if wanted else None) if sampler is not None else None
-                for sampler, row, wanted in rows
+                SampledToken(_sampled(sampler, row), row if with_scores else None) if sampler is not None else None
+                for sampler, row, with_scores in rows
             ]
         import torch
 
         from runtime.serving.network.sampling import sample
 
-        drawing = [i for i, sampler in enumerate(samplers) if sampler is not None]
+        sampling = [i for i, sampler in enumerate(samplers) if sampler is not None]
         with torch.inference_mode():
             logits = self._logits(chunks)
-            if not drawing:
-                logits[:1, :1].cpu()  # waits for the pass
+            if not sampling:
+                logits[:1, :1].cpu()  # synchronizes with the device
                 return [None] * len(chunks)
-            some = logits if len(drawing) == len(chunks) else logits[drawing]
+            rows_logits = logits if len(sampling) == len(chunks) else logits[sampling]
             specs = [sampler.next_spec() for sampler in samplers if sampler is not None]
-            tokens = sample(some, specs).tolist()
-            found: list[SampledToken | None] = [None] * len(chunks)
-            for i, token in zip(drawing, tokens, strict=True):
-                found[i] = SampledToken(token if token >= 0 else None, logits[i].cpu() if scored[i] else None)
-        return found
+            tokens = sample(rows_logits, specs).tolist()
+            sampled: list[SampledToken | None] = [None] * len(chunks)
+            for i, token in zip(sampling, tokens, strict=True):
+                sampled[i] = SampledToken(token if token >= 0 else None, logits[i].cpu() if scored[i] else None)
+        return sampled
 
     def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """The logits after each chunk's last token, on the device."""
+        """Return the logits after each chunk's last token, on the device."""
         from runtime.serving.network.paged_cache import PagedBatch
 
         self._check(chunks)
@@ -223,26 +225,28 @@ class LanguageModel:
         written: set[int] = set()
         for chunk in chunks:
             if chunk.start < 0 or not chunk.tokens:
-                raise ValueError(f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}: needs a token, from 0 on")
+                raise ValueError(
+                    f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}: needs a token, from position 0 on"
+                )
             end = chunk.start + len(chunk.tokens)
             if end > self.context_tokens:
                 raise ContextLengthExceeded(f"{end} tokens in a context of {self.context_tokens}")
-            seen = -(-end // self.block_tokens)
-            if len(chunk.blocks) < seen:
-                raise ValueError(f"{end} tokens need {seen} blocks of {self.block_tokens}, got {len(chunk.blocks)}")
+            needed = -(-end // self.block_tokens)
+            if len(chunk.blocks) < needed:
+                raise ValueError(f"{end} tokens need {needed} blocks of {self.block_tokens}, got {len(chunk.blocks)}")
             if min(chunk.blocks) < 0 or max(chunk.blocks) >= self.blocks:
                 raise ValueError(f"blocks must be within 0..{self.blocks - 1}, got {sorted(chunk.blocks)}")
-            mine = chunk.blocks[chunk.start // self.block_tokens : seen]
-            if len(set(mine)) != len(mine) or not written.isdisjoint(mine):
-                raise ValueError(f"a block is written twice in one batch: {list(mine)} at {chunk.start}")
-            written.update(mine)
+            target = chunk.blocks[chunk.start // self.block_tokens : needed]
+            if len(set(target)) != len(target) or not written.isdisjoint(target):
+                raise ValueError(f"a block is written twice in one batch: {list(target)} at {chunk.start}")
+            written.update(target)
             if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.info.vocabulary:
                 raise InvalidRequest(
                     f"token ids must be in 0..{self.info.vocabulary - 1}, got {min(chunk.tokens)}..{max(chunk.tokens)}"
                 )
 
 
-def _drawn(sampler: Sampler, logits: torch.Tensor) -> int | None:
+def _sampled(sampler: Sampler, logits: torch.Tensor) -> int | None:
     try:
         return sampler.sample(logits)
     except InternalError:
@@ -264,40 +268,42 @@ def _check_device(device: str) -> None:
     if device == "cpu":
         return
     if not torch.cuda.is_available():
-        cuda = "has no CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no usable driver"
+        cuda = (
+            "is a build without CUDA" if torch.version.cuda is None else f"(CUDA {torch.version.cuda}) finds no driver"
+        )
         raise ConfigError(f"a model on {device!r}: this torch {torch.__version__} {cuda}")
     if device not in [f"cuda:{number}" for number in range(torch.cuda.device_count())]:
-        there = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
-        raise ConfigError(f"a model on {device!r}: torch sees {there} here")
+        available = ", ".join(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+        raise ConfigError(f"a model on {device!r}: torch finds {available}")
 
 
 def _host_kv(size: int, buffer: memoryview | CudaArray | None) -> npt.NDArray[np.uint8]:
-    """Zeros in the buffer, or in memory of our own. Written, so that the pages are there before the first prompt is."""
+    """Return zeros in the buffer, or in new memory. Writing them faults the pages in before the first prompt."""
     if buffer is None:
         buffer = memoryview(
             mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        )  # begins with a page, where numpy's own begins somewhere in it
+        )  # page-aligned, unlike numpy's allocations
     elif not isinstance(buffer, memoryview) or buffer.readonly or buffer.nbytes < size:
         held = buffer.nbytes if isinstance(buffer, memoryview) else 0
-        raise ConfigError(f"the KV buffer has {held} bytes, must be writable and have {size}")
+        raise ConfigError(f"the KV buffer has {held} bytes; it must be writable and have {size}")
     kv = np.frombuffer(buffer, np.uint8, size)
     kv.fill(0)
     return kv
 
 
 def _device_kv(size: int, buffer: memoryview | CudaArray | None, device: str) -> torch.Tensor:
-    """The same on a device."""
+    """Return zeros in the buffer, or in new memory, on a device."""
     import torch
 
     if buffer is None:
         return torch.zeros(size, dtype=torch.uint8, device=device)
-    there = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
-    if there.nbytes < size:
-        raise ConfigError(f"the KV buffer has {there.nbytes} bytes on {device}, must have {size}")
-    return there[:size].zero_()
+    memory = torch.as_tensor(buffer, device=device)  # no copy: the memory is on that device
+    if memory.nbytes < size:
+        raise ConfigError(f"the KV buffer has {memory.nbytes} bytes on {device}; it must have {size}")
+    return memory[:size].zero_()
 
 
-# ---- drawing the next token from logits: greedy, or by temperature and nucleus, reproducible from the request's seed
+# ---- sampling the next token from logits: greedy, or by temperature and nucleus, reproducible from the request's seed
 
 
 class SampleSpec(NamedTuple):
@@ -308,12 +314,12 @@ class SampleSpec(NamedTuple):
     uniform: float
 
 
-_NUCLEUS_GUESS = 256  # so many of the most likely tokens are sorted first; all of them only if that is not enough
+_NUCLEUS_GUESS = 256  # most likely tokens that are sorted first; all are sorted only if these are not enough
 
 
 class Sampler:
-    """The draws of one request. Draw number n depends on seed, n and logits alone, wherever it happens:
-    a worker that takes a request over after `drawn` tokens goes on as the first one would have."""
+    """Samples the tokens of one request. Sample n depends only on the seed, n and the logits, so another worker that
+    resumes a request after `drawn` tokens samples the same tokens."""
 
     def __init__(self, sampling: Sampling, drawn: int = 0) -> None:
         self._temperature = sampling.temperature
@@ -321,17 +327,17 @@ class Sampler:
         self._generator: np.random.Generator | None = None
         if sampling.temperature > 0:
             bits = np.random.PCG64(sampling.seed & 0xFFFF_FFFF_FFFF_FFFF)
-            bits.advance(drawn)  # one step a draw: see the one call of random() in `spec`
+            bits.advance(drawn)  # one step per sample: `next_spec` calls random() once
             self._generator = np.random.Generator(bits)
 
     def next_spec(self) -> SampleSpec:
-        """The next draw, to be made by `runtime.serving.network.sampling`; it counts as made."""
+        """Return the parameters of the next sample, for `network.sampling`, and advance the generator."""
         return SampleSpec(self._temperature, self._top_p, 0.0 if self._generator is None else self._generator.random())
 
     def sample(self, logits: npt.ArrayLike) -> int:
-        """The next token, from logits float32 [vocabulary] (array or CPU tensor).
+        """Return the next token for logits float32 [vocabulary] (array or CPU tensor).
 
-        Temperature 0 takes the largest logit, of equals the first. Raises `InternalError` if no logit is finite.
+        Temperature 0 selects the largest logit, the first one of equals. Raises `InternalError` without a finite logit.
         """
         row = np.asarray(logits, dtype=np.float32)
         best = int(row.argmax())
@@ -343,17 +349,17 @@ class Sampler:
         weights = np.exp((row.astype(np.float64) - float(row[best])) / self._temperature)
         if self._top_p >= 1.0:
             sums = np.cumsum(weights)
-            return _locate(sums, point)
+            return _index_of(sums, point)
         ids, sums = _nucleus(weights, self._top_p)
-        return int(ids[_locate(sums, point)])
+        return int(ids[_index_of(sums, point)])
 
 
 def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The fewest most likely tokens whose weights make up `top_p` of the sum, and their running sums."""
+    """Return the smallest set of most likely tokens with `top_p` of the total weight, and their cumulative weights."""
     wanted = top_p * weights.sum()
     ids: npt.NDArray[Any] = np.arange(weights.size)
     if weights.size > _NUCLEUS_GUESS:
-        # Everything at least as likely as the guess's last, so that a tie there is cut as in a full sort.
+        # All tokens at least as likely as the last guess, so that a tie there is cut as in a full sort.
         threshold = np.partition(weights, -_NUCLEUS_GUESS)[-_NUCLEUS_GUESS]
         likely = np.flatnonzero(weights >= threshold)
         if weights[likely].sum() >= wanted:
@@ -364,6 +370,6 @@ def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> tuple[npt.NDArra
     return ids[:size], sums[:size]
 
 
-def _locate(sums: npt.NDArray[np.float64], point: float) -> int:
-    """The index that `point` in [0, 1) falls on."""
+def _index_of(sums: npt.NDArray[np.float64], point: float) -> int:
+    """Return the index whose interval of the cumulative sums contains `point` in [0, 1)."""
     return min(int(np.searchsorted(sums, point * sums[-1], side="right")), sums.size - 1)

@@ -1,4 +1,4 @@
-"""What a model is, read from its `config.json` alone: no torch, no weights, cheap enough for any process."""
+"""Model metadata from `config.json`: sizes, data types and KV identity. Needs neither torch nor weights."""
 
 import json
 import re
@@ -10,25 +10,25 @@ from typing import Any, Literal, Self
 from runtime.errors import ConfigError, ModelError
 from runtime.serving.model import smollm
 
-# RoPE variants whose angles depend on a token's position alone. The others (dynamic, longrope) depend on the length
-# of the whole sequence, which no cache of rotated keys survives.
+# RoPE variants whose angles depend on a token's position only. In the others (dynamic, longrope) they depend on the
+# length of the whole sequence, which would invalidate cached rotated keys.
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
-_LIMIT = 1 << 24  # no field of a real config is larger; keeps products of foreign numbers far from overflow
+_MAX_SIZE = 1 << 24  # larger than any real config field; keeps products of untrusted numbers from overflowing
 
 WeightsType = Literal["float32", "bfloat16", "float16", "int8"]
-"""Of large matrices. "int8", on a CPU: for passes of few rows, beside bfloat16 for the others."""
+"""Data type of the large matrices. "int8" (CPU only) is used for passes of few rows, bfloat16 for the others."""
 KvType = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[KvType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Kernels = Literal["cpu", "gathered", "paged"]
-"""How attention is computed: by loops for a CPU; or by torch, decode's over copies of what each row sees, or over KV
-blocks where they lie."""
+"""Attention implementation: compiled CPU loops, or torch. In torch, decode attention reads copies of each row's blocks
+("gathered") or the KV blocks in place ("paged")."""
 
 
 def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = None) -> Path:
-    """The directory with a model's `config.json`, weights and tokenizer; a known name is converted on first use.
+    """Return the directory with a model's `config.json`, weights and tokenizer. A known name is converted on first use.
 
-    Raises `ModelError` when there is no such model.
+    Raises `ModelError` for an unknown model.
     """
     if name_or_dir == smollm.NAME:
         return smollm.ensure_converted(progress)
@@ -39,14 +39,14 @@ def model_directory(name_or_dir: str | Path, progress: smollm.Progress | None = 
 
 
 def weights_type(
-    asked: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
+    configured: Literal["auto"] | WeightsType, device: str, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> WeightsType:
-    """What `model.weights` means on `device`: "auto" is bfloat16 on GPUs; int8 on a processor with AMX for it; bfloat16
-    on others with instructions for that (AVX-512's or ARM's), else float32. Raises `ConfigError` for int8 on a GPU."""
-    if asked == "int8" and device != "cpu":
-        raise ConfigError(f"model.weights is 'int8', which is for CPUs, and {device!r} is none: say 'bfloat16'")
-    if asked != "auto":
-        return asked
+    """Resolve `model.weights` for `device`. "auto" is bfloat16 on GPUs; on CPUs int8 with AMX int8, bfloat16 with other
+    bfloat16 instructions (AVX-512 or ARM), else float32. Raises `ConfigError` for int8 on a GPU."""
+    if configured == "int8" and device != "cpu":
+        raise ConfigError(f"model.weights 'int8' is supported on CPUs only, not on {device!r}: use 'bfloat16'")
+    if configured != "auto":
+        return configured
     if device != "cpu":
         return "bfloat16"
     try:
@@ -59,32 +59,33 @@ def weights_type(
 
 
 def kernels_on(device: str) -> Kernels:
-    """Those that suit a device; "paged" becomes "gathered" where torch cannot compile it."""
+    """Return the default kernels of a device; "paged" falls back to "gathered" if torch cannot compile it."""
     return "cpu" if device == "cpu" else "paged"
 
 
 def kv_type(weights: WeightsType, kernels: Kernels) -> KvType:
-    """Of what type KV is beside such weights; the loops for a CPU read float32 alone."""
+    """Return the data type of KV for these weights; the CPU kernels support float32 only."""
     return "float32" if kernels == "cpu" or weights == "int8" else weights
 
 
 def model_identity(
     directory: Path, block_tokens: int, weights: WeightsType = "float32", kv: KvType = "float32"
 ) -> bytes:
-    """A digest that differs between models, block sizes, and types of weights and of KV, whose KV blocks may differ.
+    """Return a digest that identifies KV contents: it differs between models, block sizes, and data types of weights
+    and KV.
 
-    Weights count with their names, sizes and times of change: reading gigabytes at every start would take too long.
+    Weight files contribute their names, sizes and modification times: hashing gigabytes at every start is too slow.
     """
     digest = blake2b(f"kv {kv} {block_tokens} of {weights}".encode(), digest_size=16)
     digest.update((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.digest()
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """A model directory's `config.json`. Raises `ModelError` for a missing or damaged file."""
+    """Read a model directory's `config.json`. Raises `ModelError` for a missing or damaged file."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -96,8 +97,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Sizes of a Llama model. `max_context_tokens` is what its positions were trained for; `mlp` the width of its MLPs;
-    `tied`: the embedding is also the last product's matrix."""
+    """Sizes of a Llama model. `max_context_tokens` is its trained context length, `mlp` the width of its MLPs; with
+    `tied` the embedding matrix is also the output matrix."""
 
     name: str
     layers: int
@@ -112,7 +113,7 @@ class ModelInfo:
 
     @classmethod
     def read(cls, name_or_dir: str | Path) -> Self:
-        """From a directory's `config.json`, or from a known name without converting anything.
+        """Read a directory's `config.json`, or return the sizes of a known name without conversion.
 
         Raises `ModelError` for a missing or damaged file and for anything that is not a Llama.
         """
@@ -123,7 +124,7 @@ class ModelInfo:
 
     @classmethod
     def from_config(cls, name: str, config: dict[str, Any]) -> Self:
-        """From the parsed `config.json` of a transformers Llama."""
+        """Return the sizes in a parsed `config.json`. Raises `ModelError` if it is not a transformers Llama's."""
         if config.get("model_type") != "llama":
             raise ModelError(f"model {name!r} has model_type {config.get('model_type')!r}; only 'llama' can be served")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -134,8 +135,8 @@ class ModelInfo:
         def size(key: str, default: int | None = None) -> int:
             value = config.get(key)
             value = default if value is None else value
-            if not isinstance(value, int) or not 0 < value <= _LIMIT:
-                raise ModelError(f"model {name!r}: config.json's {key} is {value!r}, not an integer in 1..{_LIMIT}")
+            if not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+                raise ModelError(f"model {name!r}: config.json's {key} is {value!r}, not an integer in 1..{_MAX_SIZE}")
             return value
 
         heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -154,18 +155,18 @@ class ModelInfo:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Number of parameters in the matrices of all layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, int, int, int, int, int]:
-        """Shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim]."""
+        """Return the shape of the KV tensor: [layers, 2 (K, V), blocks, kv_heads, block_tokens, head_dim]."""
         return (self.layers, 2, blocks, self.kv_heads, block_tokens, self.head_dim)
 
     def kv_bytes(self, blocks: int, block_tokens: int, kind: KvType = "float32") -> int:
-        """Bytes of that tensor, of numbers of the type `kind`."""
+        """Return the size of the KV tensor in bytes, for the data type `kind`."""
         return blocks * block_tokens * self.kv_bytes_per_token(kind)
 
     def kv_bytes_per_token(self, kind: KvType = "float32") -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Return the bytes of K and V of one token in all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim * ITEM_BYTES[kind]

@@ -1,4 +1,4 @@
-"""Optional packages: looked for before they are imported, and named with the command that installs them."""
+"""Checks for optional packages before they are imported; errors name the command that installs them."""
 
 import importlib.util
 import runpy
@@ -18,16 +18,15 @@ def require_packages(*names: str) -> None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for; None if for none. torch itself is not imported.
+    """Return the CUDA version of the installed torch; None for a CPU build. torch itself is not imported.
 
     Raises `ModelError` without torch.
     """
     require_packages("torch")
     spec = importlib.util.find_spec("torch")
-    assert spec is not None, "it has just been found"
+    assert spec is not None, "require_packages has found it"
     assert spec.submodule_search_locations is not None, "torch is a package"
-    # The file says what was built, and importing torch to ask it costs seconds and 200 MB of a supervisor that needs
-    # nothing else of it.
+    # Importing torch would cost the supervisor seconds and 200 MB for this one attribute of version.py.
     found = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
     cuda = found.get("cuda")
     return None if cuda is None else str(cuda)

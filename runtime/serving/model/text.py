@@ -1,4 +1,4 @@
-"""Text into tokens and back: prompts with passages in them, and the text of an answer while it grows."""
+"""Prompts with retrieved passages, and the streamed text of answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,39 +13,40 @@ if TYPE_CHECKING:
     from runtime.serving.model.tokenizer import Tokenizer
 
 
-# ---- prompts, with passages in front, and passages as a chunk in the middle of an answer
+# ---- prompts with passages, and passages inserted into an answer
 
 _INSTRUCTION = "Answer the question with the help of these passages."
-_FEWEST_TOKENS = 16  # of a passage that is cut: less of one says nothing
-_FRAME_TOKENS = 64  # about what the instruction adds, and its place in a chat, at the most
+_MIN_PASSAGE_TOKENS = 16  # shortest useful part of a truncated passage
+_FRAME_TOKENS = 64  # upper estimate of the tokens that the instruction and its chat template markers add
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the passages that found a place in them, best first (the last may have been cut)."""
+    """Token ids, and the passages in them, best first (the last one may be truncated)."""
 
     tokens: list[int]
     used: tuple[Passage, ...] = ()
 
 
 def prompt_budget(context_tokens: int, max_tokens: int) -> int:
-    """The tokens that an answer leaves for its prompt. Raises `ContextLengthExceeded` if it leaves none."""
+    """Return how many tokens an answer leaves for its prompt. Raises `ContextLengthExceeded` if none."""
     if max_tokens >= context_tokens:
         raise ContextLengthExceeded(
-            f"max_tokens = {max_tokens} leaves no room for a prompt in {context_tokens}", "max_tokens"
+            f"max_tokens = {max_tokens} leaves no room for a prompt in a context of {context_tokens} tokens",
+            "max_tokens",
         )
     return context_tokens - max_tokens
 
 
 def query_text(tokenizer: "Tokenizer", messages: Sequence[Message], prompt: str | Sequence[int]) -> str:
-    """What to search for: the last message of the user, or the prompt's text."""
+    """Return the text of the retrieval query: the last user message, or the prompt's text."""
     if messages:
         return last_question(messages)
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
 
 
 def last_question(messages: Sequence[Message]) -> str:
-    """The last message of the user, or the last of all."""
+    """Return the content of the last user message, or of the last message if there is none."""
     return messages[last_question_index([message.role for message in messages])].content
 
 
@@ -60,21 +61,21 @@ def build_prompt(
     bare: Sequence[int] | None = None,
     place: PassagePlace = "system",
 ) -> Prompt:
-    """The tokens of a chat (its template rendered) or of a raw prompt, with passages in front, at most `budget_tokens`.
+    """Return the tokens of a chat (with its template) or a raw prompt, with passages, at most `budget_tokens`.
 
-    Passages become part of the system message, or of the last question (`place`), or a block before a raw prompt. They
-    get what the request leaves of the budget, at most `passage_tokens`: the best come first, the last is cut, the rest
-    is dropped. `bare` are the tokens without passages, for who has them already: a long text is not tokenized again.
-    Raises `ContextLengthExceeded` if the request alone is over the budget.
+    Passages are inserted into the system message or the last question (`place`), or before a raw prompt. They use the
+    budget that the request leaves, at most `passage_tokens`: best first, the last one truncated, the rest dropped.
+    `bare` are the tokens without passages, if the caller has them: long text is not tokenized twice. Raises
+    `ContextLengthExceeded` if the request alone exceeds the budget.
     """
     bare = _render(tokenizer, messages, prompt, "") if bare is None else list(bare)
     if len(bare) > budget_tokens:
         raise ContextLengthExceeded(
-            f"the prompt has {len(bare)} tokens; {budget_tokens} are left for it in the model's context",
+            f"the prompt has {len(bare)} tokens; the model's context has room for {budget_tokens}",
             "messages" if messages else "prompt",
         )
     room = budget_tokens - len(bare) - _FRAME_TOKENS
-    if passages and (passage_tokens is None or room < passage_tokens):  # the budget binds: count exactly
+    if passages and (passage_tokens is None or room < passage_tokens):  # the budget is the limit: count exactly
         room = budget_tokens - len(_render(tokenizer, messages, prompt, passages_block([]), place))
     if passage_tokens is not None:
         room = min(room, passage_tokens)
@@ -86,14 +87,14 @@ def build_prompt(
         excess = len(tokens) - budget_tokens
         if excess <= 0:
             return Prompt(tokens, used)
-        room -= excess  # tokens can split differently where texts meet: take that much less
+        room -= excess  # tokens can split differently where texts meet: reduce the room by the excess
 
 
 def passages_chunk(tokenizer: "Tokenizer", passages: Sequence[Passage], budget_tokens: int) -> Prompt:
-    """At most `budget_tokens` tokens that bring passages found by a probe into the middle of an answer.
+    """Return at most `budget_tokens` tokens with a probe's passages, for insertion into an answer.
 
-    To append them: the last sampled token has not been through the model yet. Feed these tokens at its position and
-    it behind them; the answer then goes on from it. Without room for any passage there are no tokens.
+    Insert them before the latest sampled token, which the model has not computed yet; the answer continues from that
+    token. If no passage fits, there are no tokens.
     """
     room = budget_tokens
     while True:
@@ -107,7 +108,7 @@ def passages_chunk(tokenizer: "Tokenizer", passages: Sequence[Passage], budget_t
 
 
 def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tuple[list[str], tuple[Passage, ...]]:
-    """Texts of the best passages, which come first, that have about `room` tokens, the last one cut; and these."""
+    """Return the texts of the first passages that fit into `room` tokens, the last truncated, and the passages."""
     texts: list[str] = []
     used: list[Passage] = []
     for passage in passages:
@@ -118,21 +119,21 @@ def _fit(tokenizer: "Tokenizer", passages: Sequence[Passage], room: int) -> tupl
             used.append(passage)
             room -= len(ids)
             continue
-        if room >= _FEWEST_TOKENS:
-            texts.append(tokenizer.decode(ids[: room - 1]).rstrip("\ufffd \n"))  # one token for the line's end
+        if room >= _MIN_PASSAGE_TOKENS:
+            texts.append(tokenizer.decode(ids[: room - 1]).rstrip("\ufffd \n"))  # one token for the line break
             used.append(passage)
         break
     return texts, tuple(used)
 
 
 def passage_text(title: str, text: str) -> str:
-    """A passage as the model reads it."""
+    """Return a passage in the form that is given to the model."""
     title, text = title.strip(), text.strip()
     return f"[{title}]\n{text}" if title else text
 
 
 def passages_block(texts: Sequence[str]) -> str:
-    """The text that brings passages to the model before a prompt, or in a chat's system turn."""
+    """Return the block of instruction and passages that is inserted into a prompt."""
     return "\n\n".join([_INSTRUCTION, *texts])
 
 
@@ -143,7 +144,7 @@ def _render(
     block: str,
     place: PassagePlace = "system",
 ) -> list[int]:
-    """The request's tokens, with `block` in its chat or before it, unless it is empty."""
+    """Return the request's tokens, with `block` inserted unless it is empty."""
     if messages:
         return tokenizer.chat(_with_block(messages, block, place) if block else messages)
     before = f"{block}\n\n" if block else ""
@@ -153,35 +154,35 @@ def _render(
 
 
 def last_question_index(roles: Sequence[str]) -> int:
-    """Which of a chat's messages is the last question: the last of the user, or of all; -1 without any."""
-    return max((place for place, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
+    """Return the index of the last user message, else of the last message; -1 without messages."""
+    return max((index for index, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
 
 
 def _with_block(messages: Sequence[Message], block: str, place: PassagePlace) -> list[Message]:
     if place == "question":
         last = last_question_index([message.role for message in messages])
-        asked = Message(messages[last].role, f"{block}\n\n{messages[last].content}")
-        return [*messages[:last], asked, *messages[last + 1 :]]
+        question = Message(messages[last].role, f"{block}\n\n{messages[last].content}")
+        return [*messages[:last], question, *messages[last + 1 :]]
     first, *rest = messages
     if first.role == "system":
         return [Message("system", f"{first.content}\n\n{block}"), *rest]
     return [Message("system", block), first, *rest]
 
 
-# ---- answers: token ids in, text that no later token can change out
+# ---- answers: incremental detokenization and stop strings
 
-_HALF = "\ufffd"  # what a tokenizer makes of bytes that are no character, or not yet
+_INCOMPLETE = "\ufffd"  # the decoding of bytes that are not a complete character
 
 
 class Decoder(Protocol):
-    """What `TextStream` needs of a tokenizer."""
+    """Interface of a tokenizer for `TextStream`."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
 
 
 class StopStrings:
-    """Looks for stop strings in a growing text. The beginning of what may become one is held back."""
+    """Searches streamed text for stop strings, and holds back text that may be the start of one."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(text for text in stop if text)
@@ -189,68 +190,68 @@ class StopStrings:
         self.stopped = False
 
     def push(self, fresh: str) -> str:
-        """What is certain now: up to a stop string, or to where one may begin; nothing once one has come."""
+        """Return text up to a stop string or to the possible start of one; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._held + fresh
-        found = [(begin + len(stop), begin) for stop in self._stop if (begin := text.find(stop)) >= 0]
-        if found:
-            # The one that was complete first counts, so that it does not matter how many tokens come at a time.
+        matches = [(begin + len(stop), begin) for stop in self._stop if (begin := text.find(stop)) >= 0]
+        if matches:
+            # The stop string that was complete first wins, independent of how many tokens are pushed at a time.
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the held-back text at the end of the stream."""
         text, self._held = self._held, ""
         return text
 
 
 class TextStream:
-    """The text of one answer. All pieces together are what decoding all tokens at once gives, cut at a stop string.
+    """Incremental text of one answer. The pieces concatenate to the decoding of all tokens, cut at a stop string.
 
-    A character whose bytes are not all there is held back, and so is the beginning of what may become a stop string.
+    Incomplete characters and possible starts of a stop string are held back.
     """
 
     def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
-        self._ids: list[int] = []  # the window: tokens from the last whole character's token on
-        self._context = 0  # that token only gives context (some decoders treat a text's first token differently)
-        self._told = 0  # characters of the window's text that have left it
+        self._ids: list[int] = []  # window: tokens since the last complete character
+        self._context = 0  # leading tokens of the window, for context: decoders may treat a first token differently
+        self._emitted = 0  # characters of the window's text that were returned
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self._stops.stopped
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens made certain; nothing once a stop string has come."""
+        """Return the text that these tokens complete; nothing after a stop string."""
         if self.stopped or not token_ids:
             return ""
         self._ids += token_ids
         text = self._tokenizer.decode(self._ids)
-        whole = len(text) - text.endswith(_HALF)
-        fresh = text[self._told : whole]
-        self._told = max(self._told, whole)
+        whole = len(text) - text.endswith(_INCOMPLETE)
+        fresh = text[self._emitted : whole]
+        self._emitted = max(self._emitted, whole)
         if whole == len(text):
             self._ids = self._ids[self._context :]
             self._context = len(self._ids)
-            self._told = len(self._tokenizer.decode(self._ids))
+            self._emitted = len(self._tokenizer.decode(self._ids))
         return self._stops.push(fresh)
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come."""
+        """Return the held-back text at the end of the answer."""
         if self.stopped:
             return ""
-        rest = self._tokenizer.decode(self._ids)[self._told :]
-        self._ids, self._context, self._told = [], 0, 0
+        rest = self._tokenizer.decode(self._ids)[self._emitted :]
+        self._ids, self._context, self._emitted = [], 0, 0
         return self._stops.push(rest) + self._stops.flush()
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model directory's `tokenizer.json`; needs neither torch nor transformers.
+"""Tokenizer of a model, from its directory's `tokenizer.json`. Needs neither torch nor transformers.
 
-A text never becomes a control token: whoever writes `<|im_end|>` into a message or a passage gets these ten characters
-in ordinary tokens. Only the chat template's own markers, and those in a raw prompt, are the tokens that they name.
+Text of users never becomes a control token: `<|im_end|>` in a message or a passage is encoded as ordinary tokens for
+these ten characters. Only markers of the chat template itself, and markers in a raw prompt, become control tokens.
 """
 
 import json
@@ -19,7 +19,7 @@ from runtime.serving.messages import Message
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Not for use by two threads at once."""
+    """A model's tokenizer and chat template. Not thread-safe."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Tokenizer:
         special: dict[str, str],
         eos_ids: frozenset[int],
     ) -> None:
-        """Use `load`. `special` holds the template's variables `bos_token`, `eos_token` and so on."""
-        tokens.encode_special_tokens = True  # a marker in a text is text
+        """Use `load`. `special` contains the template variables such as `bos_token` and `eos_token`."""
+        tokens.encode_special_tokens = True  # markers in text are ordinary text
         self._tokens = tokens
         self._template = _environment().from_string(template) if template else None
         self._special = special
@@ -37,17 +37,17 @@ class Tokenizer:
         self._control = {token.content: number for number, token in added if token.special}
         longest_first = sorted(map(re.escape, self._control), key=len, reverse=True)
         self._marker = re.compile("|".join(longest_first) or "(?!)")
-        self._seal = _seal(self._control)
-        self._unseal = {ord(stand_in): code for code, stand_in in self._seal.items()}
-        unknown = getattr(tokens.model, "unk_token", None)  # what no token is for becomes this one: no marker
+        self._escape = _escape_table(self._control)
+        self._unescape = {ord(stand_in): code for code, stand_in in self._escape.items()}
+        unknown = getattr(tokens.model, "unk_token", None)  # replaces unknown characters, so it is not a marker
         self._control_ids = frozenset(number for content, number in self._control.items() if content != unknown)
-        self._begin, self._end = self._ends()
+        self._prefix, self._suffix = self._affixes()
         self.eos_ids = eos_ids
         self.vocabulary: int = tokens.get_vocab_size()
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """From `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` or `config.json`.
+        """Load `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` or `config.json`.
 
         Raises `ModelError` when a file is missing or damaged.
         """
@@ -70,59 +70,63 @@ class Tokenizer:
             raise ModelError(f"the chat template in {directory} is not valid: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none of them a control token. What the vocabulary has as one alone is left out."""
+        """Return the token ids of `text` without control tokens; characters that are control tokens are dropped."""
         pieces = [text]
         while True:
             encodings = [self._tokens.encode(piece, add_special_tokens=False) for piece in pieces]
-            cut = [self._cut(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
-            if all(parts is None for parts in cut):
+            splits = [self._split_markers(piece, encoding) for piece, encoding in zip(pieces, encodings, strict=True)]
+            if all(parts is None for parts in splits):
                 return [token for encoding in encodings for token in encoding.ids]
-            pieces = [part for piece, parts in zip(pieces, cut, strict=True) for part in parts or [piece]]
+            pieces = [part for piece, parts in zip(pieces, splits, strict=True) for part in parts or [piece]]
 
     def prompt(self, text: str, before: str = "") -> list[int]:
-        """Token ids of a raw prompt with the tokens that the model wants at its ends.
+        """Return the token ids of a raw prompt, with the tokenizer's own prefix and suffix tokens.
 
-        Markers in `text` are the control tokens that they name: a raw prompt is where a client renders a template of
-        its own. `before` is put in front of it and is text alone.
+        Markers in `text` become control tokens, because clients render their own templates into raw prompts. `before`
+        is prepended as plain text.
         """
         ordinary = self._marker.search(before) is None
-        return [*self._begin, *self._render(before + text, before.translate(self._seal) + text, ordinary), *self._end]
+        return [
+            *self._prefix,
+            *self._render(before + text, before.translate(self._escape) + text, ordinary),
+            *self._suffix,
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens. Half characters become U+FFFD."""
+        """Return the text of token ids, without special tokens. Incomplete characters become U+FFFD."""
         text: str = self._tokens.decode(list(ids), skip_special_tokens=True)
         return text
 
     def chat(self, messages: Iterable[Message]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, up to where the assistant answers.
+        """Return the token ids of a conversation in the model's chat template, up to the start of the answer.
 
-        Raises `InvalidRequest` if the model has no template or the template refuses the messages.
+        Raises `InvalidRequest` if the model has no template or the template rejects the messages.
         """
         contents = [message.content for message in messages]
         roles = [message.role for message in messages]
         ordinary = not any(map(self._marker.search, contents))
-        sealed = self._turns(roles, [content.translate(self._seal) for content in contents])
-        return self._render(self._turns(roles, contents), sealed, ordinary)
+        escaped = self._apply_template(roles, [content.translate(self._escape) for content in contents])
+        return self._render(self._apply_template(roles, contents), escaped, ordinary)
 
-    def _turns(self, roles: Sequence[str], contents: Sequence[str]) -> str:
+    def _apply_template(self, roles: Sequence[str], contents: Sequence[str]) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a prompt instead of messages", "messages")
-        turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         try:
-            return self._template.render(messages=turns, add_generation_prompt=True, **self._special)
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from error
+            raise InvalidRequest(f"the model's chat template rejects the messages: {error}", "messages") from error
 
-    def _render(self, text: str, sealed: str, ordinary: bool) -> list[int]:
-        """Token ids of `text` with its markers as control tokens, except those that are not in `sealed`.
+    def _render(self, text: str, escaped: str, ordinary: bool) -> list[int]:
+        """Return the token ids of `text`. Its markers become control tokens if `escaped` contains them too.
 
-        `sealed` is the same text with others' parts sealed, `ordinary` whether these are known to hold no marker. If
-        they do not make one with what is around them either, the text is tokenized in one piece, as transformers does.
+        `escaped` is the same text with the user's parts escaped; `ordinary` means that these parts contain no marker.
+        If they form none with the surrounding text either, the text is tokenized in one piece, as transformers does.
         """
-        markers = self._marker.findall(sealed)
+        markers = self._marker.findall(escaped)
         if ordinary and self._marker.findall(text) == markers:
             whole = self._parsed(text)
-            # Some tokenizers look for markers in normalized text, where there can be more of them.
+            # Some tokenizers match markers in normalized text, which can contain more of them.
             named = [self._control[name] for name in markers]
             if [token for token in whole if token in self._control_ids] == [
                 token for token in named if token in self._control_ids
@@ -130,14 +134,14 @@ class Tokenizer:
                 return whole
         tokens: list[int] = []
         at = 0
-        for marker in self._marker.finditer(sealed):
-            tokens += self.encode(sealed[at : marker.start()].translate(self._unseal))
+        for marker in self._marker.finditer(escaped):
+            tokens += self.encode(escaped[at : marker.start()].translate(self._unescape))
             tokens.append(self._control[marker.group()])
             at = marker.end()
-        return tokens + self.encode(sealed[at:].translate(self._unseal))
+        return tokens + self.encode(escaped[at:].translate(self._unescape))
 
     def _parsed(self, text: str) -> list[int]:
-        """Token ids of a text whose markers all count."""
+        """Return the token ids of a text with all its markers as control tokens."""
         self._tokens.encode_special_tokens = False
         try:
             ids: list[int] = self._tokens.encode(text, add_special_tokens=False).ids
@@ -145,8 +149,8 @@ class Tokenizer:
         finally:
             self._tokens.encode_special_tokens = True
 
-    def _cut(self, text: str, encoding: tokenizers.Encoding) -> list[str] | None:
-        """`text` cut in the middle of every marker that the vocabulary itself spells; None if there is none."""
+    def _split_markers(self, text: str, encoding: tokenizers.Encoding) -> list[str] | None:
+        """Return `text` split inside every control token of its encoding; None if there is none."""
         if self._control_ids.isdisjoint(encoding.ids):
             return None
         parts: list[str] = []
@@ -157,8 +161,8 @@ class Tokenizer:
                 at = begin + 1
         return [*parts, text[at:]]
 
-    def _ends(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind a whole text."""
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer adds before and after a text."""
         encoding = self._tokens.encode("a", add_special_tokens=True)
         added = encoding.special_tokens_mask
         begin = added.index(0) if 0 in added else len(added)
@@ -166,17 +170,17 @@ class Tokenizer:
         return encoding.ids[:begin], encoding.ids[len(added) - end :]
 
 
-def _seal(markers: Iterable[str]) -> dict[int, str]:
-    """What to replace in a text, so that no marker can come of it, character by character and so that it can be undone.
+def _escape_table(markers: Iterable[str]) -> dict[int, str]:
+    """Return a reversible table of single-character replacements after which a text contains no marker.
 
-    The stand-ins are surrogates, which no text has. White space stays, for templates strip it.
+    The replacements are surrogates, which never occur in text. White space stays, because templates strip it.
     """
     used = sorted({character for marker in markers for character in marker if not character.isspace()})
     return {ord(character): chr(0xD800 + number) for number, character in enumerate(used)}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for: transformers' settings. Sandboxed: a template is data."""
+    """Return a jinja environment with transformers' settings, sandboxed because chat templates are untrusted."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -189,12 +193,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _content(token: Any) -> str:
-    """A special token's text, which `tokenizer_config.json` gives as a string or as an object."""
+    """Return a special token's text: `tokenizer_config.json` contains a string or an object."""
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty if there is no such file."""
+    """Read a file's JSON object; empty if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

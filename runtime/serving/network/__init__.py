@@ -1,1 +1,1 @@
-"""Llama's network, written for a paged KV cache: layers and attention in torch, on a CPU with loops of our own."""
+"""Llama network over a paged KV cache: layers and attention in torch, with compiled kernels on CPUs."""
