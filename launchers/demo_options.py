@@ -1,6 +1,7 @@
-"""The options of `trinity demo` and their limits.
+"""Options of `trinity demo` and their limits.
 
-Standard library alone: `launchers.bootstrap` reads them before anything is installed."""
+Uses the standard library alone: `launchers.bootstrap` parses them before installation.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -14,11 +15,11 @@ BUILT_IN_QUESTIONS = (
 
 
 def demo_parser(program: str) -> argparse.ArgumentParser:
-    """What `trinity demo` takes."""
+    """Return the parser of `trinity demo`."""
     parser = argparse.ArgumentParser(
         program,
-        description="Build an index of Python's reference, start a node on this machine, ask it, and show where the "
-        "time went.",
+        description="Build an index of Python's reference, start a node on this machine, ask it questions, and show "
+        "the stage times.",
         allow_abbrev=False,
     )
 
@@ -29,22 +30,22 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
     def flag(name: str, help: str) -> None:
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=False, help=help)
 
-    number("--questions", 3, 0, len(BUILT_IN_QUESTIONS), "How many of the built-in questions to ask.")
-    number("--max-tokens", 96, 1, 1024, "Tokens an answer may have.")
-    number("--every-tokens", 0, 0, 1024, "Ask the pool again after so many tokens; 0: never.")
-    number("--port", 0, 0, 65535, "HTTP port; 0 takes a free one.")
+    number("--questions", 3, 0, len(BUILT_IN_QUESTIONS), "Number of built-in questions to ask.")
+    number("--max-tokens", 96, 1, 1024, "Maximum tokens per answer.")
+    number("--every-tokens", 0, 0, 1024, "Tokens between probes of the pool; 0 disables them.")
+    number("--port", 0, 0, 65535, "HTTP port; 0 selects a free port.")
     parser.add_argument(
         "--ask", action="append", default=[], metavar="TEXT",
-        help="A question of your own (may be given more than once).",
+        help="Ask this question (repeatable).",
     )  # fmt: skip
-    flag("--keep", "Leave the node up and print how to ask it.")
-    flag("--check", "Compare 50 greedy answers, with weights in float32, with transformers' generate() in one process.")
+    flag("--keep", "Keep the node running and print example requests.")
+    flag("--check", "Compare 50 greedy answers in float32 with transformers' generate().")
     return parser
 
 
 def _within(least: int, most: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        value = int(text)  # argparse says so of what is none
+        value = int(text)  # argparse reports a ValueError
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is outside {least}..{most}")
         return value

@@ -1,4 +1,4 @@
-"""Where the `trinity` command begins: Ctrl-C ends it quietly, with 130 as shells expect, also while it is importing."""
+"""Entry point of the `trinity` command. Ctrl-C exits quietly with 130, as shells expect, even during imports."""
 
 import sys
 
@@ -17,8 +17,8 @@ def _run() -> None:
     import os
     import signal
 
-    # KeyboardInterrupt would be raised inside other people's modules, some of which print it, or turn it into an
-    # ImportError. Nothing is begun yet, so there is nothing to end in order. (Where it is ignored it stays ignored.)
+    # During imports KeyboardInterrupt would be raised inside third-party modules, some of which print it or turn it
+    # into an ImportError. Nothing needs cleanup yet, so exit directly. (If SIGINT is ignored, it stays ignored.)
     python_handler = signal.getsignal(signal.SIGINT)
     if python_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))

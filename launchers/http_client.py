@@ -1,4 +1,4 @@
-"""A small HTTP client for the node's own commands: JSON in, JSON or server-sent events out."""
+"""HTTP client of the node's own commands: JSON requests; JSON or server-sent events in response."""
 
 import http.client
 import json
@@ -13,19 +13,19 @@ Json = dict[str, Any]
 
 
 def get_json(url: str, path: str, key: str = "") -> bytes:
-    """The body of a GET, asked for with an API key. Raises the `TrinityError` that the node answered with."""
+    """GET a body, with an API key if given. Raises the `TrinityError` that the node returned."""
     with _response(url, "GET", path, None, 10.0, key) as response:
         return response.read()
 
 
 def post(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Json:
-    """The JSON answer to a POST. Raises the `TrinityError` that the node answered with."""
+    """POST a JSON body and return the JSON response. Raises the `TrinityError` that the node returned."""
     with _response(url, "POST", path, body, timeout_s) as response:
         return dict(json.loads(response.read()))
 
 
 def stream(url: str, path: str, body: Json, timeout_s: float = 600.0) -> Generator[Json, None, None]:
-    """The events of a streamed answer as they come. Raises the `TrinityError` that ended it, if one did."""
+    """Iterate over the events of a streamed response. Raises the `TrinityError` that ended it, if any."""
     with _response(url, "POST", path, {**body, "stream": True}, timeout_s) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -50,7 +50,7 @@ def _response(
             if response.status != 200:
                 raise _error(response.status, response.read())
             yield response
-    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a key that no header can carry
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a key that is not a valid header
         raise Unavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error
     finally:
         connection.close()
@@ -61,4 +61,4 @@ def _error(status: int, body: bytes) -> TrinityError:
         error = json.loads(body)["error"]
         return error_from_code(str(error["code"]), str(error["message"]), error.get("param"))
     except (ValueError, KeyError, TypeError):
-        return Unavailable(f"the node answered with status {status} and no error of its own: {body[:200]!r}")
+        return Unavailable(f"unexpected status {status} from the node: {body[:200]!r}")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from gpu import GpuError
 from ipc import IpcError
-from launchers.commands import ELSEWHERE, PARSING_THEMSELVES
-from launchers.node_option import NodeArgument, NodeOption, meant
+from launchers.commands import LAZY_COMMANDS, SELF_PARSING
+from launchers.node_option import NodeArgument, NodeOption, resolve_node
 from launchers.status import show_placement, show_status
 from runtime.checks import preflight
 from runtime.checks.memory_estimate import estimate_device_bytes
@@ -32,9 +32,9 @@ from runtime.node.supervisor.supervisor import Supervisor
 from runtime.node.worker import die_with_parent
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"trinity {node_version() or 'of a checkout that is not installed'}")
+def _show_version(requested: bool) -> None:
+    if requested:
+        print(f"trinity {node_version() or '(not installed)'}")
         raise typer.Exit
 
 
@@ -43,29 +43,27 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Retrieval for LLM serving on one node: prefill, decode and vector search, each in processes of its own."""
+    """Retrieval runtime for LLM serving on one node: prefill, decode and vector search in separate processes."""
 
 
 def serve(
-    config: Annotated[Path, typer.Option(help="The node's TOML file.")],
+    config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
     quiet: Annotated[bool, typer.Option(help="Log warnings and errors only.")] = False,
     with_parent: Annotated[
-        int | None, typer.Option(metavar="PID", help="Drain and stop when this process, which started it, ends.")
+        int | None, typer.Option(metavar="PID", help="Drain and stop when this parent process ends.")
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the configuration and show where everything would run; exit with 1 if it does not fit.",
+            help="Check the configuration and show the placement of all processes; exit with 1 if it does not fit.",
         ),
     ] = False,
-    simulate_gpus: Annotated[
-        int, typer.Option(help="Run the layout of so many GPUs on the CPU, each GPU a name alone.", min=0)
-    ] = 0,
-    name: Annotated[str, typer.Option(help="The node's name, instead of the file's: several can run from one.")] = "",
-    port: Annotated[int | None, typer.Option(help="The port of HTTP, instead of the file's; 0: any free one.")] = None,
+    simulate_gpus: Annotated[int, typer.Option(help="Run the layout of this many GPUs on the CPU.", min=0)] = 0,
+    name: Annotated[str, typer.Option(help="Node name; overrides the file, to run several nodes from one.")] = "",
+    port: Annotated[int | None, typer.Option(help="HTTP port; overrides the file; 0 selects a free one.")] = None,
 ) -> None:
-    """Run a node in the foreground until Ctrl-C or `trinity stop` (drains; a second Ctrl-C stops at once)."""
+    """Run a node in the foreground. Ctrl-C or `trinity stop` drains it; a second Ctrl-C stops it at once."""
     settings = load_config(config, name, port)
     if quiet and LEVELS[settings.log.level] < logging.WARNING:
         settings = replace(settings, log=replace(settings.log, level="warning"))
@@ -90,7 +88,7 @@ def serve(
 
 
 def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
-    """A progress callback for logs: a line for each phase, none for its steps."""
+    """Return a progress callback that logs each phase once."""
     phases: set[str] = set()
 
     def progress(phase: str, share: float) -> None:
@@ -102,54 +100,54 @@ def _logged_once(log: logging.Logger) -> Callable[[str, float], None]:
 
 
 def status(node: NodeArgument = "", named: NodeOption = "") -> None:
-    """Show a running node's workers. Exits with 1 if one of them is not ready."""
-    raise typer.Exit(show_status(find_node(meant(node, named)), Console()))
+    """Show the workers of a running node. Exits with 1 if any is not ready."""
+    raise typer.Exit(show_status(find_node(resolve_node(node, named)), Console()))
 
 
 def top(
     node: NodeArgument = "",
     named: NodeOption = "",
-    url: Annotated[str, typer.Option(help="Watch the node at this address instead, such as http://host:8080.")] = "",
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60)] = 2.0,
-    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if /metrics wants one.")] = "",
+    url: Annotated[str, typer.Option(help="URL of the node, such as http://host:8080.")] = "",
+    every: Annotated[float, typer.Option(help="Refresh interval in seconds.", min=0.2, max=60)] = 2.0,
+    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="API key, if /metrics requires one.")] = "",
 ) -> None:
-    """Watch a node in the terminal: what the Grafana overview shows first. Ends with q."""
-    from dashboards.top import TopApp, fetch_metrics  # textual takes its time to import
+    """Monitor a node in the terminal: SLOs, health, queues, saturation, latency. Press q to quit."""
+    from dashboards.top import TopApp, fetch_metrics  # importing textual is slow
 
-    address = url or find_node(meant(node, named)).url
-    fetch_metrics(address, key)  # what is wrong with the address is said in one line, not on a screen
+    address = url or find_node(resolve_node(node, named)).url
+    fetch_metrics(address, key)  # fails here with a one-line error, before the screen opens
     TopApp(lambda: fetch_metrics(address, key), every).run()
 
 
 def restart(
     node: NodeArgument = "",
     named: NodeOption = "",
-    worker: Annotated[str, typer.Option(help="Restart this worker alone, such as prefill-0.")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for all to be back.")] = 1800.0,
+    worker: Annotated[str, typer.Option(help="Restart only this worker, such as prefill-0.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until all workers are ready again.")] = 1800.0,
 ) -> None:
-    """Restart a node's workers one after the other, each after its drain; returns when all are back."""
-    restart_node(find_node(meant(node, named)), worker, timeout)
-    print(f"{worker or 'every worker'} restarted")
+    """Restart a node's workers one at a time, each after draining it; return when all are ready."""
+    restart_node(find_node(resolve_node(node, named)), worker, timeout)
+    print(f"{worker or 'all workers'} restarted")
 
 
 def stop(
     node: NodeArgument = "",
     named: NodeOption = "",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to end.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the node to exit.")] = 60.0,
 ) -> None:
-    """Drain a running node and stop it; returns when it is gone."""
-    info = find_node(meant(node, named))
+    """Drain a running node and stop it; return when it has exited."""
+    info = find_node(resolve_node(node, named))
     stop_node(info, timeout)
     print(f"node {info.name!r} stopped")
 
 
-_UNREAD = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_UNPARSED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
-    """The command line, with the one command that `arguments` name, or with all (for --help).
+    """Return the command line with the command that `arguments` select, or with all of them (for --help).
 
-    A command's module is imported where that command runs and nowhere else: `serve` begins so much earlier.
+    Only the selected command's module is imported, which shortens the start of `serve`.
     """
     app = typer.Typer(
         no_args_is_help=True,
@@ -161,11 +159,11 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     named = next((word for word in arguments if not word.startswith("-")), "")
     for name, function in own.items():
         app.command(name)(function)
-    for name in [named] if named in own | ELSEWHERE else ELSEWHERE:
-        if name in ELSEWHERE:
-            module, attribute = ELSEWHERE[name]
+    for name in [named] if named in own | LAZY_COMMANDS else LAZY_COMMANDS:
+        if name in LAZY_COMMANDS:
+            module, attribute = LAZY_COMMANDS[name]
             found = getattr(importlib.import_module(f"launchers.{module}"), attribute)
-            settings = _UNREAD if name in PARSING_THEMSELVES else None
+            settings = _UNPARSED if name in SELF_PARSING else None
             if isinstance(found, typer.Typer):
                 app.add_typer(found, name=name)
             else:
@@ -174,9 +172,9 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command line: what the user can mend is one line on stderr and an exit code, never a traceback.
+    """Run the command line. Expected errors are printed as one line on stderr, without a traceback.
 
-    The code is the error's own: docs/operate.md has all of them.
+    The exit code is the error's own; docs/operate.md lists them.
     """
     try:
         command_line(sys.argv[1:])(prog_name="trinity")

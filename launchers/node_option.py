@@ -1,6 +1,6 @@
-"""How commands are told which node they are about: the only one that runs, unless they are told.
+"""Node selection on the command line: by default the only running node.
 
-Every command takes `--node NODE`; those that take nothing else as an argument take `NODE` too.
+Every command accepts `--node NODE`; commands without other positional arguments also accept `NODE`.
 """
 
 from typing import Annotated
@@ -9,15 +9,15 @@ import typer
 
 from runtime.errors import UsageError
 
-_HELP = "The node's name, or its run directory."
-_DEFAULT = "the only one that runs"
+_HELP = "Name or run directory of the node."
+_DEFAULT = "the only running node"
 
 NodeArgument = Annotated[str, typer.Argument(help=_HELP, show_default=_DEFAULT)]
 NodeOption = Annotated[str, typer.Option("--node", help=_HELP, show_default=_DEFAULT)]
 
 
-def meant(argument: str, option: str) -> str:
-    """The node of a command that takes it either way. Raises UsageError for two that differ."""
+def resolve_node(argument: str, option: str) -> str:
+    """Return the node given as argument or option. Raises UsageError if both are given and differ."""
     if argument and option and argument != option:
-        raise UsageError(f"two nodes are named: {argument!r} and --node {option!r}")
+        raise UsageError(f"conflicting nodes: {argument!r} and --node {option!r}; give one")
     return argument or option

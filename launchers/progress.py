@@ -1,6 +1,6 @@
-"""How far a long build has come: bars on a terminal, a line now and then anywhere else.
+"""Progress reporting for long builds: progress bars on a terminal, occasional lines elsewhere.
 
-Where an index is split, each shard goes through all stages: a stage's time is what its parts took together.
+In a sharded build each shard passes through all stages; a stage's time is the sum over the shards.
 """
 
 import time
@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-_WORDS = {
+_LABELS = {
     "compare": "comparing files",
     "read": "reading documents",
     "embed": "embedding",
@@ -34,15 +34,15 @@ _LINE_EVERY_S = 10.0
 
 
 class BuildProgress:
-    """A callable for the `progress` of builds: (stage, part done from 0 to 1). Use as a context manager."""
+    """A `progress` callback for builds: (stage, share done from 0 to 1). Use as a context manager."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._tasks: dict[str, TaskID] = {}
-        self._took_s: dict[str, float] = defaultdict(float)
+        self._elapsed_s: dict[str, float] = defaultdict(float)
         self._done: set[str] = set()
-        self._spoke = self._heard = clock()
+        self._printed_s = self._updated_s = clock()
         console = Console(file=stream)
         self._bars: Progress | None = None
         if console.is_terminal:
@@ -51,7 +51,7 @@ class BuildProgress:
                 TextColumn("{task.description:20}"),
                 BarColumn(),
                 TaskProgressColumn(),
-                TextColumn("{task.fields[took]}"),
+                TextColumn("{task.fields[elapsed]}"),
                 TimeRemainingColumn(),
                 console=console,
             )
@@ -66,24 +66,24 @@ class BuildProgress:
             self._bars.stop()
 
     def __call__(self, stage: str, done: float) -> None:
-        """Show that `stage` is done up to this part."""
-        words = _WORDS.get(stage, stage)
+        """Report that `stage` is done up to this share."""
+        label = _LABELS.get(stage, stage)
         now = self._clock()
-        self._took_s[stage] += now - self._heard  # a stage speaks when it begins, or when a part of it is done
-        self._heard = now
-        took = f"{self._took_s[stage]:.1f} s"
+        self._elapsed_s[stage] += now - self._updated_s  # stages report at their start and after each part
+        self._updated_s = now
+        elapsed = f"{self._elapsed_s[stage]:.1f} s"
         if self._bars is not None:
             if stage not in self._tasks:
-                self._tasks[stage] = self._bars.add_task(words, total=1.0, took=took)
-            self._bars.update(self._tasks[stage], completed=done, took=took)
+                self._tasks[stage] = self._bars.add_task(label, total=1.0, elapsed=elapsed)
+            self._bars.update(self._tasks[stage], completed=done, elapsed=elapsed)
         elif stage in self._done:
-            pass  # a stage's parts may each say that it is done; that is told once
+            pass  # every shard reports completion; print it once
         elif done >= 1.0:
             self._done.add(stage)
-            self._say(f"{words}: done in {took}")
-        elif self._clock() - self._spoke >= _LINE_EVERY_S:
-            self._say(f"{words}: {done:.0%}")
+            self._print(f"{label}: done in {elapsed}")
+        elif self._clock() - self._printed_s >= _LINE_EVERY_S:
+            self._print(f"{label}: {done:.0%}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
-        self._spoke = self._clock()
+        self._printed_s = self._clock()

@@ -1,4 +1,4 @@
-"""`trinity status`: a node's workers as a table, and where a plan would put them."""
+"""Tables of `trinity status` (a node's workers) and of `serve --dry-run` (the placement)."""
 
 from collections.abc import Mapping
 
@@ -16,40 +16,40 @@ from runtime.node.supervisor.admin import LiveCollectionsStatus, NodeStatus, Wor
 _COLOURS = {"ready": "green", "standby": "green", "fatal": "red", "backoff": "yellow"}
 _COLUMNS = ("worker", "state", "pid", "device", "cores", "restarts", "heartbeat", "memory")
 _NUMBERS = ("pid", "restarts", "heartbeat", "memory")
-_LEFT_OUT_FIRST = ("cores", "memory", "heartbeat", "restarts", "pid", "device")  # where the terminal is too narrow
-_WIDTH = 160  # where no terminal has another: a file, a pipe
+_HIDDEN_FIRST = ("cores", "memory", "heartbeat", "restarts", "pid", "device")  # on a narrow terminal, in this order
+_WIDTH = 160  # of output to a file or pipe
 
 
 def show_status(info: NodeInfo, console: Console) -> int:
-    """Print the table; the exit code is 0 if every worker is ready."""
+    """Print the table; return exit code 0 if every worker is ready, else 1."""
     status = node_status(info)
     show_workers(status, console)
     return 0 if status.ready else 1
 
 
 def show_workers(status: NodeStatus, console: Console) -> None:
-    """Print the table, and below it the workers' notes.
+    """Print the table, then the workers' notes.
 
-    No cell is cut: on a narrow terminal whole columns are left out, and named at the end.
+    Cells are never truncated: on a narrow terminal whole columns are hidden and listed at the end.
     """
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)
-    left_out = 0
+    hidden = 0
     table = _table(status, _COLUMNS)
-    while left_out < len(_LEFT_OUT_FIRST) and _width(table, console) > console.width:
-        left_out += 1
-        table = _table(status, [name for name in _COLUMNS if name not in _LEFT_OUT_FIRST[:left_out]])
+    while hidden < len(_HIDDEN_FIRST) and _width(table, console) > console.width:
+        hidden += 1
+        table = _table(status, [name for name in _COLUMNS if name not in _HIDDEN_FIRST[:hidden]])
     console.print(table)
     for worker in (*status.workers, *status.spares):
         if worker.note:
             console.print(f"{worker.name}: {escape(worker.note)}", highlight=False)
     if status.written is not None:
-        console.print(_told(status.written), highlight=False)
-    if left_out:
-        console.print(f"[dim]no room for: {', '.join(_LEFT_OUT_FIRST[:left_out])}[/dim]")
+        console.print(_live_line(status.written), highlight=False)
+    if hidden:
+        console.print(f"[dim]hidden columns: {', '.join(_HIDDEN_FIRST[:hidden])}[/dim]")
 
 
-def _told(written: LiveCollectionsStatus) -> str:
+def _live_line(written: LiveCollectionsStatus) -> str:
     rows, graph, whole = written.built
     done = f" (rows {rows:.0%}, graph {graph:.0%}, written {whole:.0%})"
     built = f", {written.building} being built{done}" if written.building else ""
@@ -87,25 +87,25 @@ def _cells(worker: WorkerStatus) -> dict[str, str]:
 
 
 def _width(table: Table, console: Console) -> int:
-    """What the table takes where nothing is in its way."""
+    """Return the table's width without a limit."""
     return Measurement.get(console, console.options.update(width=10_000), table).maximum
 
 
-# ---- `trinity serve --dry-run`: where every process would run, and whether it fits
+# ---- `trinity serve --dry-run`: placement of every process, and whether it fits
 
 
 _PLAN_COLUMNS = ("worker", "GPU", "UUID", "PCI bus", "NUMA", "cores", "spins", "needs", "free")
 
 
 def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], console: Console | None = None) -> bool:
-    """Print the table. False if something does not fit into the memory that is free."""
+    """Print the table; return whether all processes fit into free memory."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH, file=console.file)
     table = Table(title=f"node {plan.config.node.name!r}" + (" (simulated GPUs)" if machine.simulated else ""))
     for column in _PLAN_COLUMNS:
         table.add_column(column, justify="right" if column in ("needs", "free") else "left", no_wrap=True)
-    # Free bytes by GPU; under "" the machine's own, which is also what simulated GPUs have.
+    # Free bytes by GPU; "" is host memory, which simulated GPUs use too.
     left = {gpu.uuid: gpu.free_bytes for gpu in machine.gpus} | {"": machine.free_bytes}
     fits = True
     for worker in plan.processes:
@@ -117,7 +117,7 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         table.add_row(*_where(worker, machine), f"[{colour}]{_mib(needs)}[/{colour}]", _mib(max(0, free)))
     console.print(table)
     if not fits:
-        console.print("[red]what needs more than is free cannot run (free is what the rows above leave)[/red]")
+        console.print("[red]processes that need more than is free cannot run (free: after the rows above)[/red]")
     return fits
 
 
@@ -137,7 +137,7 @@ def _where(worker: WorkerPlan, machine: Machine) -> tuple[str, ...]:
 
 
 def core_ranges(cores: tuple[int, ...]) -> str:
-    """Cores as the kernel writes them: "0-3,8"."""
+    """Format cores as the kernel does: "0-3,8"."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:

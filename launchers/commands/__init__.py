@@ -1,8 +1,8 @@
-"""The names of `trinity`'s commands, and where those are that have a module of their own. Standard library alone."""
+"""Names of `trinity`'s commands and their modules. Uses the standard library alone."""
 
-OWN = ("serve", "status", "top", "restart", "stop")  # of `launchers.main`
+MAIN_COMMANDS = ("serve", "status", "top", "restart", "stop")  # defined in `launchers.main`
 
-ELSEWHERE = {  # commands and groups of commands: module and name
+LAZY_COMMANDS = {  # command or command group → module and attribute, imported on use
     "index": ("commands.index", "index_app"),
     "live": ("commands.live", "live_app"),
     "dashboards": ("commands.dashboards", "dashboards_app"),
@@ -19,5 +19,5 @@ ELSEWHERE = {  # commands and groups of commands: module and name
     "calibrate": ("commands.simulate", "calibrate_machine"),
 }
 
-PARSING_THEMSELVES = ("demo",)
-"""Commands that are given their options unread: `launchers.bootstrap` reads the demo's before anything is installed."""
+SELF_PARSING = ("demo",)
+"""Commands that parse their options themselves: `launchers.bootstrap` parses the demo's before installation."""

@@ -1,4 +1,4 @@
-"""`trinity config`, every key of a node's configuration as docs/configuration.md has it, and `trinity doctor`."""
+"""`trinity config`, which prints docs/configuration.md, and `trinity doctor`."""
 
 import inspect
 import re
@@ -23,21 +23,21 @@ _HEAD = """\
 # Configuration
 
 A node is configured by one TOML file: `trinity serve --config node.toml`. `trinity config` prints this page, which is
-generated from the types that validate the file. Omitted keys have their defaults. Unknown keys, values out of range and
-conflicting settings are rejected before anything starts, with the key, the value and the limit; `trinity doctor --config
-node.toml` also checks files, ports and memory. Relative paths are relative to the file's directory. A node without
-`[model]` only serves retrieval.
+generated from the types that validate the file. Missing keys have their defaults. Unknown keys, values out of bounds
+and inconsistent settings are refused before anything starts, with the key, the value and the limit (`trinity doctor
+--config node.toml` also checks files, ports and memory). Relative paths are relative to the file's folder. A node
+without `[model]` serves retrieval only.
 """
 _TITLES = {name: f', `engine = "{name}"`' for name in ("trinity", "openai", "vllm")}
 
 
 def config() -> None:
-    """Print every key of the configuration with its default and its limits."""
+    """Print all configuration keys with defaults and limits."""
     print(reference(), end="")
 
 
 def reference() -> str:
-    """docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     parts = [_HEAD]
     for name, section in _sections():
         title = f"[[{name}]]" if name in ("collections", "remote") else f"[{name}]"
@@ -56,7 +56,7 @@ def _sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
 
 
 def _tables_within(name: str, section: type[msgspec.Struct]) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    """Those that are alike have one description."""
+    """Iterate over nested tables; tables of one type share a description."""
     names: dict[type[msgspec.Struct], list[str]] = {}
     for field in fields(section):
         for found in _structs(field.type):
@@ -73,7 +73,7 @@ def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
 
 
 def _text(section: type[msgspec.Struct]) -> str:
-    """A section's docstring, and those of what it has in common with others."""
+    """Return the docstrings of a section and its base classes."""
     own = [
         kind
         for kind in section.__mro__
@@ -112,16 +112,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# ---- `trinity doctor`: what stands in the way of a node on this machine, a line each, with what to do
+# ---- `trinity doctor`: findings about this machine, one line each, with advice
 
 
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="Also look at what this node needs.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Also check the requirements of this configuration.")] = None,
 ) -> None:
-    """Look at the machine before a node runs on it. Exits with 1 if something is in error."""
+    """Check whether this machine can run a node. Exits with 1 on errors."""
     console = Console(soft_wrap=True)
     worst = 0
     for finding in diagnose(load_config(config) if config else None):

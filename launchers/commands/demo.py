@@ -1,4 +1,4 @@
-"""`trinity demo`: a whole node on this machine, asked a few questions about Python's own language reference."""
+"""`trinity demo`: runs a complete node on this machine and asks it about Python's language reference."""
 
 import json
 import os
@@ -34,7 +34,7 @@ NAME = "demo"
 _START_S = 600.0
 
 _CONFIG = """\
-# A node of one worker of each kind on the CPU, as `trinity demo` runs it.
+# The node of `trinity demo`: one worker of each role, on the CPU.
 [node]
 name = "{name}"
 
@@ -62,17 +62,17 @@ path = "{collection}"
 
 
 def node_file(name: str, port: int, collection: Path, weights: str = "auto") -> str:
-    """The TOML of the demo's node."""
+    """Return the TOML of the demo's node."""
     return _CONFIG.format(name=name, port=port, model=smollm.NAME, weights=weights, collection=collection)
 
 
 def demo(context: typer.Context) -> None:
-    """Build an index of Python's reference, start a node on this machine, ask it, and show where the time went."""
+    """Build an index of Python's reference, start a node, ask it questions, and show the stage times."""
     options = demo_parser("trinity demo").parse_args(context.args)
     keep = options.keep
     for kind in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(kind) is signal.SIG_DFL:  # else it was started to outlive its terminal
-            signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node as Ctrl-C does
+        if signal.getsignal(kind) is signal.SIG_DFL:  # else it was started with nohup, say
+            signal.signal(kind, signal.default_int_handler)  # a closed terminal stops the node, as Ctrl-C does
     console = Console()
     console.print("[bold]Trinity demo[/bold]: frontend, prefill, decode and vector pool as processes on this machine\n")
     home = smollm.models_directory().parent / "demo"  # the user's private cache
@@ -82,7 +82,7 @@ def demo(context: typer.Context) -> None:
     docs = Collection.info(collection)
     console.print(f"index: {docs.size} passages of Python's reference, {docs.dim} dimensions; model: {smollm.NAME}\n")
     config = home / "node.toml"
-    weights = "float32" if options.check else "auto"  # the type in which `generate()` computes
+    weights = "float32" if options.check else "auto"  # as `generate()` computes
     config.write_text(node_file(NAME, options.port, collection, weights))
     node = start_node(config, home / "node.log", console, outlive=keep)
     try:
@@ -102,11 +102,11 @@ def demo(context: typer.Context) -> None:
             stop_node(node, timeout_s=60)
             console.print("the node has stopped")
     if keep:
-        _print_how_to_ask(node, config)
+        _print_examples(node, config)
 
 
 def prepare_collection(home: Path, progress: Progress) -> Path:
-    """The directory of the reference's index: built once for each version of Python, again if it is damaged."""
+    """Return the directory of the reference's index; build it once per version of Python, or if it is damaged."""
     home.mkdir(mode=0o700, exist_ok=True)
     path = home / f"python-{platform.python_version()}"
     try:
@@ -118,12 +118,12 @@ def prepare_collection(home: Path, progress: Progress) -> Path:
 
 
 def start_node(config: Path, log: Path, console: Console, *, outlive: bool) -> NodeInfo:
-    """Start `trinity serve` in the background and wait until every worker is ready; it may `outlive` this process."""
+    """Start `trinity serve` in the background and wait until all workers are ready; `outlive`: detach it."""
     _refuse_second_node()
-    life = () if outlive else ("--with-parent", str(os.getpid()))
+    lifetime = () if outlive else ("--with-parent", str(os.getpid()))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *life],
+            [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *lifetime],
             stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:
@@ -158,13 +158,15 @@ def _refuse_second_node() -> None:
         info = find_node(NAME)
     except Unavailable:
         return
-    raise Unavailable(f"a demo node runs already at {info.url} (pid {info.pid}): `trinity stop {NAME}` stops it")
+    raise Unavailable(
+        f"a demo node is already running at {info.url} (pid {info.pid}): stop it with `trinity stop {NAME}`"
+    )
 
 
 def _ask(
     info: NodeInfo, question: str, max_tokens: int, every_tokens: int, console: Console
 ) -> tuple[str, dict[str, Any]]:
-    """Stream one answer to the console; returns the question and its stage times."""
+    """Stream one answer to the console; return the question and its stage times."""
     console.rule(f"[bold]{question}", align="left")
     body = {
         "model": smollm.NAME,
@@ -188,7 +190,7 @@ def _ask(
 
 
 def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
-    """One column a question, one row a stage."""
+    """One column per question, one row per stage."""
     table = Table(title="stage times in milliseconds")
     table.add_column("stage", no_wrap=True)
     table.add_column("from … to")
@@ -200,7 +202,7 @@ def _timing_table(timings: list[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def _print_how_to_ask(info: NodeInfo, config: Path) -> None:
+def _print_examples(info: NodeInfo, config: Path) -> None:
     body = {
         "model": smollm.NAME,
         "messages": [{"role": "user", "content": BUILT_IN_QUESTIONS[0]}],
@@ -208,7 +210,7 @@ def _print_how_to_ask(info: NodeInfo, config: Path) -> None:
         "stream": True,
         "retrieval": {"collection": "docs", "k": 4},
     }
-    print(f"""The node stays up at {info.url}. Its configuration is {config}.
+    print(f"""The node is running at {info.url}. Its configuration is {config}.
 
 With curl:
 
@@ -228,7 +230,7 @@ With the OpenAI client (python -m pip install openai):
   trinity stop {NAME}       stops it""")
 
 
-# ---- the demo's `--check`: greedy tokens through the whole node against transformers' `generate()` in this process
+# ---- --check: greedy tokens of the node against transformers' `generate()` in this process
 
 
 PROMPTS = 50
@@ -237,13 +239,13 @@ _LONGEST = 160
 
 
 def ragged_prompts(vocabulary: int, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Random token sequences of random lengths between 1 and `longest`."""
+    """Return random token sequences of random lengths from 1 to `longest`."""
     source = random.Random(seed)
     return [[source.randrange(vocabulary) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
 def check_equality(url: str, model: str, console: Console) -> None:
-    """Raises `InternalError` if a token differs, `ModelError` where transformers is not installed."""
+    """Compare tokens. Raises `InternalError` if one differs, `ModelError` without transformers."""
     require_packages("torch", "transformers")
     import torch
     from transformers import LlamaForCausalLM
@@ -264,7 +266,7 @@ def check_equality(url: str, model: str, console: Console) -> None:
 
 
 def greedy(reference: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """The tokens of a single-process greedy `generate()`."""
+    """Return the tokens of a greedy `generate()` in this process."""
     import torch
 
     ids = torch.tensor([list(prompt)])
@@ -281,7 +283,7 @@ def greedy(reference: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
 
 
 def node_tokens(url: str, model: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """The tokens of the same prompt through frontend, prefill, hand-over and decode."""
+    """Return the node's tokens for the same prompt: frontend, prefill, hand-over and decode."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0,
         "ignore_eos": True, "return_token_ids": True,

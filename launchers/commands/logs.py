@@ -1,4 +1,4 @@
-"""`trinity logs`: what the processes of a node say, together and in order."""
+"""`trinity logs`: the logs of all processes of a node, merged by time."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launchers.node_option import NodeOption, meant
+from launchers.node_option import NodeOption, resolve_node
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
 from runtime.node.logs.log import LEVELS, Level, Line, plain
@@ -26,45 +26,45 @@ def logs(
     node: Annotated[
         str,
         typer.Argument(
-            help="The node's name, its run directory, or a directory of logs.", show_default="the only one that runs"
+            help="Name or run directory of the node, or a directory of logs.", show_default="the only running node"
         ),
     ] = "",
     named: NodeOption = "",
-    follow: Annotated[bool, typer.Option(help="Go on with what comes, until the node ends.")] = False,
-    worker: Annotated[str, typer.Option(help='Of this process alone, such as "decode-0" or "supervisor".')] = "",
-    request: Annotated[str, typer.Option(help="About this request alone (the answer's x-request-id).")] = "",
-    level: Annotated[Level, typer.Option(help="Of this level and what is worse.")] = "debug",
+    follow: Annotated[bool, typer.Option(help="Follow the logs until the node exits.")] = False,
+    worker: Annotated[str, typer.Option(help='Show only this process, such as "decode-0" or "supervisor".')] = "",
+    request: Annotated[str, typer.Option(help="Show only this request (its x-request-id).")] = "",
+    level: Annotated[Level, typer.Option(help="Minimum level.")] = "debug",
 ) -> None:
-    """Print a node's logs in the order of time."""
-    directory, info = _place(meant(node, named))
+    """Print the logs of a node's processes, merged by time."""
+    directory, info = _log_directory(resolve_node(node, named))
     processes = sorted(path.name.removesuffix(".log") for path in directory.glob("*.log"))
     if worker and worker not in processes:
-        raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'nobody'}")
+        raise InvalidRequest(f"--worker {worker}: {directory} has logs of {', '.join(processes) or 'no process'}")
     if follow and info is None:
-        raise Unavailable(f"--follow: no node runs in {directory}")
-    with _waiting_for_end_of(info if follow else None) as wait:
+        raise Unavailable(f"--follow: no running node in {directory}")
+    with _waiter(info if follow else None) as wait:
         try:
             for line in read(directory, wait):
-                if _wanted(line, worker, request, level):
-                    print(shown(line), flush=follow)
+                if _matches(line, worker, request, level):
+                    print(format_line(line), flush=follow)
             sys.stdout.flush()
-        except BrokenPipeError:  # `trinity logs | head` has read enough
+        except BrokenPipeError:  # such as `trinity logs | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def shown(line: Line) -> str:
-    """A line for people: a traceback on lines of its own below it."""
+def format_line(line: Line) -> str:
+    """Format a line for display, with its traceback on separate lines."""
     head = msgspec.structs.replace(line, detail="").text()
     return "\n    ".join([head, *map(plain, line.detail.splitlines())])
 
 
-def _wanted(line: Line, worker: str, request: str, level: Level) -> bool:
+def _matches(line: Line, worker: str, request: str, level: Level) -> bool:
     of_request = not request or line.request == request or line.request.startswith(f"{request}~")  # a later attempt
     return of_request and line.process == (worker or line.process) and LEVELS.get(line.level, 99) >= LEVELS[level]
 
 
-def _place(node: str) -> tuple[Path, NodeInfo | None]:
-    """The directory of the node's logs, and the node if it runs: what a dead one has left can be read too."""
+def _log_directory(node: str) -> tuple[Path, NodeInfo | None]:
+    """Return the directory of the node's logs, and the node if it runs; logs of a dead node remain readable."""
     try:
         info = find_node(node)
     except Unavailable:
@@ -77,8 +77,8 @@ def _place(node: str) -> tuple[Path, NodeInfo | None]:
 
 
 @contextmanager
-def _waiting_for_end_of(info: NodeInfo | None) -> Iterator[Callable[[], bool] | None]:
-    """A wait until there may be more lines to read: False once the node has ended. None without a node."""
+def _waiter(info: NodeInfo | None) -> Iterator[Callable[[], bool] | None]:
+    """Yield a function that waits for more lines and returns False once the node has exited; None without a node."""
     if info is None:
         yield None
         return

@@ -1,5 +1,5 @@
-"""`trinity simulate`: a node and a trace on a virtual clock; with --plan, the best split of GPUs for them.
-`trinity calibrate`: the service times it needs, measured here.
+"""`trinity simulate`: replay of a trace on a simulated node, or search of the best split of GPUs (--plan).
+`trinity calibrate`: measurement of the service times that it needs.
 """
 
 from pathlib import Path
@@ -20,30 +20,32 @@ if TYPE_CHECKING:
 
 
 def simulate_node(
-    config: Annotated[Path, typer.Option(help="The node's TOML file.")],
-    trace: Annotated[Path, typer.Option(help="Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
-    policy: Annotated[str, typer.Option(help="configured, adaptive, fixed:r, paper, fifo, static …")] = "configured",
+    config: Annotated[Path, typer.Option(help="Configuration file of the node (TOML).")],
+    trace: Annotated[Path, typer.Option(help="Trace file: Azure .csv, Mooncake or RAGPulse .jsonl[.gz].")],
+    policy: Annotated[
+        str, typer.Option(help="Pool policy: configured, adaptive, fixed:r, paper, fifo, static …")
+    ] = "configured",
     placement: Annotated[
-        PoolPlacement | None, typer.Option(help="Where the pool is.", show_default="as the file's \\[pool]")
+        PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="from \\[pool]")
     ] = None,
-    rate: Annotated[float, typer.Option(help="Requests/s to stretch the trace's time to; 0: as it is.", min=0)] = 0.0,
-    limit: Annotated[int, typer.Option(help="Requests of the trace to take.", min=2)] = MAX_REQUESTS,
-    times: Annotated[Path | None, typer.Option(help="Service times (.json); else those of an H100.")] = None,
+    rate: Annotated[float, typer.Option(help="Scale the trace to this rate in requests/s; 0: as is.", min=0)] = 0.0,
+    limit: Annotated[int, typer.Option(help="Maximum number of requests to replay.", min=2)] = MAX_REQUESTS,
+    times: Annotated[Path | None, typer.Option(help="Service times (.json); default: an H100.")] = None,
     ttft: Annotated[
-        float | None, typer.Option(help="SLO: seconds to the first token.", show_default="as the file's \\[slo]")
+        float | None, typer.Option(help="SLO: time to first token, in seconds.", show_default="from \\[slo]")
     ] = None,
     tpot: Annotated[
         float | None,
-        typer.Option(help="SLO: seconds a token after it, in the mean.", show_default="as the file's \\[slo]"),
+        typer.Option(help="SLO: mean time per output token, in seconds.", show_default="from \\[slo]"),
     ] = None,
-    probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0: none.", min=0)] = 32,
-    seed: Annotated[int, typer.Option(help="Of ties and of what the trace does not say.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for result.json and timeline.png.")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Search the best split of --gpus and the placement.")] = False,
-    gpus: Annotated[int, typer.Option(help="GPUs of the node, for --plan.", min=2, max=8)] = 8,
+    probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0 disables them.", min=0)] = 32,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Output directory for result.json and timeline.png.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Search for the best split of GPUs and placement.")] = False,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs, for --plan.", min=2, max=8)] = 8,
 ) -> None:
-    """Run a trace through a simulated node, with production's scheduler, router and control law."""
-    # Whoever only asks for help need not wait for compiled code.
+    """Replay a trace on a simulated node that runs the production scheduler, router and control law."""
+    # Imported here, because --help does not need compiled code.
     from runtime.node.config_file import load_config
     from runtime.simulator.capacity import capacity, demands
     from runtime.simulator.node import simulate
@@ -84,8 +86,8 @@ def simulate_node(
     needs = demands(setup, arrivals)
     most = capacity(setup, arrivals)
     console.print(
-        f"{max(needs, key=lambda name: needs[name])} needs most; with its batches always full it could do {most:.2f} "
-        f"requests/s, and this trace sends {mean_rate(arrivals) / most:.0%} of that"
+        f"{max(needs, key=lambda name: needs[name])} is the bottleneck: with full batches it sustains {most:.2f} "
+        f"requests/s; this trace sends {mean_rate(arrivals) / most:.0%} of that"
     )
     result = simulate(setup, arrivals)
     console.print(_result_table(result))
@@ -93,32 +95,30 @@ def simulate_node(
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
         drawn = draw([result], out / "timeline.png")
-        console.print(
-            f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no picture without matplotlib")
-        )
+        console.print(f"wrote {out}/result.json" + (" and timeline.png" if drawn else "; no plot without matplotlib"))
 
 
 def calibrate_machine(
-    config: Annotated[Path, typer.Option(help="The node's TOML file: its model and its collections.")],
+    config: Annotated[Path, typer.Option(help="Configuration file of the node to measure (TOML).")],
     out: Annotated[
         Path,
-        typer.Option(help="The service times to write (.json), for simulate --times.", dir_okay=False, writable=True),
+        typer.Option(help="Output file (.json), for simulate --times.", dir_okay=False, writable=True),
     ],
 ) -> None:
-    """Measure the service times of this machine; let it do nothing else meanwhile."""
+    """Measure the service times of this machine. Run nothing else on it meanwhile."""
     from runtime.node.config_file import load_config
     from runtime.simulator.times.calibrate import calibrate
     from runtime.simulator.times.roofline import draw_roofline
     from runtime.simulator.times.service import ServiceTimes
 
-    out.parent.mkdir(parents=True, exist_ok=True)  # now, not when all is measured
+    out.parent.mkdir(parents=True, exist_ok=True)  # fail before the measurement, not after it
     console = Console()
     measured = calibrate(load_config(config), ServiceTimes(), lambda text: console.print(f"measuring {text}"))
     measured.save(out)
-    figure = out.with_suffix(".png")
-    drawn = draw_roofline(measured.roofline, figure)
+    plot = out.with_suffix(".png")
+    drawn = draw_roofline(measured.roofline, plot)
     console.print(f"wrote {out}: {measured.source}")
-    console.print(f"wrote {figure}: utilisation by load" if drawn else "no figure without matplotlib")
+    console.print(f"wrote {plot}: utilisation by load" if drawn else "no plot without matplotlib")
 
 
 def _result_table(result: "Result") -> Table:

@@ -1,4 +1,4 @@
-"""`trinity trace`: the life of one request, or of one search alone, as a timeline in the terminal."""
+"""`trinity trace`: the timeline of a request, or of a search, in the terminal."""
 
 from typing import Annotated
 from urllib.parse import quote
@@ -14,8 +14,8 @@ from launchers.node_option import NodeOption
 from runtime.node.run_dir import find_node
 from runtime.serving.frontend.observability import Trace
 
-_MOST_PROBES = 24  # lines; the longest ones are shown
-_FIXED = 40  # columns that the names and numbers take
+_MAX_PROBES = 24  # lines; the longest probes are shown
+_FIXED_WIDTH = 40  # columns of names and numbers
 _STAGES = {
     "queue": "yellow",
     "embed": "magenta",
@@ -31,14 +31,15 @@ _STAGES = {
 
 def trace(
     request: Annotated[
-        str, typer.Argument(help='Its id: "id" of its answer or the header x-request-id, also one that you sent.')
+        str,
+        typer.Argument(help='Request id: "id" in the response, or x-request-id, sent or received.'),
     ],
     node: NodeOption = "",
-    url: Annotated[str, typer.Option(help="Ask the node at this address instead, such as http://host:8080.")] = "",
-    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node wants one.")] = "",
+    url: Annotated[str, typer.Option(help="URL of the node, such as http://host:8080.")] = "",
+    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="API key, if the node requires one.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the trace as JSON.")] = False,
 ) -> None:
-    """Show where one request's time went: every stage and every probe, with its begin and its length."""
+    """Show the timeline of a request: start and duration of every stage and probe."""
     body = get_json(url or find_node(node).url, f"/v1/traces/{quote(request, safe='')}", key)
     if json:
         print(body.decode())
@@ -47,11 +48,11 @@ def trace(
 
 
 def show(found: Trace, console: Console) -> None:
-    """Print a trace: one line a stage, bars proportional to time."""
+    """Print a trace, one line per stage, with bars proportional to time."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for header in ("", "at ms", "ms", "%"):
         table.add_column(header, justify="left" if not header else "right", no_wrap=True)
-    width = max(10, min(console.width, 160) - _FIXED)
+    width = max(10, min(console.width, 160) - _FIXED_WIDTH)
     table.add_column("", no_wrap=True, width=width)
 
     def line(label: str, kind: str, begin_s: float, end_s: float) -> None:
@@ -67,32 +68,30 @@ def show(found: Trace, console: Console) -> None:
     if found.state == "running":
         known = max([0.0, found.first_token_s or 0.0, *(stage.end_s for stage in found.stages)])
         line("… until now", "running", known, found.elapsed_s)
-    shown = sorted(found.probes, key=lambda probe: probe.begin_s - probe.end_s)[:_MOST_PROBES]
+    shown = sorted(found.probes, key=lambda probe: probe.begin_s - probe.end_s)[:_MAX_PROBES]
     for probe in sorted(shown, key=lambda probe: probe.begin_s):
         line(f"  probe @{probe.at_token}", "probe", probe.begin_s, probe.end_s)
 
     end = escape(f"{found.state} after {found.elapsed_s * 1e3:.1f} ms")
     called = escape(f" ({found.client_id})") if found.client_id else ""
     console.print(f"[bold]{escape(found.id)}[/bold]{called}  {end}")
-    console.print(escape(_what(found)))
+    console.print(escape(_summary(found)))
     console.print(table)
     if found.first_token_s is not None:
         later = found.completion_tokens - 1
-        each = (
-            f", {(found.elapsed_s - found.first_token_s) / later * 1e3:.1f} ms for each later one" if later > 0 else ""
-        )
+        each = f", {(found.elapsed_s - found.first_token_s) / later * 1e3:.1f} ms per later token" if later > 0 else ""
         console.print(f"first token after {found.first_token_s * 1e3:.1f} ms{each}")
     if found.probes:
         console.print(_probes_line(found))
     hidden = len(found.probes) - len(shown) + found.probes_left_out
     if hidden:
-        console.print(f"{hidden} shorter probes are not shown")
+        console.print(f"{hidden} shorter probes not shown")
 
 
-def _what(found: Trace) -> str:
+def _summary(found: Trace) -> str:
     if found.kind == "search":
-        return f"a search alone, {found.passages} passages"
-    restarts = f", started again {found.restarts} times" if found.restarts else ""
+        return f"search, {found.passages} passages"
+    restarts = f", restarted {found.restarts} times" if found.restarts else ""
     workers = f"{found.prefill_worker} → {found.decode_worker}"
     return f"{workers}, {found.prompt_tokens} tokens → {found.completion_tokens}{restarts}"
 
@@ -101,7 +100,7 @@ def _probes_line(found: Trace) -> str:
     probes = found.probes
     stalled = sum(probe.stalled_s for probe in probes)
     number, passages = len(probes) + found.probes_left_out, sum(probe.passages for probe in probes)
-    line = f"{number} probe{'s' * (number != 1)} held the answer for {stalled * 1e3:.1f} ms and brought "
+    line = f"{number} probe{'s' * (number != 1)} stalled the answer for {stalled * 1e3:.1f} ms and added "
     line += f"{passages} new passage{'s' * (passages != 1)}"
     odd = [probe.outcome for probe in probes if probe.outcome != "answered"]
     if odd:
@@ -110,7 +109,7 @@ def _probes_line(found: Trace) -> str:
 
 
 def _bar(begin_s: float, end_s: float, whole_s: float, width: int) -> str:
-    """A bar in its place on a line of `width` cells; what took any time has a mark at least."""
+    """Return a bar on a line of `width` cells, at least one mark wide."""
     if whole_s <= 0:
         return ""
     begin = min(width - 1, int(begin_s / whole_s * width))

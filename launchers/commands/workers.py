@@ -1,4 +1,4 @@
-"""`trinity workers`: workers that come and go while the node serves, one by one or all of a GPU."""
+"""`trinity workers`: add, drain and flip workers of a running node, individually or by GPU."""
 
 from typing import Annotated
 
@@ -12,53 +12,52 @@ from runtime.node.run_dir import find_node
 from runtime.node.supervisor.admin import scale_workers
 from runtime.node.supervisor.scaling import GPU_NAMES, ScaleAction
 
-workers_app = typer.Typer(help="A running node's workers: add, drain, flip.", no_args_is_help=True)
+workers_app = typer.Typer(help="Add, drain or flip workers of a running node.", no_args_is_help=True)
 
-Role = Annotated[str, typer.Argument(help="prefill or decode.")]
-AnyRole = Annotated[str, typer.Argument(help="prefill, decode or pool.")]
-Name = Annotated[str, typer.Option(help="This worker, such as decode-1; else the role's last one.")]
-Gpu = Annotated[str, typer.Option(help='Instead of a role: all workers of this GPU, "cuda:3" or its UUID.')]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait until it is done.")]
+Role = Annotated[str, typer.Argument(help="Role: prefill or decode.")]
+AnyRole = Annotated[str, typer.Argument(help="Role: prefill, decode or pool.")]
+Name = Annotated[str, typer.Option(help="Worker, such as decode-1; default: the last one of the role.")]
+Gpu = Annotated[str, typer.Option(help='Select all workers of this GPU ("cuda:3" or its UUID) instead of a role.')]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for completion.")]
 
 
-@workers_app.command("list", hidden=True)  # the older name of `trinity status`
+@workers_app.command("list", hidden=True)  # deprecated alias of `trinity status`
 def list_workers(node: NodeOption = "") -> None:
-    """Show the workers. Exits with 1 if one of them is not ready."""
+    """Show the workers. Exits with 1 if any is not ready."""
     raise typer.Exit(show_status(find_node(node), Console()))
 
 
 @workers_app.command()
 def add(role: AnyRole = "", gpu: Gpu = "", node: NodeOption = "", timeout: Timeout = 600.0) -> None:
-    """Start one more worker of a role, or those that have left a GPU; returns when they take requests.
+    """Add a worker of a role, or the drained workers of a GPU; return when they are ready.
 
-    Places of the node's own plan whose workers have left are taken again first; a pool has no others.
+    Drained workers of the node's plan are restored first; pool workers beyond the plan cannot be added.
     """
-    _change(node, "add", _meant(role, "", gpu), timeout, "{} is ready")
+    _change(node, "add", _target(role, "", gpu), timeout, "{} is ready")
 
 
 @workers_app.command()
 def drain(role: AnyRole = "", name: Name = "", gpu: Gpu = "", node: NodeOption = "", timeout: Timeout = 1800.0) -> None:
-    """Take a worker, or all of a GPU, out of the node after they have finished what they have; returns when they are
-    gone."""
-    _change(node, "drain", _meant(role, name, gpu), timeout, "{} has left")
+    """Drain a worker, or all workers of a GPU, and remove them; return when they have exited."""
+    _change(node, "drain", _target(role, name, gpu), timeout, "{} has left")
 
 
 @workers_app.command()
 def flip(role: Role, name: Name = "", node: NodeOption = "", timeout: Timeout = 1800.0) -> None:
-    """Turn a worker of this role into one of the other: a new one gets ready first, then the old one drains."""
-    _change(node, "flip", _meant(role, name, ""), timeout, "{} is ready in its place")
+    """Replace a worker by one of the other role: start the new one, then drain the old one."""
+    _change(node, "flip", _target(role, name, ""), timeout, "{} is ready in its place")
 
 
-def _meant(role: str, name: str, gpu: str) -> str:
+def _target(role: str, name: str, gpu: str) -> str:
     if bool(gpu) == bool(role or name):
-        raise UsageError("say either a role (or a worker's --name) or a --gpu")
+        raise UsageError("give either a role (or a worker's --name) or --gpu")
     if gpu and not gpu.startswith(GPU_NAMES):
-        raise UsageError(f'--gpu is {gpu!r}, which names no GPU: "cuda:3" or a UUID does')
+        raise UsageError(f'--gpu {gpu!r} is not a GPU: give "cuda:N" or a UUID')
     if role and name and not name.startswith(f"{role}-"):
-        raise UsageError(f"--name is {name!r}, which is no {role} worker")
+        raise UsageError(f"--name {name!r} is not a {role} worker")
     return gpu or name or role
 
 
-def _change(node: str, verb: ScaleAction, what: str, timeout_s: float, done: str) -> None:
-    for worker in scale_workers(find_node(node), verb, what, timeout_s):
+def _change(node: str, verb: ScaleAction, target: str, timeout_s: float, done: str) -> None:
+    for worker in scale_workers(find_node(node), verb, target, timeout_s):
         print(done.format(worker))

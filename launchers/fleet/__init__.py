@@ -1,1 +1,1 @@
-"""`trinity fleet`: what stands in front of several nodes. `docs/fleet.md` has what a node promises it."""
+"""`trinity fleet`: load balancers in front of several nodes. `docs/fleet.md` describes a node's contract with them."""

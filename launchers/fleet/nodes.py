@@ -1,4 +1,4 @@
-"""The nodes of a fleet, and where the balancer in front of them listens, as a command line names them."""
+"""Addresses of a fleet's nodes and of the load balancer, parsed from the command line."""
 
 import json
 import re
@@ -11,21 +11,21 @@ from runtime.errors import Unavailable, UsageError
 from runtime.serving.http.responses import error_json
 
 CONVERSATION = "x-conversation-id"
-"""The header that `--sticky conversation` goes by."""
-_NAME = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?\Z")  # goes into configurations as it is
+"""Header that `--sticky conversation` routes by."""
+_NAME = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?\Z")  # inserted verbatim into configurations
 _HERE = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host and a port. `host` is a name, an IPv4 address, or an IPv6 address without its brackets."""
+    """A host and a port. `host`: a name, an IPv4 address, or an IPv6 address without brackets."""
 
     host: str
     port: int
 
     @property
     def is_name(self) -> bool:
-        """Whether the host must be looked up."""
+        """Whether the host is a name, which needs DNS."""
         try:
             ip_address(self.host)
         except ValueError:
@@ -41,21 +41,21 @@ class Address:
 
 
 def node_addresses(urls: Sequence[str]) -> list[Address]:
-    """Of the nodes' URLs. Raises UsageError for none, one twice, or one that is no `http://HOST:PORT`."""
+    """Parse the nodes' URLs. Raises UsageError for an empty list, duplicates, or a URL not `http://HOST:PORT`."""
     found = [_address(url, "--node", "http://") for url in urls]
     if not found:
-        raise UsageError("no node: say --node http://HOST:PORT for each of them")
+        raise UsageError("no node given: add --node http://HOST:PORT for each")
     if twice := [str(address) for address in found if found.count(address) > 1]:
-        raise UsageError(f"--node {twice[0]} stands there twice")
+        raise UsageError(f"--node {twice[0]} is given twice")
     return found
 
 
 def listen_address(text: str, nodes: Sequence[Address] = ()) -> Address:
-    """Of `HOST:PORT`. Raises UsageError for what is none, or where one of the nodes listens."""
+    """Parse `HOST:PORT`. Raises UsageError if it is invalid, or the address of a node."""
     found = _address(text, "--listen", "")
     for node in nodes:
         if node.port == found.port and (node.host == found.host or {node.host, found.host} <= _HERE):
-            raise UsageError(f"--listen is {text!r}: there the node {node.url} listens")
+            raise UsageError(f"--listen is {text!r}: the node {node.url} already listens there")
     return found
 
 
@@ -69,10 +69,10 @@ def _address(text: str, option: str, scheme: str) -> Address:
         if not _NAME.match(parts.hostname) and ("%" in parts.hostname or not ip_address(parts.hostname)):
             raise ValueError
     except ValueError:
-        raise UsageError(f"{option} is {text[:128]!r}: it must look like {scheme}HOST:PORT") from None
+        raise UsageError(f"{option} is {text[:128]!r}: expected {scheme}HOST:PORT") from None
     return Address(parts.hostname, parts.port)
 
 
 def error_text(message: str) -> str:
-    """What a balancer answers where no node does: `unavailable`, in JSON, as a node says it."""
+    """Return the JSON body of the error `unavailable`, for a balancer's own responses."""
     return json.dumps(error_json(Unavailable(message)))

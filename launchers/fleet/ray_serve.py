@@ -1,4 +1,4 @@
-"""Ray Serve in front of nodes (the extra `ray`): each replica starts a node, passes requests on to it, and ends it.
+"""Ray Serve in front of nodes (the extra `ray`): each replica starts a node, forwards requests to it, and stops it.
 
 serve run launchers.fleet.ray_serve:nodes config=/etc/trinity/node.toml most=4
 """
@@ -30,13 +30,13 @@ from runtime.node.run_dir import find_node
 from runtime.serving.http.middleware import bounded_body, error_response
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
-_OF_ONE_NODE = ("/drain", "/metrics")  # asked of that node, not through what stands in front of several
-_OF_A_CONNECTION = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
-_OF_RAY = _OF_A_CONNECTION | {"date", "server", "x-request-id"}  # which it says itself; the id is the same
-_LOOK_S = 0.2
+_NOT_FORWARDED = ("/drain", "/metrics")  # they concern one node
+_HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
+_SET_BY_RAY = _HOP_BY_HOP | {"date", "server", "x-request-id"}  # Ray sets them; the id is the same
+_POLL_S = 0.2
 _HEALTH_S = 5.0
 _STOP_S = 120.0
-_MOST_OF_ONE = 4096  # the node has limits of its own, and answers what is over them
+_MAX_ONGOING = 4096  # above the node's own limits, which produce proper errors
 _GAUGES = {
     "waiting": (str(PrefillMetrics.WAITING), str(DecodeMetrics.WAITING)),
     "in_flight": (str(FrontendMetrics.IN_FLIGHT),),
@@ -44,9 +44,13 @@ _GAUGES = {
 
 
 class Fleet(BaseModel):
-    """config: the nodes' TOML file, at this path on each machine; a replica gives its node a name and a port of its
-    own. target: requests that one node should have in flight. unavailable_s: how long /health may fail before the
-    node is replaced; its supervisor restarts workers by itself. gpus: what Ray sets aside for a node."""
+    """Arguments of the application.
+
+    config: the nodes' TOML file, at this path on each machine; each replica's node gets its own name and port.
+    least, most: number of nodes. target: requests in flight per node. unavailable_s: how long /health may fail before
+    Ray replaces the node, whose supervisor restarts workers itself. gpus: GPUs that Ray reserves per node.
+    look_back_s: window of the autoscaling metrics.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,7 +64,7 @@ class Fleet(BaseModel):
 
 
 def nodes(fleet: Fleet) -> serve.Application:
-    """What Ray Serve runs. Raises `ConfigError` for a file that no node would start with."""
+    """Return the Ray Serve application. Raises `ConfigError` for an invalid configuration file."""
     path = Path(fleet.config).resolve()
     load_config(path)
     scaling = AutoscalingConfig(
@@ -78,7 +82,7 @@ def nodes(fleet: Fleet) -> serve.Application:
         name="trinity",
         autoscaling_config=scaling,
         ray_actor_options={"num_gpus": fleet.gpus},
-        max_ongoing_requests=_MOST_OF_ONE,
+        max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=_HEALTH_S,
         graceful_shutdown_timeout_s=_STOP_S,
     )
@@ -86,19 +90,18 @@ def nodes(fleet: Fleet) -> serve.Application:
 
 
 def by_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """How many nodes there should be: so many that each has the target in flight, and one more than there are while
-    requests wait in all of them."""
+    """Autoscaling policy: enough nodes for the target in flight each, and one more while requests wait on all nodes."""
     metrics = context.aggregated_metrics or {}
     waiting = metrics.get("waiting", {}).values()
     in_flight = sum(metrics.get("in_flight", {}).values()) + (context.total_queued_requests or 0.0)
-    wanted = math.ceil(in_flight / context.config.target_ongoing_requests)
+    desired = math.ceil(in_flight / context.config.target_ongoing_requests)
     if len(waiting) >= context.current_num_replicas and min(waiting, default=0.0) >= 1:
-        wanted = max(wanted, context.current_num_replicas + 1)
-    return max(wanted, 1), {}
+        desired = max(desired, context.current_num_replicas + 1)
+    return max(desired, 1), {}
 
 
 class _Node:
-    """A replica: a node, and what passes requests on to it."""
+    """A replica: starts a node and forwards requests to it."""
 
     async def __init__(self, config: str, unavailable_s: float) -> None:  # type: ignore[misc]  # Ray awaits it
         self._unavailable_s = unavailable_s
@@ -111,24 +114,24 @@ class _Node:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),  # below the node's idle_timeout_s
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        self._url = await self._started(load_config(Path(config), name).node.run_dir or default_run_dir(name))
-        self._well_at = time.monotonic()
-        self._watch = asyncio.create_task(self._end_with_node())
+        self._url = await self._wait_ready(load_config(Path(config), name).node.run_dir or default_run_dir(name))
+        self._healthy_at = time.monotonic()
+        self._watch = asyncio.create_task(self._exit_with_node())
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return Starlette(routes=[Route("/{path:path}", self._forward, methods=_METHODS)])
 
-    # ---- what Ray asks
+    # ---- interface of Ray Serve
 
     async def check_health(self) -> None:
-        """Raises `Unavailable` for a node that was unavailable for long: Ray replaces it after three."""
+        """Raise `Unavailable` for a node that has been unavailable too long: Ray replaces it after three failures."""
         if await self._healthy(self._url):
-            self._well_at = time.monotonic()
-        elif (ill_s := time.monotonic() - self._well_at) > self._unavailable_s:
-            raise Unavailable(f"its /health has failed for {ill_s:.0f} s, the limit is {self._unavailable_s:g} s")
+            self._healthy_at = time.monotonic()
+        elif (failing_s := time.monotonic() - self._healthy_at) > self._unavailable_s:
+            raise Unavailable(f"/health has failed for {failing_s:.0f} s, the limit is {self._unavailable_s:g} s")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The node's requests that wait for a worker or for room, and all that it has; {} if it is silent."""
+        """Return the node's waiting requests and all in flight; {} if it does not answer."""
         try:
             async with self._client.get(f"{self._url}/metrics") as answer:
                 answer.raise_for_status()
@@ -138,30 +141,30 @@ class _Node:
         return {key: sum(float(value) for of, value in series if of.split("{")[0] in _GAUGES[key]) for key in _GAUGES}
 
     async def __del__(self) -> None:
-        """Ray has sent it nothing more, and what it had has ended."""
+        """Stop the node: Ray calls this once all its requests have ended."""
         self._watch.cancel()
         self._process.terminate()
-        await asyncio.to_thread(self._process.wait)  # it takes drain_s at most
+        await asyncio.to_thread(self._process.wait)  # takes drain_s at most
         await self._client.close()
 
-    # ---- its node
+    # ---- the node
 
-    async def _started(self, run_dir: str | Path) -> str:
-        """Its URL, once it is ready. Raises `Unavailable` if it ends before."""
+    async def _wait_ready(self, run_dir: str | Path) -> str:
+        """Wait until the node is ready; return its URL. Raises `Unavailable` if it exits first."""
         while self._process.poll() is None:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             try:
                 found = find_node(Path(run_dir))
             except Unavailable:
                 continue
             if found.pid == self._process.pid and await self._healthy(found.url):
                 return found.url
-        raise Unavailable(f"the node ended with exit code {self._process.returncode} before it was ready")
+        raise Unavailable(f"the node exited with {self._process.returncode} before it was ready")
 
-    async def _end_with_node(self) -> None:
-        """Without its node it has no answers: Ray sends requests to others as soon as it is gone."""
+    async def _exit_with_node(self) -> None:
+        """Exit with the node, so that Ray routes requests to other replicas."""
         while self._process.poll() is None:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         os._exit(1)
 
     async def _healthy(self, url: str) -> bool:
@@ -172,11 +175,11 @@ class _Node:
             return False
 
     async def _forward(self, request: Request) -> Response:
-        """Any request, as it came; the answer's bytes go on as they come."""
-        if request.url.path in _OF_ONE_NODE:
+        """Forward a request unchanged and stream the response."""
+        if request.url.path in _NOT_FORWARDED:
             return Response(status_code=404)
-        asked = [(name, value) for name, value in request.headers.items() if name not in _OF_A_CONNECTION]
-        asked.append(("x-forwarded-for", request.client.host if request.client else "unknown"))
+        headers = [(name, value) for name, value in request.headers.items() if name not in _HOP_BY_HOP]
+        headers.append(("x-forwarded-for", request.client.host if request.client else "unknown"))
         url = f"{self._url}{request.scope['path']}" + (f"?{request.url.query}" if request.url.query else "")
         try:
             body = await bounded_body(request)
@@ -184,19 +187,19 @@ class _Node:
             return error_response(error)
         try:
             answer = await self._client.request(
-                request.method, url, headers=asked, data=body or None, allow_redirects=False
+                request.method, url, headers=headers, data=body or None, allow_redirects=False
             )
         except aiohttp.ClientError as error:
-            trouble = Unavailable(f"the node does not answer: {type(error).__name__}")
-            return error_response(trouble, {"Retry-After": "1"})
-        passed = StreamingResponse(_body(answer), answer.status)
-        headers = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]
-        passed.raw_headers = [(name.encode(), value) for name, value in headers if name not in _OF_RAY]
-        return passed
+            unavailable = Unavailable(f"the node does not answer: {type(error).__name__}")
+            return error_response(unavailable, {"Retry-After": "1"})
+        response = StreamingResponse(_body(answer), answer.status)
+        received = [(name.decode("latin-1").lower(), value) for name, value in answer.raw_headers]
+        response.raw_headers = [(name.encode(), value) for name, value in received if name not in _SET_BY_RAY]
+        return response
 
 
 async def _body(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Raises what breaks it off. When nobody reads on, the node is told by the end of its connection."""
+    """Iterate over the body. Closing the connection cancels the request at the node if the client has gone."""
     try:
         async for part in answer.content.iter_any():
             yield part

@@ -64,12 +64,12 @@ def test_every_node_is_named_in_what_is_printed() -> None:
      "http://nöde:80", "http://[::1%lo]:80", "http://[::g]:80", "http://::1:80"],
 )  # fmt: skip
 def test_a_node_that_is_no_address_is_refused_with_what_it_must_look_like(url: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^--node is .*: it must look like http://HOST:PORT$"):
+    with pytest.raises(InvalidRequest, match=r"^--node is .*: expected http://HOST:PORT$"):
         node_addresses([url])
 
 
 def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="n:80 stands there twice"):
+    with pytest.raises(InvalidRequest, match="n:80 is given twice"):
         node_addresses(["http://n:80", "http://N:80/"])
     with pytest.raises(InvalidRequest, match="no node"):
         node_addresses([])
@@ -80,7 +80,7 @@ def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
 @pytest.mark.parametrize("listen", ["n:80", "[::1]:8082", "localhost:81", "0.0.0.0:81", "[::]:81"])
 def test_a_balancer_that_would_listen_where_a_node_does_is_refused(listen: str) -> None:
     nodes = node_addresses(["http://n:80", "http://[::1]:8082", "http://127.0.0.1:81"])
-    with pytest.raises(InvalidRequest, match=r"^--listen is .*: there the node http://.* listens$"):
+    with pytest.raises(InvalidRequest, match=r"^--listen is .*: the node http://.* already listens there$"):
         listen_address(listen, nodes)
     assert listen_address("m:80", nodes).host == "m"
 
@@ -91,7 +91,9 @@ def test_where_a_balancer_listens_is_as_its_program_writes_it(listen: str, tmp_p
     file.write_text(printed("haproxy", *options))
     subprocess.run([program("haproxy"), "-c", "-q", "-f", str(file)], check=True, timeout=WAIT)
     if listen.startswith("localhost"):
-        with pytest.raises(InvalidRequest, match=r"^--listen is localhost:9000: Envoy wants an address .*127\.0\.0\.1"):
+        with pytest.raises(
+            InvalidRequest, match=r"^--listen is localhost:9000: Envoy requires an IP .*127\.0\.0\.1"
+        ):
             printed("envoy", *options)
         return
     file.write_text(printed("envoy", *options))

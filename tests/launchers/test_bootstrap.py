@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from launchers import bootstrap
-from launchers.commands import ELSEWHERE, OWN
+from launchers.commands import LAZY_COMMANDS, MAIN_COMMANDS
 from launchers.main import command_line
 
 
@@ -30,9 +30,9 @@ def bootstrapped(environment: Path, *arguments: str) -> "subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "which command?"),
-        (("nope",), "there is no command 'nope'"),
-        (("--questions", "2"), "there is no command '--questions'"),
+        ((), "missing command"),
+        (("nope",), "unknown command 'nope'"),
+        (("--questions", "2"), "unknown command '--questions'"),
         (("demo", "--max-tokens", "0"), "argument --max-tokens: 0 is outside 1..1024"),
         (("demo", "--questions", "many"), "invalid integer value: 'many'"),
         (("demo", "--nope"), "unrecognized arguments: --nope"),
@@ -52,8 +52,8 @@ def test_a_wrong_command_line_is_refused_and_nothing_is_installed(
     [
         (("--help",), "run every check of the project"),
         (("test", "-h"), "run every check of the project"),
-        (("demo", "--help"), "Tokens an answer may have. [1 to 1024; default: 96]"),
-        (("index", "build", "--help"), "What 'index' takes can be shown once `test` or `demo` has made"),
+        (("demo", "--help"), "Maximum tokens per answer. [1 to 1024; default: 96]"),
+        (("index", "build", "--help"), "The options of 'index' are available once `test` or `demo` has created"),
     ],
 )
 def test_help_is_given_and_nothing_is_installed(environment: Path, arguments: tuple[str, ...], text: str) -> None:
@@ -70,7 +70,7 @@ def test_what_is_right_is_let_through(arguments: list[str]) -> None:
 
 def test_the_bootstrap_knows_the_commands() -> None:
     commands = get_command(command_line()).commands  # type: ignore[attr-defined]
-    assert {*OWN, *ELSEWHERE} == set(commands)
+    assert {*MAIN_COMMANDS, *LAZY_COMMANDS} == set(commands)
 
 
 def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--help"], 0, "Tokens an answer may have. [1 to 1024; default: 96]"),
+        (["--help"], 0, "Maximum tokens per answer. [1 to 1024; default: 96]"),
         (["--max-tokens", "0"], 2, "argument --max-tokens: 0 is outside 1..1024"),
         (["--no-such"], 2, "unrecognized arguments: --no-such"),
     ],

@@ -38,4 +38,4 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = CliRunner().invoke(command_line(), ["--version"])
     assert (told.exit_code, told.stdout) == (0, "trinity 1.2.3\n")
     monkeypatch.setattr(main, "node_version", lambda: "")
-    assert CliRunner().invoke(command_line(), ["--version"]).stdout == "trinity of a checkout that is not installed\n"
+    assert CliRunner().invoke(command_line(), ["--version"]).stdout == "trinity (not installed)\n"

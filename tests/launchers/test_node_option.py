@@ -57,7 +57,7 @@ def test_every_command_takes_the_node_in_the_same_form(words: Sequence[str]) -> 
 def test_two_nodes_at_once_are_refused(command: str) -> None:
     refused = CliRunner().invoke(command_line(), [command, "one", "--node", "another"]).exception
     assert isinstance(refused, InvalidRequest)
-    assert refused.message == "two nodes are named: 'one' and --node 'another'"
+    assert refused.message == "conflicting nodes: 'one' and --node 'another'; give one"
 
 
 def test_the_logs_of_the_only_node_are_read(only: RunDir, home: Path) -> None:

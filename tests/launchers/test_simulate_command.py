@@ -55,5 +55,5 @@ def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: C
 
 def test_the_load_and_the_time_at_work_are_told_apart(simulated: Callable[..., str]) -> None:
     told = simulated("")
-    assert re.search(r"\w+ needs most; with its batches always full it could do [\d.]+ requests/s", told)
+    assert re.search(r"\w+ is the bottleneck: with full batches it sustains [\d.]+ requests/s", told)
     assert re.search(r"with batches as full as they were: .* decode \d+% of the time with \d+% of its slots", told)

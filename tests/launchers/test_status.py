@@ -68,7 +68,7 @@ def test_eighty_columns_have_room_for_every_column_of_a_node_without_gpus() -> N
 
 def test_what_is_left_out_on_a_narrow_terminal_is_named_the_least_important_first() -> None:
     lines = shown(60)
-    assert lines[-1] == "no room for: cores, memory"
+    assert lines[-1] == "hidden columns: cores, memory"
     assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "12", "0.1", "s"]
 
 

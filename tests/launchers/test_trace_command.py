@@ -40,7 +40,7 @@ def test_each_stage_has_a_line_with_its_begin_its_length_and_its_share() -> None
     assert line(lines, "prefill ").split()[:4] == ["prefill", "250.0", "250.0", "25.0%"]
     assert line(lines, "decode").split()[:4] == ["decode", "500.0", "500.0", "50.0%"]
     assert "prefill-0 → decode-1, 120 tokens → 11" in lines
-    assert "first token after 500.0 ms, 50.0 ms for each later one" in lines
+    assert "first token after 500.0 ms, 50.0 ms per later token" in lines
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -65,8 +65,8 @@ def test_probes_have_lines_of_their_own_and_a_sum() -> None:
     )
     lines = shown(trace(probes=probes))
     assert line(lines, "probe @32").split()[2:5] == ["700.0", "50.0", "5.0%"]
-    assert "2 probes held the answer for 11.0 ms and brought 2 new passages; 1 late" in lines
-    assert "1 probe held the answer for 1.0 ms and brought 1 new passage" in shown(
+    assert "2 probes stalled the answer for 11.0 ms and added 2 new passages; 1 late" in lines
+    assert "1 probe stalled the answer for 1.0 ms and added 1 new passage" in shown(
         trace(probes=(ProbeTime(16, 0.6, 0.61, 0.001, 1, "answered"),))
     )
 
@@ -76,7 +76,7 @@ def test_of_many_probes_the_longest_are_shown_and_the_others_counted() -> None:
     text = "\n".join(shown(trace(probes=probes)))
     assert "probe @40" in text
     assert "probe @16 " not in text
-    assert "16 shorter probes are not shown" in text
+    assert "16 shorter probes not shown" in text
 
 
 def test_a_running_request_shows_the_time_since_what_is_known_of_it() -> None:
@@ -94,6 +94,6 @@ def test_a_search_alone_shows_its_stages_and_what_it_found() -> None:
         trace(id="ret-1-2", kind="search", state="found", passages=4, client_id="[b]mine", stages=(embed, retrieval),
               elapsed_s=0.01, first_token_s=None, prefill_worker="", decode_worker="", completion_tokens=0)
     )  # fmt: skip
-    assert lines[:2] == ["ret-1-2 ([b]mine)  found after 10.0 ms", "a search alone, 4 passages"]
+    assert lines[:2] == ["ret-1-2 ([b]mine)  found after 10.0 ms", "search, 4 passages"]
     assert line(lines, "retrieval").split()[:4] == ["retrieval", "4.0", "6.0", "60.0%"]
     assert "→" not in "".join(lines)

@@ -24,7 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def obstacle(tmp_path: Path, cpu: str = CPU, memory: str = MEMORY) -> str:
     (tmp_path / "cpuinfo").write_text(cpu)
     (tmp_path / "meminfo").write_text(memory)
-    return vllm_environment.obstacle(tmp_path / "cpuinfo", tmp_path / "meminfo")
+    return vllm_environment.unsupported_reason(tmp_path / "cpuinfo", tmp_path / "meminfo")
 
 
 def made(home: Path, text: str) -> None:
@@ -76,7 +76,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     run: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "install", lambda: None)
     monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
-    monkeypatch.setattr(vllm_environment, "obstacle", lambda: "")
+    monkeypatch.setattr(vllm_environment, "unsupported_reason", lambda: "")
     monkeypatch.setenv("TRINITY_VLLM_VENV", "")
     monkeypatch.setenv("TRINITY_VLLM_PROMPTS", "5")
     return run
@@ -93,9 +93,9 @@ def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], m
     [
         (
             "echo 'ERROR: no matching distribution' >&2; echo 'for help visit' >&2; exit 1",
-            "cannot be made: ERROR: no matching",
+            "cannot be created: ERROR: no matching",
         ),
-        ("sleep 600", "was not made within"),
+        ("sleep 600", "was not created within"),
     ],
 )
 def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
@@ -110,7 +110,7 @@ def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
     fake.write_text(f"#!/bin/sh\n{program}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(bootstrap, "PYTHON", fake)
-    bootstrap.contract(within_s=1)
+    bootstrap.contract(timeout_s=1)
     assert run == []
     assert reason in capsys.readouterr().out.splitlines()[-1]
 

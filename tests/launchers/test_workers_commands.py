@@ -10,13 +10,13 @@ from runtime.errors import UsageError
 @pytest.mark.parametrize(
     ("words", "trouble"),
     [
-        (["drain", "--gpu", "decode"], "--gpu is 'decode', which names no GPU"),
-        (["drain", "--gpu", "decode-1"], "--gpu is 'decode-1', which names no GPU"),
-        (["add", "--gpu", "3"], "--gpu is '3', which names no GPU"),
-        (["drain", "decode", "--name", "prefill-0"], "--name is 'prefill-0', which is no decode worker"),
-        (["flip", "prefill", "--name", "decode-0"], "--name is 'decode-0', which is no prefill worker"),
-        (["drain", "decode", "--gpu", "cuda:3"], "say either a role"),
-        (["drain"], "say either a role"),
+        (["drain", "--gpu", "decode"], "--gpu 'decode' is not a GPU"),
+        (["drain", "--gpu", "decode-1"], "--gpu 'decode-1' is not a GPU"),
+        (["add", "--gpu", "3"], "--gpu '3' is not a GPU"),
+        (["drain", "decode", "--name", "prefill-0"], "--name 'prefill-0' is not a decode worker"),
+        (["flip", "prefill", "--name", "decode-0"], "--name 'decode-0' is not a prefill worker"),
+        (["drain", "decode", "--gpu", "cuda:3"], "give either a role"),
+        (["drain"], "give either a role"),
     ],
 )
 def test_what_contradicts_itself_is_refused_before_a_node_is_asked(words: list[str], trouble: str) -> None:

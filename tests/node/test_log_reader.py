@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from launchers.commands.logs import shown
+from launchers.commands.logs import format_line
 from launchers.main import command_line
 from runtime.errors import EXIT_FAILED, InvalidRequest
 from runtime.node.logs.log import Line, LogFile
@@ -120,7 +120,7 @@ def test_who_follows_a_node_that_takes_its_logs_with_it_gets_the_last_lines(tmp_
 
 
 def test_a_traceback_is_shown_below_its_line() -> None:
-    text = shown(line(0, detail="Traceback:\n  at x\x1b"))
+    text = format_line(line(0, detail="Traceback:\n  at x\x1b"))
     assert text.splitlines()[1:] == ["    Traceback:", "      at x\\x1b"]
 
 
@@ -176,7 +176,7 @@ def test_a_process_that_does_not_exist_is_named_with_those_that_do(node: str) ->
 
 
 def test_a_dead_node_cannot_be_followed(node: str) -> None:
-    with pytest.raises(Exception, match="--follow: no node runs"):
+    with pytest.raises(Exception, match="--follow: no running node"):
         trinity_logs(node, "--follow")
 
 
