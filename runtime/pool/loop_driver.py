@@ -30,7 +30,7 @@ from runtime.pool.compiled import compiled
 from runtime.pool.loop import drop_client, enqueue, run_loop
 from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
-from runtime.pool.sizing import Measured
+from runtime.pool.sizing import ExtendCost
 from runtime.pool.tables import handle_of, learn_cost, new_tables, tables_at
 
 _ARENA_POLL_NS = 50_000  # how often copies out of the arena are polled
@@ -145,11 +145,11 @@ class PoolLoop:
         self.tables.floats[tables.RESERVE] = reserve
         self.tables.words[tables.FLUSH_PREFILL_NS] = flush_prefill_ns
 
-    def learn(self, measured: Sequence[Measured]) -> None:
+    def learn(self, measured: Sequence[ExtendCost]) -> None:
         """Initialise the cost model of an extend with measurements."""
         for _ in range(_CALIBRATION_WEIGHT):
-            for one in measured:
-                self.learn_extend(one.active, one.extend_ns)
+            for cost in measured:
+                self.learn_extend(cost.active, cost.extend_ns)
 
     def learn_extend(self, active: int, extend_ns: float) -> None:
         """Update the cost model with one extend."""
@@ -213,19 +213,19 @@ class PoolLoop:
             self.drop_gone_clients()
             return
         try:
-            number, gone = self._scopes.number_of(
+            number, evicted = self._scopes.resolve(
                 int(self._server.client_table.words[exchange.COLLECTION]), wanted, self.parts_in_use()
             )
         except TrinityError as error:
             self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
             self.drop_gone_clients()
             return
-        self.forget_filters(gone)
+        self.invalidate_filters(evicted)
         self._server.cache_filter(number)
 
-    def forget_filters(self, gone: Iterable[int]) -> None:
+    def invalidate_filters(self, scopes: Iterable[int]) -> None:
         """Invalidate the clients' cached numbers of these scopes."""
-        for number in gone:
+        for number in scopes:
             self._server.invalidate_filter(number)
 
     def parts_in_use(self) -> InUse:

@@ -1,4 +1,4 @@
-"""A vector-pool worker's process: the compiled loop, and between its turns what only Python can do."""
+"""Process of a vector-pool worker: drives the compiled loop, and between its runs the control work in Python."""
 
 import contextlib
 import time
@@ -13,37 +13,40 @@ from runtime.errors import CollectionError, ConfigError, ResourceBusy
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.node.worker import Worker
 from runtime.pool.collections.catalogue import PoolCatalogue
-from runtime.pool.collections.live import LiveCollections, like_segments
+from runtime.pool.collections.live import LiveCollections, sample_index
 from runtime.pool.collections.scopes import Scopes
-from runtime.pool.collections.shard import OpenShard, Shard, desk_number, key_of, open_shard
+from runtime.pool.collections.shard import OpenShard, Shard, collection_number, engine_key, open_shard
 from runtime.pool.collections.updater import CollectionUpdater
 from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
 from runtime.pool.settings import policy_of
-from runtime.pool.sizing import Measured, fewest_slots, measure
+from runtime.pool.sizing import ExtendCost, fewest_slots, measure
 from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
 
-_SPIN_NS = 200_000  # how long a pool with cores of its own looks at its rings before it sleeps
-_SEARCH_WIDTH = 8  # that a query may ask for, or the configured default if that is wider
+_SPIN_NS = 200_000  # how long a pool with cores of its own spins on its rings before it sleeps
+_MAX_SEARCH_WIDTH = 8  # of a query, or the configured default if that is wider
 AUTO_SLOTS = {"cpu": 32}
 AUTO_GPU_SLOTS = 512
-"""The most active slots that `slots = "auto"` considers."""
-SLOTS_UNMEASURED = 4
-"""As long as there is no collection to measure with."""
+"""Most active slots that `slots = "auto"` considers."""
+DEFAULT_SLOTS = 4
+"""Of a pool without a collection to measure."""
 MakeArena = Callable[[Worker, int], DeviceArena | None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`control_ns`: how often the loop returns to Python, for about 0.15 ms each, when nothing calls it before.
-    `look_ns`: how often it is looked whether an unavailable collection's files have changed."""
+    """Intervals of a pool's control work.
+
+    `control_ns`: longest run of the loop without Python's control work, which takes about 0.15 ms. `check_ns`: how
+    often the files of an unavailable collection are checked for changes.
+    """
 
     control_ns: int = 100_000_000
-    look_ns: int = 5_000_000_000
+    check_ns: int = 5_000_000_000
 
 
 class Pool:
-    """One pool worker: rings → loop → rings. Its parts: `engine`, `server`, `loop`, `catalogue`, `arena`."""
+    """One pool worker: its `engine`, session `server`, `loop`, `catalogue`, `live` collections and `arena`."""
 
     def __init__(
         self,
@@ -53,14 +56,16 @@ class Pool:
         opener: OpenShard = open_shard,
         make_arena: MakeArena | None = None,
     ) -> None:
-        """`opener` and `make_arena` (given the longest vector): in place of what opens a collection's files, and of
-        what makes an arena in the memory of the worker's GPU."""
+        """`opener` opens a collection's files; `make_arena` makes a GPU arena for vectors of a given dimension.
+
+        Tests replace both.
+        """
         self._timing = timing or Timing()
         config = worker.plan.config
         limits = config.pool
         self._worker, self._table = worker, worker.table
         if config.stores_answers:
-            _make_answers(worker)
+            _ensure_answers(worker)
         self.catalogue = catalogue = PoolCatalogue(
             worker.plan.collections,
             worker.placement.index,
@@ -68,21 +73,20 @@ class Pool:
             strict=not worker.node_ready,
             suspicious=worker.faulted,
             opener=opener,
-            look_every_ns=self._timing.look_ns,
+            check_every_ns=self._timing.check_ns,
         )
         indexes = {shard.key: shard.index for shard in catalogue.served if shard.index is not None}
         worker.startup.mark("collections")
-        most = (
-            limits.slots if isinstance(limits.slots, int) else AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
-        )
-        self.engine = _open(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
+        auto = AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
+        most = limits.slots if isinstance(limits.slots, int) else auto
+        self.engine = _open_engine(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()
         self.live = LiveCollections(self.engine, self.scopes, worker.log)
-        with _fits(worker):
+        with _device_errors(worker):
             for shard in catalogue.served:
                 if shard.live is not None:
-                    self.live.begin(shard.key, shard.live, shard.served.demanded)
+                    self.live.add(shard.key, shard.live, shard.served.demanded)
         measured = self._measure(indexes | self.live.indexes, most)
         policy = policy_of(config, slots_of(limits.slots, measured))
         worker.startup.mark("first searches")
@@ -95,7 +99,7 @@ class Pool:
             max_k=limits.max_k,
             max_top_m=limits.max_top_m,
             arena=self.arena,
-            number=self._desk_number,
+            number=self._collection_number,
         )
         self.loop = PoolLoop(
             policy,
@@ -103,7 +107,7 @@ class Pool:
             backend,
             worker.table,
             max_dim=catalogue.offer.max_dim,
-            max_width=max(limits.search_width, _SEARCH_WIDTH),
+            max_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
             spin_ns=_SPIN_NS if worker.placement.spin else 0,
             scopes=self.scopes,
         )
@@ -118,17 +122,17 @@ class Pool:
         self._table.begin_knob("reserve", limits.reserve)
         self._table.begin_knob("flush_prefill_s", limits.flush_prefill_s)
         self._table.set(PoolMetrics.SLOTS, policy.slots)
-        self._control_ns = 0  # when Python is next needed
-        self.control_turns = 0
-        self._turn_knobs()
+        self._control_ns = 0  # when control work is next due
+        self.control_runs = 0
+        self._apply_knobs()
 
-    def _desk_number(self, served: Served) -> int:
-        key = key_of(served.name, served.identity)
+    def _collection_number(self, served: Served) -> int:
+        key = engine_key(served.name, served.identity)
         live = self.live.number_of(key)
-        return desk_number(served, self._backend.number(key) if live is None else live)
+        return collection_number(served, self._backend.number(key) if live is None else live)
 
-    def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[Measured]]:
-        """Queries through every collection: compiling and first touches belong to the start, not to a user's query."""
+    def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[ExtendCost]]:
+        """Measure extends over every collection. This also compiles the engine and faults in memory at start."""
         limits, number = self._worker.plan.config.pool, self._backend.number
         return [
             measure(self._backend, index.data, number(name), limits.top_m, limits.search_width, most)
@@ -137,32 +141,32 @@ class Pool:
 
     @property
     def busy(self) -> bool:
-        """Whether a query is in the pool."""
+        """Whether any query is in the pool."""
         return self.loop.busy or self.server.copying
 
     def step(self) -> None:
-        """One turn: queries are served, until there is something to do that only Python can."""
+        """Serve queries until control work is due, and do it."""
         stopped = self.loop.serve(min(self._control_ns, self._updater.due_ns))
         now = time.monotonic_ns()
         if stopped == SERVER_EVENT or now >= self._control_ns:
             self._control(now)
         else:
-            self._updater.follow_writers(now)
+            self._updater.update_live(now)
 
     def _control(self, now: int) -> None:
-        """Clients come and go, knobs turn, collections change; the table learns how things are."""
+        """Do the control work: sessions, knobs, changes of collections, heartbeat and gauges."""
         self._control_ns = now + self._timing.control_ns
-        self.control_turns += 1
+        self.control_runs += 1
         self._table.beat()
         self.server.housekeep(now)
         self.loop.drop_gone_clients()
-        self._turn_knobs()
+        self._apply_knobs()
         if self._updater.step(now):
             self.loop.resize_vectors(self.catalogue.offer.max_dim)
         self._write_gauges()
 
-    def _turn_knobs(self) -> None:
-        """What the supervisor's control loop wants by now."""
+    def _apply_knobs(self) -> None:
+        """Apply the knobs that the supervisor's control loop has set."""
         reserve = min(max(self._table.knob("reserve"), 0.0), 1.0)
         flush_s = min(max(self._table.knob("flush_prefill_s"), 0.0), 60.0)
         self.loop.set_knobs(reserve, int(flush_s * 1e9))
@@ -182,7 +186,7 @@ class Pool:
         table.total(PoolMetrics.MALFORMED, self.server.malformed)
 
     def drain(self) -> None:
-        """Take nothing new: clients of a node with several pools turn to the others."""
+        """Accept no new requests: clients of a node with several pools use the others."""
         self.server.drain()
 
     def close(self) -> None:
@@ -193,15 +197,15 @@ class Pool:
             self.arena.close()
 
 
-def slots_of(configured: int | str, measured: Sequence[Sequence[Measured]]) -> int:
-    """N: as configured, or as the collection asks for that wants most of them."""
+def slots_of(configured: int | str, measured: Sequence[Sequence[ExtendCost]]) -> int:
+    """Return N: as configured, or the largest that any collection's measurement gives."""
     if isinstance(configured, int):
         return configured
-    return max((fewest_slots(one) for one in measured), default=SLOTS_UNMEASURED)
+    return max((fewest_slots(costs) for costs in measured), default=DEFAULT_SLOTS)
 
 
 def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
-    """Where clients on GPUs may put their vectors: in the memory of this worker's GPU, if it has one."""
+    """Return an arena in this worker's GPU memory, for vectors of clients on GPUs; None without a GPU or CUDA IPC."""
     slots, device = worker.plan.config.pool.arena_slots, worker.placement.device
     if device == "cpu" or not slots:
         return None
@@ -210,44 +214,44 @@ def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
     try:
         memory = CudaMemory.create(arena_bytes(slots, 4 * dim), device)
         _ = memory.reference
-    except IpcError as error:  # a MIG device has no CUDA IPC, say
-        worker.log.warning("no arena for vectors from GPUs: %s", error)
+    except IpcError as error:  # for example on a MIG device
+        worker.log.warning("vectors from GPUs go through host memory: %s", error)
         return None
     return DeviceArena(memory, slots, 4 * dim, worker.epoch)
 
 
-def _make_answers(worker: Worker) -> None:
-    """Have the collection of stored answers, whoever starts first. Without it the pool serves the others."""
+def _ensure_answers(worker: Worker) -> None:
+    """Create the collection of stored answers if it does not exist. On failure the pool serves the others."""
     try:
         answer_store.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
     except CollectionError as error:
-        worker.log.warning("no answers are stored: %s", error.message)
+        worker.log.warning("the answer cache is unavailable: %s", error.message)
 
 
-def _open(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:
-    """The engine on this worker's device. Raises ConfigError where it cannot be there, or not with these indexes."""
+def _open_engine(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequence[Shard], slots: int) -> Engine:
+    """Open the engine on this worker's device. Raises ConfigError, ResourceBusy."""
     limits, device = worker.plan.config.pool, worker.placement.device
     lives = {} if device == "cpu" else {shard.key: shard.live for shard in served if shard.live is not None}
-    samples = {f"{key}/sample": like_segments(live.description) for key, live in lives.items()}
-    with _fits(worker):
+    samples = {f"{key}/sample": sample_index(live.description) for key, live in lives.items()}
+    with _device_errors(worker):
         engine = open_engine(
             device,
             {**indexes, **samples},
             slots=slots,
             max_top_m=limits.max_top_m,
             max_k=limits.max_k,
-            max_search_width=max(limits.search_width, _SEARCH_WIDTH),
+            max_search_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
             extends_per_launch=limits.extends_per_launch,
             resident=worker.placement.exclusive_gpu and limits.form == "auto",
         )
-    for name in samples:  # that there is room for the like of it is all that was wanted
+    for name in samples:  # they were loaded for the sizes of buffers only
         engine.unload(name)
     return engine
 
 
 @contextlib.contextmanager
-def _fits(worker: Worker) -> Iterator[None]:
-    """Raises ResourceBusy for what the worker's device has no room for, ConfigError where it cannot be used."""
+def _device_errors(worker: Worker) -> Iterator[None]:
+    """Translate device errors: ResourceBusy if memory is short, ConfigError if the device cannot be used."""
     device = worker.placement.device
     try:
         yield
@@ -258,13 +262,13 @@ def _fits(worker: Worker) -> Iterator[None]:
 
 
 def run(worker: Worker) -> None:
-    """The process: serve until told to stop, and until what it has is finished (the supervisor bounds that)."""
+    """Run a pool worker: serve until it is stopped, then finish its queries (the supervisor bounds that time)."""
     pool = Pool(worker)
     worker.ready()
     while not worker.stopping:
         pool.step()
     pool.drain()
-    pool.step()  # with what was asked before the clients could know
+    pool.step()  # receive requests that clients sent before they saw the drain
     while pool.busy:
         pool.step()
     pool.close()

@@ -1,4 +1,4 @@
-"""The pool's policy as it is configured."""
+"""Settings of the pool's scheduling policy, derived from the configuration."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -6,7 +6,7 @@ from typing import get_args
 from runtime.node.config import NodeConfig, PoolPolicy, PoolSection, SloSection
 
 RULE_NAMES: tuple[PoolPolicy, ...] = get_args(PoolPolicy)
-_SHIPPED = PoolSection()
+_DEFAULTS = PoolSection()
 
 
 def _ns(seconds: float) -> int:
@@ -15,35 +15,35 @@ def _ns(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the policy is told once. (`reserve` and the flush timeouts are first values: they may change.)
+    """Settings of the scheduling policy. `reserve` and the flush timeouts are initial values that may change.
 
-    slots: N, the most queries that are active at a time. engine_slots: those and the paused ones; 0: twice as many, if
-    an engine can have them. queue: queries that may wait. reserve: r in [0, 1]. prefill_target_ns: L_pre,max. aging_ns:
-    when decode queries wait and none was active for this long, the oldest is. flush_prefill_ns, flush_ns: τ_pre and τ.
-    max_pauses: of one decode query. missed_ns: after which wait a prefill query's request has missed its TTFT.
+    slots: N, the maximum of active queries. engine_slots: maximum of active and paused queries; 0: twice as many as
+    slots, up to the engine's limit. queue: maximum of waiting queries. reserve: r in [0, 1]. prefill_target_ns:
+    L_pre,max. aging_ns: longest time without an active decode query while one waits. flush_prefill_ns, flush_ns: τ_pre
+    and τ. max_pauses: of one decode query. missed_ns: wait after which a prefill query's request misses its TTFT.
     The defaults are the configuration's.
     """
 
     slots: int
     engine_slots: int = 0
-    queue: int = _SHIPPED.queue
-    reserve: float = _SHIPPED.reserve
-    prefill_target_ns: int = _ns(_SHIPPED.prefill_target(SloSection()))
-    aging_ns: int = _ns(_SHIPPED.aging_s)
-    flush_prefill_ns: int = _ns(_SHIPPED.flush_prefill_s)
-    flush_ns: int = _ns(_SHIPPED.flush_s)
-    max_pauses: int = _SHIPPED.max_pauses
+    queue: int = _DEFAULTS.queue
+    reserve: float = _DEFAULTS.reserve
+    prefill_target_ns: int = _ns(_DEFAULTS.prefill_target(SloSection()))
+    aging_ns: int = _ns(_DEFAULTS.aging_s)
+    flush_prefill_ns: int = _ns(_DEFAULTS.flush_prefill_s)
+    flush_ns: int = _ns(_DEFAULTS.flush_s)
+    max_pauses: int = _DEFAULTS.max_pauses
     missed_ns: int = _ns(SloSection().prefill_wait_s)
-    rules: PoolPolicy = _SHIPPED.policy
+    rules: PoolPolicy = _DEFAULTS.policy
 
     @property
     def decode_queue(self) -> int:
-        """Decode queries that may wait: the rest of the queue is kept for prefill."""
+        """Maximum of waiting decode queries: the rest of the queue is reserved for prefill."""
         return self.queue - self.queue // 4
 
 
 def policy_of(config: NodeConfig, slots: int) -> Policy:
-    """The pool's policy, as configured, with so many slots."""
+    """Return the policy's settings for a configuration and a number of slots."""
     limits = config.pool
     return Policy(
         slots=slots,

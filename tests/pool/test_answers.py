@@ -27,7 +27,7 @@ from tests.pool.pools import attached
 
 DIM = 64
 LIMITS = AnswerCacheSection(enabled=True, embedder=f"hashing-{DIM}", threshold=0.9)
-IMPATIENT = Timing(control_ns=0, look_ns=1_000_000)
+IMPATIENT = Timing(control_ns=0, check_ns=1_000_000)
 EAST, NORTH = np.eye(DIM, dtype=np.float32)[:2]
 
 

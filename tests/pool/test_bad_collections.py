@@ -230,7 +230,7 @@ def test_a_collection_that_is_put_back_is_served_again(
     plan = plan_with(both)
     shutil.copytree(both[1], both[1].with_name("kept"))
     truncated(both[1])
-    pool = make_pool(plan, timing=replace(BUSY, look_ns=0)).start()
+    pool = make_pool(plan, timing=replace(BUSY, check_ns=0)).start()
     client = attached(make_client(plan))
     with pytest.raises(Unavailable):
         client.search(QUERY, 3, collection="code")
@@ -245,7 +245,7 @@ def test_a_pool_without_any_collection_says_why_and_waits(tmp_path: Path, make_c
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     moved(tmp_path / "docs")
-    pool = pool_of(plan, timing=Timing(look_ns=0), node_ready=True)
+    pool = pool_of(plan, timing=Timing(check_ns=0), node_ready=True)
     client = attached(make_client(plan))
     with pytest.raises(Unavailable, match="no collection at"):
         client.search(QUERY, 3, collection="docs")

@@ -12,7 +12,7 @@ from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.collections.scopes import PART_WORDS, PARTS, Filtered, Scopes, part_of
+from runtime.pool.collections.scopes import PART_WORDS, PARTS, FilterableCollection, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
@@ -199,29 +199,29 @@ def scopes(**limits: int) -> Scopes:
     schema = {"n": AttributeType.INTEGER}
     columns = Columns.of(({"n": number} for number in range(640)), schema)
     made = Scopes(**limits)
-    made.serve(0, Filtered(lambda: schema, lambda wanted: [part_of(0, columns.passing(wanted))]))
+    made.register(0, FilterableCollection(lambda: schema, lambda wanted: [part_of(0, columns.passing(wanted))]))
     return made
 
 
 def test_scopes_are_forgotten_beyond_their_bytes_but_none_that_a_query_uses() -> None:
-    made = scopes(most_bytes=3 * 80)
-    numbers = [made.number_of(0, filter_bytes(eq("n", n)), lambda _: False)[0] for n in range(3)]
+    made = scopes(max_bytes=3 * 80)
+    numbers = [made.resolve(0, filter_bytes(eq("n", n)), lambda _: False)[0] for n in range(3)]
     assert len(set(numbers)) == 3
     table = made.table
     table[numbers[0], 2], table[numbers[1], 2], table[numbers[2], 2] = 5, 1, 9
     used = int(table[numbers[1], 0])
-    number, gone = made.number_of(0, filter_bytes(eq("n", 7)), lambda parts: parts == used)
+    number, gone = made.resolve(0, filter_bytes(eq("n", 7)), lambda parts: parts == used)
     assert gone == [numbers[0]]  # not the one used longest ago: that is in use
     with pytest.raises(Overloaded, match="too many filters"):
-        made.number_of(0, filter_bytes(eq("n", 8)), lambda _: True)
-    assert made.number_of(0, filter_bytes(eq("n", 7)), lambda _: True) == (number, [])
+        made.resolve(0, filter_bytes(eq("n", 8)), lambda _: True)
+    assert made.resolve(0, filter_bytes(eq("n", 7)), lambda _: True) == (number, [])
 
 
 def test_a_scope_that_all_rows_pass_has_no_bitmap() -> None:
     made = scopes()
-    number, _ = made.number_of(0, filter_bytes({"type": "gte", "key": "n", "value": 0}), lambda _: False)
+    number, _ = made.resolve(0, filter_bytes({"type": "gte", "key": "n", "value": 0}), lambda _: False)
     assert words(int(made.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]
-    number, _ = made.number_of(0, filter_bytes(eq("n", 3)), lambda _: False)
+    number, _ = made.resolve(0, filter_bytes(eq("n", 3)), lambda _: False)
     _, address, passing = words(int(made.table[number, PARTS]), PART_WORDS)
     assert (words(address, 10), passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
 

@@ -62,10 +62,10 @@ def test_what_is_written_is_taken_in_however_seldom_the_pool_does_all_that_only_
     plan = plan_of(stand.path)
     pool = make_pool(plan, timing=Timing(control_ns=3600 * 10**9)).start()
     client = attached(make_client(plan))
-    turns = pool.pool.control_turns
+    turns = pool.pool.control_runs
     stand.upsert("a")
     until(lambda: len(client.search(np.zeros(DIM, np.float32), 1).ids) == 1)
-    assert pool.pool.control_turns <= turns + 3  # not one for each look at the files
+    assert pool.pool.control_runs <= turns + 3  # not one for each look at the files
 
 
 def test_segments_are_sealed_and_merged_under_searches_and_every_answer_is_the_nearest(

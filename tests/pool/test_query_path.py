@@ -93,12 +93,12 @@ def test_queries_that_wake_a_pool_are_answered_without_entering_python(
     pool = make_pool(sleepy, timing=Timing(control_ns=_AN_HOUR_NS))
     found = []
     with left_to_itself(pool), RingClient(pool.endpoint, "test", timeout_ms=60_000.0) as client:
-        before = pool.pool.control_turns
+        before = pool.pool.control_runs
         for number in range(1000):
             client.submit(queries[number % len(queries)], SearchSpec("docs", 5, top_m=400))
             assert client.wait(60_000.0)
             found += [result.ids.tolist() for result in client.poll()]
-        turns, rung = pool.pool.control_turns - before, client.statistics().rung
+        turns, rung = pool.pool.control_runs - before, client.statistics().rung
     assert rung > 200, "it was asleep before many of them"
     assert turns < 20, "at most for doorbells that were rung when it had woken by itself"
     wanted = exact(index, queries, 5)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.pool.sizing import FIXED_SHARE, LOOP_NS, Measured, fewest_slots
+from runtime.pool.sizing import FIXED_SHARE, LOOP_NS, ExtendCost, fewest_slots
 
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def line(fixed_ns: float, each_ns: float, most: int = 512) -> list[Measured]:
+def line(fixed_ns: float, each_ns: float, most: int = 512) -> list[ExtendCost]:
     sizes = [1 << power for power in range(most.bit_length())]
-    return [Measured(size, fixed_ns + each_ns * size) for size in sizes]
+    return [ExtendCost(size, fixed_ns + each_ns * size) for size in sizes]
 
 
 @pytest.mark.parametrize(("each_ns", "slots"), [(2000.0, 3), (700.0, 7), (20_000.0, 1)])
@@ -29,12 +29,12 @@ def test_the_fixed_share_of_a_round_is_kept_and_one_slot_fewer_would_break_it(fi
 
 
 def test_no_more_than_were_measured_even_where_one_more_costs_nothing() -> None:
-    assert fewest_slots([Measured(size, 20_000.0) for size in SIZES]) == 32
-    assert fewest_slots([Measured(size, 20_000.0 / size) for size in SIZES]) == 32
-    assert fewest_slots([Measured(1, 20_000.0)]) == 1
+    assert fewest_slots([ExtendCost(size, 20_000.0) for size in SIZES]) == 32
+    assert fewest_slots([ExtendCost(size, 20_000.0 / size) for size in SIZES]) == 32
+    assert fewest_slots([ExtendCost(1, 20_000.0)]) == 1
 
 
 @given(noise=st.lists(st.floats(1.0, 1.3), min_size=len(SIZES), max_size=len(SIZES)))
 def test_noise_of_three_tenths_does_not_make_thirty_slots_of_five(noise: list[float]) -> None:
-    measured = [Measured(size, 2000.0 * size * by) for size, by in zip(SIZES, noise, strict=True)]
+    measured = [ExtendCost(size, 2000.0 * size * by) for size, by in zip(SIZES, noise, strict=True)]
     assert 2 <= fewest_slots(measured) <= 6

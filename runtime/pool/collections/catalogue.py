@@ -1,12 +1,12 @@
-"""Which of the configured collections a pool worker serves, and why not the others.
+"""Catalogue of a pool worker: which configured collections it serves, and the reasons for those it does not.
 
 ```
              opened, checked as `verify` says           found damaged
   (start) ───────────────────────────────────▶ served ────────────────▶ unavailable ──▶ served, once its files have
-     │                                          ▲    │ reload            (a reason)       changed and are found good
-     └── a reason: unavailable                  └────┘ another build, found good
+     │                                          ▲    │ reload            (a reason)       changed and are valid
+     └── a reason: unavailable                  └────┘ another valid build
 ```
-Files are opened and read beside the loop; `poll` hands over what has become of that.
+Files are opened and verified in background tasks; `poll` returns the resulting changes.
 """
 
 import logging
@@ -35,25 +35,25 @@ class _Entry:
     section: CollectionSection
     shard: Shard | None = None
     reason: str = ""  # why it is unavailable
-    signature: Signature | None = None  # of the files that were found bad
-    tried: list[Signature] = field(default_factory=list)  # of those that are being opened
-    refused: str = ""  # why the last reload has changed nothing
+    signature: Signature | None = None  # of the files found damaged
+    opened: list[Signature] = field(default_factory=list)  # of the files that the last task has opened
+    reload_error: str = ""  # why the last reload had no effect
     checking: BackgroundTask[None] | None = None
     opening: BackgroundTask[Shard | None] | None = None
-    wanted: bool = False  # a reload was asked for and is not over
-    offered: bool = False  # a new shard was handed out and not answered yet
-    look_ns: int = 0
+    reload_requested: bool = False  # and not finished
+    offered: bool = False  # `poll` has returned a new shard that is neither accepted nor refused yet
+    next_check_ns: int = 0  # of the files, while the collection is unavailable
 
     @property
-    def lost(self) -> bool:
-        """Whether it is unavailable; or it is that of stored answers and was begun anew, which nobody will reload."""
+    def needs_reopening(self) -> bool:
+        """Whether it is unavailable, or the collection of stored answers was recreated, which nobody reloads."""
         live = None if self.shard is None else self.shard.live
         return self.shard is None or (self.section.name == ANSWERS and live is not None and live.replaced)
 
 
 @dataclass(frozen=True)
 class Change:
-    """`new` can be served in the place of `old`; without a `new` one the collection is unavailable by now."""
+    """`new` can replace `old`; without a `new` shard the collection has become unavailable."""
 
     name: str
     old: Shard | None
@@ -61,10 +61,10 @@ class Change:
 
 
 class PoolCatalogue:
-    """A pool worker's collections. One thread; nothing waits but the constructor.
+    """A pool worker's collections. One thread; only the constructor blocks.
 
     worker: its number. strict: raise `CollectionError` for a required collection that cannot be served. suspicious:
-    compare all checksums before anything is served, for the last life ended by a fault in reading memory.
+    verify all checksums before serving anything, because the previous process died of a fault in reading memory.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class PoolCatalogue:
         strict: bool = False,
         suspicious: bool = False,
         opener: OpenShard = open_shard,
-        look_every_ns: int = 5_000_000_000,
+        check_every_ns: int = 5_000_000_000,
     ) -> None:
-        self._look_every_ns = look_every_ns
+        self._check_every_ns = check_every_ns
         self._worker, self._log, self._open = worker, log, opener
         self._entries = {section.name: _Entry(section) for section in sections}
-        self._asked = list(self._entries)  # of the last reload; the start is one of all
+        self._reloaded = list(self._entries)  # by the last reload; the start counts as a reload of all
         for entry in self._entries.values():
             check = suspicious or entry.section.verify == "start"
             signature = signature_of(Path(entry.section.path))
@@ -90,7 +90,7 @@ class PoolCatalogue:
             except CollectionError as error:
                 if strict and entry.section.required:
                     raise
-                self._take_out(entry, error.message, signature)
+                self._mark_unavailable(entry, error.message, signature)
 
     def _opened(self, section: CollectionSection, check: bool) -> Shard:
         shard = self._open(section, self._worker)
@@ -100,98 +100,100 @@ class PoolCatalogue:
             shard.checksums.close()
         return shard
 
-    # ---- what is so
+    # ---- state
 
     @property
     def names(self) -> list[str]:
-        """All that are configured, in their order."""
+        """All configured collections, in order."""
         return list(self._entries)
 
     @property
     def served(self) -> list[Shard]:
-        """What is served, in the order of the configuration."""
+        """The served shards, in the order of the configuration."""
         return [entry.shard for entry in self._entries.values() if entry.shard is not None]
 
     @property
     def offer(self) -> Catalogue:
-        """What sessions are opened with."""
+        """The catalogue for new sessions."""
         unserved = (Unserved(name, entry.reason) for name, entry in self._entries.items() if entry.shard is None)
         return Catalogue(tuple(shard.served for shard in self.served), tuple(unserved))
 
     @property
     def unavailable(self) -> int:
-        """How many collections are not served."""
+        """Number of collections that are not served."""
         return len(self._entries) - len(self.served)
 
     @property
     def checked_share(self) -> float:
-        """The part of the served collections' bytes that are to be checked and were, 0 to 1."""
+        """Verified share of the served collections' bytes that are to be verified, 0 to 1."""
         due = [e.shard.checksums for e in self._entries.values() if e.shard and e.section.verify != "never"]
-        total = sum(one.total_bytes for one in due)
-        return sum(one.read_bytes for one in due) / total if total else 1.0
+        total = sum(checksums.total_bytes for checksums in due)
+        return sum(checksums.read_bytes for checksums in due) / total if total else 1.0
 
     @property
     def reloading(self) -> bool:
-        """Whether a reload is not over."""
-        return any(entry.wanted or entry.offered for entry in self._entries.values())
+        """Whether a reload is in progress."""
+        return any(entry.reload_requested or entry.offered for entry in self._entries.values())
 
     @property
-    def refused(self) -> bool:
-        """Whether the last reload (or the start) has left one of its collections as it was, or without being served."""
-        return any(entry.refused or entry.shard is None for entry in map(self._entries.__getitem__, self._asked))
+    def reload_failed(self) -> bool:
+        """Whether the last reload (or the start) has failed for any of its collections."""
+        return any(
+            entry.reload_error or entry.shard is None for entry in map(self._entries.__getitem__, self._reloaded)
+        )
 
     @property
     def note(self) -> str:
-        """What people should know; "" if all is well."""
-        return "; ".join(line for name, entry in self._entries.items() if (line := _line(name, entry)))
+        """Summary of problems and progress for `trinity status`; "" without any."""
+        return "; ".join(line for name, entry in self._entries.items() if (line := _note(name, entry)))
 
-    # ---- what becomes of it
+    # ---- changes
 
     def reload(self, names: Iterable[str]) -> None:
-        """Look at these collections' directories anew; `reloading` until that has ended, then `refused` or not."""
-        self._asked = list(names)
-        for name in self._asked:
+        """Reopen these collections. `reloading` until that has ended; `reload_failed` has the outcome."""
+        self._reloaded = list(names)
+        for name in self._reloaded:
             entry = self._entries[name]
-            entry.wanted, entry.refused = True, ""
+            entry.reload_requested, entry.reload_error = True, ""
 
     def poll(self, now_ns: int) -> list[Change]:
-        """What has changed since the last call. A change with a `new` shard is to be answered: `accept` or `refuse`."""
+        """Return the changes since the last call. Each one with a `new` shard must be accepted or refused."""
         changes = []
         for name, entry in self._entries.items():
             if entry.checking is not None and entry.checking.done:
-                changes += self._checked(name, entry)
-            changes += self._outdated(name, entry)
+                changes += self._finish_check(name, entry)
+            changes += self._replaced(name, entry)
             if entry.opening is not None and entry.opening.done:
-                changes += self._reopened(name, entry)
-            due = entry.wanted or (entry.lost and now_ns >= entry.look_ns)
+                changes += self._finish_opening(name, entry)
+            due = entry.reload_requested or (entry.needs_reopening and now_ns >= entry.next_check_ns)
             if due and entry.opening is None and not entry.offered:
-                self._look(entry, now_ns)
-        self._check_next()
+                self._start_opening(entry, now_ns)
+        self._start_check()
         return changes
 
     def accept(self, change: Change) -> None:
-        """The new shard is served from now on."""
+        """Record that the new shard is served."""
         entry = self._entries[change.name]
-        self._let_go(entry)
+        self._close_files(entry)
         assert change.new is not None
-        entry.shard, entry.reason, entry.wanted = change.new, "", False
+        entry.shard, entry.reason, entry.reload_requested = change.new, "", False
         entry.offered = False
         self._log.info("collection %s: %s is served", change.name, change.new.served.identity[:12])
 
-    def learn(self, name: str, attributes: dict[str, str]) -> None:
-        """A collection that is served has these attributes by now."""
+    def set_attributes(self, name: str, attributes: dict[str, str]) -> None:
+        """Update the attributes of a served collection."""
         entry = self._entries[name]
         assert entry.shard is not None
         entry.shard = replace(entry.shard, served=structs.replace(entry.shard.served, attributes=attributes))
 
     def refuse(self, change: Change, reason: str) -> None:
-        """The new shard cannot be served; what was served still is."""
+        """Record that the new shard cannot be served; the old one still is."""
         entry = self._entries[change.name]
         entry.offered = False
-        self._failed(entry, reason)
+        self._opening_failed(entry, reason)
 
-    def _check_next(self) -> None:
-        """Begin to compare the next collection's checksums: one after the other, for the pace is that of all."""
+    def _start_check(self) -> None:
+        """Start to verify the next collection's checksums, one at a time: the throttle is for all of them."""
         if any(entry.checking for entry in self._entries.values()):
             return
         for entry in self._entries.values():
@@ -200,34 +202,37 @@ class PoolCatalogue:
                 entry.checking = BackgroundTask("checksums", lambda work: checksums.verify(work.throttle))  # noqa: B023
                 return
 
-    def _checked(self, name: str, entry: _Entry) -> list[Change]:
+    def _finish_check(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.checking is not None
-        trouble, entry.checking, old = entry.checking.error_message, None, entry.shard
-        if not trouble:
-            self._log.info("collection %s: every checksum is right", name)
+        error, entry.checking, old = entry.checking.error_message, None, entry.shard
+        if not error:
+            self._log.info("collection %s: all checksums match", name)
             return []
-        self._take_out(entry, trouble, None)
+        self._mark_unavailable(entry, error, None)
         return [Change(name, old, None)]
 
-    def _outdated(self, name: str, entry: _Entry) -> list[Change]:
-        """A live collection of which an earlier state was restored is taken out, and opened anew."""
+    def _replaced(self, name: str, entry: _Entry) -> list[Change]:
+        """Mark a live collection whose directory was restored to an earlier state as unavailable, and reopen it."""
         old = entry.shard
         if old is None or old.live is None or not old.live.outdated:
             return []
-        self._take_out(entry, old.live.outdated, None)
-        entry.look_ns = 0
+        self._mark_unavailable(entry, old.live.outdated, None)
+        entry.next_check_ns = 0
         return [Change(name, old, None)]
 
-    def _look(self, entry: _Entry, now_ns: int) -> None:
-        """See whether what lies in the collection's directory is another build, or whole again."""
-        entry.look_ns = now_ns + self._look_every_ns
-        section, bad, wanted = entry.section, None if entry.wanted else entry.signature, entry.wanted
+    def _start_opening(self, entry: _Entry, now_ns: int) -> None:
+        """Start a task that opens the collection's directory: another build, or valid files again."""
+        entry.next_check_ns = now_ns + self._check_every_ns
+        section, reload = entry.section, entry.reload_requested
+        damaged = None if reload else entry.signature
         identity = "" if entry.shard is None else entry.shard.served.identity
-        tried = entry.tried = []
+        signatures = entry.opened = []
 
-        def opened(work: BackgroundTask[Shard | None]) -> Shard | None:
-            tried.append(signature_of(Path(section.path)))  # first: what comes while it is read is another attempt's
-            if tried[0] == bad:
+        def open_changed(work: BackgroundTask[Shard | None]) -> Shard | None:
+            signatures.append(
+                signature_of(Path(section.path))
+            )  # before reading: later changes are for the next attempt
+            if signatures[0] == damaged:
                 return None
             shard = self._open(section, self._worker)
             if section.verify == "never":
@@ -238,48 +243,49 @@ class PoolCatalogue:
                 if shard.live is not None:
                     shard.live.close()
                 return None
-            if wanted and shard.live is None:  # nobody is to be without the texts of what is taken
+            if reload and shard.live is None:  # do not replace a build by one without valid documents
                 check_documents(Path(section.path), shard.served.identity)
-            shard.touch()
+            shard.warm_up()
             return shard
 
-        entry.opening = BackgroundTask("opening", opened)
+        entry.opening = BackgroundTask("opening", open_changed)
 
-    def _reopened(self, name: str, entry: _Entry) -> list[Change]:
+    def _finish_opening(self, name: str, entry: _Entry) -> list[Change]:
         assert entry.opening is not None
-        ended, entry.opening = entry.opening, None
-        if ended.error_message:
+        task, entry.opening = entry.opening, None
+        signature = entry.opened[0] if entry.opened else None
+        if task.error_message:
             old = entry.shard
             if old is not None and directory_identity(Path(entry.section.path)) == old.served.identity:
-                # The very files that are served: they have been altered since they were opened.
-                entry.wanted, entry.refused = False, ended.error_message
-                self._take_out(entry, ended.error_message, entry.tried[0] if entry.tried else None)
+                # These are the served files: they were altered after they had been opened.
+                entry.reload_requested, entry.reload_error = False, task.error_message
+                self._mark_unavailable(entry, task.error_message, signature)
                 return [Change(name, old, None)]
-            self._failed(entry, ended.error_message)
-        elif ended.result is not None:
+            self._opening_failed(entry, task.error_message)
+        elif task.result is not None:
             entry.offered = True
-            return [Change(name, entry.shard, ended.result)]
+            return [Change(name, entry.shard, task.result)]
         else:
-            entry.wanted = False
+            entry.reload_requested = False
         return []
 
-    def _failed(self, entry: _Entry, reason: str) -> None:
-        """Nothing has come of opening a collection anew."""
-        if entry.wanted:
-            entry.refused = reason
+    def _opening_failed(self, entry: _Entry, reason: str) -> None:
+        """Record that reopening a collection has failed."""
+        if entry.reload_requested:
+            entry.reload_error = reason
             self._log.error("collection %s is not reloaded: %s", entry.section.name, reason)
-        entry.wanted = False
+        entry.reload_requested = False
         if entry.shard is None:
-            self._take_out(entry, reason, entry.tried[0] if entry.tried else None)
+            self._mark_unavailable(entry, reason, entry.opened[0] if entry.opened else None)
 
-    def _take_out(self, entry: _Entry, reason: str, signature: Signature | None) -> None:
+    def _mark_unavailable(self, entry: _Entry, reason: str, signature: Signature | None) -> None:
         if reason[:MAX_REASON] != entry.reason:
             self._log.error("collection %s is unavailable: %s", entry.section.name, reason)
-        self._let_go(entry)
+        self._close_files(entry)
         entry.shard, entry.reason, entry.signature = None, reason[:MAX_REASON], signature
 
-    def _let_go(self, entry: _Entry) -> None:
-        """Of the files that were still to be read."""
+    def _close_files(self, entry: _Entry) -> None:
+        """Close files that are still open for verification."""
         if entry.checking is not None:
             entry.checking.cancel()  # and closes them
             entry.checking = None
@@ -287,18 +293,18 @@ class PoolCatalogue:
             entry.shard.checksums.close()
 
     def close(self) -> None:
-        """End what is done beside the loop."""
-        works = [w for e in self._entries.values() for w in (e.checking, e.opening) if w is not None]
-        for work in works:
-            work.cancel()
+        """Stop background tasks and close files."""
+        tasks = [task for e in self._entries.values() for task in (e.checking, e.opening) if task is not None]
+        for task in tasks:
+            task.cancel()
         for entry in self._entries.values():
-            self._let_go(entry)
-        for work in works:
-            work.join(_JOIN_S)
+            self._close_files(entry)
+        for task in tasks:
+            task.join(_JOIN_S)
 
 
 def signature_of(directory: Path) -> Signature:
-    """Changes when a file below the directory does; () if it cannot be read."""
+    """Return a value that changes with any file below the directory; () if it cannot be read."""
     try:
         found = [(str(path), path.stat()) for path in sorted(directory.rglob("*"))]
         return tuple((path, s.st_ino, s.st_size, max(s.st_mtime_ns, s.st_ctime_ns)) for path, s in found)
@@ -306,14 +312,14 @@ def signature_of(directory: Path) -> Signature:
         return ()
 
 
-def _line(name: str, entry: _Entry) -> str:
-    """A collection's part of the note."""
-    said = []
+def _note(name: str, entry: _Entry) -> str:
+    """Return a collection's part of the note."""
+    found = []
     if entry.shard is None:
-        said.append(f"unavailable: {entry.reason}")
-    if entry.refused:
-        said.append(f"not reloaded: {entry.refused}")
+        found.append(f"unavailable: {entry.reason}")
+    if entry.reload_error:
+        found.append(f"not reloaded: {entry.reload_error}")
     if entry.checking is not None and entry.shard is not None:
         share = entry.shard.checksums.read_bytes / max(entry.shard.checksums.total_bytes, 1)
-        said.append(f"checksums {share:.0%} compared")
-    return f"collection {name}: {', '.join(said)}" if said else ""
+        found.append(f"checksums {share:.0%} compared")
+    return f"collection {name}: {', '.join(found)}" if found else ""

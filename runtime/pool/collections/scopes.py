@@ -1,9 +1,9 @@
-"""What restricted queries search: a *scope* is a list of indexes and, of each, the rows that may be found.
+"""Scopes of filtered searches: a *scope* is a list of indexes and, for each, a bitmap of the rows that may be found.
 
-A filter is evaluated once, in Python's turn, to a bitmap of each index's rows; what asks for it again finds its scope
-by number, in compiled code. Scopes are kept within bounds: those used longest ago are forgotten, but none that a query
-in the pool still uses. A live collection has a scope of its own too, of the rows that are not deleted; when it changes
-its filters are evaluated anew, and queries in flight end on the parts that they began with.
+A filter is evaluated once, in Python, to a bitmap for each index; later requests with the same filter find its scope by
+number, in compiled code. Scopes are bounded in number and bytes: the least recently used ones are evicted, unless a
+query in the pool uses them. A live collection also has a scope of its own, of its rows that are not deleted. When the
+collection changes its filters are invalidated, and queries in flight finish on the parts that they started with.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,23 @@ from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Schema
 
-# A scope, int64 [SCOPE_WORDS]: the address of its parts and how many they are, and when a query last came for it. A
-# part, int64 [PART_WORDS]: the engine's number of the index, the address of its bitmap (0: all rows), and how many bits
-# are set.
+# A scope, int64 [SCOPE_WORDS]: address and number of its parts, and when a query last used it. A part, int64
+# [PART_WORDS]: the engine's number of the index, address of its bitmap (0: all rows), and the number of set bits.
 PARTS, PART_COUNT, USED_NS = range(3)
 SCOPE_WORDS = 3
 INDEX, ALLOWED, PASSING = range(3)
 PART_WORDS = 3
 LIVE = 1 << 20
-"""The desk's number of a live collection is this and the number of its scope."""
-MOST = 1024
-MOST_BYTES = 64 << 20  # of bitmaps
+"""Added to the number of a live collection's scope it is the collection's number in the client table."""
+MAX_SCOPES = 1024
+MAX_BITMAP_BYTES = 64 << 20
 
 InUse = Callable[[int], bool]
-"""Whether queries in the pool use the parts at an address."""
+"""Returns whether queries in the pool use the parts at an address."""
 
 
 class Part(NamedTuple):
-    """An index by the engine's number, and which of its rows may be found: bits as `bitmap` has them, None for all;
-    `passing` of them are set."""
+    """An index, by the engine's number, and its rows that may be found: `passing` bits of a `bitmap`, None for all."""
 
     number: int
     bits: npt.NDArray[np.uint64] | None
@@ -45,16 +43,16 @@ class Part(NamedTuple):
 
 
 def part_of(index: int, passing: Bits) -> Part:
-    """The part of an index's rows that pass, bool [rows]."""
+    """Return the part of an index's rows that pass, bool [rows]."""
     count = int(np.count_nonzero(passing))
     return Part(index, None if count == len(passing) else bitmap(passing, len(passing)), count)
 
 
 class Parts:
-    """Parts as compiled code reads them, int64 [parts, PART_WORDS]. There is one at least."""
+    """The parts of a scope, at least one, in the layout for compiled code: int64 [parts, PART_WORDS]."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)  # keeps the bitmaps
+        self.parts = list(parts)  # owns the bitmaps
         self.array = np.array(
             [(part.number, 0 if part.bits is None else part.bits.ctypes.data, part.passing) for part in parts], np.int64
         )
@@ -63,14 +61,17 @@ class Parts:
 
     @property
     def indexes(self) -> set[int]:
-        """The engine's numbers."""
+        """The engine's numbers of the indexes."""
         return {part.number for part in self.parts}
 
 
 @dataclass(frozen=True)
-class Filtered:
-    """A collection that filters may be asked of. parts: what a filter lets pass of its indexes, one at least. schema:
-    as it is now."""
+class FilterableCollection:
+    """A collection that accepts filters.
+
+    schema: returns the current schema. parts: evaluates a filter to parts, at least one. demanded: the attribute that
+    every filter must bind, or "".
+    """
 
     schema: Callable[[], Schema]
     parts: Callable[[Filter], Sequence[Part]]
@@ -85,83 +86,83 @@ class _Scope:
 
 
 class Scopes:
-    """A pool's scopes. `table`: int64 [MOST, SCOPE_WORDS], at `address`."""
+    """A pool's scopes. `table`: int64 [max_scopes, SCOPE_WORDS], at `address`."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES, most: int = MOST) -> None:
-        self._most_bytes = most_bytes
-        self.table = np.zeros((most, SCOPE_WORDS), np.int64)
+    def __init__(self, max_bytes: int = MAX_BITMAP_BYTES, max_scopes: int = MAX_SCOPES) -> None:
+        self._max_bytes = max_bytes
+        self.table = np.zeros((max_scopes, SCOPE_WORDS), np.int64)
         self.address = int(self.table.ctypes.data)
-        self._collections: dict[int, Filtered] = {}
+        self._collections: dict[int, FilterableCollection] = {}
         self._scopes: dict[int, _Scope] = {}
         self._numbers: dict[tuple[int, bytes], int] = {}
-        self._own: dict[int, Parts] = {}  # of live collections, by number
-        self._retired: list[Parts] = []  # that queries in the pool may use
+        self._live: dict[int, Parts] = {}  # of live collections, by scope number
+        self._retired: list[Parts] = []  # replaced, but queries in the pool may still use them
         self.evaluated = 0
-        """Filters evaluated so far."""
+        """Number of filters evaluated so far."""
 
-    def serve(self, collection: int, filtered: Filtered) -> None:
-        """Filters of the collection of this number are evaluated so from now on."""
-        self._collections[collection] = filtered
+    def register(self, number: int, collection: FilterableCollection) -> None:
+        """Accept filters for a collection, given by its number in the client table."""
+        self._collections[number] = collection
 
-    def withdraw(self, collection: int) -> list[int]:
-        """The collection is served no more. The scopes that are no more with it."""
+    def unregister(self, collection: int) -> list[int]:
+        """Drop a collection. Return its filters' scopes, which have been dropped with it."""
         self._collections.pop(collection, None)
-        return self.changed(collection)
+        return self.invalidate(collection)
 
-    def changed(self, collection: int) -> list[int]:
-        """Filters of this collection stand for something else by now. The scopes that are no more."""
-        gone = [number for number, scope in self._scopes.items() if scope.collection == collection]
-        self._retired += [self._scopes[number].parts for number in gone]
-        return self._forget(gone)
+    def invalidate(self, collection: int) -> list[int]:
+        """Drop the scopes of a collection's filters after it has changed. Return them."""
+        dropped = [number for number, scope in self._scopes.items() if scope.collection == collection]
+        self._retired += [self._scopes[number].parts for number in dropped]
+        return self._drop(dropped)
 
-    def number_of(self, collection: int, wanted: bytes, in_use: InUse) -> tuple[int, list[int]]:
-        """The scope of a filter, as a client has sent it, and the scopes that are no more because of it.
+    def resolve(self, collection: int, wanted: bytes, in_use: InUse) -> tuple[int, list[int]]:
+        """Return the scope of a client's filter, evaluating it if needed, and the scopes evicted for it.
 
-        Raises `InvalidFilter`, `InvalidRequest`, and `Overloaded` while there is no room beside those in use.
+        Raises `InvalidFilter`, `InvalidRequest`, and `Overloaded` if the scopes in use leave no room.
         """
         found = self._numbers.get((collection, wanted))
         if found is not None:
             return found, []
-        filtered = self._collections.get(collection)
-        if filtered is None:
+        filterable = self._collections.get(collection)
+        if filterable is None:
             raise InvalidRequest("this collection takes no filters", "filter")
-        asked = decode_filter(wanted)
-        check_filter(asked, filtered.schema())
-        if filtered.demanded and not binds(asked, filtered.demanded):
-            raise InvalidRequest(f"a filter must bind {filtered.demanded!r} by eq or in", "filter")
-        scope = _Scope(collection, wanted, Parts(filtered.parts(asked)))
+        condition = decode_filter(wanted)
+        check_filter(condition, filterable.schema())
+        if filterable.demanded and not binds(condition, filterable.demanded):
+            raise InvalidRequest(f"a filter must bind {filterable.demanded!r} by eq or in", "filter")
+        scope = _Scope(collection, wanted, Parts(filterable.parts(condition)))
         self.evaluated += 1
-        gone = self._make_room(scope.parts.nbytes, in_use)
+        evicted = self._evict(scope.parts.nbytes, in_use)
         number = self._free_number()
         self._scopes[number], self._numbers[collection, wanted] = scope, number
         self._set(number, scope.parts)
-        return number, gone
+        return number, evicted
 
     # ---- live collections
 
-    def reserve(self, parts: Parts) -> int:
-        """A number for a scope that is changed by `replace`. Raises `Overloaded` if there is none."""
+    def add_live(self, parts: Parts) -> int:
+        """Add a live collection's scope and return its number. Raises `Overloaded` if none is free."""
         number = self._free_number()
-        self._own[number] = parts
+        self._live[number] = parts
         self._set(number, parts)
         return number
 
-    def replace(self, number: int, parts: Parts) -> None:
-        """Queries that come from now on search these parts."""
-        self._retired.append(self._own[number])
-        self._own[number] = parts
+    def replace_live(self, number: int, parts: Parts) -> None:
+        """Replace a live collection's parts for new queries."""
+        self._retired.append(self._live[number])
+        self._live[number] = parts
         self._set(number, parts)
 
-    def release(self, number: int) -> None:
-        """Nobody asks for this scope any more."""
-        self._retired.append(self._own.pop(number))
+    def remove_live(self, number: int) -> None:
+        """Remove a live collection's scope, which no session offers any more."""
+        self._retired.append(self._live.pop(number))
         self.table[number] = 0
 
-    def indexes(self, in_use: InUse) -> set[int]:
-        """The engine's numbers of all indexes that queries may search; forgets what none does any more."""
+    def used_indexes(self, in_use: InUse) -> set[int]:
+        """Return the engine's numbers of all indexes that queries may search. Drops retired parts that none uses."""
         self._retired = [parts for parts in self._retired if in_use(parts.address)]
-        kept = [*self._own.values(), *self._retired, *(scope.parts for scope in self._scopes.values())]
-        return set().union(*(parts.indexes for parts in kept))
+        used = [*self._live.values(), *self._retired, *(scope.parts for scope in self._scopes.values())]
+        return set().union(*(parts.indexes for parts in used))
 
     # ---- numbers
 
@@ -170,26 +171,26 @@ class Scopes:
 
     def _free_number(self) -> int:
         for number in range(len(self.table)):
-            if number not in self._scopes and number not in self._own:
+            if number not in self._scopes and number not in self._live:
                 return number
         raise Overloaded("too many filters are in use at once")
 
-    def _make_room(self, size: int, in_use: InUse) -> list[int]:
-        """Forget scopes until another of so many bytes fits in. Which."""
+    def _evict(self, size: int, in_use: InUse) -> list[int]:
+        """Evict least recently used scopes until another of `size` bytes fits. Return them."""
         used = size + sum(scope.parts.nbytes for scope in self._scopes.values())
-        most = len(self.table) - len(self._own)
-        gone: list[int] = []
+        limit = len(self.table) - len(self._live)
+        evicted: list[int] = []
         for number in sorted(self._scopes, key=lambda number: int(self.table[number, USED_NS])):
-            if used <= self._most_bytes and len(self._scopes) - len(gone) < most:
+            if used <= self._max_bytes and len(self._scopes) - len(evicted) < limit:
                 break
             if not in_use(self._scopes[number].parts.address):
-                gone.append(number)
+                evicted.append(number)
                 used -= self._scopes[number].parts.nbytes
-        if used > self._most_bytes or len(self._scopes) - len(gone) >= most:
+        if used > self._max_bytes or len(self._scopes) - len(evicted) >= limit:
             raise Overloaded("too many filters are in use at once")
-        return self._forget(gone)
+        return self._drop(evicted)
 
-    def _forget(self, numbers: list[int]) -> list[int]:
+    def _drop(self, numbers: list[int]) -> list[int]:
         for number in numbers:
             scope = self._scopes.pop(number)
             del self._numbers[scope.collection, scope.wanted]

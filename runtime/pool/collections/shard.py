@@ -1,4 +1,4 @@
-"""What a pool worker holds of a collection: one of its indexes, of one build."""
+"""A shard: a pool worker's part of a collection, which is one of its indexes, of one build."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
 from runtime.node.config import CollectionSection
-from runtime.pool.collections.scopes import Filtered, Part, part_of
+from runtime.pool.collections.scopes import FilterableCollection, Part, part_of
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.checksums import Checksums, open_consistent
@@ -20,13 +20,15 @@ from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
 
-_TOUCHES = 8
+_WARM_UP_QUERIES = 8
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard of a collection, mapped and its edges checked. `checksums` has open what it was read from. A live
-    collection has a reader instead of an index."""
+    """An opened shard: the index mapped, its edges validated, its files held open by `checksums`.
+
+    A live collection has a reader instead of an index.
+    """
 
     served: Served
     index: GraphIndex | None
@@ -36,42 +38,42 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """What the engine calls it: another build of the collection is another index."""
-        return key_of(self.served.name, self.served.identity)
+        """Its name in the engine; each build of a collection has its own."""
+        return engine_key(self.served.name, self.served.identity)
 
-    def filtered(self, index: int) -> Filtered:
-        """How filters are evaluated for the engine's index of this number."""
+    def filterable(self, index: int) -> FilterableCollection:
+        """Return the evaluation of filters to parts of the engine's index of this number."""
         columns, ids = self.columns or Columns(), None if self.index is None else self.index.data.ids
 
         def parts(wanted: Filter) -> list[Part]:
             rows = columns.passing(wanted)
             return [part_of(index, rows if ids is None else rows[ids])]
 
-        return Filtered(lambda: columns.schema, parts, self.served.demanded)
+        return FilterableCollection(lambda: columns.schema, parts, self.served.demanded)
 
-    def touch(self) -> None:
-        """A few searches, so that a first query finds its memory there."""
+    def warm_up(self) -> None:
+        """Run a few searches, which fault in memory that the first query would otherwise wait for."""
         if self.index is None:
             return
-        vectors = np.cos(np.arange(_TOUCHES * self.index.dim, dtype=np.float32)).reshape(_TOUCHES, -1)
+        vectors = np.cos(np.arange(_WARM_UP_QUERIES * self.index.dim, dtype=np.float32)).reshape(_WARM_UP_QUERIES, -1)
         self.index.search(vectors, k=1)
 
 
 OpenShard = Callable[[CollectionSection, int], Shard]
 
 
-def key_of(collection: str, identity: str) -> str:
-    """The engine's name of a collection of this identity."""
+def engine_key(collection: str, identity: str) -> str:
+    """Return the engine's name of a build of a collection."""
     return f"{collection}@{identity}"
 
 
-def desk_number(served: Served, index: int) -> int:
-    """What the desk calls the collection whose index has this number: below -1 where only filters may search it."""
+def collection_number(served: Served, index: int) -> int:
+    """Return a collection's number in the client table: its index's, below -1 if every request must have a filter."""
     return -2 - index if served.demanded else index
 
 
 def open_shard(section: CollectionSection, worker: int) -> Shard:
-    """What the pool worker of this number serves of a collection. Raises `CollectionError`."""
+    """Open the shard of a collection that the pool worker of this number serves. Raises `CollectionError`."""
     directory = Path(section.path)
     if is_live(directory):
         return _open_live(section, directory, worker)
@@ -111,7 +113,7 @@ def _open_live(section: CollectionSection, directory: Path, worker: int) -> Shar
 
 
 def _columns(directory: Path, manifest: Manifest) -> Columns | None:
-    """The attributes of its documents; None where there are none."""
+    """Return the attributes of the documents, or None without any."""
     if ATTRIBUTES not in manifest.files:
         return None
     path = directory / ATTRIBUTES
@@ -125,7 +127,7 @@ def _columns(directory: Path, manifest: Manifest) -> Columns | None:
 
 
 def _check_demand(section: CollectionSection, schema: Mapping[str, str]) -> None:
-    """Raises `CollectionError` where no search could meet what the collection demands."""
+    """Raise `CollectionError` if the collection demands an attribute that no document has."""
     if section.demand and section.demand not in schema:
         known = ", ".join(sorted(schema)) or "none"
         raise CollectionError(
@@ -134,5 +136,5 @@ def _check_demand(section: CollectionSection, schema: Mapping[str, str]) -> None
 
 
 def _is_own(name: str, folder: str) -> bool:
-    """Whether a file of the manifest is of this shard, or of all."""
+    """Return whether a file of the manifest belongs to this shard or to all of them."""
     return "/" not in name or name.startswith(f"{folder}/")
