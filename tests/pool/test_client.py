@@ -53,7 +53,7 @@ def test_who_has_a_pool_beside_it_asks_that_and_another_when_it_is_down(
 ) -> None:
     plan, pools = two
     first, second, *rest = plan.workers
-    client = attached(make_client(replace(plan, workers=(first, replace(second, beside="test"), *rest))))
+    client = attached(make_client(replace(plan, workers=(first, replace(second, paired_with="test"), *rest))))
     for query in queries[:10]:
         client.search(query, 4)
     asked = PoolMetrics.QUERIES["prefill"]
