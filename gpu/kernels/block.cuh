@@ -1,23 +1,23 @@
-// Extends of one slot by one block: keys, nodes and distances stay in shared memory from extend to extend, and so does the
-// visited table where it is NEAR; all of it is taken from the batch's memory and put back, once.
+// Extends of one slot by one block: keys, nodes and distances stay in shared memory between extends, and so does the visited
+// table if it is NEAR; all are loaded from and stored to the batch's memory once.
 //
-// The bytes are those of the stages, less, but for the first and last extend, the tasks (12 a task) and the keys.
+// Memory traffic: that of the stages, minus, except in the first and last extend, the tasks (12 bytes each) and the keys.
 #pragma once
 #include "finish.cuh"
 #include "ring.cuh"
 
-constexpr uint32 QUERY_DONE = 16;  // as a reason to stop; its result is published then
+constexpr uint32 QUERY_DONE = 16;  // reason to stop: the query has finished and its result is published
 
 struct Went {
-    uint32 extends;  // that were made
-    uint32 reasons;  // to stop
+    uint32 extends;  // number made
+    uint32 reasons;  // for stopping
 };
 
-// Extend a slot, whose head is `head`, until its query is done, `limit` extends were made, or there is another reason to
-// stop: one thread calls stop.ask() early in each extend, since what it asks for comes from afar, and at its end
-// stop.reasons(the query's extends). NEAR: the block has `table_words` for a visited table. `begins`: nothing of the query
-// is there but its line. `places`: a thread's in the ring of rows, which lies where new keys do, since these come after
-// distances. The same in every thread.
+// Extend a slot, whose head is `head`, until its query has finished, `limit` extends were made, or there is another reason
+// to stop: one thread calls stop.ask() early in each extend, to hide the latency of its loads, and stop.reasons(the query's
+// extends) at its end. NEAR: the visited table is in shared memory, `table_words` long. `begins`: the query is new, only
+// its line is set. `places`: of a thread in the ring of rows, which overlaps the new keys, since these follow distances.
+// Returns the same to every thread.
 template <bool NEAR, class Stop>
 __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot head, bool begins, uint32 table_words,
                                    uint32 places, uint32 limit, Stop stop, unsigned char* shared) {
@@ -68,7 +68,7 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
         went.reasons = scratch->reasons;
     }
     if (went.reasons < QUERY_DONE) {
-        const uint32 number = computed_here(slot_number);  // so that no register has these addresses until here
+        const uint32 number = computed_here(slot_number);  // so that no register holds these addresses before
         uint64* stored = keys_at(batch, number);
         uint32* gathered = nodes_at(batch, number);
         for (uint32 i = threadIdx.x; i < top_m; i += blockDim.x) stored[i] = keys[i];

@@ -1,4 +1,4 @@
-// What differs between a device and the emulation on a CPU, which defines these itself (tests/cuda/host.h).
+// Primitives that differ between a device and the emulation on a CPU, which defines its own (tests/cuda/host.h).
 #pragma once
 #include "layout.cuh"
 
@@ -15,7 +15,7 @@ __device__ inline float float_of_half(unsigned short bits) {
     return value;
 }
 
-// 16 bytes of a row: read once, so they need no room in the first-level cache.
+// Load 16 bytes of a row, bypassing L1: rows are read once.
 __device__ inline uint4 load_row(const uint4* address) {
     uint4 chunk;
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -24,8 +24,8 @@ __device__ inline uint4 load_row(const uint4* address) {
     return chunk;
 }
 
-// 16 bytes of device memory, asked for here: the assembler would put off a plain load until behind the next branch, and
-// with it what is looked up by what it brings.
+// Load 16 bytes of device memory at this point: the assembler would move a plain load behind the next branch, and delay
+// the loads that depend on it.
 __device__ inline uint4 load_now(const uint4* address) {
     uint4 chunk;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -34,50 +34,50 @@ __device__ inline uint4 load_now(const uint4* address) {
     return chunk;
 }
 
-// An address of device or pinned memory as a pointer of which the compiler knows that it is none to a block's memory.
+// Convert an address of device or pinned memory to a pointer that the compiler knows to be global, not shared.
 __device__ inline void* global_pointer(uint64 address) { return __cvta_global_to_generic(address); }
 
-// Have 128 bytes of device memory brought into the second-level cache, without waiting.
+// Prefetch 128 bytes of device memory into L2.
 __device__ inline void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// The value, from which the compiler computes nothing before it comes here: no register holds it through other stages.
+// Return the value as an optimisation barrier: nothing is computed from it earlier, so no register holds that meanwhile.
 __device__ inline uint32 computed_here(uint32 value) {
     asm volatile("" : "+r"(value));
     return value;
 }
 
-// Have 16 bytes of a row copied into the block's memory, past the first-level cache, without waiting. The thread sees them
-// once it has waited for the group that they are in.
+// Copy 16 bytes of a row asynchronously to shared memory, bypassing L1. They are visible to this thread after it has waited
+// for their group.
 __device__ inline void copy_row(uint4* target, const uint4* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32>(__cvta_generic_to_shared(target))),
                  "l"(__cvta_generic_to_global(source))
                  : "memory");
 }
 
-// What the thread has asked for since the last group is one.
+// Commit the thread's copies since the last group as a group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait for the thread's copies, but for those of its last `LATER` groups.
+// Wait for the thread's copies except those of its last `LATER` groups.
 template <uint32 LATER>
 __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// A word of the host's that may change at any time.
+// Load a word of host memory that may change at any time.
 __device__ inline uint32 load_system(const uint32* address) {
     uint32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-// The same, and what its writer stored before a release store of it is there afterwards.
+// The same with acquire semantics: stores before the writer's release store are visible afterwards.
 __device__ inline uint32 load_acquire_system(const uint32* address) {
     uint32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 
-// A word of device memory that other blocks may write at any time.
+// Load a word of device memory that other blocks may write at any time.
 __device__ inline uint32 load_relaxed(const uint32* address) {
     uint32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -87,22 +87,22 @@ __device__ inline void store_relaxed(uint32* address, uint32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Nanoseconds, by the same clock in every block.
+// Nanoseconds on a clock common to all blocks.
 __device__ inline uint64 clock_ns() {
     uint64 value;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
     return value;
 }
 
-// Leave the multiprocessor to other warps for about half a microsecond.
+// Yield the multiprocessor to other warps for about 0.5 µs.
 __device__ inline void rest() { __nanosleep(500); }
 
-// SYNC POINT: whoever in the system reads this value with acquire sees all that was written before.
+// SYNC POINT: a reader anywhere in the system that loads this value with acquire sees all earlier writes.
 __device__ inline void store_release_system(uint32* address, uint32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// 1 / value, off by a unit in the last place at most; +inf for 0.
+// 1 / value with an error of at most 1 ulp; +inf for 0.
 __device__ inline float reciprocal(uint32 value) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(static_cast<float>(value)));
@@ -125,7 +125,7 @@ __device__ inline Slot* slot_at(const Batch& batch, uint32 slot) {
     return at<Slot>(batch.slots + static_cast<uint64>(slot) * batch.line_bytes);
 }
 
-// What stands at an address, by as few loads as it takes, all at once.
+// Load a value with as few loads as possible, all issued at once.
 template <class T>
 __device__ inline T load_whole(const T* address) {
     static_assert(sizeof(T) % sizeof(uint4) == 0, "whole chunks");
@@ -136,7 +136,7 @@ __device__ inline T load_whole(const T* address) {
     return value;
 }
 
-// The tasks of a slot's next extend: nodes, and their distances.
+// The tasks of a slot's next extend: nodes and distances.
 __device__ inline uint32* nodes_at(const Batch& batch, uint32 slot) {
     return at<uint32>(batch.nodes, static_cast<uint64>(slot) * batch.slot_tasks);
 }
@@ -165,10 +165,10 @@ __device__ inline const uint4* query_at(const Slot* slot, uint32 offset) {
     return reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(slot + 1) + offset);
 }
 
-// How many lanes before this thread's a mask has.
+// Number of lanes in a mask before this thread's lane.
 __device__ inline uint32 lanes_before(uint32 mask) { return __popc(mask & ((1u << threadIdx.x % WARP) - 1)); }
 
-// Wait for the block's other threads; a block of one warp has a lighter way.
+// Block barrier; a warp barrier if the block is one warp.
 template <bool ONE_WARP>
 __device__ inline void wait_for_block() {
     if constexpr (ONE_WARP)

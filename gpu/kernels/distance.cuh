@@ -1,15 +1,15 @@
-// Distances of a query to rows, by teams of 8, 16 or 32 threads.
+// Distances between a query and rows, by teams of 8, 16 or 32 threads.
 //
-// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread asks for up to four times 16 bytes
-// at once, as far as registers go; the query stays in the first-level cache, which rows pass by.
+// Floor: the bytes of the rows, each read once: distances · d · itemsize. Every thread has up to four loads of 16 bytes in
+// flight, as registers allow; the query stays in L1, which row loads bypass.
 //
-// A row is summed in 32 lanes, chunk c in lane c % 32, and the lanes are folded in halves: 16, 8, 4, 2, 1. A smaller
-// team holds several lanes a thread, so the sum, to the last bit, is the same for every team. Products are fused with
-// their sums only where fmaf says so. The integer sums of int8 rows are exact.
+// A row is summed in 32 lanes, chunk c in lane c % 32, and the lanes are reduced in halves: 16, 8, 4, 2, 1. A thread of a
+// smaller team holds several lanes, so sums are bit-identical for every team. Products are fused only by explicit fmaf.
+// The integer sums of int8 rows are exact.
 #pragma once
 #include "device.cuh"
 
-constexpr uint32 SLOT_TEAM = 8;  // of blocks that serve one slot
+constexpr uint32 SLOT_TEAM = 8;  // team size in blocks that serve one slot
 
 template <uint32 KIND>
 struct SumOf {
@@ -31,7 +31,7 @@ __device__ inline float add_term(float sum, float value, uint32 query_bits) {
     }
 }
 
-// Add to a sum what a chunk of a row contributes; `query` points to the query's part of the same lanes.
+// Add a chunk of a row to a sum; `query` points to the query's part of the same lanes.
 template <uint32 KIND>
 __device__ inline float add_chunk(float sum, uint4 row, const uint4* query) {
     if constexpr (KIND < F16_L2) {
@@ -67,7 +67,7 @@ __device__ inline int add_chunk(int sum, uint4 row, const uint4* query) {
                      __dp2a_lo(static_cast<int>(upper.z), static_cast<int>(row.w), sum));
 }
 
-// The sum of a team's members, in every one of them. `together`: lanes of the warp that come by at once, whole teams.
+// Reduce over a team; every member gets the sum. `together`: the mask of converged lanes, whole teams.
 template <uint32 TEAM, class Sum>
 __device__ inline Sum team_total(Sum sum, uint32 together) {
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ inline Sum team_total(Sum sum, uint32 together) {
     return sum;
 }
 
-// The sum over a row of `chunks` chunks, in every member of the team. A thread asks for AT_ONCE chunks before it adds.
+// Sum over a row of `chunks` chunks; every member of the team gets it. A thread issues AT_ONCE loads before it adds.
 template <uint32 KIND, uint32 TEAM, uint32 AT_ONCE>
 __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const uint4* query, uint32 chunks) {
     constexpr uint32 LANES = WARP / TEAM, LOADS = LANES < AT_ONCE ? AT_ONCE : LANES;
@@ -103,14 +103,14 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
     return team_total<TEAM>(sums[0], (WHOLE_WARP >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM));
 }
 
-// Distance of a query to an int8 row, from the sum over it and what it ends with; for either metric.
+// Distance to an int8 row from its sum and its trailing step and squared norm, for either metric.
 __device__ inline float code_distance(const Collection& collection, int sum, float query_step, float step, float square) {
     const float dot = static_cast<float>(sum) * query_step * step;
     return collection.kind == I8_L2 ? square - 2.0f * dot : -dot;
 }
 
 // Distance of the slot's query to a stored row: squared L2, or minus the dot product; for int8 codes without the
-// constant |q - c|² or c · q (gpu/index/rows.py). In every member of the team.
+// constant |q - c|² or c · q (gpu/index/rows.py). Every member of the team gets it.
 template <uint32 TEAM, uint32 AT_ONCE>
 __device__ inline float row_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.row_chunks;
@@ -129,7 +129,7 @@ __device__ inline float row_distance(const Collection& collection, const Slot* s
     }
 }
 
-// Distance of the slot's query to the full-precision row that an int8 row stands for.
+// Distance of the slot's query to the full-precision row of an int8 row.
 template <uint32 TEAM, uint32 AT_ONCE>
 __device__ inline float full_distance(const Collection& collection, const Slot* slot, uint32 node) {
     const uint32 chunks = collection.full_chunks;

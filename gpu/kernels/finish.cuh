@@ -1,8 +1,7 @@
-// The end of an extend for a slot, of its query, and of a launch.
+// End of a slot's extend, of its query, and of a launch.
 //
-// Results go straight to pinned host memory: 8 · k bytes and a line a query, once it is done; a query that goes on writes
-// nothing there. The host polls the ticket of a result and the number of launches; both are stored last, with release at
-// system scope. It never synchronises.
+// Results are written directly to pinned host memory when a query finishes: 8 · k bytes and a line. The host polls a
+// result's ticket and the number of launches, which are stored last, with release at system scope. It never synchronises.
 #pragma once
 #include "distance.cuh"
 #include "merge.cuh"
@@ -14,16 +13,16 @@ struct BlockScratch {
     MergeScratch merging;
     uint32 reasons;
 };
-static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "what a block's threads share");
+static_assert(sizeof(BlockScratch) <= SCRATCH_BYTES, "shared scratch of a block");
 
-// The full-precision key of an entry, in every member of the team.
+// The full-precision key of an entry; every member of the team gets it.
 __device__ inline uint64 exact_key(const Slot* slot, const Collection& collection, uint64 key) {
     return key_of(full_distance<SLOT_TEAM, 2>(collection, slot, node_of(key)), node_of(key));
 }
 
-// Put the nearest entries in the order of their full-precision distances, and drop the others (int8 rows only). The
-// rule is the CPU's (gpu/cpu/extend/results.py): the first max(k, 8) tell by how much codes are off, at least and at most; an
-// entry behind them is taken too if, off by less than any of these, it would be nearer than the k-th.
+// Sort the nearest entries by full-precision distance and drop the others (int8 rows only), as on the CPU
+// (gpu/cpu/extend/results.py): rescoring the first max(k, 8) entries measures the range of the codes' error; later entries
+// are rescored if an error somewhat below that range could make them nearer than the k-th.
 __device__ inline void rescore(const Slot* slot, const Collection& collection, uint64* keys,
                                      MergeScratch* scratch) {
     const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
@@ -63,7 +62,7 @@ __device__ inline void rescore(const Slot* slot, const Collection& collection, u
     sort(keys, power_of_two(count));
 }
 
-// Write the k nearest of a slot's keys to its result line, and after them the ticket.
+// Write the k nearest of a slot's keys to its result line, then the ticket.
 __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slot* slot, const uint64* keys) {
     Result* result = result_at(batch, slot_number);
     int* nodes = reinterpret_cast<int*>(result + 1);
@@ -79,8 +78,7 @@ __device__ inline void publish(const Batch& batch, uint32 slot_number, const Slo
     if (threadIdx.x == 0) store_release_system(&result->ticket, slot->ticket);
 }
 
-// Count the extend, of a slot whose head was `head` before, and decide whether the query is done. Returns the same to
-// every thread.
+// Count an extend of a slot whose head was `head` before. Returns, to every thread, whether the query has finished.
 __device__ inline bool count_extend(Slot* slot, const Slot& head, Merged merged) {
     const uint32 unchanged = merged.changed ? 0 : head.unchanged + 1;
     const bool done = merged.parent_count == 0 || (head.patience > 0 && unchanged >= head.patience);
@@ -92,26 +90,26 @@ __device__ inline bool count_extend(Slot* slot, const Slot& head, Merged merged)
     return done;
 }
 
-// Have distances of so many tasks of a slot computed with the next extend. One thread.
+// Set the number of a slot's tasks for the next extend. One thread.
 __device__ inline void set_due(const Batch& batch, uint32 slot_number, uint32 collection, uint32 count) {
     at<uint32>(batch.due)[slot_number] = collection << TASK_BITS | count;
 }
 
-// Keep how many tasks an active slot's next extend has; 0 where its query is done. One thread.
+// Store an active slot's number of tasks for the next extend; 0 if its query has finished. One thread.
 __device__ inline void keep_tasks(const Batch& batch, uint32 slot_number, Slot* slot, uint32 collection, uint32 count) {
     slot->task_count = count;
     set_due(batch, slot_number, collection, count);
 }
 
-// Publish what a query that is done has found: `keys`, in the block's memory, with room for a power of two.
+// Publish the result of a finished query: `keys` in shared memory, with capacity for a power of two.
 __device__ inline void finish(const Batch& batch, uint32 slot_number, const Slot* slot, const Collection& collection,
                               uint64* keys, MergeScratch* scratch) {
     if (collection.full != 0) rescore(slot, collection, keys, scratch);
     publish(batch, slot_number, slot, keys);
 }
 
-// Leave the launch with what ends it for all (slots that are done, a doorbell that rang). True in one thread of the
-// last block to leave. SYNC POINT: what the other blocks wrote before they left is there for that thread.
+// Leave the launch with reasons to end it (finished slots, a doorbell). True in one thread of the last block to leave.
+// SYNC POINT: the writes of all other blocks before they left are visible to that thread.
 template <bool ONE_WARP>
 __device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
     wait_for_block<ONE_WARP>();
@@ -119,12 +117,12 @@ __device__ inline bool leave(const Batch& batch, uint32 reasons_to_stop) {
     Counters* counters = at<Counters>(batch.counters);
     if (reasons_to_stop > 0) atomicAdd(&counters->stop, reasons_to_stop);
     __threadfence();
-    if (atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1) return false;  // and 0 for the next launch
+    if (atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1) return false;  // wraps to 0 for the next launch
     __threadfence();
     return true;
 }
 
-// Tell the host that a launch has ended.
+// Report the end of a launch to the host.
 __device__ inline void end_launch(const Batch& batch) {
     Counters* counters = at<Counters>(batch.counters);
     counters->extends = 0;

@@ -1,9 +1,9 @@
-// Several extends of each slot in one launch, a block a slot, for when few slots are active: what separate stages would
-// wait for each other, blocks here need not. One block's loads cannot fill a device: use it while there are fewer active
-// slots than multiprocessors.
+// Several extends of each slot in one launch, one block per slot, for few active slots: blocks do not wait for each other,
+// as separate stages would. One block's loads cannot saturate a device, so this form is for fewer active slots than
+// multiprocessors.
 #include "block.cuh"
 
-// Another slot is done, or the doorbell rang.
+// Stop condition: another slot has finished, or the doorbell has rung.
 struct LaunchStop {
     const Batch& batch;
     uint32 rang, others;

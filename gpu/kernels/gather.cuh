@@ -1,11 +1,11 @@
-// From a slot's parents, or a collection's seeds, to the nodes whose distances are wanted: expand_neighbors, mark_visited.
+// The new tasks of a slot, from its parents' neighbours or a collection's seeds: expand_neighbors, mark_visited.
 //
-// Floor: graph rows, search_width · degree · 4 bytes a slot, and a 32-byte sector of the visited table for each
-// neighbour, read and, for a node that is new, written.
+// Floor: graph rows, search_width · degree · 4 bytes per slot, and per neighbour a 32-byte sector of the visited table,
+// read and, for a new node, written.
 //
-// The visited table is a cache of sets of 8 words, one sector. It answers "seen" only for a node that was seen. When a
-// set is full, a word of it is forgotten, which the slot's head says from then on; a forgotten node costs a second
-// distance and changes no result (keys.cuh, merge.cuh).
+// The visited table is a set-associative cache with sets of 8 words, one sector. It has no false positives. A full set
+// evicts a word, which the slot's head records (`forgot`); an evicted node may be scored again, which does not change
+// results (keys.cuh, merge.cuh).
 #pragma once
 #include "keys.cuh"
 
@@ -15,11 +15,11 @@ constexpr uint32 NO_NODE = 0xFFFFFFFFu;
 constexpr uint32 WAYS = 8;
 
 struct GatherScratch {
-    uint32 parents[MAX_SEARCH_WIDTH];  // that the merge has chosen
+    uint32 parents[MAX_SEARCH_WIDTH];  // selected by the merge
     uint32 node_count;
 };
 
-// Copy a visited table, from the batch's memory to the block's or back.
+// Copy a visited table between the batch's and shared memory.
 __device__ inline void copy_visited(uint32* target, const uint32* source, uint32 bits) {
     const uint4* from = reinterpret_cast<const uint4*>(source);
     uint4* to = reinterpret_cast<uint4*>(target);
@@ -27,14 +27,14 @@ __device__ inline void copy_visited(uint32* target, const uint32* source, uint32
     for (uint32 i = threadIdx.x; i < (1u << bits) / 4; i += blockDim.x) to[i] = from[i];
 }
 
-// Forget all that an earlier query saw.
+// Clear a visited table.
 __device__ inline void clear_visited(uint32* visited, uint32 bits) {
     uint4* sectors = reinterpret_cast<uint4*>(visited);
     for (uint32 i = threadIdx.x; i < (1u << bits) / 4; i += blockDim.x)
         sectors[i] = make_uint4(NO_NODE, NO_NODE, NO_NODE, NO_NODE);
 }
 
-// The words of the set that a node belongs to, as they are now.
+// A snapshot of the words of a node's set.
 struct Set {
     uint32* words;
     uint4 lower, upper;
@@ -48,12 +48,12 @@ __device__ inline Set set_of(uint32* visited, uint32 bits, uint32 node) {
     return {reinterpret_cast<uint32*>(words), words[0], words[1]};
 }
 
-// Whether this is the first time that the table sees a node. SYNC POINT: of several threads that bring a node at once,
-// the one whose compare-and-swap wins is first.
+// Insert a node into the table. Returns whether it is new. SYNC POINT: if several threads insert a node at once, it is new
+// for the one whose compare-and-swap wins.
 __device__ inline bool mark_visited(Slot* slot, const Set& set, uint32 node) {
     const uint32 words[WAYS] = {set.lower.x, set.lower.y, set.lower.z, set.lower.w,
                                 set.upper.x, set.upper.y, set.upper.z, set.upper.w};
-    uint32 way = WAYS;  // the first that was free: all before it have been looked at
+    uint32 way = WAYS;  // the first free one: all before it are checked already
     bool seen = false;
 #pragma unroll
     for (uint32 i = WAYS; i-- > 0;) {
@@ -70,9 +70,8 @@ __device__ inline bool mark_visited(Slot* slot, const Set& set, uint32 node) {
     return atomicExch(set.words + hash_of(node) % WAYS, node) != node;
 }
 
-// Writes those of `count` nodes, bring(0..), that the table sees for the first time to `nodes`, in any order, and
-// *node_count, which is returned to every thread. A thread asks for AT_ONCE sets before it looks. Waits for the block at
-// its beginning and at its end.
+// Write the new ones of `count` nodes, bring(0..), to `nodes`, in any order, and their number to *node_count. Returns the
+// number to every thread. A thread issues AT_ONCE loads of sets before it checks them. Starts and ends with a block barrier.
 template <uint32 AT_ONCE, bool ONE_WARP, class Bring>
 __device__ inline uint32 gather(Slot* slot, uint32 bits, uint32 size, uint32 count, Bring bring, uint32* visited,
                                 uint32* nodes, uint32* node_count) {
@@ -85,7 +84,7 @@ __device__ inline uint32 gather(Slot* slot, uint32 bits, uint32 size, uint32 cou
         for (uint32 j = 0; j < AT_ONCE; j++)
             brought[j] = begin + j * blockDim.x < count ? bring(begin + j * blockDim.x) : NO_NODE;
 #pragma unroll
-        for (uint32 j = 0; j < AT_ONCE; j++)  // a damaged graph must not lead outside of the rows
+        for (uint32 j = 0; j < AT_ONCE; j++)  // a corrupt graph may point outside the rows
             if (brought[j] < size) sets[j] = set_of(visited, bits, brought[j]);
 #pragma unroll
         for (uint32 j = 0; j < AT_ONCE; j++)
@@ -96,7 +95,7 @@ __device__ inline uint32 gather(Slot* slot, uint32 bits, uint32 size, uint32 cou
     return *node_count;
 }
 
-// The same among the neighbours of the parents that a merge has chosen. `head` is the slot's.
+// The same for the neighbours of the parents selected by a merge. `head`: of the slot.
 template <uint32 AT_ONCE, bool ONE_WARP>
 __device__ inline uint32 gather_neighbors(Slot* slot, const Slot& head, const Collection& collection,
                                           uint32 parent_count, uint32* visited, uint32* nodes, GatherScratch* scratch) {
@@ -104,14 +103,14 @@ __device__ inline uint32 gather_neighbors(Slot* slot, const Slot& head, const Co
     const uint32 degree = collection.degree;
     const float per_parent = reciprocal(degree);
     const auto neighbor = [=](uint32 i) {
-        const uint32 rank = static_cast<uint32>((i + 0.5f) * per_parent);  // i / degree, of up to 2²¹
+        const uint32 rank = static_cast<uint32>((i + 0.5f) * per_parent);  // i / degree, for i up to 2²¹
         return graph[static_cast<uint64>(parents[rank]) * degree + (i - rank * degree)];
     };
     return gather<AT_ONCE, ONE_WARP>(slot, head.visited_bits, collection.size, parent_count * degree, neighbor, visited,
                                      nodes, &scratch->node_count);
 }
 
-// The same among the seeds, of a query that begins: its table and its keys (those of its top_m; NO_KEY) are cleared.
+// The same for the seeds, for a new query. Clears its visited table and its keys (top_m of them, to NO_KEY).
 __device__ inline uint32 begin_query(Slot* slot, const Slot& head, const Collection& collection, uint64* keys,
                                      uint32* visited, uint32* nodes, uint32* node_count) {
     for (uint32 i = threadIdx.x; i < head.top_m; i += blockDim.x) keys[i] = NO_KEY;

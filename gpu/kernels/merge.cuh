@@ -1,25 +1,25 @@
-// Merging new keys into a sorted top_m, and choosing the next extend's parents: merge_top_m, select_parents.
+// Merge of new keys into a sorted top_m, and selection of the next extend's parents: merge_top_m, select_parents.
 //
-// Floor: 12 bytes a task and 8 · top_m bytes a slot, read and written; all else is in shared memory and registers. Most
-// new keys are farther than the worst of a full top_m and are dropped before anything is sorted. The rest, up to
-// WARP_FRESH and with a top_m up to WARP_KEYS, is one warp's: it sorts and merges in registers, by exchanges between
-// lanes. `merge_by_warp` has no more than that warp, which waits for nobody; `merge` has a block, which waits three
-// times, and sorts and merges in shared memory what is more, where steps within a warp's 64 keys need no barrier.
+// Floor: 12 bytes per task and 8 · top_m bytes per slot, read and written; everything else is in shared memory and
+// registers. Most new keys are farther than the worst entry of a full top_m and are dropped before sorting. Up to
+// WARP_FRESH of the others are sorted and merged into a top_m of up to WARP_KEYS by one warp, in registers with shuffles.
+// `merge_by_warp` runs on a single warp without block barriers; `merge` runs on a block with three barriers, and handles
+// larger sizes in shared memory, where steps within a warp's 64 keys need no barrier.
 //
-// A node comes twice only where the visited table has forgotten it: only then are doubles looked for.
+// Duplicates are possible only after the visited table has evicted a node; only then are they searched for.
 #pragma once
 #include "gather.cuh"
 
 struct MergeScratch {
     uint32 fresh_count;
-    uint32 cursor;  // the first entry that has not been a parent
+    uint32 cursor;  // the first unexpanded entry
     uint32 parent_count;
-    uint32 least, most, worst;  // of rescoring: floats, ordered
+    uint32 least, most, worst;  // for rescoring: floats as ordered integers
 };
 
 // ---- a block, keys in shared memory
 
-// Compare and exchange keys `stride` apart; runs of `run` keys ascend and descend in turn.
+// Compare-exchange keys `stride` apart; runs of `run` keys alternate between ascending and descending.
 __device__ inline void exchange(uint64* keys, uint32 size, uint32 stride, uint32 run) {
     for (uint32 pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
         const uint32 i = (pair & ~(stride - 1)) << 1 | (pair & (stride - 1));
@@ -31,7 +31,7 @@ __device__ inline void exchange(uint64* keys, uint32 size, uint32 stride, uint32
     }
 }
 
-// Wait for whoever shares keys in steps of these strides: a warp owns 64 keys.
+// Barrier between steps of these strides: of the block, or of the warp, which owns 64 keys.
 __device__ inline void wait_between(uint32 stride, uint32 next) {
     if (max(stride, next) > WARP)
         __syncthreads();
@@ -39,7 +39,7 @@ __device__ inline void wait_between(uint32 stride, uint32 next) {
         __syncwarp();
 }
 
-// Sort keys that fall and then rise, or the reverse. `size` is a power of two.
+// Sort a bitonic sequence of keys. `size` is a power of two.
 __device__ inline void sort_bitonic(uint64* keys, uint32 size) {
     for (uint32 stride = size / 2; stride > 0; stride /= 2) {
         exchange(keys, size, stride, size);
@@ -62,8 +62,7 @@ __device__ inline void fill_keys(uint64* keys, uint32 begin, uint32 end) {
     for (uint32 i = begin + threadIdx.x; i < end; i += blockDim.x) keys[i] = NO_KEY;
 }
 
-// Sort `count` keys, which a table that forgets may have let through twice, and drop doubles. Returns the size, a power
-// of two, of the sorted array.
+// Sort `count` keys and drop duplicates. Returns the size of the sorted array, a power of two.
 __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
     const uint32 size = power_of_two(count);
     fill_keys(fresh, count, size);
@@ -82,24 +81,24 @@ __device__ inline uint32 sort_fresh(uint64* fresh, uint32 count) {
     return size;
 }
 
-// Sort `count` new keys, drop doubles and merge them into keys[top_m].
+// Sort `count` new keys, drop duplicates and merge them into keys[top_m].
 __device__ inline void merge_in_block(uint64* keys, uint32 top_m, uint64* fresh, uint32 count) {
     const uint32 added = sort_fresh(fresh, count), size = max(power_of_two(top_m), added);
-    // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
+    // The pairwise minima of a sorted list and a reversed one are the smallest keys of both, as a bitonic sequence.
     for (uint32 i = threadIdx.x; i < added; i += blockDim.x) {
         uint64* key = keys + size - 1 - i;
         *key = min(*key, fresh[i]);
     }
     __syncthreads();
     sort_bitonic(keys, size);
-    fill_keys(keys, top_m, size);  // read again after other barriers
+    fill_keys(keys, top_m, size);  // visible after later barriers
 }
 
 // ---- one warp, keys in registers: entry `lane + 32 · j` of a list is register j
 
-constexpr uint32 WARP_KEYS = 256, WARP_FRESH = 128;  // of a list and of new keys that one warp merges, at most
+constexpr uint32 WARP_KEYS = 256, WARP_FRESH = 128;  // maximum of a list and of new keys that one warp merges
 
-// Exchange with the lane `stride` lanes off, for entries that ascend (`run`: where bit `run` of an entry's number is 0).
+// Compare-exchange with the lane `stride` lanes away; entries with bit `run` of their index clear are sorted ascending.
 template <uint32 COUNT>
 __device__ inline void exchange_lanes(uint64 (&keys)[COUNT], uint32 stride, uint32 run) {
     const uint32 lane = threadIdx.x % WARP;
@@ -111,7 +110,7 @@ __device__ inline void exchange_lanes(uint64 (&keys)[COUNT], uint32 stride, uint
     }
 }
 
-// Exchange registers `stride` registers apart.
+// Compare-exchange registers `stride` apart.
 template <uint32 COUNT>
 __device__ inline void exchange_registers(uint64 (&keys)[COUNT], uint32 stride, uint32 run) {
 #pragma unroll
@@ -124,7 +123,7 @@ __device__ inline void exchange_registers(uint64 (&keys)[COUNT], uint32 stride, 
     }
 }
 
-// Sort entries that fall and then rise, or the reverse, in runs of `run` that ascend and descend in turn.
+// Sort bitonic runs of `run` entries, alternately ascending and descending.
 template <uint32 COUNT>
 __device__ inline void merge_runs(uint64 (&keys)[COUNT], uint32 run) {
 #pragma unroll
@@ -140,7 +139,7 @@ __device__ inline void sort_in_warp(uint64 (&keys)[COUNT]) {
     for (uint32 run = 2; run <= WARP * COUNT; run *= 2) merge_runs(keys, run);
 }
 
-// Sort up to 32 · COUNT new keys; where a table has forgotten nodes, doubles become NO_KEY.
+// Sort up to 32 · COUNT new keys; with `forgot`, duplicates become NO_KEY.
 template <uint32 COUNT>
 __device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count, bool forgot) {
     const uint32 lane = threadIdx.x % WARP;
@@ -175,7 +174,7 @@ __device__ inline void sort_fresh_in_warp(uint64* fresh, uint32 count, bool forg
         sort_fresh_in_warp<1>(fresh, count, forgot);
 }
 
-// The parents of a slot's next extend, and where their graph rows are, which are brought near meanwhile.
+// The parents of a slot's next extend, and the location of their graph rows, to prefetch them.
 struct Parents {
     uint32* nodes;
     uint32 width;
@@ -183,7 +182,7 @@ struct Parents {
     const unsigned char* graph;
 };
 
-// Make `key`, which has not been one, the parent of this rank.
+// Select an unexpanded key as the parent of this rank. Returns the key marked as expanded.
 __device__ inline uint64 as_parent(const Parents& parents, uint32 rank, uint64 key) {
     const uint32 node = node_of(key);
     parents.nodes[rank] = node;
@@ -192,8 +191,8 @@ __device__ inline uint64 as_parent(const Parents& parents, uint32 rank, uint64 k
     return key | EXPANDED;
 }
 
-// Merge `count` new keys, sorted, into keys[top_m], of 32 · COUNT at most, and choose the parents among them. One warp.
-// Returns how many there are.
+// Merge `count` sorted new keys into keys[top_m], top_m ≤ 32 · COUNT, and select the parents. One warp. Returns the number
+// of parents.
 template <uint32 COUNT>
 __device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* fresh, uint32 count,
                                       const Parents& parents) {
@@ -202,7 +201,7 @@ __device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* 
 #pragma unroll
     for (uint32 j = 0; j < COUNT; j++) top[j] = lane + WARP * j < top_m ? keys[lane + WARP * j] : NO_KEY;
     if (count > 0) {
-        // Of two sorted lists, one turned round, the smaller of each pair are the smallest of all, and bitonic.
+        // The pairwise minima of a sorted list and a reversed one are the smallest keys of both, as a bitonic sequence.
 #pragma unroll
         for (uint32 j = 0; j < COUNT; j++)
             if (const uint32 turned = WARP * (COUNT - j) - 1 - lane; turned < count) top[j] = min(top[j], fresh[turned]);
@@ -227,7 +226,7 @@ __device__ inline uint32 merge_sorted(uint64* keys, uint32 top_m, const uint64* 
     return min(found, parents.width);
 }
 
-// The same for new keys that are not sorted, WARP_FRESH at most, and any top_m up to WARP_KEYS.
+// The same for up to WARP_FRESH unsorted new keys and any top_m up to WARP_KEYS.
 __device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, uint64* fresh, uint32 count, bool forgot,
                                        const Parents& parents) {
     sort_fresh_in_warp(fresh, count, forgot);
@@ -239,12 +238,12 @@ __device__ inline uint32 merge_in_warp(uint64* keys, uint32 top_m, uint64* fresh
 // ---- the merge
 
 struct Merged {
-    bool changed;         // whether top_m did
+    bool changed;         // whether top_m changed
     uint32 parent_count;  // of the next extend
 };
 
-// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted, up to WARP_KEYS, wherever these are. One warp. `fresh`
-// holds WARP_FRESH.
+// Merge `tasks` keys, key_of_task(0..), into sorted keys[top_m], top_m ≤ WARP_KEYS, in any memory. One warp. `fresh` has
+// room for WARP_FRESH.
 template <class KeyOfTask>
 __device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh,
                                        bool forgot, Parents parents) {
@@ -270,7 +269,7 @@ __device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, uint32 tasks,
             }
         __syncwarp();
         first += WARP_FRESH;
-        parents.width = first < tasks ? 0 : width;  // once all are there
+        parents.width = first < tasks ? 0 : width;  // only in the last round
         merged.parent_count = merge_in_warp(keys, top_m, fresh, count, forgot, parents);
         merged.changed |= count > 0;
         __syncwarp();
@@ -278,7 +277,7 @@ __device__ inline Merged merge_by_warp(uint64* keys, uint32 top_m, uint32 tasks,
     return merged;
 }
 
-// Choose the parents among sorted keys, from the first that has not been one on. One warp.
+// Select the parents among sorted keys, starting at the first unexpanded one. One warp.
 __device__ inline uint32 select_parents(uint64* keys, uint32 top_m, uint32 cursor, const Parents& parents) {
     const uint32 lane = threadIdx.x % WARP;
     uint32 found = 0;
@@ -293,9 +292,9 @@ __device__ inline uint32 select_parents(uint64* keys, uint32 top_m, uint32 curso
     return min(found, parents.width);
 }
 
-// Merge `tasks` keys, key_of_task(0..), into keys[top_m], sorted, in the block's memory; behind these there is room for
-// MERGE_KEYS and a power of two, filled with NO_KEY. `fresh` holds MERGE_KEYS. Waits for the block before it reads keys
-// or tasks, and at its end. Returns the same to every thread.
+// Merge `tasks` keys, key_of_task(0..), into sorted keys[top_m] in shared memory, whose capacity is max(MERGE_KEYS, top_m
+// rounded up to a power of two), padded with NO_KEY. `fresh` has room for MERGE_KEYS. Has a block barrier before it reads
+// keys or tasks, and at its end. Returns the same to every thread.
 template <class KeyOfTask>
 __device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTask key_of_task, uint64* fresh, bool forgot,
                                Parents parents, MergeScratch* scratch) {
@@ -315,7 +314,7 @@ __device__ inline Merged merge(uint64* keys, uint32 top_m, uint32 tasks, KeyOfTa
         }
         __syncthreads();
         first += MERGE_KEYS;
-        parents.width = first < tasks ? 0 : width;  // once all are there
+        parents.width = first < tasks ? 0 : width;  // only in the last round
         const uint32 count = scratch->fresh_count;
         changed |= count > 0;
         if (top_m > WARP_KEYS || count > WARP_FRESH) {

@@ -1,19 +1,19 @@
-// Blocks that stay: each takes a slot from the host's rings, extends it until its query is done or comes to its goal,
-// records that, and takes the next. So queries begin and end without a launch, and nobody waits for anybody's extend.
+// Persistent kernel: each block takes a slot from the host's rings, extends it until its query has finished or reached its
+// goal, records that, and takes the next one. So queries start and finish without a launch, and independently of others.
 //
-// The host writes entries into two rings in its own memory, of which prefill's come first, but for one in EVERY_DECODE.
-// One warp at a time, of a block that has nothing else to do, looks at them over the bus, 32 entries of each at once, and
-// copies what is new into device memory; others look there. A slot is one block's from its entry to its record: the host
-// writes no entry for it meanwhile, so no ring is ever overrun.
+// The host writes entries to two rings in its own memory. Entries of the prefill ring are taken first, except every
+// EVERY_DECODE-th one. One warp at a time, of an idle block, polls the rings over the bus, 32 entries of each at once, and
+// copies new entries to device memory, where the other blocks poll. A block owns a slot from its entry to its record; the
+// host writes no other entry for it meanwhile, so a ring never overflows.
 //
-// A query's goal is the number of extends that it may come to: 0 pauses it. It is asked for at the beginning of each
-// extend and holds from its end. Where a slot stops short, its state goes back into the batch's memory, from where any
-// block goes on with it.
+// A query's goal is the number of extends that it may reach; 0 pauses it. It is loaded at the start of each extend and
+// applies at its end. If a slot stops before its query has finished, its state is stored to the batch's memory, from where
+// any block can continue.
 //
-// A launch ends by itself once its life is over, whether or not there is still a host.
+// A launch ends after its lifetime, even if the host process has died.
 #include "block.cuh"
 
-constexpr uint32 NO_ENTRY = 0, LEAVE = 1;  // an entry has a lap, which is not 0
+constexpr uint32 NO_ENTRY = 0, LEAVE = 1;  // not entries: an entry's lap is not 0
 constexpr uint32 SLOT_MASK = (1u << SLOT_BITS) - 1;
 
 __device__ inline uint32 lap_of(uint32 position, uint32 entries) {
@@ -24,12 +24,11 @@ __device__ inline uint32* ring_copy(Queue* queue, uint32 ring, uint32 entries) {
     return reinterpret_cast<uint32*>(queue + 1) + ring * entries;
 }
 
-// Take the next entry of a ring, if there is one. One thread. The entry is read before it is taken: afterwards its place
-// may be written again.
+// Take the next entry of a ring, if any. One thread. The entry is read before it is taken: afterwards it may be overwritten.
 __device__ inline uint32 take_entry(Queue* queue, uint32 ring, uint32 entries) {
     uint32 taken = load_relaxed(&queue->taken[ring]);
     while (load_relaxed(&queue->known[ring]) != taken) {
-        __threadfence();  // SYNC POINT: entries that are known are there, and what the host wrote before them
+        __threadfence();  // SYNC POINT: known entries, and the host's writes before them, are visible
         const uint32 entry = load_relaxed(ring_copy(queue, ring, entries) + taken % entries);
         const uint32 found = atomicCAS(&queue->taken[ring], taken, taken + 1);
         if (found == taken) return entry;
@@ -38,25 +37,25 @@ __device__ inline uint32 take_entry(Queue* queue, uint32 ring, uint32 entries) {
     return NO_ENTRY;
 }
 
-// Copy the entries that the host has added to where all blocks look, and its doorbell. One warp, alone in the grid.
+// Copy the host's new entries and doorbell to device memory. One warp at a time in the grid.
 __device__ inline void look_at_host(const Batch& batch, Queue* queue, uint32 entries) {
     const uint32 lane = threadIdx.x % WARP;
     const uint32 rang = load_system(at<const uint32>(batch.doorbell));
     for (uint32 ring = 0; ring < RINGS; ring++) {
         const uint32 known = load_relaxed(&queue->known[ring]), position = known + lane;
-        // SYNC POINT: the line and the goal that the host wrote before the entry are there.
+        // SYNC POINT: the line and the goal, written by the host before the entry, are visible.
         const uint32 entry = load_acquire_system(at<const uint32>(batch.rings, ring * entries + position % entries));
         const uint32 all = __ballot_sync(WHOLE_WARP, entry >> LAP_SHIFT == lap_of(position, entries));
         const uint32 count = all == WHOLE_WARP ? WARP : __ffs(static_cast<int>(~all)) - 1;
         if (lane < count) store_relaxed(ring_copy(queue, ring, entries) + position % entries, entry);
-        __threadfence();  // SYNC POINT: entries are there before they are known
+        __threadfence();  // SYNC POINT: entries are written before `known`
         __syncwarp();
         if (lane == 0 && count > 0) atomicExch(&queue->known[ring], known + count);
     }
     if (lane == 0 && rang) atomicExch(&queue->stop, 1u);
 }
 
-// The next entry for the block to work on, or LEAVE; waits until there is one. One warp; in its first lane.
+// Wait for the block's next entry, or LEAVE. One warp; the result is in its first lane.
 __device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 end) {
     Queue* queue = at<Queue>(batch.queue);
     bool looks = false;
@@ -68,13 +67,13 @@ __device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 e
             if (load_relaxed(&queue->stop) != 0 || clock_ns() >= end) entry = LEAVE;
             if (entry == NO_ENTRY) entry = take_entry(queue, first, entries);
             if (entry == NO_ENTRY) entry = take_entry(queue, RINGS - 1 - first, entries);
-            // SYNC POINT: who looks begins with what is known by then.
+            // SYNC POINT: the polling warp sees `known` of its predecessor.
             if (entry == NO_ENTRY && !looks && atomicCAS(&queue->looked, 0u, 1u) == 0) {
                 looks = true;
                 __threadfence();
             }
             if (entry != NO_ENTRY && looks) {
-                __threadfence();  // for who looks next
+                __threadfence();  // for the next polling warp
                 atomicExch(&queue->looked, 0u);
             }
         }
@@ -86,7 +85,7 @@ __device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 e
     }
 }
 
-// The query is to go no further than its goal, or the launch's life is over.
+// Stop condition: the query has reached its goal, or the launch's lifetime is over.
 struct ResidentStop {
     const uint32* goal;
     uint64 end;
@@ -96,7 +95,7 @@ struct ResidentStop {
     __device__ uint32 reasons(uint32 extends) const { return (asked <= extends ? 1 : 0) + (clock_ns() >= end ? 1 : 0); }
 };
 
-// Tell the host that a slot is its again.
+// Return a slot to the host.
 __device__ inline void record_slot(const Batch& batch, Queue* queue, uint32 slot_number, uint32 extends, bool done,
                                    uint32 entries) {
     const uint32 position = atomicAdd(&queue->records, 1u);
@@ -106,7 +105,7 @@ __device__ inline void record_slot(const Batch& batch, Queue* queue, uint32 slot
     store_release_system(&record->slot, slot);
 }
 
-// Carry out an entry.
+// Process an entry.
 __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uint32 entries, uint64 end,
                              uint32 places, unsigned char* shared) {
     const uint32 slot_number = entry & SLOT_MASK;

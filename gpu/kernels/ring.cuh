@@ -1,34 +1,32 @@
-// Distances of a slot's query to the rows of an extend, by the block that serves the slot: rows come through a ring in the
-// block's memory, asked for long before they are added.
+// Distances of a slot's query to the rows of an extend, by the block that serves the slot: rows are copied asynchronously
+// into a ring in shared memory, far ahead of their use.
 //
-// Floor: the rows' bytes, and one wait for memory. A memory of 4.8 TB/s that answers in .65 µs is busy while 3.1 MB are
-// under way, 24 KB for each of 132 multiprocessors. A team of 8 that loads up to four chunks a thread, adds them and then
-// loads more has 512 bytes under way, 192 of a row of 96 dims in float16, and none while it adds; the 16 teams of 128
-// threads walk 60 such rows in four waits. With eight places a thread all of these are under way at once, and of longer
-// rows 16 KB a block, of which half stay under way while the other half is added.
+// Floor: the rows' bytes, and one memory latency. A memory of 4.8 TB/s with a latency of 0.65 µs is saturated by 3.1 MB in
+// flight, 24 KB for each of 132 multiprocessors. A team of 8 that loads up to four chunks per thread, adds them and then
+// loads more has 512 bytes in flight (192 for a row of 96 dims in float16), and none while it adds; the 16 teams of 128
+// threads process 60 such rows in four latencies. With eight places per thread all of these are in flight at once, and of
+// longer rows 16 KB per block, half of which stay in flight while the other half is added.
 //
-// A thread adds only chunks that it has asked for itself, so nobody waits for anybody else. Sums are those of distance.cuh
-// to the last bit.
+// A thread adds only chunks that it has copied itself, so no barriers are needed. Sums are bit-identical to distance.cuh.
 #pragma once
 #include "distance.cuh"
 
-constexpr uint32 LANES = WARP / SLOT_TEAM;  // of a sum, that a thread has
-constexpr uint32 PAIR = 2;                  // chunks of a thread that are added together
+constexpr uint32 LANES = WARP / SLOT_TEAM;  // of a sum, per thread
+constexpr uint32 PAIR = 2;                  // chunks that a thread adds together
 
-// Memory of a block's for chunks that are under way, a thread's in `places` places: place p of lane l of warp w is
-// chunks[(w · places + p) · 32 + l].
+// Shared memory for in-flight chunks, `places` per thread: place p of lane l of warp w is chunks[(w · places + p) · 32 + l].
 struct Ring {
     uint4* chunks;
     uint32 places;
 };
 
-// Where a warp is in the rows, of which each of its teams has one at a time: the first team's row, and in it the first
-// chunk of a piece, which is PIECE chunks of every thread's.
+// A warp's position in the rows; each of its teams processes one row at a time: the first team's row, and the first chunk of
+// a piece of it, which has PIECE chunks per thread.
 template <uint32 PIECE>
 struct Walk {
     uint32 row, piece;
 
-    // Go on to the next piece. Whether the row is over.
+    // Advance to the next piece. Returns whether the row is complete.
     __device__ bool step(uint32 chunks) {
         piece += PIECE * SLOT_TEAM;
         if (PIECE == LANES && piece < chunks) return false;
@@ -38,9 +36,9 @@ struct Walk {
     }
 };
 
-// The ring's halves take turns: one is under way while the other is added. LONG: rows of several pieces, LANES chunks a
-// thread, of which each half holds one; a ring that has no room for two has one half. Other rows are a piece each, of PAIR
-// chunks a thread or one, and a half holds as many as have room.
+// The ring has two halves: one is in flight while the other is added. LONG: rows of several pieces of LANES chunks per
+// thread, one piece per half; a ring too small for two pieces has one half. Other rows are one piece of PAIR chunks per
+// thread or one, and a half holds as many rows as fit.
 template <uint32 KIND, bool LONG>
 __device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                       float* distances, Ring ring) {
@@ -48,13 +46,13 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     constexpr uint32 PIECE = LONG ? LANES : PAIR, QUERY_CHUNKS = KIND < F16_L2 ? 1 : 2;
     const uint32 thread = computed_here(threadIdx.x), lane = thread % SLOT_TEAM, team = thread % WARP / SLOT_TEAM;
     const uint32 chunks = collection.row_chunks;
-    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has what an int8 row ends with
+    const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has the trailing step and norm of an int8 row
     Walk<PIECE> asked = {thread / WARP * (WARP / SLOT_TEAM), 0}, added = asked;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
     const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
     const float query_step = KIND == I8_DOT ? *reinterpret_cast<const float*>(query_at(slot, CODE_STEP)) : 0.0f;
-    uint4 kept[PAIR * QUERY_CHUNKS] = {};  // of the query: for short rows, all the lane's
+    uint4 kept[PAIR * QUERY_CHUNKS] = {};  // the lane's part of the query, for short rows
     if (!LONG)
 #pragma unroll
         for (uint32 j = 0; j < PAIR * QUERY_CHUNKS; j++)
@@ -64,9 +62,9 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     const uint32 stride = (LONG || chunks > SLOT_TEAM ? PIECE : 1) * WARP;
     const uint32 half = LONG ? PIECE * WARP : ring.places / 2 * WARP;
     const bool two = !LONG || ring.places >= 2 * PIECE;  // halves
-    uint4* next = ring.chunks + thread / WARP * ring.places * WARP + thread % WARP;  // the half whose turn it is
+    uint4* next = ring.chunks + thread / WARP * ring.places * WARP + thread % WARP;  // the half to fill next
     uint4* last = two ? next + half : next;
-    Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next one's
+    Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next pair's
     const auto ask = [&] {
 #pragma unroll 1
         for (uint4 *place = next, *end = next + half; place != end && asked.row < count; place += stride) {
@@ -97,7 +95,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
             const uint4 *now = place, *part = LONG ? query + added.piece * QUERY_CHUNKS : kept;
             uint32 number = added.piece + lane;
 #pragma unroll 1
-            for (uint32 n = 0; n < PIECE / PAIR; n++) {  // for all at once there are no registers
+            for (uint32 n = 0; n < PIECE / PAIR; n++) {  // not unrolled: too few registers
 #pragma unroll
                 for (uint32 j = 0; j < PAIR; j++)
                     if (number + j * SLOT_TEAM < left) {
@@ -139,7 +137,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
         ring_distances<KIND, false>(collection, slot, nodes, count, distances, ring);
 }
 
-// Distances of the slot's query to the rows of `count` nodes, as row_distance computes them. All threads of the block.
+// Distances of the slot's query to the rows of `count` nodes, equal to row_distance. All threads of the block.
 __device__ inline void row_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                      float* distances, Ring ring) {
     switch (collection.kind) {

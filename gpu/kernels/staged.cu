@@ -1,13 +1,13 @@
-// The stages of an extend over a whole running batch, and what writes slots between extends.
+// The stages of an extend over a whole running batch, and the kernel that writes slots between extends.
 //
-// Two launches an extend. Between extends a slot has the nodes whose distances are wanted next, and has marked them as
-// visited. Distances have as many blocks as fill the device, which share what all slots have due: one slot's tasks are few
-// and their number varies. What merges a slot's, a warp, goes on with the neighbours of the parents that it has just
-// chosen. Slots that are not running have nothing due, so one captured graph serves every set of slots.
+// Two launches per extend. Between extends, a slot holds its next tasks, already marked as visited. The distance kernel
+// fills the device with blocks that share the tasks of all slots, since one slot's tasks are few and vary in number. The
+// merge kernel has a warp per slot, which also gathers the neighbours of the parents that it has selected. Inactive slots
+// have no tasks, so one captured graph serves any set of active slots.
 #include "finish.cuh"
 
-// Carry out one command a block: copy a staged line, whose query begins, set a status. A query that has just finished
-// stays so.
+// Execute one command per block: copy the staged line of a new query, set the status. A slot that has just finished stays
+// finished.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Batch batch, uint64 commands) {
     const Command command = at<const Command>(commands)[blockIdx.x];
     Slot* slot = slot_at(batch, command.slot);
@@ -26,16 +26,16 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Ba
     }
 }
 
-// Blocks that a multiprocessor should run: with 64 registers a thread every load of a round is under way before the
-// first is used. The assembler for sm_100 would spill with so few.
+// Blocks per multiprocessor: with 64 registers per thread, all loads of a round are in flight before the first is used. On
+// sm_100 so few registers would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr uint32 DISTANCE_BLOCKS = 2, MERGE_BLOCKS = 16;
 #else
 constexpr uint32 DISTANCE_BLOCKS = 4, MERGE_BLOCKS = 20;
 #endif
-constexpr uint32 MERGE_AT_ONCE = 4;  // neighbours of a thread
+constexpr uint32 MERGE_AT_ONCE = 4;  // neighbours per thread
 
-// Write to sums[slot] how many tasks are due up to this slot's last one. Waits for the block.
+// Write inclusive prefix sums of the slots' tasks to sums[slot]. Ends with a block barrier.
 __device__ inline void sum_tasks(const uint32* due, uint32 slots, uint32* sums, uint32* of_warps) {
     const uint32 each = (slots + blockDim.x - 1) / blockDim.x;
     const uint32 begin = min(threadIdx.x * each, slots), end = min(begin + each, slots);
@@ -54,7 +54,7 @@ __device__ inline void sum_tasks(const uint32* due, uint32 slots, uint32* sums, 
     __syncthreads();
 }
 
-// The slot that a task belongs to: the first whose sum is above the task's number.
+// The slot of a task: the first whose sum exceeds the task's number.
 __device__ inline uint32 slot_of(const uint32* sums, uint32 slots, uint32 task) {
     uint32 slot = 0;
     for (uint32 count = slots; count > 1;) {
@@ -65,7 +65,7 @@ __device__ inline uint32 slot_of(const uint32* sums, uint32 slots, uint32 task) 
     return slot;
 }
 
-// Every block sums up what is due, and every warp has the same share of it, of as few slots as can be.
+// Every block computes the prefix sums; every warp processes an equal, contiguous share of the tasks.
 template <uint32 TEAM>
 __device__ inline void compute_distances(const Batch& batch, uint32 slots, unsigned char* shared) {
     constexpr uint32 TEAMS = WARP / TEAM;
@@ -79,7 +79,7 @@ __device__ inline void compute_distances(const Batch& batch, uint32 slots, unsig
     for (uint32 i = begin + threadIdx.x % WARP / TEAM; i < end; i += TEAMS) {
         if (sums[slot] <= i) slot = slot_of(sums, slots, i);
         const uint32 node = next != NO_NODE ? next : nodes[place_of(i)];
-        next = i + TEAMS < min(end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // on its way while the row is
+        next = i + TEAMS < min(end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // loaded while the row is in flight
         const Collection& collection = collection_at(batch, due[slot] >> TASK_BITS);
         const float distance = row_distance<TEAM, 4>(collection, slot_at(batch, slot), node);
         if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[place_of(i)] = distance;
@@ -96,7 +96,7 @@ COMPUTE_DISTANCES(8)
 COMPUTE_DISTANCES(16)
 COMPUTE_DISTANCES(32)
 
-// Merge what a slot's tasks have brought, and gather its next ones. Returns whether the query is done.
+// Merge a slot's scored tasks and gather its next ones. Returns whether the query has finished.
 __device__ inline bool merge_and_gather_slot(const Batch& batch, Slot* slot, const Slot& head, unsigned char* shared) {
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     uint64* fresh = reinterpret_cast<uint64*>(shared + SCRATCH_BYTES);
@@ -133,12 +133,12 @@ __device__ inline bool merge_and_gather_slot(const Batch& batch, Slot* slot, con
     return done;
 }
 
-// The last block ends the extend, and the launch if it is time.
+// The last block ends the extend, and the launch if it is due.
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     merge_and_gather(const Batch batch, uint32 limit, uint64 condition) {
     DYNAMIC_SHARED(shared);
     Slot* slot = slot_at(batch, blockIdx.x);
-    uint32 rang = 0;  // asked for early: the answer comes over the bus
+    uint32 rang = 0;  // loaded early: it comes over the bus
     if (limit > 1 && blockIdx.x == 0 && threadIdx.x == 0) rang = load_system(at<const uint32>(batch.doorbell));
     const Slot head = load_whole(slot);
     const bool done = head.status == ACTIVE && merge_and_gather_slot(batch, slot, head, shared);

@@ -45,7 +45,7 @@ RESIDENT_FAULTS = {
         " else store_release_system(&record->slot, slot);",
     ),
     "known entries are taken without a fence": (
-        "__threadfence();  // SYNC POINT: entries that are known are there", "if (!{asked}) __threadfence();  //",
+        "__threadfence();  // SYNC POINT: known entries", "if (!{asked}) __threadfence();  //",
     ),
     "entries are taken by a plain word": (
         "if (found == taken) return entry;",
