@@ -1,1 +1,1 @@
-"""What it costs to have a node in front of a server, and what it survives: `python -m benchmarks.engines`."""
+"""Overhead and fault tolerance of a node in front of a server: `python -m benchmarks.engines`."""

@@ -1,9 +1,9 @@
-"""kill -9 of every part of vLLM's instances under load: what is lost, and what is left.
+"""kill -9 of every part of vLLM's instances under load: lost requests and leftover processes.
 
-A node that runs vLLM first answers every question undisturbed. Then waves of streams are asked the same, and when each
-of them has begun a part of an instance is killed: its API server, its keeper, its engine core, the worker that looks
-after it. An answer that is no answer or not a whole one is lost; one with another text is different. In the end the
-supervisor is killed. What lives on of whoever was killed is left.
+A node that runs vLLM first answers every question undisturbed. Then waves of streams ask the same questions, and once
+all streams have begun, one part of an instance is killed: its API server, its watchdog, its engine core, or its worker.
+An answer with an error or without all its tokens is lost; one with another text is different. At the end the supervisor
+is killed. Processes of a killed part that survive count as left.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from runtime.testing.node import Node
 
 Json = dict[str, Any]
 
-PARTS = ("server", "keeper", "core", "worker")
+PARTS = ("server", "watchdog", "core", "worker")
 _GONE_S = 60.0
-_ANSWER_S = 900.0  # an instance loads meanwhile
+_ANSWER_S = 900.0  # includes the restart of an instance
 _SERVER = "vllm.entrypoints.openai.api_server"
 _CORE = "EngineCore"
 
 
 class Stream(threading.Thread):
-    """Asks one question. `began` is set by the first piece of its answer, or by its end."""
+    """Thread that streams one answer. `began` is set by its first text, or its end."""
 
     def __init__(self, url: str, model: str, number: int, tokens: int) -> None:
         super().__init__(name=f"stream {number}", daemon=True)
@@ -65,13 +65,13 @@ class Stream(threading.Thread):
 
     @property
     def whole(self) -> bool:
-        """Whether it has all its tokens."""
+        """Whether the answer is complete."""
         return not self.error and self.finish == "length" and self.made == self._tokens
 
 
 @dataclass(slots=True)
 class Wave:
-    """One kill: of which worker, which part of it; how its streams ended, and how long until the node was ready."""
+    """One kill of a part of a worker: the outcome of its streams, and the time until the node was ready again."""
 
     worker: str
     part: str
@@ -82,23 +82,23 @@ class Wave:
 
 
 def parts_of(worker: int) -> dict[str, int]:
-    """The processes of an instance by what they are, from its worker's."""
+    """Return the processes of an instance by part, given its worker's pid."""
     children = psutil.Process(worker).children()
     server = next(child for child in children if _SERVER in child.cmdline())
     below = server.children()
     cores = [child for child in below if _CORE in child.name()] or below
-    keeper = next(child for child in children if child.name() == "sh")
-    return {"worker": worker, "keeper": keeper.pid, "server": server.pid, "core": cores[0].pid}
+    watchdog = next(child for child in children if child.name() == "sh")
+    return {"worker": worker, "watchdog": watchdog.pid, "server": server.pid, "core": cores[0].pid}
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all below it."""
+    """Return a process and all its descendants."""
     root = psutil.Process(pid)
     return [root, *root.children(recursive=True)]
 
 
 def still_there(processes: list[psutil.Process], within_s: float = _GONE_S) -> list[int]:
-    """Those that have not ended after so long; one that has and waits for its parent counts as ended."""
+    """Return the pids still alive after `within_s`; zombies count as dead."""
     until = time.monotonic() + within_s
     while alive := [one.pid for one in processes if _lives(one)]:
         if time.monotonic() > until:
@@ -113,8 +113,8 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def asked(url: str, model: str, count: int, tokens: int) -> list[Stream]:
-    """So many streams; all have begun."""
+def start_streams(url: str, model: str, count: int, tokens: int) -> list[Stream]:
+    """Start streams and wait until all have begun."""
     streams = [Stream(url, model, number, tokens) for number in range(count)]
     for one in streams:
         one.start()
@@ -131,8 +131,8 @@ def _ended(streams: list[Stream]) -> list[Stream]:
 
 @dataclass(frozen=True)
 class Target:
-    """A node that is ready: its URL, its supervisor's process, its instances by name; `pid` of a worker by its name,
-    and `wait_ready` until it is ready again."""
+    """A ready node: its URL, its supervisor's pid and its instances' names; `pid` returns a worker's pid by name,
+    `wait_ready` waits until the node is ready again."""
 
     url: str
     supervisor: int
@@ -147,16 +147,16 @@ class Target:
 
 
 def kills(node: Target, model: str, *, streams: int, tokens: int) -> Json:
-    """One kill of each part, of the node's instances in turn. Ends the node."""
+    """Kill each part once, alternating the instances; finally kill the node."""
     url = node.url
-    known = _ended(asked(url, model, streams, tokens))
+    known = _ended(start_streams(url, model, streams, tokens))
     assert all(one.whole for one in known), f"undisturbed: {[one.error for one in known if not one.whole]}"
     waves = []
     for number, part in enumerate(PARTS):
         wave = Wave(node.engines[number % len(node.engines)], part)
         pid = node.pid(wave.worker)
         before, parts = family(pid), parts_of(pid)
-        begun = asked(url, model, streams, tokens)
+        begun = start_streams(url, model, streams, tokens)
         os.kill(parts[part], signal.SIGKILL)
         begin = time.monotonic()
         wave.left = still_there(before)
@@ -168,10 +168,10 @@ def kills(node: Target, model: str, *, streams: int, tokens: int) -> Json:
         wave.ready_s = time.monotonic() - begin
         waves.append(wave)
     everything = family(node.supervisor)
-    begun = asked(url, model, min(streams, 8), tokens)
+    begun = start_streams(url, model, min(streams, 8), tokens)
     os.kill(node.supervisor, signal.SIGKILL)
     left = still_there(everything)
-    _ended(begun)  # their connections end: none of them hangs
+    _ended(begun)  # their connections must end
     return {
         "asked": streams * len(waves),
         "lost": sum(len(wave.lost) for wave in waves),
@@ -183,7 +183,7 @@ def kills(node: Target, model: str, *, streams: int, tokens: int) -> Json:
 
 
 def report(found: Json) -> list[str]:
-    """The result as Markdown."""
+    """Format the result as Markdown."""
     rows = [
         (f"{wave.worker}: {wave.part}", len(wave.lost), wave.different, len(wave.left), f"{wave.ready_s:.0f} s")
         for wave in found["waves"]
@@ -191,8 +191,8 @@ def report(found: Json) -> list[str]:
     reasons = sorted({reason for wave in found["waves"] for reason in wave.lost})
     return [
         f"{found['asked']} requests in flight when a part of an instance was killed: {found['lost']} lost, "
-        f"{found['different']} with another text; {found['left']} processes left, that of the supervisor's end "
-        f"included; {found['hang']} clients without an end.",
+        f"{found['different']} with another text; {found['left']} processes left, including after the supervisor's "
+        f"kill; {found['hang']} clients hanging.",
         "",
         *table(("kill -9 of", "lost", "different", "left", "all ready after"), rows),
         *("", *(f"- {reason}" for reason in reasons)),

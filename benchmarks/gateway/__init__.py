@@ -1,1 +1,1 @@
-"""What a node adds to another server's answers: `python -m benchmarks.gateway`."""
+"""Overhead of a node per chunk of another server's stream: `python -m benchmarks.gateway`."""

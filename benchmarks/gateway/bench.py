@@ -1,8 +1,8 @@
-"""What a chunk of a streamed answer costs on its way through a node, beside a proxy that only copies bytes.
+"""CPU time per chunk of a streamed answer in a node, compared with a proxy that only copies bytes.
 
-`python -m benchmarks.gateway` starts a stand-in for a server, such a proxy and a node in front of it, and asks through
-each in turn: streams as fast as they come, and 8 at a time at a pace like a model's. Counted is the processor time of
-the process in between. Then the parts of a chunk's way that are the node's own code, each alone.
+`python -m benchmarks.gateway` starts a stub server, a byte proxy and a node in front of it, and sends requests through
+each in turn: streams at full speed, and 8 streams paced like a model. It measures the CPU time of the process in
+between, then each part of the node's own code alone.
 
 Writes gateway.json and gateway.md.
 """
@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.common.machine import machine, machine_load
 from benchmarks.common.report import table, write
-from benchmarks.gateway.standin import MODEL, PACE, WORD
+from benchmarks.gateway.stub_server import MODEL, PACE, WORD
 from runtime.engines.openai.relay import Relay
 from runtime.engines.openai.server import from_json
 from runtime.serving.frontend.requests import Relayed, Request, RequestTable
@@ -40,16 +40,16 @@ PATTERNS = {"one stream, as fast as it comes": (1, 8000, 0), "8 streams, a token
 
 
 class Client(asyncio.Protocol):
-    """One connection, one request at a time, looked at as little as possible."""
+    """A client connection with minimal parsing, one request at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a socket's
         self._transport = transport
 
     def ask(self, tokens: int, pace_us: int) -> "asyncio.Future[float]":
-        """Seconds to the first token, once the answer is all there."""
+        """Send a request; the future returns seconds to the first token once the answer is complete."""
         turns = [{"role": "user", "content": "hello"}]
-        asked = {"model": MODEL, "messages": turns, "max_tokens": tokens, "stream": True, PACE: pace_us}
-        body = json.dumps(asked).encode()
+        request = {"model": MODEL, "messages": turns, "max_tokens": tokens, "stream": True, PACE: pace_us}
+        body = json.dumps(request).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self._whole: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._tail, self._words, self._first_s, self._tokens = b"", 0, 0.0, tokens
@@ -64,56 +64,57 @@ class Client(asyncio.Protocol):
         self._tail = (self._tail + data)[-16:]
         if self._tail.endswith(b"0\r\n\r\n"):
             if self._words != self._tokens:
-                self._whole.set_exception(RuntimeError(f"{self._words} of {self._tokens} tokens came"))
+                self._whole.set_exception(RuntimeError(f"{self._words} of {self._tokens} tokens received"))
             else:
                 self._whole.set_result(self._first_s)
 
 
 def processor_s(pid: int) -> float:
-    """Processor time of a process so far, to the nanosecond."""
+    """Return a process's CPU time, from nanosecond counters."""
     stats = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(stat.read_text().split()[0]) for stat in stats) / 1e9
 
 
-async def measure(ways: dict[str, tuple[int, int]], rounds: int) -> Json:
-    """`ways` by name: the port to ask, and the process in between."""
+async def measure(targets: dict[str, tuple[int, int]], rounds: int) -> Json:
+    """Measure `targets`: name → port, and pid of the process in between."""
     loop = asyncio.get_running_loop()
-    costs: dict[str, dict[str, list[float]]] = {pattern: {way: [] for way in ways} for pattern in PATTERNS}
-    firsts: dict[str, list[float]] = {way: [] for way in ways}
+    costs: dict[str, dict[str, list[float]]] = {pattern: {target: [] for target in targets} for pattern in PATTERNS}
+    firsts: dict[str, list[float]] = {target: [] for target in targets}
     most = max(streams for streams, _, _ in PATTERNS.values())
     clients = {
-        way: [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(most)]
-        for way, (port, _) in ways.items()
+        target: [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(most)]
+        for target, (port, _) in targets.items()
     }
     for number in range(rounds + 1):  # the first warms up
         for pattern, (streams, tokens, pace_us) in PATTERNS.items():
-            for way, (_, pid) in ways.items():
+            for target, (_, pid) in targets.items():
                 begin = processor_s(pid)
-                await asyncio.gather(*(client.ask(tokens, pace_us) for client in clients[way][:streams]))
+                await asyncio.gather(*(client.ask(tokens, pace_us) for client in clients[target][:streams]))
                 if number:
-                    costs[pattern][way].append((processor_s(pid) - begin) / (streams * tokens) * 1e6)
+                    costs[pattern][target].append((processor_s(pid) - begin) / (streams * tokens) * 1e6)
         for _ in range(40):
-            for way in ways:
-                found = await clients[way][0].ask(2, 0)
+            for target in targets:
+                found = await clients[target][0].ask(2, 0)
                 if number:
-                    firsts[way].append(found * 1e3)
+                    firsts[target].append(found * 1e3)
     return {
         "us_per_chunk": {
-            pattern: {way: statistics.median(found) for way, found in one.items()} for pattern, one in costs.items()
+            pattern: {target: statistics.median(found) for target, found in one.items()}
+            for pattern, one in costs.items()
         },
-        "ttft_ms": {way: statistics.median(found) for way, found in firsts.items()},
+        "ttft_ms": {target: statistics.median(found) for target, found in firsts.items()},
     }
 
 
 def parts() -> dict[str, float]:
-    """µs that the node's own code takes for a chunk, by part; the best of several runs."""
+    """Return µs per chunk of the node's own code, by part; minimum of several runs."""
     choice = {"index": 0, "delta": {"content": WORD}, "logprobs": None, "finish_reason": None, "token_ids": [12345]}
     data = json.dumps({"id": "chatcmpl-1", "created": 1, "model": MODEL, "choices": [choice]}).encode()
     request = Request("1", Generation(Sampling(16), 0, 1, prompt="x"))
     table = RequestTable(lambda ended, request: None)
     table.open(request)
-    told: list[Any] = []
-    relay = Relay("1", told.append, time.monotonic_ns, chat=True, sent={})
+    emitted: list[Any] = []
+    relay = Relay("1", emitted.append, time.monotonic_ns, chat=True, sent={})
     relay.begin()
     answer = ChatResponse("1", MODEL, 0)
     piece = Relayed("1", WORD, (12345,), choices=(choice,))
@@ -131,26 +132,26 @@ def parts() -> dict[str, float]:
 
 
 def report(found: Json) -> str:
-    """The result as Markdown."""
+    """Format the result as Markdown."""
     machine_line = f"{found['machine']['processor']}, {found['machine']['cores']} cores"
     lines = [
-        "# A chunk's way through a node",
+        "# CPU time per chunk through a node",
         "",
         f"`{found['command']}`. {machine_line}; {found['load_before']} before.",
         "",
     ]
     rows = [(name, f"{one['proxy']:.1f}", f"{one['node']:.1f}") for name, one in found["us_per_chunk"].items()]
-    ttft = {way: value - found["ttft_ms"]["direct"] for way, value in found["ttft_ms"].items()}
+    ttft = {target: value - found["ttft_ms"]["direct"] for target, value in found["ttft_ms"].items()}
     rows.append(("TTFT added, p50, ms", f"{ttft['proxy']:.2f}", f"{ttft['node']:.2f}"))
     parts = [(name, f"{value:.2f}") for name, value in found["parts_us"].items()]
-    lines += [*table(("processor time a chunk, µs", "byte proxy", "node"), rows), ""]
-    return "\n".join([*lines, *table(("of which the node's own code, alone and warm", "µs"), parts)])
+    lines += [*table(("CPU time per chunk, µs", "byte proxy", "node"), rows), ""]
+    return "\n".join([*lines, *table(("the node's own code, alone and warm", "µs"), parts)])
 
 
 @contextlib.contextmanager
-def standin(*options: str) -> Iterator[tuple[int, int]]:
-    """Port and process of a stand-in."""
-    command = [sys.executable, "-m", "benchmarks.gateway.standin", *options]
+def stub(*options: str) -> Iterator[tuple[int, int]]:
+    """Run a stub; yield its port and pid."""
+    command = [sys.executable, "-m", "benchmarks.gateway.stub_server", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     before = machine_load()
-    with tempfile.TemporaryDirectory() as directory, standin() as server, standin("--proxy", str(server[0])) as proxy:
+    with tempfile.TemporaryDirectory() as directory, stub() as server, stub("--proxy", str(server[0])) as proxy:
         config = Path(directory) / "gateway.toml"
         config.write_text(
             f'[node]\nname = "gateway-benchmark"\n[http]\nport = 0\n[model]\nengine = "openai"\nname = "{MODEL}"\n'
@@ -174,8 +175,8 @@ def main() -> None:
         with running(config, "--quiet") as node:
             port = urlsplit(node.info.url).port
             assert port is not None
-            ways = {"direct": server, "proxy": proxy, "node": (port, node.pids()["frontend-0"])}
-            found = uvloop.run(measure(ways, options.rounds))
+            targets = {"direct": server, "proxy": proxy, "node": (port, node.pids()["frontend-0"])}
+            found = uvloop.run(measure(targets, options.rounds))
     found |= {
         "parts_us": parts(), "command": "python -m benchmarks.gateway", "machine": machine(), "load_before": before,
         "load_after": machine_load(),

@@ -1,4 +1,4 @@
-"""`benchmarks.engines` over a fake server: every way is asked as often, and the report has a line for each."""
+"""`benchmarks.engines` over a fake server: every target is asked as often, and the report has a line for each."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines import added, layouts
-from benchmarks.engines.added import Delay
-from benchmarks.engines.ways import Address, Answer, Ways
+from benchmarks.engines import layouts, overhead
+from benchmarks.engines.overhead import Delay
+from benchmarks.engines.targets import Address, Answer, Targets
 from runtime.node.engine_config import OpenAiSection
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
 from tests.engines.fake_vllm import Front
@@ -17,25 +17,25 @@ from tests.frontend.fakes import run
 
 
 @asynccontextmanager
-async def ways(home: Path, *names: str) -> AsyncIterator[tuple[Ways, FakeServer]]:
+async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeServer]]:
     """One fake server behind all names."""
     fake, socket = FakeServer(Behaviour(model=MODEL)), str(home / "fake.sock")
     addresses = {name: Address("http://fake/v1", socket) for name in names}
     server = await asyncio.start_unix_server(Front(fake).connected, socket)
-    async with server, Ways(addresses, MODEL, 1, salted=True) as made:
+    async with server, Targets(addresses, MODEL, 1, salted=True) as made:
         yield made, fake
 
 
 def test_layouts_are_asked_the_same_in_turn_and_told_side_by_side(tmp_path: Path) -> None:
     async def test() -> None:
-        async with ways(tmp_path, *layouts.WAYS) as (made, fake):
+        async with targets(tmp_path, *layouts.LABELS) as (made, fake):
             found = await layouts.compare(made, rounds=2, tokens=4, prompt_tokens=40)
         assert len(fake.asked) == 3 * 2 * (1 + 4 + 16)  # to warm up, one after the other, eight at a time
         assert len({body.get("cache_salt") for _, body in fake.asked[6:]}) == len(fake.asked) - 6
         assert {len(values["rate"]) for values in found["ways"].values()} == {2}
         lines = layouts.report(found)
         assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:][-3:] == [
-            *layouts.WAYS.values()
+            *layouts.LABELS.values()
         ]
 
     run(test())
@@ -44,13 +44,13 @@ def test_layouts_are_asked_the_same_in_turn_and_told_side_by_side(tmp_path: Path
 def test_only_what_is_asked_for_is_measured_and_each_has_its_bar(tmp_path: Path) -> None:
     async def test() -> None:
         section = OpenAiSection(name=MODEL, url="http://fake/v1")
-        async with ways(tmp_path, "direct", "through") as (made, _):
+        async with targets(tmp_path, "direct", "through") as (made, _):
             only = ("ttft", "token", "same")
-            found = await added.measure(made, None, section, only=only, pairs=6, rounds=1, tokens=4)
+            found = await overhead.measure(made, None, section, only=only, pairs=6, rounds=1, tokens=4)
         assert found["same"] == 10
         assert len(found["ttft_added_ms"]) == 6
         assert "throughput_ratio" not in found
-        report = "\n".join(added.report(found))
+        report = "\n".join(overhead.report(found))
         assert "TTFT added without retrieval, ms" in report
         assert "throughput" not in report
 

@@ -238,7 +238,7 @@ def test_when_the_supervisor_is_killed_no_process_is_left(start: Start) -> None:
     node = start()
     node.ready()
     everything = node.everything()
-    assert len(everything) >= 2 * 4 + 1  # of each instance: its worker, keeper, server and core; and the frontend
+    assert len(everything) >= 2 * 4 + 1  # of each instance: its worker, watchdog, server and core; and the frontend
     assert node.process.pid is not None
     os.kill(node.process.pid, signal.SIGKILL)
     eventually(lambda: all(gone(pid) for pid in everything), 60, "every process to be gone")

@@ -91,9 +91,7 @@ def test_where_a_balancer_listens_is_as_its_program_writes_it(listen: str, tmp_p
     file.write_text(printed("haproxy", *options))
     subprocess.run([program("haproxy"), "-c", "-q", "-f", str(file)], check=True, timeout=WAIT)
     if listen.startswith("localhost"):
-        with pytest.raises(
-            InvalidRequest, match=r"^--listen is localhost:9000: Envoy requires an IP .*127\.0\.0\.1"
-        ):
+        with pytest.raises(InvalidRequest, match=r"^--listen is localhost:9000: Envoy requires an IP .*127\.0\.0\.1"):
             printed("envoy", *options)
         return
     file.write_text(printed("envoy", *options))

@@ -1,13 +1,13 @@
-"""What a node adds to its server: both asked in turn, and what counts is the difference or the ratio of the two.
+"""Overhead of a node in front of a server: both are measured in turn, and their difference or ratio is compared.
 
 - TTFT added without retrieval, p50: at most 3 ms.
-- TTFT added with retrieval (directly: the same messages with the passages in them), less embedding and search: 4 ms.
-  vLLM is asked the very same prompt both ways, of which nothing is cached; other servers another question each way.
+- TTFT added with retrieval, minus embedding and search: at most 4 ms. Directly, the same messages are sent with the
+  passages. vLLM gets the same uncached prompt both times; other servers get different questions.
 - Time per token: at most 1.02 times.
-- Throughput with 8 streams, rounds each way in turn: at least .97 times.
-- A probe's stall, against the server's time to the first token behind the same sequence with the passages when it has
-  all before them cached: at most 1.3 times.
-- Greedy answers are the same both ways.
+- Throughput with 8 streams, in alternating rounds: at least .97 times.
+- A probe's stall, relative to the server's TTFT for the same sequence with the passages when everything before them is
+  cached: at most 1.3 times.
+- Greedy answers are identical.
 """
 
 import json
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import table
-from benchmarks.engines.ways import STREAMS, Answer, Ways
+from benchmarks.engines.targets import STREAMS, Answer, Targets
 from runtime.engines.openai.assembly import fit, inserted_text, with_passages
 from runtime.node.config import CollectionSection
 from runtime.node.engine_config import ServedSection
@@ -34,17 +34,17 @@ MEASURES = ("ttft", "token", "retrieval", "probe", "throughput", "same")
 PARTS = {
     "embed": "embedding",
     "search": "search",
-    "assembly": "passages into the prompt, choice of a server",
-    "server": "the server's first token, as the node sees it, later than directly",
-    "http": "between client and node",
+    "assembly": "prompt assembly and choice of a server",
+    "server": "the server's first token seen by the node, minus directly",
+    "http": "HTTP between client and node",
 }
-"""Of the first token's delay with retrieval; the last three are the rest, which has a bar."""
+"""Parts of the added TTFT with retrieval; the limit applies to the last three."""
 _SAME = 10
 
 
 @dataclass(frozen=True)
 class Delay:
-    """By how much a first token came later through the node than directly; seconds, by part."""
+    """Added TTFT through the node, in seconds by part."""
 
     parts: dict[str, float]
 
@@ -63,74 +63,73 @@ class Delay:
 
     @property
     def rest(self) -> float:
-        """What is neither embedding nor search."""
+        """Everything except embedding and search."""
         return sum(self.parts[name] for name in ("assembly", "server", "http"))
 
 
 def _passages(found: Sequence[Json], texts: Mapping[str, str] | None = None) -> list[Passage]:
-    """As an answer names them; of a probe's the texts come from the collection."""
+    """Parse the passages of an answer; a probe's texts come from the collection."""
     return [Passage(p["id"], p["title"], p["distance"], p["text"] if texts is None else texts[p["id"]]) for p in found]
 
 
-async def with_retrieval(ways: Ways, collection: str, passage_tokens: int) -> Delay:
-    """The delay of one question's first token."""
-    text = ways.question()
-    found = await ways.post("through", "/retrieval", {"collection": collection, "query": text, "k": 4})
-    other = ways.body(text if ways.salted else ways.question(), 2)
+async def with_retrieval(targets: Targets, collection: str, passage_tokens: int) -> Delay:
+    """Measure the added TTFT of one question."""
+    text = targets.question()
+    found = await targets.post("through", "/retrieval", {"collection": collection, "query": text, "k": 4})
+    other = targets.body(text if targets.salted else targets.question(), 2)
     fitted = fit(_passages(found["passages"]), passage_tokens)
     bodies = {
         "direct": other | with_passages({"messages": other["messages"]}, fitted),
-        "through": ways.body(text, 2) | {"retrieval": {"collection": collection, "k": 4}},
+        "through": targets.body(text, 2) | {"retrieval": {"collection": collection, "k": 4}},
     }
-    answers = {way: await ways.asked(way, bodies[way] | ways.salt()) for way in ways.shuffled()}
+    answers = {target: await targets.chat(target, bodies[target] | targets.salt()) for target in targets.shuffled()}
     return Delay.of(answers["through"], answers["direct"])
 
 
-async def probe(ways: Ways, collection: str, probe_tokens: int, texts: Mapping[str, str]) -> tuple[float, float]:
-    """Seconds that an answer stands still for its one probe, and that the passages' own prefill takes; `texts`: of all
-    passages by their ids."""
-    salt = ways.salt()
+async def probe(targets: Targets, collection: str, probe_tokens: int, texts: Mapping[str, str]) -> tuple[float, float]:
+    """Measure the seconds of a probe's stall, and of the passages' own prefill; `texts`: passages by id."""
+    salt = targets.salt()
     retrieval = {"retrieval": {"collection": collection, "k": 2, "every_tokens": 16}}
-    body = ways.body(ways.question(), 24) | salt | retrieval | {"return_token_ids": True, "stream": True}
-    prompt, told, passages, stall = list[int](), list[int](), list[Json](), 0.0
-    url = ways.addresses["through"].url
-    async with ways.clients["through"].post(f"{url}/chat/completions", json=body) as answer:
+    body = targets.body(targets.question(), 24) | salt | retrieval | {"return_token_ids": True, "stream": True}
+    prompt, written, passages, stall = list[int](), list[int](), list[Json](), 0.0
+    url = targets.addresses["through"].url
+    async with targets.clients["through"].post(f"{url}/chat/completions", json=body) as answer:
         async for line in answer.content:
             chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}
             prompt = chunk.get("prompt_token_ids") or prompt
             passages += [one for one in chunk.get("retrieval", {}).get("passages", ()) if one["at_token"]]
             stall = chunk.get("timings", {}).get("probe_stall", stall)
             for choice in chunk.get("choices") or ():
-                told += choice.get("token_ids") or ()
+                written += choice.get("token_ids") or ()
     inserted = inserted_text(fit(_passages(passages, texts), probe_tokens))
-    asked = {"model": ways.model, "prompt": inserted, "add_special_tokens": False}
-    tokens = (await ways.post("direct", "/tokenize", asked, beside=True))["tokens"]
-    before = [*prompt, *told[:16]]
-    own = {"model": ways.model, "max_tokens": 1, "temperature": 0} | ways.salt()
+    tokenize = {"model": targets.model, "prompt": inserted, "add_special_tokens": False}
+    tokens = (await targets.post("direct", "/tokenize", tokenize, versioned=False))["tokens"]
+    before = [*prompt, *written[:16]]
+    own = {"model": targets.model, "max_tokens": 1, "temperature": 0} | targets.salt()
     seconds = 0.0
-    for sequence in (before, [*before, *tokens]):  # the first has it cache what is before the passages
+    for sequence in (before, [*before, *tokens]):  # the first request caches everything before the passages
         begin = time.perf_counter()
-        await ways.post("direct", "/completions", own | {"prompt": sequence})
+        await targets.post("direct", "/completions", own | {"prompt": sequence})
         seconds = time.perf_counter() - begin
     return stall, seconds
 
 
-async def same(ways: Ways, tokens: int) -> bool:
-    """Whether an answer is the same both ways."""
-    body = ways.body(ways.question(), tokens)
-    return len({(await ways.asked(way, body)).text for way in ways.addresses}) == 1
+async def same(targets: Targets, tokens: int) -> bool:
+    """Whether both targets give the same answer."""
+    body = targets.body(targets.question(), tokens)
+    return len({(await targets.chat(target, body)).text for target in targets.addresses}) == 1
 
 
-async def throughput(ways: Ways, number: int, tokens: int) -> float:
-    """The ratio of one round each way."""
+async def throughput(targets: Targets, number: int, tokens: int) -> float:
+    """Return the throughput ratio of one round per target."""
     order = ("direct", "through") if number % 2 else ("through", "direct")
-    bodies = {way: [ways.body(ways.question(), tokens) for _ in range(3 * STREAMS)] for way in order}
-    rates = {way: (await ways.round(way, bodies[way])).rate for way in order}
+    bodies = {target: [targets.body(targets.question(), tokens) for _ in range(3 * STREAMS)] for target in order}
+    rates = {target: (await targets.round(target, bodies[target])).rate for target in order}
     return rates["through"] / rates["direct"]
 
 
 async def measure(
-    ways: Ways,
+    targets: Targets,
     collection: CollectionSection | None,
     section: ServedSection,
     *,
@@ -139,43 +138,43 @@ async def measure(
     rounds: int,
     tokens: int,
 ) -> Json:
-    """What is asked for of `MEASURES`; `ways` are "direct" and "through"."""
+    """Run the measures in `only`; `targets`: "direct" and "through"."""
     found: Json = {"pairs": pairs}
     for _ in range(3):
-        await ways.each(4)
+        await targets.each(4)
     if "ttft" in only:
-        short = [await ways.each(2) for _ in range(pairs)]
+        short = [await targets.each(2) for _ in range(pairs)]
         found["ttft_direct_ms"] = statistics.median(one["direct"].ttft_s for one in short) * 1e3
         found["ttft_added_ms"] = [(one["through"].ttft_s - one["direct"].ttft_s) * 1e3 for one in short]
     if "token" in only:
-        long = [await ways.each(tokens) for _ in range(max(5, pairs // 5))]
+        long = [await targets.each(tokens) for _ in range(max(5, pairs // 5))]
         found["token_direct_ms"] = statistics.median(one["direct"].token_s for one in long) * 1e3
         found["token_ratio"] = [one["through"].token_s / one["direct"].token_s for one in long]
     if collection is not None and "retrieval" in only:
-        delays = [await with_retrieval(ways, collection.name, section.passage_tokens) for _ in range(pairs)]
+        delays = [await with_retrieval(targets, collection.name, section.passage_tokens) for _ in range(pairs)]
         found["retrieval_ms"] = {name: [delay.parts[name] * 1e3 for delay in delays] for name in PARTS}
         found["retrieval_rest_ms"] = [delay.rest * 1e3 for delay in delays]
     if collection is not None and "probe" in only:
         texts = texts_of(collection)
-        probes = [await probe(ways, collection.name, section.probe_tokens, texts) for _ in range(max(5, pairs // 3))]
+        probes = [await probe(targets, collection.name, section.probe_tokens, texts) for _ in range(max(5, pairs // 3))]
         found["probe_stall_ms"] = [stall * 1e3 for stall, _ in probes]
         found["probe_ratio"] = [stall / own for stall, own in probes]
     if "throughput" in only:
-        found["throughput_ratio"] = [await throughput(ways, number, tokens) for number in range(rounds)]
+        found["throughput_ratio"] = [await throughput(targets, number, tokens) for number in range(rounds)]
     if "same" in only:
-        found["same"] = sum([await same(ways, tokens) for _ in range(_SAME)])
+        found["same"] = sum([await same(targets, tokens) for _ in range(_SAME)])
     return found
 
 
 def texts_of(collection: CollectionSection) -> dict[str, str]:
-    """All passages of a collection by their ids."""
+    """Return all passages of a collection by id."""
     with closing(Collection.open(Path(collection.path))) as held:
         assert held.documents is not None, "it has passages"
         return {found.id: found.text for found in held.documents.get(range(held.documents.size))}
 
 
 def spread(values: Sequence[float], form: str) -> tuple[str, str]:
-    """Median and, of four or more, quartiles."""
+    """Format the median and, of four or more values, the quartiles."""
     middle = f"{statistics.median(values):{form}}"
     if len(values) < 4:
         return middle, ""
@@ -184,7 +183,7 @@ def spread(values: Sequence[float], form: str) -> tuple[str, str]:
 
 
 def report(found: Json) -> list[str]:
-    """The result as Markdown."""
+    """Format the result as Markdown."""
 
     def row(key: str, what: str, form: str, bar: float, *, most: bool = True) -> list[tuple[str, ...]]:
         if key not in found:
@@ -196,21 +195,21 @@ def report(found: Json) -> list[str]:
 
     rows = [
         *row("ttft_added_ms", "TTFT added without retrieval, ms", ".2f", 3.0),
-        *row("retrieval_rest_ms", "TTFT added with retrieval, less embedding and search, ms", ".2f", 4.0),
-        *row("probe_ratio", "a probe's stall to the passages' own prefill, ratio", ".2f", 1.3),
+        *row("retrieval_rest_ms", "TTFT added with retrieval, minus embedding and search, ms", ".2f", 4.0),
+        *row("probe_ratio", "probe stall relative to the passages' own prefill", ".2f", 1.3),
         *row("token_ratio", "time per token, ratio", ".3f", 1.02),
         *row("throughput_ratio", "throughput at 8 streams, ratio", ".3f", 0.97, most=False),
     ]
     lines = table(("", "median", "quartiles", "of", "bar", ""), rows)
     if "retrieval_ms" in found:
         parts = [(PARTS[name], *spread(values, ".2f")) for name, values in found["retrieval_ms"].items()]
-        lines += ["", "The delay of the first token with retrieval, by part, ms:", ""]
+        lines += ["", "Added TTFT with retrieval, by part, ms:", ""]
         lines += table(("", "median", "quartiles"), parts)
     if "same" in found:
-        lines += ["", f"Greedy answers that are the same both ways: {found['same']} of {_SAME}."]
+        lines += ["", f"Identical greedy answers: {found['same']} of {_SAME}."]
     directly = [
         f"{text} {found[key]:.1f} ms"
-        for key, text in (("ttft_direct_ms", "first token after"), ("token_direct_ms", "each later one after"))
+        for key, text in (("ttft_direct_ms", "TTFT"), ("token_direct_ms", "time per token"))
         if key in found
     ]
-    return [*lines, "", f"Asked directly: {', '.join(directly)}."] if directly else lines
+    return [*lines, "", f"Directly: {', '.join(directly)}."] if directly else lines

@@ -1,4 +1,4 @@
-"""Several ways to one model, asked in turn: a server itself, and through nodes in front of it."""
+"""Benchmark targets that serve one model: a server directly, and nodes in front of it, measured in turn."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ _WORDS = (
 
 
 class Address(NamedTuple):
-    """Of a server: its URL up to /v1; with `socket` at the Unix socket of that path; `key`: what it asks for."""
+    """Address of a server: its URL up to /v1, an optional Unix `socket`, and its API `key`."""
 
     url: str
     socket: str = ""
@@ -35,8 +35,8 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer: seconds to its first token and from there to its last, the longest pause between two pieces,
-    how many tokens it has by its usage, its text, and its last timings."""
+    """One streamed answer: seconds to the first token and from there to the last, the longest pause between two chunks,
+    the tokens reported in its usage, its text and its timings."""
 
     ttft_s: float
     rest_s: float
@@ -47,37 +47,37 @@ class Answer:
 
     @property
     def token_s(self) -> float:
-        """Seconds for each token after the first."""
+        """Seconds per token after the first."""
         return self.rest_s / max(1, self.tokens - 1)
 
 
 @dataclass
 class Round:
-    """Answers that were asked for several at a time, and how long all of them took."""
+    """Answers to concurrent requests, and the seconds for all of them."""
 
     seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
     def ttft_ms(self) -> float:
-        """The median."""
+        """Median TTFT."""
         return statistics.median(answer.ttft_s for answer in self.answers) * 1e3
 
     def token_ms(self) -> float:
-        """The median over the answers."""
+        """Median time per token over the answers."""
         return statistics.median(answer.token_s for answer in self.answers) * 1e3
 
     def longest_ms(self) -> float:
-        """The median of each answer's longest pause."""
+        """Median of the answers' longest pauses."""
         return statistics.median(answer.longest_s for answer in self.answers) * 1e3
 
 
-async def asked(client: ClientSession, url: str, body: Json) -> Answer:
-    """Ask for a streamed chat. Raises RuntimeError for an error answer."""
+async def stream_chat(client: ClientSession, url: str, body: Json) -> Answer:
+    """Stream a chat. Raises RuntimeError for an error response."""
     begin = time.perf_counter()
     first, last, longest, text, tokens, timings = 0.0, 0.0, 0.0, "", 0, dict[str, float]()
     async with client.post(f"{url}/chat/completions", json=body | {"stream": True}) as answer:
@@ -91,7 +91,7 @@ async def asked(client: ClientSession, url: str, body: Json) -> Answer:
             tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             for choice in chunk.get("choices") or ():
                 piece = choice["delta"].get("content") or ""
-                if piece or choice["finish_reason"]:  # two tokens may have no text between them
+                if piece or choice["finish_reason"]:  # a token may have no text
                     now = time.perf_counter()
                     longest = max(longest, now - last) if first else 0.0
                     first, last = first or now, now
@@ -99,8 +99,8 @@ async def asked(client: ClientSession, url: str, body: Json) -> Answer:
     return Answer(first - begin, last - first, tokens, text, timings, longest)
 
 
-class Ways:
-    """All of them, by name. `salted`: the servers are vLLM, so a prompt that was asked before can be asked as new."""
+class Targets:
+    """All targets by name. `salted`: the servers are vLLM, whose prefix cache a salt bypasses."""
 
     def __init__(self, addresses: Mapping[str, Address], model: str, seed: int, *, salted: bool = False) -> None:
         self.addresses, self.model, self.salted = dict(addresses), model, salted
@@ -122,47 +122,49 @@ class Ways:
             await client.close()
 
     def shuffled(self) -> Sequence[str]:
-        """The names in a random order."""
+        """Return the names in random order."""
         return self.random.sample(list(self.addresses), len(self.addresses))
 
     def question(self) -> str:
-        """Another one each time: a cached prefix would flatter whoever is asked second."""
+        """Return a new question: a cached prefix would favour the second target."""
         return f"Number {self.random.randrange(10**9)}: explain {' and '.join(self.random.sample(_WORDS, 3))}."
 
     def body(self, text: str, tokens: int) -> Json:
-        """A chat of one question, greedy, of so many tokens."""
+        """Return a greedy chat request of this many tokens."""
         return {
             "model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
             "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
 
     def salt(self) -> Json:
-        """With it in its body nothing of a request is cached."""
+        """Return a field that prevents prefix caching of a request."""
         return {"cache_salt": str(self.random.getrandbits(63))} if self.salted else {}
 
-    async def asked(self, way: str, body: Json) -> Answer:
-        """An answer, one way."""
-        return await asked(self.clients[way], self.addresses[way].url, body)
+    async def chat(self, target: str, body: Json) -> Answer:
+        """Return a target's answer."""
+        return await stream_chat(self.clients[target], self.addresses[target].url, body)
 
-    async def post(self, way: str, path: str, body: Json, *, beside: bool = False) -> Json:
-        """A whole JSON answer; `beside`: the path is not under /v1 but beside it."""
-        url = self.addresses[way].url
-        async with self.clients[way].post((url.removesuffix("/v1") if beside else url) + path, json=body) as answer:
+    async def post(self, target: str, path: str, body: Json, *, versioned: bool = True) -> Json:
+        """POST for JSON; `versioned` False: the path is outside /v1."""
+        url = self.addresses[target].url
+        async with self.clients[target].post(
+            (url if versioned else url.removesuffix("/v1")) + path, json=body
+        ) as answer:
             answer.raise_for_status()
             found: Json = await answer.json()
         return found
 
     async def each(self, tokens: int) -> dict[str, Answer]:
-        """Another question each way, in a random order."""
-        return {way: await self.asked(way, self.body(self.question(), tokens)) for way in self.shuffled()}
+        """Ask every target a different question, in random order."""
+        return {target: await self.chat(target, self.body(self.question(), tokens)) for target in self.shuffled()}
 
-    async def round(self, way: str, bodies: Sequence[Json], streams: int = STREAMS) -> Round:
-        """These requests, so many at a time."""
+    async def round(self, target: str, bodies: Sequence[Json], streams: int = STREAMS) -> Round:
+        """Send these requests, `streams` at a time."""
         waiting, made = list(bodies), Round()
 
         async def stream() -> None:
             while waiting:
-                made.answers.append(await self.asked(way, waiting.pop()))
+                made.answers.append(await self.chat(target, waiting.pop()))
 
         begin = time.perf_counter()
         await asyncio.gather(*(stream() for _ in range(streams)))
@@ -171,7 +173,7 @@ class Ways:
 
 
 def server_of(node: Node, section: ServedSection) -> Address:
-    """The node's first server itself: of its own instances the first, or what its first URL leads to."""
+    """Return the address of the node's first server: its first instance, or its first URL."""
     if isinstance(section, OpenAiSection):
         return Address(section.urls[0], key=read_engine_key(section))
     socket = min(node.run_dir.glob("engine-*.sock"))
@@ -179,5 +181,5 @@ def server_of(node: Node, section: ServedSection) -> Address:
 
 
 def node_of(node: Node) -> Address:
-    """The node."""
+    """Return the node's address."""
     return Address(f"{node.info.url}/v1")

@@ -1,7 +1,7 @@
-"""Stand-ins for `benchmarks.gateway`: a server that streams as fast as it is asked to, and the cheapest gateway.
+"""Stubs for `benchmarks.gateway`: a server that streams as fast as requested, and a minimal byte proxy.
 
-`python -m benchmarks.gateway.standin` answers as vLLM would, token ids included; `… --proxy PORT` passes the bytes of
-that server on as they come, and nothing else. Each prints its port.
+`python -m benchmarks.gateway.stub_server` answers as vLLM does, with token ids; `… --proxy PORT` forwards that server's
+bytes unchanged. Each prints its port.
 """
 
 import argparse
@@ -16,13 +16,13 @@ Json = dict[str, Any]
 MODEL = "stand-in"
 WORD = " word"
 PACE = "pace_us"
-"""Field of a request: µs between two chunks; 0: as fast as they can be written."""
+"""Request field: µs between two chunks; 0: as fast as possible."""
 
-_BURST = 16  # chunks between two looks at what else there is to do
+_BURST = 16  # chunks between two yields to the event loop
 
 
-class StandIn(asyncio.Protocol):
-    """A connection to the server."""
+class StubServer(asyncio.Protocol):
+    """Server side of a connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a socket's
         self._transport, self._received = transport, b""
@@ -81,7 +81,7 @@ def _event(data: bytes) -> bytes:
 
 
 class Proxy(asyncio.Protocol):
-    """One end of a connection through the proxy: what comes goes to the `other` end."""
+    """One end of a proxied connection; forwards data to the `other` end."""
 
     other: asyncio.Transport
 
@@ -108,12 +108,12 @@ class Proxy(asyncio.Protocol):
 async def serve(target: int) -> None:
     """Serve until the process ends."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server((lambda: Proxy(target)) if target else StandIn, "127.0.0.1", 0)
+    server = await loop.create_server((lambda: Proxy(target)) if target else StubServer, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--proxy", type=int, default=0, metavar="PORT", help="pass on to this port")
+    parser.add_argument("--proxy", type=int, default=0, metavar="PORT", help="forward to this port")
     uvloop.run(serve(parser.parse_args().proxy))
