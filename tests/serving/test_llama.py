@@ -93,8 +93,8 @@ def test_rope_as_older_files_have_it_is_read_too() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"intermediate_size": "many"}, "intermediate_size is 'many'"),
         ({"intermediate_size": 100}, r"config.json says \[100, 64\]"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "RoPE parameters .* cannot be used: KeyError"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "RoPE parameters .* cannot be used"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "invalid RoPE parameters .*: KeyError"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "invalid RoPE parameters"),
         ({"attention_bias": True}, "lack 8 tensors, such as model.layers.0.self_attn.k_proj.bias"),
     ],
 )

@@ -1,5 +1,5 @@
-"""What a CPU computes in loops of our own: where torch would go over its numbers several times, or spend more on calls
-than on numbers, as for the few rows of a decode step. They agree with torch's to float32 rounding."""
+"""Compiled CPU kernels, for operations where torch would make several passes over the data, or where call overhead
+dominates, as for the few rows of a decode step. They agree with torch to float32 rounding."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -11,21 +11,21 @@ from ipc.memory.compiled import enable_cache
 
 F = TypeVar("F", bound=Callable[..., None])
 
-# Sums may be reordered, so that they fit into vector registers; infinities and NaN keep their meaning.
+# Allows reordered sums, for vectorization; infinities and NaN keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
 
 
 def compiled_kernel(*arguments: str) -> Callable[[F], F]:
-    """For arguments of these types; compiled, or read from numba's cache, on import."""
+    """Return a decorator that compiles a function for these argument types on import, or loads it from the cache."""
 
-    def compile_it(function: F) -> F:
+    def compile_kernel(function: F) -> F:
         dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
         enable_cache(dispatcher)
         dispatcher.compile(f"void({', '.join(arguments)})")
         dispatcher.disable_compile()
         return cast(F, dispatcher)
 
-    return compile_it
+    return compile_kernel
 
 
 _BLOCKS = "float32[:,:,:,::1]"
@@ -33,12 +33,11 @@ _BLOCKS = "float32[:,:,:,::1]"
 
 @compiled_kernel(_BLOCKS, _BLOCKS, "int64[:,::1]", "int64[::1]", _BLOCKS)
 def attention_scores(query: Any, keys: Any, tables: Any, visible: Any, scores: Any) -> None:
-    """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], -inf behind."""
+    """scores[r, h, m, p] = query[r, h, m] · (head h's key at position p of table r) for p < visible[r], else -inf."""
     rows, kv_heads, group, head_dim = query.shape
     size = keys.shape[2]
     for row in range(rows):
-        # Block by block and not head by head: a block is one piece of memory, and the longer the piece, the better it
-        # is fetched ahead.
+        # Block by block, not head by head: a block is contiguous, and longer contiguous reads prefetch better.
         for first in range(0, visible[row], size):
             block = tables[row, first // size]
             tokens = min(size, visible[row] - first)
@@ -84,8 +83,10 @@ def weighted_sum(weights: Any, values: Any, tables: Any, visible: Any, output: A
 def rotate_and_store(
     projected: Any, cosines: Any, sines: Any, blocks: Any, offsets: Any, keys: Any, values: Any
 ) -> None:
-    """projected [tokens, queries | keys | values, head_dim]: queries and keys are turned in place by cosines and sines
-    [tokens, head_dim], both halves of which are equal; then keys and values go to their places in the cache."""
+    """Rotate queries and keys in place (RoPE), then write keys and values to the cache.
+
+    projected: [tokens, queries | keys | values, head_dim]. cosines, sines: [tokens, head_dim], with equal halves.
+    """
     tokens, heads, head_dim = projected.shape
     kv_heads, half = keys.shape[1], head_dim // 2
     for token in range(tokens):

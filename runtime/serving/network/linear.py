@@ -1,11 +1,11 @@
-"""Linear layers with weights laid out for few rows at a time, which is what decoding does.
+"""Linear layers whose weights are laid out for few rows, as in decoding.
 
-MKL's float32 product of 1 to 16 rows with a large matrix reaches a fraction of the memory's speed (on an AMD EPYC core
-2 rows took longer than 4, at 5 GB/s of 23). oneDNN with its own blocked weights reaches it from 3 rows on and is as
-fast as MKL or faster for long prompts, so the large linear layers of a model on a CPU are these. In bfloat16, on a
-processor that multiplies it, they take 1.6 to 2.1 times less, for 1 to 256 rows.
+MKL's float32 product of 1 to 16 rows with a large matrix reaches a fraction of the memory bandwidth (on an AMD EPYC
+core 2 rows took longer than 4, at 5 of 23 GB/s). oneDNN with its blocked weights reaches it from 3 rows on and is as
+fast as MKL or faster for long prompts, so a model's large layers on CPUs use it. In bfloat16, on a processor with
+bfloat16 instructions, they take 1.6 to 2.1 times less time, for 1 to 256 rows.
 
-For few rows the memory's speed is all there is, and weights in int8 are half of bfloat16's (`Int8Linear`).
+For few rows memory bandwidth is the limit, and int8 weights halve the bytes of bfloat16 (`Int8Linear`).
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from torch.nn import functional
 from runtime.serving.model.model_info import WeightsType
 from runtime.serving.network.cpu_kernels import compiled_kernel
 
-_FEWEST_ROWS = 4  # below it oneDNN's float32 product takes another, slower path: rows of zeros are cheaper
-_LAYOUT_ROWS = 16  # the batch that weights are laid out for; other sizes were no slower than with a layout of theirs
-_SMALLEST_WEIGHTS = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that stay in a core's cache
+_MIN_ROWS = 4  # below it oneDNN's float32 product takes a slower path: padding with zero rows is cheaper
+_LAYOUT_ROWS = 16  # batch size that the layout targets; other sizes were no slower than with their own layout
+_MIN_PACKED_SIZE = 1 << 18  # a call costs 10 µs more than MKL's: not worth it for weights that fit into a core's cache
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """y = x Wᵀ + b: float32 or of W's type [rows, in] → of W's type [rows, out]."""
 
 
 class PlainLinear:
-    """A `Linear` that keeps W as it is, float32 or half as wide; x is multiplied in W's type."""
+    """A `Linear` with W unchanged, in float32 or a 16-bit type; the product uses W's type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
@@ -38,19 +38,19 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A `Linear` that keeps its own copy of W, float32 or bfloat16, in oneDNN's order; x is multiplied in W's type."""
+    """A `Linear` with a copy of W in oneDNN's layout, float32 or bfloat16; the product uses W's type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._type = weight.dtype
-        self._fewest_rows = _FEWEST_ROWS if weight.dtype == torch.float32 else 1
+        self._min_rows = _MIN_ROWS if weight.dtype == torch.float32 else 1
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
         self._bias = None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        if rows >= self._fewest_rows:
+        if rows >= self._min_rows:
             return self._product(x)
-        return self._product(functional.pad(x, (0, 0, 0, self._fewest_rows - rows)))[:rows]
+        return self._product(functional.pad(x, (0, 0, 0, self._min_rows - rows)))[:rows]
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self._type), self._weight, self._bias, "none", [], "")
@@ -58,17 +58,17 @@ class PackedLinear:
 
 
 # ---- int8 weights for few rows
-# W is int8, each output's weights by a scale of their own. x keeps 15 bits: a row is s · (high + low / 254), two rows
-# of int8 of one and the same product, which reads W once for both. With x of 8 bits, one row of int8, a product of few
-# rows would take as long, and SmolLM2 chose 90% of float32's greedy tokens instead of 97%.
+# W is int8 with one scale per output. x keeps 15 bits: a row is s · (high + low / 254), two int8 rows of one product,
+# which reads W once for both. With 8 bits for x, one int8 row, a product of few rows takes as long, and SmolLM2 chose
+# 90% of float32's greedy tokens instead of 97%.
 
-_MOST_ROWS = 16  # twice as many are multiplied; with more of them bfloat16 is as fast
-_FINER = 254  # steps of `low` in one of `high`: a rest is at most half of one, and at most 127
+_MAX_INT8_ROWS = 16  # the product has twice as many rows; beyond that bfloat16 is as fast
+_LOW_STEPS = 254  # steps of `low` per step of `high`: the remainder is at most half a step, so `low` is at most 127
 
 
 @compiled_kernel("float32[:,::1]", "int8[:,::1]", "float32[::1]")
 def split(x: Any, parts: Any, scales: Any) -> None:
-    """x[r] = scales[r] · (parts[r] + parts[rows + r] / 254), but for rounding; scales[r] is NaN where x[r] is not
+    """Quantize x so that x[r] ≈ scales[r] · (parts[r] + parts[rows + r] / 254); scales[r] is NaN if x[r] is not
     finite."""
     rows, inside = x.shape
     for row in range(rows):
@@ -83,21 +83,21 @@ def split(x: Any, parts: Any, scales: Any) -> None:
             value = x[row, d] * inverse
             high = np.rint(value)
             parts[row, d] = np.int8(high)
-            parts[rows + row, d] = np.int8(np.rint((value - high) * np.float32(_FINER)))
+            parts[rows + row, d] = np.int8(np.rint((value - high) * np.float32(_LOW_STEPS)))
         scales[row] = scale + odd
 
 
 @compiled_kernel("float32[:,::1]", "float32[::1]", "float32[:,::1]")
 def join(products: Any, scales: Any, y: Any) -> None:
-    """y[r] = scales[r] · (products[r] + products[rows + r] / 254)."""
+    """Compute y[r] = scales[r] · (products[r] + products[rows + r] / 254)."""
     rows, outside = y.shape
     for row in range(rows):
         for d in range(outside):
-            y[row, d] = scales[row] * (products[row, d] + products[rows + row, d] / np.float32(_FINER))
+            y[row, d] = scales[row] * (products[row, d] + products[rows + row, d] / np.float32(_LOW_STEPS))
 
 
 class Int8Linear:
-    """A `Linear` of int8 weights for up to 16 rows, and `wide` for more."""
+    """A `Linear` with int8 weights for up to 16 rows; more rows use the layer `wide`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, wide: Linear) -> None:
         """weight: float32 [out, in]."""
@@ -109,7 +109,7 @@ class Int8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, inside = x.shape
-        if rows > _MOST_ROWS:
+        if rows > _MAX_INT8_ROWS:
             return self._wide(x)
         parts, scales = torch.empty(2 * rows, inside, dtype=torch.int8), torch.empty(rows)
         split(x.float().numpy(), parts.numpy(), scales.numpy())
@@ -125,11 +125,12 @@ class Int8Linear:
 
 
 def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, weights: WeightsType = "float32") -> Linear:
-    """The layer with weights float32 [out, in], kept as `weights` says if they are large; on a CPU that can do it
-    packed, and "int8" beside bfloat16 for more rows.
+    """Return the layer with weights float32 [out, in], stored as `weights` if it is large: packed on CPUs where that
+    works, and for "int8" with a bfloat16 layer for more rows.
 
-    Small ones stay float32: they come from a core's cache, and converting x would take longer than they do."""
-    if weight.numel() < _SMALLEST_WEIGHTS:
+    Small layers stay float32: their weights fit into a core's cache, and converting x would take longer than the
+    product."""
+    if weight.numel() < _MIN_PACKED_SIZE:
         return PlainLinear(weight, bias)
     dtype = torch.bfloat16 if weights == "int8" else getattr(torch, weights)
     kept, on_cpu = weight.to(dtype), weight.device.type == "cpu"
@@ -139,27 +140,27 @@ def linear_layer(weight: torch.Tensor, bias: torch.Tensor | None, weights: Weigh
 
 @cache
 def packing_works(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether oneDNN's product is there and right: torch offers it to its own compiler only, and could change it."""
+    """Return whether oneDNN's product works and is correct: it is an internal operator of torch and may change."""
     weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
     x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
-    near = 1e-4 if dtype == torch.float32 else 0.5  # of sums of 64 products, each rounded by up to 2^-8
+    tolerance = 1e-4 if dtype == torch.float32 else 0.5  # sums of 64 products, each rounded by up to 2^-8
     try:
         with torch.inference_mode():
             expected = functional.linear(x, weight, bias)
-            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=near)
+            return torch.allclose(PackedLinear(weight.to(dtype), bias)(x).float(), expected, atol=tolerance)
     except (AttributeError, RuntimeError, TypeError):
         return False
 
 
 @cache
 def int8_works() -> bool:
-    """The same of its product in int8: without instructions for it sums of two products may overflow."""
+    """Return whether oneDNN's int8 product works: without int8 instructions, sums of two products may overflow."""
     weight, bias = torch.linspace(-1, 1, 32 * 64).view(32, 64), torch.linspace(-1, 1, 32)
     x = torch.linspace(-1, 1, 5 * 64).view(5, 64)
-    x[1] = weight[0] = 1.0  # the largest sum that there is
+    x[1] = weight[0] = 1.0  # the largest possible sum
     try:
         with torch.inference_mode():
-            found = Int8Linear(weight, bias, PlainLinear(weight, bias))(x)
-            return torch.allclose(found, functional.linear(x, weight, bias), atol=0.3, rtol=0.01)
+            result = Int8Linear(weight, bias, PlainLinear(weight, bias))(x)
+            return torch.allclose(result, functional.linear(x, weight, bias), atol=0.3, rtol=0.01)
     except (AttributeError, RuntimeError, TypeError):
         return False

@@ -1,8 +1,8 @@
-"""Llama's network over the paged cache: embedding → layers of attention and gated MLP → logits of chunks' last tokens.
+"""Llama network over the paged cache: embedding → layers of attention and gated MLP → logits of chunks' last tokens.
 
-Our own loop over its layers, and not transformers': importing that took a worker longer than reading its weights, and
-it kept every weight twice, as read and as laid out for the product. What it computes is transformers' `generate()`,
-token by token (`tests/serving/test_model.py`). Names of tensors and keys of `config.json` are transformers'.
+It does not use transformers' implementation: importing that took longer than reading the weights, and it kept every
+weight twice, as read and in the packed layout. Its tokens equal transformers' `generate()`
+(`tests/serving/test_model.py`). Tensor names and keys of `config.json` are transformers'.
 """
 
 import json
@@ -23,7 +23,7 @@ from runtime.serving.network.cpu_kernels import compiled_kernel
 from runtime.serving.network.linear import Linear, linear_layer
 from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
-# ---- A model's weights as its directory has them: safetensors files, mapped and not read before they are used
+# ---- weight files: safetensors, memory-mapped and read on use
 
 
 _INDEX = "model.safetensors.index.json"
@@ -34,7 +34,7 @@ class WeightFiles:
     """The tensors in `model.safetensors`, or in the files that `model.safetensors.index.json` names."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `ModelError` for a file that is missing or damaged."""
+        """Raises `ModelError` for a missing or damaged file."""
         self._directory = directory
         self._file_of: dict[str, Path] = {}
         try:
@@ -52,56 +52,58 @@ class WeightFiles:
         return [self._directory / Path(name).name for name in sorted(names)]
 
     def require(self, names: list[str]) -> None:
-        """Raise `ModelError` if one of them is not there: a model does not go on with random numbers in its place."""
+        """Raise `ModelError` if one of the tensors is missing."""
         if missing := sorted(set(names) - self._file_of.keys()):
             raise ModelError(f"the weights in {self._directory} lack {len(missing)} tensors, such as {missing[0]}")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """It as float32; what is float32 in its file is mapped, by a mapping of its own, and shared with all processes
-        that have it. Raises `ModelError` for another shape."""
+        """Return a tensor as float32. One that is float32 in its file is memory-mapped and shared between processes.
+
+        Raises `ModelError` for another shape.
+        """
         try:
             with safe_open(self._file_of[name], framework="pt") as file:
-                found: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"cannot load the model in {self._directory}: {error}") from error
-        if tuple(found.shape) != shape or not found.is_floating_point():
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise ModelError(
-                f"{name} in {self._directory} is {found.dtype} {list(found.shape)}; config.json says {list(shape)}"
+                f"{name} in {self._directory} is {tensor.dtype} {list(tensor.shape)}; config.json says {list(shape)}"
             )
-        return found.float()
+        return tensor.float()
 
 
-# ---- rotary position embedding (RoFormer, arXiv 2104.09864): how far each pair of a head's dimensions turns a position
-# Four variants, all of whose angles depend on a token's position alone: "default", "linear" (positions divided by a
-# factor), "llama3" (only slow frequencies are, Llama 3.1) and "yarn" (arXiv 2309.00071). Keys as in a transformers
+# ---- rotary position embedding (RoFormer, arXiv 2104.09864)
+# Four variants, whose angles depend only on a token's position: "default", "linear" (positions divided by a factor),
+# "llama3" (only low frequencies divided, Llama 3.1) and "yarn" (arXiv 2309.00071). Keys as in transformers'
 # `config.json`.
 
 
 class Rope:
-    """Turns queries and keys by their positions. Both halves of a head's dimensions form the pairs, as in Llama."""
+    """Rotation angles of queries and keys. A pair is one dimension of each half of a head, as in Llama."""
 
     def __init__(self, config: dict[str, Any], head_dim: int, device: str) -> None:
-        """`config`: the model's `config.json`. Raises `ModelError` for parameters that are missing or no numbers."""
-        found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-        found.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        """`config`: the model's `config.json`. Raises `ModelError` for missing or non-numeric parameters."""
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
         try:
-            frequencies, self._scale = _frequencies(found, head_dim)
+            frequencies, self._scale = _frequencies(parameters, head_dim)
             if not frequencies.isfinite().all():
-                raise ValueError("an angle that is no number")
+                raise ValueError("a frequency is not finite")
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise ModelError(f"config.json's RoPE parameters {found} cannot be used: {error!r}") from error
+            raise ModelError(f"invalid RoPE parameters {parameters} in config.json: {error!r}") from error
         self._frequencies = frequencies.to(device)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """Of positions int64 [tokens]."""
+        """Return the angles of positions int64 [tokens]."""
         half = positions[:, None].float() * self._frequencies
         both = torch.cat((half, half), dim=-1)
         return both.cos() * self._scale, both.sin() * self._scale
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians a position float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+    """Return radians per position, float32 [head_dim / 2], and the factor for cosines and sines."""
     base = float(rope["rope_theta"])
     periods = base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     plain = 1.0 / periods
@@ -119,7 +121,7 @@ def _frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, flo
 
 
 def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Slow frequencies are divided, fast ones stay, those between are mixed."""
+    """Divide low frequencies, keep high ones, and interpolate between."""
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = float(rope["original_max_position_embeddings"])
     wavelength = 2 * math.pi / plain
@@ -131,16 +133,16 @@ def _llama3(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
 
 
 def _yarn(periods: torch.Tensor, rope: dict[str, Any], head_dim: int, base: float) -> tuple[torch.Tensor, float]:
-    """Fast frequencies stay, slow ones are divided, with a ramp between; attention is sharpened a little."""
+    """Keep high frequencies, divide low ones, with a ramp between; the scale sharpens attention slightly."""
     factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     scale = rope.get("attention_factor")
     if scale is None:
         above, below = rope.get("mscale"), rope.get("mscale_all_dim")
         scale = _sharpened(factor, above) / _sharpened(factor, below) if above and below else _sharpened(factor, 1.0)
 
-    def dimension(turns: float) -> float:
-        """Which pair turns so often within the trained context."""
-        return head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def dimension(rotations: float) -> float:
+        """Return the pair that makes this many rotations within the trained context."""
+        return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     begin, end = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -160,7 +162,7 @@ def _sharpened(factor: float, weight: float) -> float:
 
 @compiled_kernel("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
 def rms_norm(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
-    """output[t] = x[t] · weight / root mean square of x[t]."""
+    """output[t] = x[t] · weight / RMS of x[t]."""
     tokens, hidden = x.shape
     for token in range(tokens):
         total = np.float32(0.0)
@@ -173,7 +175,7 @@ def rms_norm(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
 
 @dataclass(frozen=True)
 class _Norm:
-    """x · weight / root mean square of x, over the last dimension (arXiv 1910.07467)."""
+    """RMSNorm over the last dimension: x · weight / RMS of x (arXiv 1910.07467)."""
 
     weight: torch.Tensor
     epsilon: float
@@ -188,7 +190,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One decoder layer. `attention_in` gives queries, keys and values, `mlp_in` gate and up, each in one product."""
+    """A decoder layer. `attention_in` projects queries, keys and values, `mlp_in` gate and up, in one product each."""
 
     attention_norm: _Norm
     attention_in: Linear
@@ -199,7 +201,7 @@ class _Layer:
 
 
 class Llama:
-    """The weights on their device, and one pass through them."""
+    """A Llama network with its weights on a device."""
 
     def __init__(
         self, info: ModelInfo, tokens: torch.Tensor, layers: list[_Layer], norm: _Norm, head: Linear, rope: Rope
@@ -212,26 +214,26 @@ class Llama:
     def load(
         cls, config: dict[str, Any], info: ModelInfo, files: WeightFiles, device: str, weights: WeightsType = "float32"
     ) -> Self:
-        """`config`: the model's `config.json`, which `info` was read from; `weights`: of what type the matrices are
-        kept. Raises `ModelError` for what is missing, of another shape, or not Llama's; torch's own error where
-        `device` is too small."""
+        """Load the weights in `files` to `device`. `config`: the model's `config.json`, from which `info` was read.
+        `weights`: data type of the matrices. Raises `ModelError` for missing tensors, other shapes and unsupported
+        models, and torch's error if the device has too little memory."""
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"model {info.name!r} has hidden_act {config['hidden_act']!r}; only 'silu' can be served")
-        loading = _Loading(config, info, files, device, weights)
+        loader = _Loader(config, info, files, device, weights)
         head = "model.embed_tokens" if info.tied else "lm_head"
-        files.require([*loading.names(), f"{head}.weight"])
+        files.require([*loader.names(), f"{head}.weight"])
         with torch.inference_mode():
             return cls(
                 info,
-                loading.tensor("model.embed_tokens.weight", info.vocabulary, info.hidden),
-                [loading.layer(number) for number in range(info.layers)],
-                loading.norm("model.norm"),
-                loading.linear((head,), (info.vocabulary,), info.hidden, bias=False),
+                loader.tensor("model.embed_tokens.weight", info.vocabulary, info.hidden),
+                [loader.layer(number) for number in range(info.layers)],
+                loader.norm("model.norm"),
+                loader.linear((head,), (info.vocabulary,), info.hidden, bias=False),
                 Rope(config, info.head_dim, device),
             )
 
     def logits(self, batch: PagedBatch) -> torch.Tensor:
-        """A pass over the batch's tokens, which writes their K and V; float32 [chunks, vocabulary]."""
+        """Run the batch, which writes the K and V of its tokens. Return logits float32 [chunks, vocabulary]."""
         info = self._info
         heads, scaling = info.heads + 2 * info.kv_heads, 1 / sqrt(info.head_dim)
         angles = self._rope.angles(batch.positions)
@@ -245,8 +247,8 @@ class Llama:
         return self._head(self._norm(x[batch.last])).float()
 
 
-class _Loading:
-    """Tensors of the files as parts of the network."""
+class _Loader:
+    """Builds parts of the network from the tensors of the weight files."""
 
     def __init__(
         self, config: dict[str, Any], info: ModelInfo, files: WeightFiles, device: str, weights: WeightsType
@@ -257,7 +259,7 @@ class _Loading:
         self._attention_bias, self._mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
     def names(self) -> list[str]:
-        """Every tensor that the network needs, but for its last product."""
+        """Return the names of all required tensors except the output matrix."""
         attention = [f"self_attn.{part}_proj" for part in "qkvo"]
         mlp = [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
         parts = [f"{part}.weight" for part in (*attention, *mlp, "input_layernorm", "post_attention_layernorm")]
@@ -269,11 +271,11 @@ class _Loading:
     def layer(self, number: int) -> _Layer:
         info, mlp, name = self._info, self._info.mlp, f"model.layers.{number}"
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
-        asking = tuple(f"{name}.self_attn.{part}_proj" for part in "qkv")
+        attention = tuple(f"{name}.self_attn.{part}_proj" for part in "qkv")
         gated = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         return _Layer(
             self.norm(f"{name}.input_layernorm"),
-            self.linear(asking, (queries, keys, keys), info.hidden, bias=self._attention_bias),
+            self.linear(attention, (queries, keys, keys), info.hidden, bias=self._attention_bias),
             self.linear((f"{name}.self_attn.o_proj",), (info.hidden,), queries, bias=self._attention_bias),
             self.norm(f"{name}.post_attention_layernorm"),
             self.linear(gated, (mlp, mlp), info.hidden, bias=self._mlp_bias),
@@ -284,14 +286,14 @@ class _Loading:
         return _Norm(self.tensor(f"{name}.weight", self._info.hidden).clone(), self._epsilon)
 
     def linear(self, names: tuple[str, ...], sizes: tuple[int, ...], inside: int, *, bias: bool) -> Linear:
-        """The layers of these names as one, their outputs side by side."""
+        """Return one layer with the concatenated outputs of the named layers."""
         weights = [self.tensor(f"{name}.weight", size, inside) for name, size in zip(names, sizes, strict=True)]
         biases = [self.tensor(f"{name}.bias", size) for name, size in zip(names, sizes, strict=True) if bias]
-        return linear_layer(_joined(weights), _joined(biases) if biases else None, self._weights)
+        return linear_layer(_concatenated(weights), _concatenated(biases) if biases else None, self._weights)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._files.tensor(name, shape).to(self._device)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
