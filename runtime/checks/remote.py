@@ -34,8 +34,8 @@ async def _looked(config: NodeConfig) -> tuple[dict[str, dict[str, str]], dict[s
     """By collection, its nodes' troubles, and what it is. Raises `ConfigError` for a key that cannot be read."""
     collections = RemoteCollections(config.remote)
     try:
-        await collections.look()
+        await collections.probe()
         named = collections.by_name.items()
-        return {name: one.nodes for name, one in named}, {name: one.about for name, one in named}
+        return {name: one.nodes for name, one in named}, {name: one.summary for name, one in named}
     finally:
         await collections.close()

@@ -94,7 +94,7 @@ def _ranking(hybrid: Hybrid) -> dict[str, Any]:
     """Raises `InvalidRequest`."""
     if not 0 <= hybrid <= 1:
         raise InvalidRequest(
-            f"hybrid is {hybrid}; it must be true, false or the words' share between 0 and 1", "hybrid"
+            f"hybrid is {hybrid}; it must be true, false or the keywords' weight between 0 and 1", "hybrid"
         )
     share = 0.5 if hybrid is True else hybrid
     weights = {"embedding_weight": 1 - share, "text_weight": share}

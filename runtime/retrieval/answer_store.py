@@ -1,8 +1,8 @@
-"""The live collection of stored answers: private to the node, searched by its pools, written to by its frontend.
+"""Storage of the answer cache: a live collection, private to the node, searched by its pools, written by its frontend.
 
-An answer is found by its question's vector among those with one `key`, which the collection demands of every search, so
-no search crosses from one key to another. What is too old, and the oldest of too many, is deleted by filters on when
-it was stored and on its number. It is only a cache: what is damaged or missing is begun anew.
+An answer is looked up by its question's vector among those with the same `key`; the collection demands a filter on the
+key in every search, so no search crosses keys. Expired answers, and the oldest ones beyond the limit, are deleted by
+filters on the time they were stored and on their number. A damaged or missing collection is recreated empty.
 """
 
 import logging
@@ -29,29 +29,29 @@ from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.query import SearchResult
 
 KEY, STORED_MS, NUMBER = "key", "stored_ms", "number"
-_LEAST_SEALED = 256  # rows: a segment is built by a process of its own
+_MIN_SEAL_ROWS = 256  # sealing a segment starts a process
 
 Vector = npt.NDArray[np.float32]
 log = logging.getLogger(__name__)
 
 
 def ensure(directory: Path, dim: int) -> None:
-    """Make the collection, readable by this user alone, where there is none. Raises `CollectionError`, `NoRoom`."""
+    """Create the collection, readable by this user alone, if it is missing. Raises `CollectionError`, `NoRoom`."""
     if is_live(directory):
         return
-    made = directory.with_name(f"{directory.name}-{os.getpid()}")
-    shutil.rmtree(made, ignore_errors=True)
+    temporary = directory.with_name(f"{directory.name}-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
     schema = {KEY: AttributeType.STRING, STORED_MS: AttributeType.INTEGER, NUMBER: AttributeType.INTEGER}
-    create(made, dim, demanded=KEY, schema=schema)
+    create(temporary, dim, demanded=KEY, schema=schema)
     try:
-        made.chmod(0o700)
-        made.rename(directory)
-    except OSError:  # another process was faster; or something else is there, which opening it will say
-        shutil.rmtree(made, ignore_errors=True)
+        temporary.chmod(0o700)
+        temporary.rename(directory)
+    except OSError:  # another process was faster; or something else is there, which opening it reports
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class NewAnswer(NamedTuple):
-    """An answer to be stored: `id` names its question and everything else that it depends on, `key` the latter."""
+    """An answer to be stored. `key`: hash of everything but the question that it depends on; `id`: of both."""
 
     id: str
     key: str
@@ -60,7 +60,7 @@ class NewAnswer(NamedTuple):
 
 
 class CachedAnswer(NamedTuple):
-    """A stored answer, the cosine of the questions, and its age."""
+    """A stored answer, the cosine similarity of the questions, and its age."""
 
     text: str
     similarity: float
@@ -68,10 +68,10 @@ class CachedAnswer(NamedTuple):
 
 
 class AnswerStore:
-    """The collection, open for writing. `keep`, `tend`, `renew` and `close` are for one thread, and wait for the disk;
-    `found` is for any. What keeps answers from being stored is logged once, and nobody's error.
+    """The collection, open for writing. `store`, `maintain`, `reset` and `close` are for one thread and block on the
+    disk; `resolve` is thread-safe. Failures to store are logged once and not raised.
 
-    `count` is told of every event; `clock` gives seconds, and is that of all processes of the node.
+    `count` is called for every event. `clock` returns seconds, the same in all processes of the node.
     """
 
     def __init__(
@@ -84,17 +84,20 @@ class AnswerStore:
     ) -> None:
         self._directory, self._dim, self.limits, self.count, self._clock = directory, dim, limits, count, clock
         self._writer: LiveWriter | None = None
-        self._lock = threading.Lock()  # while it is read, and while it changes
-        self._troubles: dict[str, str] = {}
+        self._lock = threading.Lock()  # held while the writer is read or replaced
+        self._errors: dict[str, str] = {}
         self._closed = False
 
-    def wanted(self, key: str) -> dict[str, object]:
-        """The filter of the answers that have this key and are not too old."""
-        young = {"type": "gt", "key": STORED_MS, "value": self._now_ms() - int(self.limits.ttl_s * 1e3)}
-        return {"type": "and", "filters": [{"type": "eq", "key": KEY, "value": key}, young]}
+    def filter(self, key: str) -> dict[str, object]:
+        """Return the filter for answers with this key that have not expired."""
+        fresh = {"type": "gt", "key": STORED_MS, "value": self._now_ms() - int(self.limits.ttl_s * 1e3)}
+        return {"type": "and", "filters": [{"type": "eq", "key": KEY, "value": key}, fresh]}
 
-    def found(self, result: SearchResult) -> CachedAnswer | None:
-        """What a search for one row has found; None where that is not alike, or gone. Raises `CollectionError`."""
+    def resolve(self, result: SearchResult) -> CachedAnswer | None:
+        """Return the answer in a search result for one row; None if it is not similar enough, or deleted.
+
+        Raises `CollectionError`.
+        """
         similarity = 1.0 - float(result.distances[0]) if len(result.ids) else -1.0
         if similarity < self.limits.threshold:
             return None
@@ -109,8 +112,8 @@ class AnswerStore:
         assert isinstance(stored_ms, int), "the collection's schema says so"
         return CachedAnswer(document.text, min(similarity, 1.0), (self._now_ms() - stored_ms) / 1e3)
 
-    def keep(self, answers: Sequence[NewAnswer]) -> None:
-        """Store answers, in the place of those with their ids, and delete the oldest of too many."""
+    def store(self, answers: Sequence[NewAnswer]) -> None:
+        """Insert or replace answers, and delete the oldest ones beyond the limit."""
 
         def work(writer: LiveWriter) -> None:
             first, now = writer.state.growing.next_row, self._now_ms()
@@ -122,59 +125,59 @@ class AnswerStore:
             if writer.state.count > self.limits.entries:
                 self._delete(writer, NUMBER, first + len(documents) - 1 - self.limits.entries, "evicted")
 
-        self._attempt(work)
+        self._with_writer(work)
 
-    def tend(self) -> None:
-        """Have it open, and delete what is too old."""
-        self._attempt(
+    def maintain(self) -> None:
+        """Open the collection if it is not, and delete expired answers."""
+        self._with_writer(
             lambda writer: self._delete(writer, STORED_MS, self._now_ms() - int(self.limits.ttl_s * 1e3), "expired")
         )
 
-    def renew(self, reason: str) -> None:
-        """Begin anew, with nothing stored."""
-        log.warning("stored answers are begun anew: %s", reason)
-        self._drop()
+    def reset(self, reason: str) -> None:
+        """Delete the collection; it is recreated empty."""
+        log.warning("the answer cache is reset: %s", reason)
+        self._close_writer()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Let another process write. Nothing is stored from now on."""
+        """Close the collection, so that another process may write to it. Later calls store nothing."""
         self._closed = True
-        self._drop()
+        self._close_writer()
 
-    def say(self, what: Literal["stored", "found"], trouble: str) -> None:
-        """Log what keeps answers from being stored or found, once; "" when nothing does any more."""
-        if trouble and trouble != self._troubles.get(what):
-            log.warning("answers are not %s: %s", what, trouble)
-        self._troubles[what] = trouble
+    def log_state(self, what: Literal["stored", "found"], error: str) -> None:
+        """Log, once, why answers cannot be stored or found; "" clears the error."""
+        if error and error != self._errors.get(what):
+            log.warning("answers are not %s: %s", what, error)
+        self._errors[what] = error
 
-    def _delete(self, writer: LiveWriter, attribute: str, upto: int, event: CacheEvent) -> None:
-        self.count(event, writer.delete_where(parse_filter({"type": "lte", "key": attribute, "value": upto})))
+    def _delete(self, writer: LiveWriter, attribute: str, limit: int, event: CacheEvent) -> None:
+        self.count(event, writer.delete_where(parse_filter({"type": "lte", "key": attribute, "value": limit})))
 
-    def _attempt(self, work: Callable[[LiveWriter], None]) -> None:
+    def _with_writer(self, work: Callable[[LiveWriter], None]) -> None:
         if self._closed:
             return
         try:
             work(self._opened())
         except TrinityError as error:
-            self.say("stored", error.message)
+            self.log_state("stored", error.message)
             if isinstance(error, CollectionError) and not isinstance(error, NoRoom | CollectionBusy):
-                self._drop()  # opening it anew shows whether it is whole
+                self._close_writer()  # the next open reports whether it is damaged
         except Exception:
             log.exception("answers are not stored")
         else:
-            self.say("stored", "")
+            self.log_state("stored", "")
 
     def _opened(self) -> LiveWriter:
-        """Raises `NoRoom` and `CollectionBusy`, and `CollectionError` where it cannot be begun anew either."""
+        """Return the writer. Raises `NoRoom`, `CollectionBusy`; `CollectionError` if recreating failed too."""
         if self._writer is not None and is_live(self._directory):
             return self._writer
-        self._drop()
+        self._close_writer()
         try:
             writer = self._open()
         except (NoRoom, CollectionBusy):
             raise
         except CollectionError as error:
-            self.renew(error.message)
+            self.reset(error.message)
             writer = self._open()
         with self._lock:
             self._writer = writer
@@ -182,9 +185,9 @@ class AnswerStore:
 
     def _open(self) -> LiveWriter:
         ensure(self._directory, self._dim)
-        return LiveWriter(self._directory, seal_rows=max(_LEAST_SEALED, self.limits.entries // 4))
+        return LiveWriter(self._directory, seal_rows=max(_MIN_SEAL_ROWS, self.limits.entries // 4))
 
-    def _drop(self) -> None:
+    def _close_writer(self) -> None:
         with self._lock:
             writer, self._writer = self._writer, None
             if writer is not None:

@@ -1,4 +1,4 @@
-"""Retrieval inside an event loop: what the frontend answers `/v1/retrieval` with."""
+"""Retrieval for asyncio: the frontend's searches and embeddings."""
 
 import asyncio
 import time
@@ -23,113 +23,116 @@ from runtime.retrieval.search.query import (
     fuse_keywords,
 )
 
-_LOOK_S = 0.01
-
-
-def _once_is_enough() -> None:
-    """The first vector's time is the one that counts."""
+_ATTRIBUTE_POLL_S = 0.01
 
 
 class AsyncRetriever:
-    """Searches for many callers of one event loop. Embedding runs in threads of its own, so the loop goes on."""
+    """Retrieval for the tasks of one event loop. Embedding and keyword search run on threads."""
 
     def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
         self.registry = registry
         self.client = AsyncSearchClient(client)
         self._embedding: dict[str, ThreadPoolExecutor] = {}
-        self._words = ThreadPoolExecutor(1, thread_name_prefix="words")
+        self._keywords = ThreadPoolExecutor(1, thread_name_prefix="keywords")
 
     def missing(self) -> list[str]:
-        """["pool"] while no pool is attached."""
+        """Return ["pool"] while no pool is attached."""
         return [] if self.client.live else ["pool"]
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        """The passages, nearest first. Raises `TrinityError`.
+    async def search(
+        self, request: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float
+    ) -> list[Passage]:
+        """Return the passages, nearest first. Raises `TrinityError`.
 
-        `embedded` is called when the query's vector is there. The pool is told how long is left of `timeout_s`.
+        `on_embedded` is called once, when the query's vector is ready. The pool's deadline is what is left of
+        `timeout_s`.
         """
-        collection, query = asked.collection, asked.query
-        if asked.hybrid and query is None:
-            raise InvalidRequest("hybrid looks for a text's words: ask with query, not with vector", "hybrid")
-        deadline_ns, attempts, told = deadline_after_ms(timeout_s * 1e3), MAX_BUILD_ATTEMPTS, embedded
-        told_of_ns = time.monotonic_ns() + NEW_ATTRIBUTE_WAIT_NS
+        if request.hybrid and request.query is None:
+            raise InvalidRequest("hybrid requires a text: use query instead of vector", "hybrid")
+        content = filter_bytes(request.filter)
+        deadline_ns, attempts, embedded = deadline_after_ms(timeout_s * 1e3), 0, False
+        attributes_until_ns = time.monotonic_ns() + NEW_ATTRIBUTE_WAIT_NS
         while True:
-            attempts -= 1
             try:
-                embedder, by_words = "", None
-                if query is not None:
-                    embedder, array = await self._embed(collection, query)
+                embedder, keywords = "", None
+                if request.query is None:
+                    vector = np.asarray(request.vector, dtype=np.float32)
                 else:
-                    array = np.asarray(asked.vector, dtype=np.float32)
-                told()
-                told = _once_is_enough
-                if asked.hybrid and query is not None:
-                    wanted = filter_bytes(asked.wanted)
-                    by_words = self.registry.keyword_query(collection, query, asked.k, wanted, deadline_ns)
-                searching = self.client.search(
-                    array, by_words.depth if by_words else asked.k,
-                    collection=collection, stage=asked.stage, filter=asked.wanted,
-                    accept=self.registry.accept(collection, embedder, by_words.identity if by_words else ""),
+                    embedder, vector = await self._embed_query(request.collection, request.query)
+                if not embedded:
+                    on_embedded()
+                    embedded = True
+                if request.hybrid and request.query is not None:
+                    keywords = self.registry.keyword_query(
+                        request.collection, request.query, request.k, content, deadline_ns
+                    )
+                search = self.client.search(
+                    vector, keywords.depth if keywords else request.k,
+                    collection=request.collection, stage=request.stage, filter=request.filter,
+                    accept=self.registry.accept(request.collection, embedder, keywords.identity if keywords else ""),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip
-                if by_words is None:
-                    result = await searching
+                if keywords is None:
+                    result = await search
                 else:
-                    looked = asyncio.get_running_loop().run_in_executor(self._words, by_words.search, array)
-                    result, words = await asyncio.gather(searching, looked)
-                    result = fuse_keywords(result, words, asked.k, asked.hybrid)
-                return list(self.registry.passages(collection, result))
+                    loop = asyncio.get_running_loop()
+                    result, found = await asyncio.gather(
+                        search, loop.run_in_executor(self._keywords, keywords.search, vector)
+                    )
+                    result = fuse_keywords(result, found, request.k, request.hybrid)
+                return list(self.registry.passages(request.collection, result))
             except CollectionReplaced:
-                if not attempts:
+                attempts += 1
+                if attempts == MAX_BUILD_ATTEMPTS:
                     raise
             except InvalidFilter:
-                attempts += 1
-                content = filter_bytes(asked.wanted)
-                if time.monotonic_ns() > told_of_ns or not self.registry.has_attributes(collection, content):
+                if time.monotonic_ns() > attributes_until_ns or not self.registry.has_attributes(
+                    request.collection, content
+                ):
                     raise
-                self.client.look()
-                await asyncio.sleep(_LOOK_S)
+                self.client.poll_now()
+                await asyncio.sleep(_ATTRIBUTE_POLL_S)
 
-    async def _embed(self, collection: str, text: str) -> tuple[str, Vectors]:
-        """A text's vector [dim], and the embedder that made it: that of the build that the pools serve now."""
+    async def _embed_query(self, collection: str, text: str) -> tuple[str, Vectors]:
+        """Embed a text with the embedder of the build that is served now; return its name and the vector [dim]."""
         self.registry.follow(collection, self.client.identities(collection))
         embedder = self.registry.embedder(collection)
         loop = asyncio.get_running_loop()
-        return embedder.name, (await loop.run_in_executor(self._threads(embedder), embedder.embed, [text]))[0]
+        return embedder.name, (await loop.run_in_executor(self._executor(embedder), embedder.embed, [text]))[0]
 
-    def _threads(self, embedder: Embedder) -> ThreadPoolExecutor:
-        """One thread for all that compute here, some for each that waits for a server: as `EmbedThreads` has them."""
+    def _executor(self, embedder: Embedder) -> ThreadPoolExecutor:
+        """Return the embedder's threads, shared as in `EmbeddingThreads`: one for all that compute in this process."""
         name = embedder.name if embedder.max_concurrency > 1 else ""
         if name not in self._embedding:
             self._embedding[name] = ThreadPoolExecutor(embedder.max_concurrency, thread_name_prefix="embed")
         return self._embedding[name]
 
-    # ---- the collections and their embedders
+    # ---- collections and embedders
 
-    def about(self, collection: str) -> CollectionSummary:
-        """What a collection is. Raises `UnknownCollection`."""
+    def summary(self, collection: str) -> CollectionSummary:
+        """Return the size and properties of a collection. Raises `UnknownCollection`."""
         return self.registry.summary(collection)
 
     def embedders(self) -> Mapping[str, Embedder]:
-        """Those of the collections, by the names that requests use."""
+        """Return the collections' embedders, by the names that requests use."""
         return self.registry.embedders()
 
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        """The texts' vectors [n, dim], and how many tokens they have; queries of searches take turns with them."""
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        """Return the texts' vectors [n, dim] and their number of tokens; shares threads with searches."""
 
-        def embed() -> tuple[Vectors, int]:
+        def run() -> tuple[Vectors, int]:
             return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads(embedder), embed)
+        return await asyncio.get_running_loop().run_in_executor(self._executor(embedder), run)
 
     def unavailable(self) -> dict[str, str]:
-        """The collections that cannot be searched, and why."""
+        """Return the collections that cannot be searched, with reasons."""
         return {**self.registry.unavailable, **self.client.unavailable}
 
     async def run(self) -> None:
-        """Bring results to their callers until cancelled."""
+        """Deliver results to their callers until cancelled."""
         try:
             await self.client.run()
         finally:
-            for threads in (self._words, *self._embedding.values()):
+            for threads in (self._keywords, *self._embedding.values()):
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Collections whose shards are on other nodes: each is asked over HTTP, and the nearest of all are the answer.
+"""Collections on other nodes: every node is searched over HTTP, and the nearest passages of all are returned.
 
-A node is in use once it has said what its collection is: all of one collection must have one embedder, dimension and
-metric. One that does not answer is out until it has said so again, for which it is asked every `LOOK_S`.
+A node is up once it has reported its collection's embedder, dimension and metric, which must be the same on all nodes
+of a collection. A node that does not answer is marked down and probed every `PROBE_EVERY_S`.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from runtime.retrieval.embedding.loading import read_key
 from runtime.retrieval.passages import PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 
-LOOK_S = 2.0
-_LONGEST_S = 3600.0  # of a search
-_KEEP_S = 30.0  # an idle connection: nodes keep it longer
-MAX_ANSWER_BYTES = 32 << 20
+PROBE_EVERY_S = 2.0
+_MAX_SEARCH_S = 3600.0
+_KEEPALIVE_S = 30.0  # of an idle connection; shorter than the nodes' own
+MAX_RESPONSE_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 
 
 class _Store(msgspec.Struct):
-    """Of a vector store, what is needed."""
+    """The fields of a vector store that are used."""
 
     status: str
     metadata: dict[str, str]
@@ -54,15 +54,15 @@ class _Failed(msgspec.Struct):
 
 @dataclass
 class _Node:
-    """`about`: what its collection is; None while it is out, for `trouble`."""
+    """`summary`: of its collection; None while it is down, with the reason in `error`."""
 
     url: str
-    about: CollectionSummary | None = None
-    trouble: str = "it was not asked yet"
+    summary: CollectionSummary | None = None
+    error: str = "not probed yet"
 
 
 class RemoteCollection:
-    """One collection, by its nodes."""
+    """One collection and its nodes."""
 
     def __init__(self, section: RemoteSection, session: Callable[[], aiohttp.ClientSession]) -> None:
         """Raises `ConfigError` for a key that cannot be read."""
@@ -73,45 +73,45 @@ class RemoteCollection:
         self._nodes = [_Node(url) for url in section.urls]
 
     @property
-    def about(self) -> CollectionSummary:
-        """What it is, as far as its nodes have said so."""
-        return next((node.about for node in self._nodes if node.about is not None), CollectionSummary())
+    def summary(self) -> CollectionSummary:
+        """The collection's properties, from a node that is up."""
+        return next((node.summary for node in self._nodes if node.summary is not None), CollectionSummary())
 
     @property
     def unavailable(self) -> str:
-        """Why it cannot be searched; "" where it can."""
-        out = [f"{node.url}: {node.trouble}" for node in self._nodes if node.about is None]
-        enough = len(out) < len(self._nodes) if self._section.missing == "partial" else not out
-        return "" if enough else "; ".join(out)
+        """Why it cannot be searched; "" if it can."""
+        down = [f"{node.url}: {node.error}" for node in self._nodes if node.summary is None]
+        enough = len(down) < len(self._nodes) if self._section.missing == "partial" else not down
+        return "" if enough else "; ".join(down)
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Why each node is not asked, by its URL; "" where it is in use."""
-        return {node.url: node.trouble if node.about is None else "" for node in self._nodes}
+        """By URL, why each node is down; "" if it is up."""
+        return {node.url: node.error if node.summary is None else "" for node in self._nodes}
 
-    async def look(self) -> None:
-        """Ask the nodes that are out whether they are back."""
-        await asyncio.gather(*(self._look_at(node) for node in self._nodes if node.about is None))
+    async def probe(self) -> None:
+        """Probe the nodes that are down."""
+        await asyncio.gather(*(self._probe_node(node) for node in self._nodes if node.summary is None))
 
-    async def search(self, asked: Mapping[str, Any], timeout_s: float) -> list[Passage]:
-        """The nearest of all nodes' passages; `PartialPassages` without those of some. Raises `TrinityError`.
+    async def search(self, body: Mapping[str, Any], timeout_s: float) -> list[Passage]:
+        """Return the nearest passages of all nodes; `PartialPassages` if some did not answer. Raises `TrinityError`.
 
-        asked: the body of a search, with its `k`.
+        body: of `POST /v1/retrieval`, with its `k`.
         """
-        until = asyncio.get_running_loop().time() + min(timeout_s, _LONGEST_S)
-        if any(node.about is None and node.trouble == _Node.trouble for node in self._nodes):
+        until = asyncio.get_running_loop().time() + min(timeout_s, _MAX_SEARCH_S)
+        if any(node.summary is None and node.error == _Node.error for node in self._nodes):
             try:
                 async with asyncio.timeout_at(until):
-                    await self.look()
+                    await self.probe()
             except TimeoutError:
-                if out := ", ".join(node.url for node in self._nodes if node.about is None):
-                    raise DeadlineExceeded(f"{out} did not tell in time what {self._section.name!r} is") from None
-        if why := self.unavailable:
-            raise Unavailable(f"collection {self._section.name!r} is unavailable: {why}")
-        body = msgspec.json.encode({**asked, "collection": self._section.collection or self._section.name})
+                if down := ", ".join(node.url for node in self._nodes if node.summary is None):
+                    raise DeadlineExceeded(f"{down} did not report {self._section.name!r} in time") from None
+        if reason := self.unavailable:
+            raise Unavailable(f"collection {self._section.name!r} is unavailable: {reason}")
+        content = msgspec.json.encode({**body, "collection": self._section.collection or self._section.name})
         within_s = max(0.0, min(until - asyncio.get_running_loop().time(), self._section.timeout_s))
-        used = [node for node in self._nodes if node.about is not None]
-        answers = await asyncio.gather(*(self._ask(node, body, within_s) for node in used))
+        used = [node for node in self._nodes if node.summary is not None]
+        answers = await asyncio.gather(*(self._search_node(node, content, within_s) for node in used))
         found = [answer for answer in answers if not isinstance(answer, TrinityError)]
         failed = [answer for answer in answers if isinstance(answer, TrinityError)]
         refused = [error for error in failed if isinstance(error, InvalidRequest)]
@@ -120,124 +120,124 @@ class RemoteCollection:
         best: dict[str, Passage] = {}
         for passage in merge(*found, key=lambda passage: passage.distance):
             best.setdefault(passage.id, passage)
-        nearest = list(best.values())[: asked["k"]]
+        nearest = list(best.values())[: body["k"]]
         return nearest if len(found) == len(self._nodes) else PartialPassages(nearest)
 
-    async def _ask(self, node: _Node, body: bytes, within_s: float) -> list[Passage] | TrinityError:
-        """The node's passages, nearest first; or what ended its search."""
+    async def _search_node(self, node: _Node, body: bytes, within_s: float) -> list[Passage] | TrinityError:
+        """Return the node's passages, nearest first; or the error that ended its search."""
         try:
             async with asyncio.timeout(within_s):
-                content = await self._answer("POST", f"{node.url}/v1/retrieval", body)
+                content = await self._request("POST", f"{node.url}/v1/retrieval", body)
             return msgspec.json.decode(content, type=_Answer).passages
         except TimeoutError:
             error: TrinityError = DeadlineExceeded(f"node {node.url} did not answer within {within_s:g} s")
-            if within_s < self._section.timeout_s:  # there was less time than it may take
+            if within_s < self._section.timeout_s:  # the request's own timeout was shorter
                 return error
         except TrinityError as answered:
-            return answered  # it is there, and may answer the next one
+            return answered  # the node is up
         except (aiohttp.ClientError, OSError, ValueError) as failure:
-            error = Unavailable(f"node {node.url} does not answer: {_why(failure)}")
-        self._out(node, error.message)
+            error = Unavailable(f"node {node.url} does not answer: {_error_text(failure)}")
+        self._mark_down(node, error.message)
         return error
 
-    async def _look_at(self, node: _Node) -> None:
+    async def _probe_node(self, node: _Node) -> None:
         try:
             async with asyncio.timeout(self._section.timeout_s):
-                content = await self._answer("GET", f"{node.url}/v1/vector_stores/{self._name}", None)
+                content = await self._request("GET", f"{node.url}/v1/vector_stores/{self._name}", None)
             store = msgspec.json.decode(content, type=_Store)
             told = store.metadata
             found = CollectionSummary(
                 here=True, dim=int(told["dimensions"]), metric=told["metric"], embedder=told.get("embedder", "")
             )
         except (TrinityError, TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
-            self._out(node, _why(error))
+            self._mark_down(node, _error_text(error))
             return
-        others = self.about
+        others = self.summary
         if store.status != "completed":
-            self._out(node, "its documents cannot be used")
+            self._mark_down(node, "its documents cannot be used")
         elif others.here and others != found:
-            self._out(node, f"it has {_told(found)}, where the others have {_told(others)}")
+            self._mark_down(node, f"it has {_describe(found)}, the others have {_describe(others)}")
         else:
-            node.about = found
-            log.info("collection %s: node %s is in use", self._section.name, node.url)
+            node.summary = found
+            log.info("collection %s: node %s is up", self._section.name, node.url)
 
-    def _out(self, node: _Node, trouble: str) -> None:
-        if trouble != node.trouble:
-            log.warning("collection %s: node %s is not asked: %s", self._section.name, node.url, trouble)
-        node.about, node.trouble = None, trouble
+    def _mark_down(self, node: _Node, error: str) -> None:
+        if error != node.error:
+            log.warning("collection %s: node %s is down: %s", self._section.name, node.url, error)
+        node.summary, node.error = None, error
 
-    async def _answer(self, method: str, url: str, body: bytes | None) -> bytes:
-        """The body of a 200. Raises the `TrinityError` that the node answered with, and what HTTP raises."""
+    async def _request(self, method: str, url: str, body: bytes | None) -> bytes:
+        """Return the body of a 200 response. Raises the node's `TrinityError`, and aiohttp's errors."""
         async with self._session().request(method, url, data=body, headers=self._headers, allow_redirects=False) as got:
             content = bytearray()
             async for part in got.content.iter_any():
                 content += part
-                if len(content) > MAX_ANSWER_BYTES:
-                    raise ValueError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
+                if len(content) > MAX_RESPONSE_BYTES:
+                    raise ValueError(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
             if got.status == 200:
                 return bytes(content)
             with suppress(msgspec.MsgspecError):
                 error = msgspec.json.decode(content, type=_Failed).error
                 raise error_from_code(error.code, f"{got.url.origin()}: {error.message}", error.param)
-            raise ValueError(f"it answered with status {got.status}")
+            raise ValueError(f"it responded with status {got.status}")
 
 
 class RemoteCollections:
-    """All of a node's, over one set of connections, within one event loop. `run` must run."""
+    """The remote collections of a node, over one connection pool, within one event loop. `run` must be running."""
 
     def __init__(self, sections: Iterable[RemoteSection]) -> None:
         """Raises `ConfigError` for a key that cannot be read."""
-        self._made: aiohttp.ClientSession | None = None
+        self._client_session: aiohttp.ClientSession | None = None
         self.by_name = {section.name: RemoteCollection(section, self._session) for section in sections}
 
-    async def search(self, asked: PassageQuery, timeout_s: float) -> list[Passage]:
+    async def search(self, query: PassageQuery, timeout_s: float) -> list[Passage]:
         """Return the nearest passages over all nodes of the collection; the nodes embed a text. `PartialPassages` if
         some nodes are missing. Raises `TrinityError`."""
-        if asked.hybrid:  # ranks of different nodes say nothing of each other
-            told = f"collection {asked.collection!r} is on other nodes: they are asked without it"
-            raise InvalidRequest(told, "hybrid")
-        body: dict[str, Any] = {"k": asked.k}
-        body |= {"query": asked.query} if asked.query is not None else {"vector": asked.vector}
-        if content := filter_bytes(asked.wanted):
+        if query.hybrid:  # ranks of different nodes are not comparable
+            message = f"collection {query.collection!r} is on other nodes, without hybrid search"
+            raise InvalidRequest(message, "hybrid")
+        body: dict[str, Any] = {"k": query.k}
+        body |= {"query": query.query} if query.query is not None else {"vector": query.vector}
+        if content := filter_bytes(query.filter):
             body["filter"] = filter_json(decode_filter(content))
-        return await self.by_name[asked.collection].search(body, timeout_s)
+        return await self.by_name[query.collection].search(body, timeout_s)
 
-    async def look(self) -> None:
-        """Ask the nodes that are out whether they are back."""
-        await asyncio.gather(*(remote.look() for remote in self.by_name.values()))
+    async def probe(self) -> None:
+        """Probe the nodes that are down."""
+        await asyncio.gather(*(remote.probe() for remote in self.by_name.values()))
 
     async def run(self) -> None:
-        """Look for nodes that are out, until cancelled."""
+        """Probe nodes that are down, until cancelled."""
         try:
             while True:
-                await self.look()
-                await asyncio.sleep(LOOK_S)
+                await self.probe()
+                await asyncio.sleep(PROBE_EVERY_S)
         finally:
             await self.close()
 
     async def close(self) -> None:
-        if self._made is not None:
-            await self._made.close()
+        if self._client_session is not None:
+            await self._client_session.close()
 
     def _session(self) -> aiohttp.ClientSession:
-        """Made in the loop that uses it."""
-        if self._made is None:
-            self._made = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+        """Return the session, created in the event loop that uses it."""
+        if self._client_session is None:
+            self._client_session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
-        return self._made
+        return self._client_session
 
 
-def _why(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, aiohttp.InvalidURL):
-        return "it is no URL that could be asked"
+        return "the URL is invalid"
     told = error.message if isinstance(error, TrinityError) else str(error)
     return told.partition("\n")[0][:200] or type(error).__name__
 
 
-def _told(about: CollectionSummary) -> str:
-    return f"{about.embedder or 'no embedder'}, {about.dim} dimensions, {about.metric}"
+def _describe(summary: CollectionSummary) -> str:
+    return f"{summary.embedder or 'no embedder'}, {summary.dim} dimensions, {summary.metric}"

@@ -270,9 +270,7 @@ class Retriever:
         if collection not in self.client.remote:
             self._embed(retrieval)
         elif hybrid:  # ranks of different nodes are not comparable
-            raise InvalidRequest(
-                f"collection {collection!r} is on other nodes: hybrid is not supported there", "hybrid"
-            )
+            raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
         else:
             search = self.client.submit(
                 text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=filter

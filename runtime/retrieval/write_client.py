@@ -1,4 +1,4 @@
-"""Writing to a node's live collections: over its HTTP, because its frontend is their one writer."""
+"""Client of a node's write API for live collections: HTTP, because the frontend is their only writer."""
 
 import http.client
 import json
@@ -14,7 +14,7 @@ _TIMEOUT_S = 60.0
 
 
 class WriteClient:
-    """`url`: where the node's HTTP is now. `key`: an API key, "" where the node has none."""
+    """Writes documents of live collections. `url`: returns the node's URL. `key`: API key, "" for none."""
 
     def __init__(self, url: Callable[[], str], key: str = "") -> None:
         self._url, self._key = url, key
@@ -22,32 +22,32 @@ class WriteClient:
     def upsert(self, collection: str, documents: Sequence[Mapping[str, Any]]) -> int:
         """As `SearchClient.upsert`."""
         if isinstance(documents, Mapping | str):
-            raise InvalidRequest("documents is one; a list of them is needed", "documents")
-        return self._ask("PUT", collection, {"documents": list(documents)})
+            raise InvalidRequest("documents must be a list of documents", "documents")
+        return self._request("PUT", collection, {"documents": list(documents)})
 
-    def delete(self, collection: str, ids: Sequence[str] | None, wanted: Mapping[str, Any] | None) -> int:
+    def delete(self, collection: str, ids: Sequence[str] | None, filter: Mapping[str, Any] | None) -> int:
         """As `SearchClient.delete`."""
         if isinstance(ids, str):
-            raise InvalidRequest("ids is a string; a list of them is needed", "ids")
-        asked = {"ids": None if ids is None else list(ids), "filter": wanted}
-        return self._ask("DELETE", collection, {name: value for name, value in asked.items() if value is not None})
+            raise InvalidRequest("ids must be a list of ids, not a string", "ids")
+        body = {"ids": None if ids is None else list(ids), "filter": filter}
+        return self._request("DELETE", collection, {name: value for name, value in body.items() if value is not None})
 
-    def _ask(self, method: str, collection: str, body: Mapping[str, Any]) -> int:
+    def _request(self, method: str, collection: str, body: Mapping[str, Any]) -> int:
         try:
-            content = json.dumps(body, default=_plain, allow_nan=False).encode()
+            content = json.dumps(body, default=_json_default, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"this cannot be sent as JSON: {error}") from error
-        status, answer = self._sent(method, f"/v1/collections/{quote(collection, safe='')}/documents", content)
+            raise InvalidRequest(f"the documents cannot be encoded as JSON: {error}") from error
+        status, response = self._send(method, f"/v1/collections/{quote(collection, safe='')}/documents", content)
         try:
-            told = json.loads(answer)
+            decoded = json.loads(response)
             if status == 200:
-                return int(told["count"])
-            raised: TrinityError = error_from_code(str(told["error"]["code"]), str(told["error"]["message"]))
+                return int(decoded["count"])
+            failure: TrinityError = error_from_code(str(decoded["error"]["code"]), str(decoded["error"]["message"]))
         except (ValueError, KeyError, TypeError):
-            raised = Unavailable(f"the node answered with status {status}: {answer[:200]!r}")
-        raise raised
+            failure = Unavailable(f"the node responded with status {status}: {response[:200]!r}")
+        raise failure
 
-    def _sent(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
+    def _send(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
         parts = urlsplit(self._url())
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
@@ -56,13 +56,13 @@ class WriteClient:
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"no answer from the node: {error!r}; whether it was stored is not known") from error
+            raise Unavailable(f"no response from the node: {error!r}; the write may have happened") from error
         finally:
             connection.close()
 
 
-def _plain(value: object) -> object:
-    """What JSON has no word for, of numpy's."""
+def _json_default(value: object) -> object:
+    """Encode numpy arrays and scalars."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is nothing that a document has")
+    raise TypeError(f"{type(value).__name__} is not allowed in a document")

@@ -43,8 +43,8 @@ class Library:
         self.long = 0  # bytes that a passage has beside its name
         self._count = itertools.count(1)
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        embedded()
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        on_embedded()
         self.calls.append((asked, timeout_s))
         if self.hangs:
             await asyncio.Event().wait()

@@ -135,8 +135,8 @@ def test_passages_of_any_text_reach_the_server_as_json() -> None:
     async def test() -> None:
         async with stand() as at:
 
-            async def search(asked: object, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-                embedded()
+            async def search(asked: object, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+                on_embedded()
                 return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
 
             at.library.search = search  # type: ignore[method-assign]

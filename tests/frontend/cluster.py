@@ -43,8 +43,8 @@ class Search:
         self.hangs = False
         self.timeout_s = 0.0
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        embedded()
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        on_embedded()
         self.calls.append(asked)
         self.timeout_s = timeout_s
         while self.hangs:

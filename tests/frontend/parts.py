@@ -41,14 +41,14 @@ class Part:
         )
         self._directory = directory
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        embedded()
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        on_embedded()
         query = asked.vector if asked.query is None else HASHING.embed([asked.query], "query")[0]
         with LiveReader(self._directory) as reader:
             rows, distances = reader.search(
                 np.array([query], np.float32),
                 asked.k,
-                filter=decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None,
+                filter=decode_filter(filter_bytes(asked.filter)) if asked.filter else None,
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
@@ -57,7 +57,7 @@ class Part:
             if one is not None
         ]
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         return self.told
 
     def missing(self) -> list[str]:

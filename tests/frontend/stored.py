@@ -74,7 +74,7 @@ class Stand:
         self.limits = AnswerCacheSection(enabled=True, **({"threshold": 0.97, "ttl_s": 10.0, "entries": 3} | limits))
         self.client = Direct(directory)
         self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now)
-        self.stored.tend()
+        self.stored.maintain()
         self.answers = AnswerCache(self.stored, Letters(), self.client)
 
     def _count(self, event: CacheEvent, times: int) -> None:

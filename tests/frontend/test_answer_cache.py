@@ -125,7 +125,7 @@ def test_an_expired_answer_is_not_found_and_is_deleted(stand: Stand) -> None:
     assert stand.find(asked()) is not None
     stand.now.s += 0.1
     assert stand.find(asked()) is None, "before it is deleted"
-    stand.stored.tend()
+    stand.stored.maintain()
     assert stand.counts["expired"] == 1
 
 
@@ -162,7 +162,7 @@ def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_th
         stand.store(asked(f"why {number}?"), ONE)
     stand.answers.close()
     after = Stand(tmp_path / "answers", entries=2)  # waits for the one before: the lock goes with its process
-    until(lambda: after.find(asked("why 0?")) is not None, after.stored.tend)
+    until(lambda: after.find(asked("why 0?")) is not None, after.stored.maintain)
     after.now.s = stand.now.s + 5
     hit = after.find(asked("why 1?"))
     assert hit is not None
@@ -194,7 +194,7 @@ def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
     assert after.find(asked()) is None
     after.store(asked(), ONE)
     assert after.find(asked()) is not None
-    assert caplog.text.count("begun anew") == (1 if name else 0)
+    assert caplog.text.count("answer cache is reset") == (1 if name else 0)
     after.answers.close()
 
 
@@ -223,7 +223,7 @@ def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is
     with monkeypatch.context() as full:
         full.setattr(Disk, "write", _no_room)
         for _ in range(3):
-            stand.stored.keep([answer])
+            stand.stored.store([answer])
         assert stand.find(asked()) is None
     assert caplog.text.count("answers are not stored") == 1
     stand.store(asked(), ONE)
@@ -261,7 +261,7 @@ def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
     text = "x" * 20_000
     vector = Letters().embed(["why?"])[0]
     for batch in range(10):
-        stand.stored.keep([NewAnswer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
+        stand.stored.store([NewAnswer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
     # Of 640: fewer than 256 rows are in the log, and a segment was sealed with a batch that had yet to make room.
     until(lambda: _size(stand.directory) < 450 * len(text), what="segments without what was deleted")
     stand.answers.close()

@@ -279,7 +279,7 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
     assert cluster.search.calls[-1] == PassageQuery("docs", 2, "with")
     assert cluster.search.timeout_s == 10.0
     http.post("/v1/retrieval", json=SEARCH | {"filter": {"type": "eq", "key": "page", "value": 3}})
-    assert cluster.search.calls[-1].wanted == parse_filter({"type": "eq", "key": "page", "value": 3})
+    assert cluster.search.calls[-1].filter == parse_filter({"type": "eq", "key": "page", "value": 3})
     http.post("/v1/retrieval", json={"collection": "docs", "vector": [1, 2, 3, 4.5], "k": 1})
     assert cluster.search.calls[-1] == PassageQuery("docs", 1, vector=[1, 2, 3, 4.5])
     assert http.post("/v1/retrieval", json=SEARCH).json()["id"] != found["id"]

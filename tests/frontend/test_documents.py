@@ -23,7 +23,7 @@ HASHING = HashingEmbedder(DIM)
 
 
 class Embeds:
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
         assert kind == "passage"
         return embedder.embed(texts, kind), 0
 
@@ -44,9 +44,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def writes(directory: Path) -> Iterator[WriterService]:
-    made = WriterService(
-        {name: directory / name for name in ("notes", "bare", "sealed")}, Embeds().embedded, embedder_of
-    )
+    made = WriterService({name: directory / name for name in ("notes", "bare", "sealed")}, Embeds().embed, embedder_of)
     yield made
     made.close()
 
@@ -163,7 +161,7 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
 def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: WriterService, directory: Path) -> None:
     asyncio.run(writes.upsert("notes", [UpsertDocument("a", "kept")]))
     writes.close()
-    again = WriterService({"notes": directory / "notes"}, Embeds().embedded, embedder_of)
+    again = WriterService({"notes": directory / "notes"}, Embeds().embed, embedder_of)
     assert asyncio.run(again.delete("notes", ["a"])) == 1
     again.close()
 

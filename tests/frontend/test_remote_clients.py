@@ -61,7 +61,7 @@ def silent() -> Iterator[str]:
 def nearest(part: Any, query: str | None, **asked: Any) -> list[Passage]:
     """What one index of a part's documents finds."""
     wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
-    found: list[Passage] = asyncio.run(part.search(wanted, embedded=lambda: None, timeout_s=60.0))
+    found: list[Passage] = asyncio.run(part.search(wanted, on_embedded=lambda: None, timeout_s=60.0))
     return sorted(found, key=lambda passage: passage.distance)
 
 
@@ -80,7 +80,7 @@ def test_a_client_finds_in_two_parts_what_one_index_finds(part: Any, tmp_path: P
                 assert found.distances.tolist() == np.array([passage.distance for passage in one], np.float32).tolist()
                 assert set(found.ids.tolist()) == {-1}
                 assert not found.partial
-        assert list(asked.search("cats", 10, filter=SOME).passages) == nearest(whole, "cats", wanted=SOME)
+        assert list(asked.search("cats", 10, filter=SOME).passages) == nearest(whole, "cats", filter=SOME)
         ticket, ended = asked.submit("dogs", 3, deadline_ns=(1 << 62)), list[Any]()
         while not ended:
             asked.sleep((), 1000)
@@ -218,7 +218,7 @@ def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: A
             ticket = asker.submit(text, "all", 10, "decode", LATE, filter=filter_bytes(wanted))
             found = ended(asker)
             assert (found.ticket, found.error, found.build, found.partial) == (ticket, None, "", False)
-            assert list(found.passages) == nearest(whole, text, wanted=wanted)
+            assert list(found.passages) == nearest(whole, text, filter=wanted)
             assert found.embedded_ns > 0
 
 

@@ -40,7 +40,9 @@ def ask(
     search: Any, query: str | None = "cats purr", *, timeout_s: float = 60.0, **changed: Any
 ) -> Awaitable[list[Passage]]:
     options: dict[str, Any] = {"collection": "all", "k": 10, "query": query} | changed
-    found: Awaitable[list[Passage]] = search.search(PassageQuery(**options), embedded=lambda: None, timeout_s=timeout_s)
+    found: Awaitable[list[Passage]] = search.search(
+        PassageQuery(**options), on_embedded=lambda: None, timeout_s=timeout_s
+    )
     return found
 
 
@@ -52,14 +54,14 @@ def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp
             for changed in (
                 {},
                 {"query": "dogs bark", "k": 25},
-                {"wanted": SOME},
+                {"filter": SOME},
                 {"query": None, "vector": HASHING.embed(["birds sing"], "query")[0].tolist()},
             ):
-                one = await ask(whole, **({"wanted": None} | changed))
+                one = await ask(whole, **({"filter": None} | changed))
                 assert len(one) == changed.get("k", 10)
                 assert await ask(found, **changed) == sorted(one, key=lambda passage: passage.distance)
             assert found.unavailable() == {}
-            assert (found.about("all").metric, found.about("all").dim) == ("cosine", 64)
+            assert (found.summary("all").metric, found.summary("all").dim) == ("cosine", 64)
 
     run(test())
 
@@ -96,7 +98,7 @@ def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
         async with remote(tmp_path, NOBODY, even, missing="partial") as found:
             answered = await ask(found)
             assert isinstance(answered, PartialPassages)
-            assert answered == await ask(half, wanted=None)
+            assert answered == await ask(half, filter=None)
             assert found.unavailable() == {}
         async with remote(tmp_path, NOBODY, missing="partial") as found:
             with pytest.raises(Unavailable, match=NOBODY):
@@ -127,7 +129,7 @@ def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
             with pytest.raises(Unavailable, match="its documents cannot be used"):
                 await ask(found)
             half.told = ready
-            await found.remote.look()
+            await found.remote.probe()
             assert len(await ask(found)) == 10
 
     run(test())
@@ -139,7 +141,7 @@ def test_parts_that_were_embedded_by_different_models_are_not_merged(part: Any, 
 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
-            with pytest.raises(Unavailable, match=r"where the others have (hashing-64|another), 64 dimensions"):
+            with pytest.raises(Unavailable, match=r"the others have (hashing-64|another), 64 dimensions"):
                 await ask(found)
 
     run(test())
@@ -193,7 +195,7 @@ def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(part: Any, 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
             with pytest.raises(InvalidFilter, match="no attribute 'm'"):
-                await ask(found, wanted={"type": "eq", "key": "m", "value": 1})
+                await ask(found, filter={"type": "eq", "key": "m", "value": 1})
             assert len(await ask(found)) == 10
 
     run(test())
@@ -222,7 +224,7 @@ def test_over_http_an_answer_without_some_nodes_says_partial() -> None:
         async def search(self, asked: PassageQuery, **options: object) -> list[Passage]:
             return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []
 
-        def about(self, collection: str) -> CollectionSummary:
+        def summary(self, collection: str) -> CollectionSummary:
             return CollectionSummary(True, metric="cosine")
 
         def missing(self) -> list[str]:

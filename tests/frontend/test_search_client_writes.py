@@ -27,7 +27,7 @@ def notes(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(notes: Path) -> Iterator[str]:
-    writes = WriterService({"notes": notes}, Embeds().embedded, lambda _: HashingEmbedder(DIM))
+    writes = WriterService({"notes": notes}, Embeds().embed, lambda _: HashingEmbedder(DIM))
     settings = Settings(collections={"notes": DIM}, api_keys=("key",))
     with Cluster(settings=settings, writes=writes) as cluster:
         yield cluster.url
@@ -70,13 +70,13 @@ def test_errors_are_those_that_the_node_answers_with(
 
 
 def test_a_node_that_is_not_there_is_unavailable() -> None:
-    with pytest.raises(Unavailable, match="no answer from the node"):
+    with pytest.raises(Unavailable, match="no response from the node"):
         WriteClient(lambda: "http://127.0.0.1:9").upsert("notes", [{"id": "a"}])
 
 
 def test_a_client_that_does_not_know_its_node_says_so() -> None:
     with (
         SearchClient([], "test") as client,
-        pytest.raises(Unavailable, match=r"only a client that SearchClient\.connect"),
+        pytest.raises(Unavailable, match=r"require a client from SearchClient\.connect"),
     ):
         client.upsert([{"id": "a"}], collection="notes")

@@ -33,7 +33,7 @@ NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 class Stores(NoCollections):
     """What vector stores tell of each collection."""
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
 
 
@@ -46,9 +46,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cluster(directory: Path) -> Iterator[Cluster]:
-    writes = WriterService(
-        {name: directory / name for name in NAMES}, Embeds().embedded, lambda _: HashingEmbedder(DIM)
-    )
+    writes = WriterService({name: directory / name for name in NAMES}, Embeds().embed, lambda _: HashingEmbedder(DIM))
     access = {
         ACME: Access({"notes": AttributeBinding("tenant", "acme"), "manuals": None}),
         BLUE: Access({"notes": AttributeBinding("tenant", "blue")}),
@@ -92,7 +90,7 @@ def search(
         prefills = cluster.players["prefill-0"].prefills
         retrieval = prefills[-1].generation.retrieval if prefills else None
         return answer, retrieval.filter if retrieval else b""
-    return answer, filter_bytes(cluster.search.calls[-1].wanted) if cluster.search.calls else b""
+    return answer, filter_bytes(cluster.search.calls[-1].filter) if cluster.search.calls else b""
 
 
 @pytest.mark.parametrize("kind", SEARCHES)

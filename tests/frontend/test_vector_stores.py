@@ -40,7 +40,7 @@ class Stand:
         self.asked: list[PassageQuery] = []
         self.error: Exception | None = None
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         if collection == "bare":
             return CollectionSummary(metric="l2")
         if collection != "docs":
@@ -50,14 +50,14 @@ class Stand:
     def embedders(self) -> dict[str, Embedder]:
         return {"hashing-64": HASHING}
 
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
         self.kinds.append(kind)
         if self.error is not None:
             raise self.error
         return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        embedded()
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        on_embedded()
         self.asked.append(asked)
         return FOUND[asked.query or ""][: asked.k]
 
@@ -137,7 +137,7 @@ def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI
             "filters": [{"type": "eq", "key": "team", "value": "hr"}, {"type": "gt", "key": "page", "value": 2}],
         },
     )
-    wanted: Any = stand.asked[-1].wanted
+    wanted: Any = stand.asked[-1].filter
     (one, other) = wanted.filters
     assert {(part.key, part.operator, part.values) for part in (one, other)} == {
         ("team", "eq", ("hr",)), ("page", "gt", (2,)),

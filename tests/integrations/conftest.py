@@ -32,10 +32,10 @@ class Notes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        embedded()
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        on_embedded()
         text = asked.query or ""
-        wanted = decode_filter(filter_bytes(asked.wanted)) if asked.wanted else None
+        wanted = decode_filter(filter_bytes(asked.filter)) if asked.filter else None
         query = np.asarray(HASHING.embed([text], "query"))
         with LiveReader(self._directory) as reader:
             rows, distances = (one[0] for one in reader.search(query, asked.k, filter=wanted))
@@ -51,13 +51,13 @@ class Notes:
             if one is not None
         ]
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, metric="cosine")
 
     def embedders(self) -> dict[str, Embedder]:
         return {}
 
-    async def embedded(self, embedder: Embedder, texts: Any, kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Any, kind: TextKind) -> tuple[Vectors, int]:
         return embedder.embed(texts, kind), 0
 
     def missing(self) -> list[str]:
@@ -72,7 +72,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     """Of a node with an empty live collection `notes` that wants `KEY`."""
     create(tmp_path / "notes", 64, degree=8)
     notes = Notes(tmp_path / "notes")
-    writes = WriterService({"notes": tmp_path / "notes"}, notes.embedded, lambda name: HASHING)
+    writes = WriterService({"notes": tmp_path / "notes"}, notes.embed, lambda name: HASHING)
     settings = Settings(collections={"notes": 64}, api_keys=(KEY,))
     with Cluster(settings=settings, search=notes, catalogue=notes, writes=writes) as cluster:
         yield cluster.url

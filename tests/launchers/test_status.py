@@ -91,7 +91,7 @@ def test_standby_workers_are_shown_below_the_workers() -> None:
 
 def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
-    writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embedded, lambda _: HashingEmbedder(8))
+    writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embed, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     report_live_collections(table, writes.states())
     assert LiveCollectionsStatus.read(table) is None

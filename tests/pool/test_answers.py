@@ -47,7 +47,7 @@ def make_stored(tmp_path: Path) -> Iterator[Callable[[], AnswerStore]]:
 
     def make() -> AnswerStore:
         made.append(AnswerStore(plan(tmp_path).answers, DIM, LIMITS, lambda event, times: None))
-        made[-1].tend()
+        made[-1].maintain()
         return made[-1]
 
     yield make
@@ -59,7 +59,7 @@ MakeStored = Callable[[], AnswerStore]
 
 
 def find(client: SearchClient, stored: AnswerStore, key: str, vector: Any) -> CachedAnswer | None:
-    return stored.found(client.search(vector, 1, collection=ANSWERS, filter=stored.wanted(key)))
+    return stored.resolve(client.search(vector, 1, collection=ANSWERS, filter=stored.filter(key)))
 
 
 def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
@@ -68,7 +68,7 @@ def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
     planned = plan(tmp_path, collection)
     make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([NewAnswer("1", "mine", EAST, "one"), NewAnswer("2", "theirs", NORTH, "two")])
+    stored.store([NewAnswer("1", "mine", EAST, "one"), NewAnswer("2", "theirs", NORTH, "two")])
     until(lambda: find(client, stored, "mine", EAST) is not None)
     assert find(client, stored, "mine", NORTH) is None
     assert find(client, stored, "theirs", EAST) is None
@@ -82,7 +82,7 @@ def test_a_node_without_collections_has_a_pool_for_its_stored_answers_alone(
     planned = plan(tmp_path)
     make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([NewAnswer("1", "k", EAST, "one")])
+    stored.store([NewAnswer("1", "k", EAST, "one")])
     until(lambda: find(client, stored, "k", EAST) is not None)
 
 
@@ -92,7 +92,7 @@ def test_answers_outlive_their_frontend_and_the_pool(
     planned = plan(tmp_path)
     pool = make_pool(planned).start()
     first = make_stored()
-    first.keep([NewAnswer("1", "k", EAST, "one")])
+    first.store([NewAnswer("1", "k", EAST, "one")])
     first.close()
     second, client = make_stored(), attached(make_client(planned))
     until(lambda: find(client, second, "k", EAST) is not None)
@@ -111,7 +111,7 @@ def test_a_reload_of_every_collection_leaves_stored_answers_as_they_are(
     planned = plan(tmp_path, collection)
     pool = make_pool(planned).start()
     client, stored = attached(make_client(planned)), make_stored()
-    stored.keep([NewAnswer("1", "k", EAST, "one")])
+    stored.store([NewAnswer("1", "k", EAST, "one")])
     until(lambda: find(client, stored, "k", EAST) is not None)
     pool.table.set_knob("reload", 1.0)
     until(lambda: pool.metric(PoolMetrics.RELOAD) == 1.0)
@@ -125,7 +125,7 @@ def test_a_collection_that_was_removed_or_begun_anew_is_served_again(
     make_pool(planned, timing=IMPATIENT).start()
     client, stored = attached(make_client(planned)), make_stored()
     for number in range(2):
-        stored.keep([NewAnswer("1", "k", EAST, f"{number}")])
+        stored.store([NewAnswer("1", "k", EAST, f"{number}")])
 
         def served(text: str = str(number)) -> bool:
             found = find(client, stored, "k", EAST)

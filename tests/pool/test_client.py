@@ -157,7 +157,7 @@ def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
     found = collect(client, 1)
     assert isinstance(found[early].error, DeadlineExceeded)
     assert len(found[early].ids) == len(found[early].distances) == 0
-    with pytest.raises(DeadlineExceeded, match="no pool took the query before its deadline"):
+    with pytest.raises(DeadlineExceeded, match="no pool accepted the query before its deadline"):
         client.search(queries[0], 3, deadline_ms=1)
     client.cancel(late)
     assert client.poll() == []
@@ -339,5 +339,5 @@ def test_of_several_collections_one_must_be_named_even_while_only_one_is_up(
 
 def test_which_collection_is_meant_cannot_be_told_before_a_pool_is_up(queries: Vectors) -> None:
     client = SearchClient([private_endpoint(new_token(), "pool-0")], "c")
-    with client, pytest.raises(Unavailable, match="no pool is up that could tell"):
+    with client, pytest.raises(Unavailable, match="no pool is up that could report"):
         client.search(queries[0], 5)

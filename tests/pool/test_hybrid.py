@@ -165,15 +165,15 @@ def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePo
 
     async def found(**options: Any) -> list[str]:
         asked = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
-        passages = await search.search(asked, embedded=lambda: None, timeout_s=60)
+        passages = await search.search(asked, on_embedded=lambda: None, timeout_s=60)
         return [passage.id for passage in passages]
 
     async def body() -> None:
         running = asyncio.create_task(search.run())
         assert set(await found(hybrid=1.0)) == {f"g1-{row}" for row in range(70, 80)}
-        blue = await found(hybrid=1.0, wanted=of("blue"))
+        blue = await found(hybrid=1.0, filter=of("blue"))
         assert set(blue[:5]) == {f"g1-{row}" for row in range(71, 80, 2)}
-        with pytest.raises(InvalidRequest, match="ask with query, not with vector"):
+        with pytest.raises(InvalidRequest, match="use query instead of vector"):
             await found(query=None, vector=[1.0] * DIM, hybrid=0.5)
         running.cancel()
 
@@ -235,5 +235,5 @@ def test_what_a_client_cannot_look_for_words_with_is_refused(
         with pytest.raises(InvalidRequest, match="hybrid"):
             client.search(VECTOR, 4, **wrong)
     build(tmp_path / "docs", len(plan.of_role("pool")), generation=2)
-    with pytest.raises(Unavailable, match="another build than the pools serve lies in"):
+    with pytest.raises(Unavailable, match="contains another build than the pools serve: reload it"):
         client.search(VECTOR, 4, text="n77", hybrid=True)

@@ -123,7 +123,7 @@ def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
     while not batch.done:
         batch.send()
         client.sleep((), 1)
-        if any([batch.take(result) for result in client.poll()]):
+        if any([batch.add(result) for result in client.poll()]):
             clock.ahead_ns += PATIENT.wait_ns // 2
     assert clock.ahead_ns > 2 * PATIENT.wait_ns
     assert not batch.result().errors
@@ -142,7 +142,7 @@ def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
         clock.ahead_ns += PATIENT.wait_ns
         batch.send()
     for result in collect(client, 4).values():
-        batch.take(result)
+        batch.add(result)
     errors = batch.result().errors
     assert len(errors) == len(queries) - 4
     assert all(isinstance(error, Unavailable) and "had room" in str(error) for error in errors.values())
@@ -172,7 +172,7 @@ def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
     batch.send()
     assert len(many) <= parts.copied <= 2 * len(many)
     for result in collect(client, len(many)).values():
-        batch.take(result)
+        batch.add(result)
     assert not batch.result().errors
 
 
@@ -188,7 +188,7 @@ def test_a_batch_survives_the_death_of_a_pool_under_it(
         pools[0].die()
     while not batch.done:
         for result in client.dispatcher.collect():
-            assert batch.take(result)
+            assert batch.add(result)
         batch.send()
         client.sleep((), 1)
     assert batch.result().checked().ids.tolist() == index.search(queries, 4, top_m=32, search_width=2)[0].tolist()

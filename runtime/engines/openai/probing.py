@@ -95,10 +95,10 @@ class Probing:
                         retrieval.k,
                         query,
                         stage="decode",
-                        wanted=retrieval.filter,
+                        filter=retrieval.filter,
                         hybrid=retrieval.hybrid,
                     ),
-                    embedded=_ignore,
+                    on_embedded=_ignore,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:

@@ -110,14 +110,14 @@ class AnswerWriter:
         if retrieval is None:
             return
 
-        def embedded() -> None:
+        def on_embedded() -> None:
             stamps[stages.EMBEDDED] = self._deps.clock()
 
         text = last_question(self._generation.messages) if self._chat else str(self._generation.prompt)
         left_s = max(1e-3, (self._generation.deadline_ns - self._deps.clock()) / 1e9)
         self._passages = await self._deps.search.search(
-            PassageQuery(retrieval.collection, retrieval.k, text, wanted=retrieval.filter, hybrid=retrieval.hybrid),
-            embedded=embedded,
+            PassageQuery(retrieval.collection, retrieval.k, text, filter=retrieval.filter, hybrid=retrieval.hybrid),
+            on_embedded=on_embedded,
             timeout_s=left_s,
         )
         stamps[stages.SEARCHED] = self._deps.clock()

@@ -1,1 +1,1 @@
-"""The search client: a node's pools, replicas and shards behind one call."""
+"""The search client: queries to vector pools and other nodes."""

@@ -1,4 +1,4 @@
-"""The search client inside an event loop (asyncio's own or uvloop): the same client, awaited.
+"""The search client for asyncio (any event loop, uvloop too): an awaitable interface to `SearchClient`.
 
 async with await AsyncSearchClient.connect("my-node") as client:
     result = await client.search(vector, k=10, collection="docs")
@@ -22,12 +22,12 @@ from runtime.retrieval.search.query import (
     deadline_after_ms,
 )
 
-_TICK_S = 0.02  # while queries are outstanding: how late a result can be noticed if its doorbell is missed
-_IDLE_S = 0.25  # lost pools are attached again even when nobody asks
+_TICK_S = 0.02  # polling interval while queries are outstanding, in case a doorbell is missed
+_IDLE_S = 0.25  # polling interval without queries: lost pools are attached again
 
 
 class AsyncSearchClient:
-    """A `SearchClient` for many callers of one event loop. `run` must run: `connect` and `async with` see to that.
+    """A `SearchClient` for the tasks of one event loop. `run` must be running; `connect` and `async with` start it.
 
     Cancelling a task that awaits `search` or `search_batch` cancels its queries.
     """
@@ -36,7 +36,7 @@ class AsyncSearchClient:
         self._client = client
         self._waiting: dict[int, asyncio.Future[SearchResult]] = {}
         self._batches: dict[BatchSearch, asyncio.Future[SearchBatch]] = {}
-        self._woken = asyncio.Event()
+        self._wake = asyncio.Event()
         self._readers: set[int] = set()
         self._running: asyncio.Task[None] | None = None
         self._ended = False
@@ -44,9 +44,9 @@ class AsyncSearchClient:
     @classmethod
     async def connect(cls, node: str | Path, name: str = "client", timeout_s: float = 5.0, api_key: str = "") -> Self:
         """As `SearchClient.connect`. Raises `Unavailable` if no pool answers."""
-        made = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s, api_key))
-        made._running = asyncio.create_task(made.run())
-        return made
+        client = cls(await asyncio.to_thread(SearchClient.connect, node, name, timeout_s, api_key))
+        client._running = asyncio.create_task(client.run())
+        return client
 
     @property
     def live(self) -> bool:
@@ -64,33 +64,33 @@ class AsyncSearchClient:
         hybrid: bool | float = False,
         **options: Unpack[SearchOptions],
     ) -> SearchResult:
-        """As `SearchClient.search` and its `submit`; what the rings have no room for waits, 1,024 at most, then raises
+        """As `SearchClient.search` and `submit`. Queries wait while the rings are full, at most 1,024; more raise
         `Overloaded`."""
         self._check_open()
-        deadline_ns, asked = deadline_after_ms(deadline_ms), self._client.words.asked(text, hybrid, k, options)
+        deadline_ns, fusion = deadline_after_ms(deadline_ms), self._client.hybrid.parse(text, hybrid, k, options)
         ticket = self._client.submit(
-            vector, asked.depth if asked else k, deadline_ns=deadline_ns, wait_for_room=True, accept=accept, **options
+            vector, fusion.depth if fusion else k, deadline_ns=deadline_ns, wait_for_room=True, accept=accept, **options
         )
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = future
-        self._woken.set()
+        self._wake.set()
         try:
             result = (await future).checked()
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._client.cancel(ticket)
-        if asked is None:
+        if fusion is None:
             return result
-        return await asyncio.to_thread(self._client.words.fused, result, asked, vector, deadline_ns)
+        return await asyncio.to_thread(self._client.hybrid.fuse, result, fusion, vector, deadline_ns)
 
-    def look(self) -> None:
-        """Look at the pools at once, as is else done at times."""
-        self._woken.set()
+    def poll_now(self) -> None:
+        """Poll the pools now instead of at the next interval."""
+        self._wake.set()
 
     async def search_batch(
         self, vectors: Any, k: int = 10, *, deadline_ms: float | None = None, **options: Unpack[SearchOptions]
     ) -> SearchBatch:
-        """As `SearchClient.search_batch`; other searches go on meanwhile."""
+        """As `SearchClient.search_batch`; other searches continue meanwhile."""
         self._check_open()
         batch = self._client.batch(vectors, k, deadline_ms, **options)
         batch.send()
@@ -98,7 +98,7 @@ class AsyncSearchClient:
             return batch.result()
         future: asyncio.Future[SearchBatch] = asyncio.get_running_loop().create_future()
         self._batches[batch] = future
-        self._woken.set()
+        self._wake.set()
         try:
             return await future
         finally:
@@ -116,7 +116,7 @@ class AsyncSearchClient:
         return await asyncio.to_thread(self._client.delete, ids, filter=filter, collection=collection)
 
     def _check_open(self) -> None:
-        if self._ended:  # nobody would bring the result
+        if self._ended:  # no result would be delivered
             raise Unavailable("the search client was closed")
 
     def identities(self, collection: str) -> tuple[str, ...]:
@@ -129,75 +129,75 @@ class AsyncSearchClient:
         return self._client.unavailable
 
     def statistics(self) -> SearchStatistics:
-        """What was asked of each pool, and how it went."""
+        """See `SearchClient.statistics`."""
         return self._client.statistics()
 
     # ---- the loop
 
     async def run(self) -> None:
-        """Bring results to their callers until cancelled."""
+        """Deliver results to their callers until cancelled."""
         try:
             while True:
                 self._deliver()
-                await self._rest()
+                await self._sleep()
         finally:
             self._ended = True
             self._read_from(set())
             futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._batches.values()]
             for future in futures:
-                self._end(future, Unavailable("the search client was closed"))
+                self._resolve(future, Unavailable("the search client was closed"))
 
     def _deliver(self) -> None:
         for result in self._client.poll():
             future = self._waiting.pop(result.ticket, None)
             if future is None:
-                any(batch.take(result) for batch in self._batches)
+                any(batch.add(result) for batch in self._batches)
             elif not future.done():
                 future.set_result(result)
         for batch in list(self._batches):
             try:
                 batch.send()
             except TrinityError as error:
-                self._end(self._batches.pop(batch), error)
+                self._resolve(self._batches.pop(batch), error)
             else:
                 if batch.done:
-                    self._end(self._batches.pop(batch), batch.result())
+                    self._resolve(self._batches.pop(batch), batch.result())
 
     @staticmethod
-    def _end(future: "asyncio.Future[Any]", end: SearchBatch | TrinityError) -> None:
+    def _resolve(future: "asyncio.Future[Any]", outcome: SearchBatch | TrinityError) -> None:
         if future.done():
-            return  # whoever waited was cancelled
-        if isinstance(end, TrinityError):
-            future.set_exception(end)
+            return  # the caller was cancelled
+        if isinstance(outcome, TrinityError):
+            future.set_exception(outcome)
         else:
-            future.set_result(end)
+            future.set_result(outcome)
 
-    async def _rest(self) -> None:
-        """Until a result rings, a query is asked, or a moment has passed."""
+    async def _sleep(self) -> None:
+        """Wait for a doorbell, a new query, or the polling interval."""
         waiting = bool(self._waiting or self._batches)
-        self._woken.clear()
+        self._wake.clear()
         self._read_from(set(self._client.filenos()) if waiting else set())
         try:
             if not waiting or self._client.arm():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_TICK_S if waiting else _IDLE_S):
-                        await self._woken.wait()
+                        await self._wake.wait()
             else:
                 await asyncio.sleep(0)
         finally:
             self._client.disarm()
 
     def _read_from(self, descriptors: set[int]) -> None:
-        """Be woken by these descriptors, and no others."""
+        """Let exactly these descriptors wake the loop."""
         loop = asyncio.get_running_loop()
         for descriptor in self._readers - descriptors:
             loop.remove_reader(descriptor)
         for descriptor in descriptors - self._readers:
-            loop.add_reader(descriptor, self._woken.set)
+            loop.add_reader(descriptor, self._wake.set)
         self._readers = descriptors
 
     async def close(self) -> None:
-        """End the sessions. What is outstanding ends with `Unavailable`, and what is asked from now on."""
+        """Close the sessions. Outstanding and later queries end with `Unavailable`."""
         self._ended = True
         if self._running is not None:
             self._running.cancel()

@@ -1,10 +1,10 @@
-"""Where a client's queries go and how they end: to replicas and shards, again elsewhere, or to a typed error.
+"""Dispatch of a client's queries to pools: replicas and shards, retries, hedging, typed errors.
 
-A question goes to one of the live pools that have its collection, or is split into one for each of the collection's
-shards, whose answers are merged; `routes.py` says to which. All answers of one question come from one build of the
-collection, which its result names. When a pool dies, its questions are asked again elsewhere, or wait until it is back,
-within their deadlines: a search changes nothing, so asking twice is safe. When it is silent, another is asked as well.
-Every question that was taken ends once. One without a deadline waits while its collection is answered, and 10 s more.
+A query is sent to one of the live pools that serve its collection, or split into one part per shard whose results are
+merged; `routing.py` chooses the pools. All results of one query come from one build of the collection, which the result
+names. If a pool dies, its queries are retried on others, or wait until it is back, within their deadlines: a search is
+idempotent, so a retry is safe. If a pool is stalled, another gets the query too. Every accepted query ends once; one
+without a deadline waits as long as queries of its collection are answered, and 10 s more.
 """
 
 import time
@@ -33,14 +33,18 @@ from runtime.retrieval.search.routing import RoutingTable
 from runtime.retrieval.search.vectors import Vectors
 
 _MAX_ATTEMPTS = 3
-_RETRYABLE = ("lost", "stale_epoch")  # what says nothing about the query
-_IGNORED_WHILE_HEDGED = (*_RETRYABLE, "overloaded")  # of no weight while another pool has the query too
-_HEDGE_EVERY_NS = 50_000_000  # how often the questions of silent pools are looked through
-BATCH_QUERIES = 32  # questions of a batch that go to one pool before the next has its turn
+_RETRYABLE = ("lost", "stale_epoch")  # the pool failed, not the query
+_IGNORED_WHILE_HEDGED = (*_RETRYABLE, "overloaded")  # while another pool has the query too
+_HEDGE_EVERY_NS = 50_000_000  # interval of checks for stalled pools
+BATCH_QUERIES = 32  # consecutive queries of a batch that are sent to one pool
 
 
 class Dispatcher:
-    """The `QueryTransport` to a node's pools: one client's sessions, and its questions, by `tickets`. One thread."""
+    """`QueryTransport` to a node's pools: one client's sessions and outstanding queries. Not thread-safe.
+
+    `tickets` numbers the client's queries. `find` returns the endpoints of the pools, once all known ones are lost.
+    `near`: indexes of the endpoints that are preferred.
+    """
 
     def __init__(
         self,
@@ -57,14 +61,14 @@ class Dispatcher:
         self._limits, self.clock = limits or QueueLimits(), clock
         self.tickets = count(1)
         self.pools = [self._session(endpoint) for endpoint in endpoints]
-        self._up = [0] * len(self.pools)  # the sessions of those that are up, counted, as far as was noticed
-        self._find_ns = 0  # not before then
+        self._up = [0] * len(self.pools)  # per pool: its session's number, 0 while it is down
+        self._find_ns = 0  # time of the next rediscovery
         self._near = near
         self.replicas = Replicas(len(self.pools), policy, near)
         self.routes = RoutingTable()
-        self._parked: deque[Query] = deque()  # waiting for any pool
-        self._hedge_at_ns = 0  # not before then
-        self._answered: dict[str, int] = {}  # collection → when the last of its queries was answered, in ns
+        self._parked: deque[Query] = deque()  # waiting for a pool
+        self._hedge_at_ns = 0  # time of the next check for stalled pools
+        self._answered: dict[str, int] = {}  # collection → time of its last answer, ns
         self._ended: list[SearchResult] = []
         self._open = True
 
@@ -74,7 +78,7 @@ class Dispatcher:
         return PoolSession(endpoint, self._name, self.settings, self._limits.retry_ns)
 
     def maintain(self, now_ns: int) -> bool:
-        """Have sessions with as many pools as can be had. Whether there is one with any."""
+        """Connect to pools without a session. Return whether there is a session with any."""
         for number, pool in enumerate(self.pools):
             self._update_pool(number, pool.maintain(now_ns))
         if not any(self._up):
@@ -82,8 +86,8 @@ class Dispatcher:
         return any(self._up)
 
     def _rediscover(self, now_ns: int) -> None:
-        """All pools are lost: a node that was started again has others, where its run directory says."""
-        if self._find is None or now_ns < self._find_ns or any(pool.asks for pool in self.pools):
+        """All pools are lost: look up the endpoints again, since a restarted node has new ones."""
+        if self._find is None or now_ns < self._find_ns or any(pool.has_outstanding for pool in self.pools):
             return
         self._find_ns = now_ns + self._limits.retry_ns
         try:
@@ -104,7 +108,7 @@ class Dispatcher:
 
     @property
     def connecting(self) -> bool:
-        """Whether a pool is being looked for at this moment."""
+        """Whether a connection attempt is in progress."""
         return any(pool.connecting for pool in self.pools)
 
     def _update_pool(self, number: int, live: bool) -> None:
@@ -112,7 +116,7 @@ class Dispatcher:
         if up == self._up[number]:
             return
         if up and not self._up[number]:
-            self.replicas.lost(number)  # what was known is of its last life
+            self.replicas.lost(number)  # its measurements are of the process before
         self._up[number] = up
         offers = [(number, pool.catalogue, pool.live) for number, pool in enumerate(self.pools)]
         self.routes = RoutingTable(
@@ -121,25 +125,25 @@ class Dispatcher:
         )
 
     def clients(self) -> list[RingClient]:
-        """The live sessions."""
+        """Return the clients of the live sessions."""
         return [client for pool in self.pools for client in pool.clients()]
 
     @property
     def waiting(self) -> bool:
-        """Whether a question waits for a pool."""
+        """Whether a query waits for a pool."""
         return bool(self._parked)
 
     def only_busy(self) -> RingClient | None:
-        """The one session that everything outstanding waits for, if there is just one."""
+        """Return the only session with outstanding queries, if there is exactly one and no query is parked."""
         busy = [client for pool in self.pools for client in pool.clients(busy=True)]
         return busy[0] if len(busy) == 1 and not self._parked else None
 
-    # ---- questions
+    # ---- queries
 
     def submit(self, query: Query, wait_for_room: bool = False) -> None:
         """Send a query, or park what cannot be sent now; with `wait_for_room` also while the rings are full.
 
-        Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed): not taken.
+        Raises `InvalidRequest`, `Overloaded`, `Unavailable` (closed) if it is not accepted.
         """
         if not self._open:
             self.check_open()
@@ -166,7 +170,7 @@ class Dispatcher:
             self._send_or_park(part)
 
     def check_open(self) -> None:
-        """Raises `Unavailable` after `close`."""
+        """Raise `Unavailable` after `close`."""
         if not self._open:
             raise Unavailable("the search client was closed")
 
@@ -179,9 +183,9 @@ class Dispatcher:
         self._parked.append(query)
 
     def submit_many(self, queries: list[Query], rows: Vectors) -> int:
-        """`ask` for as many questions as there is room for now, from the first on; how many.
+        """Send as many queries as there is room for now, from the first on; return how many.
 
-        They are alike but for their vectors, `rows`, and no more than `BATCH_QUERIES`. Raises `InvalidRequest`,
+        They differ in their vectors alone, `rows`, and there are at most `BATCH_QUERIES`. Raises `InvalidRequest`,
         `Unavailable` (closed).
         """
         self.check_open()
@@ -208,11 +212,11 @@ class Dispatcher:
             except TrinityError as error:
                 if number == 0 and not isinstance(error, Overloaded):
                     raise
-                return number  # it is the first of the next ones
+                return number  # it is retried with the next ones
         return len(queries)
 
     def _split(self, query: Query) -> list[Query]:
-        """The question itself, or what each shard is asked of it, once every shard of one build is there."""
+        """Return the query itself, or a part per shard once some build has all of its shards up."""
         collection = query.spec.collection
         if query.gather is not None or (shards := self.routes.shards(collection)) <= 1:
             return [query]
@@ -230,7 +234,7 @@ class Dispatcher:
         return False
 
     def _send(self, query: Query, route: Sequence[int], now: int) -> bool:
-        """Give a question to one of these pools; False if none is up. Raises `Overloaded`, `InvalidRequest`."""
+        """Send a query to one of these pools. Return False if none is up. Raises `Overloaded`, `InvalidRequest`."""
         full: RingFull | None = None
         for number in self.replicas.choose(route, now) if len(route) > 1 else route:
             try:
@@ -254,11 +258,11 @@ class Dispatcher:
         if gather is not None:
             return self.routes.pools(collection, gather.identity, query.shard)
         if self.routes.shards(collection) > 1:
-            return ()  # it is split once all shards are there
+            return ()  # it is split once all shards are up
         return self.routes.choose(collection, query.accept)
 
     def cancel(self, ticket: int) -> None:
-        """A question's result is not wanted any more; it comes as an error, or not at all."""
+        """Cancel a query: it ends with an error, or is not returned."""
         if self._parked:
             self._parked = deque(query for query in self._parked if query.ticket != ticket)
         for pool in self.pools:
@@ -267,7 +271,7 @@ class Dispatcher:
     # ---- ends
 
     def collect(self) -> list[SearchResult]:
-        """What has ended since the last call. Raises `Unavailable` after `close`."""
+        """Return what has ended since the last call. Raises `Unavailable` after `close`."""
         self.check_open()
         now = self.clock()
         for number, pool in enumerate(self.pools):
@@ -286,17 +290,19 @@ class Dispatcher:
         return ended
 
     def hedge(self, now: int) -> None:
-        """Ask others what pools were asked that have fallen silent: each question once, where there is room."""
+        """Hedge: send the queries of stalled pools to other pools too, each once, where there is room."""
         stalled = {number for number in range(len(self.pools)) if self.replicas.stalled(number, now)}
         for number in stalled:
             for query in self.pools[number].queries():
-                if query.ended or query.at > 1 or query.attempts >= _MAX_ATTEMPTS:
+                if query.ended or query.in_flight > 1 or query.attempts >= _MAX_ATTEMPTS:
                     continue
-                with suppress(TrinityError):  # it may still be answered where it is
+                with suppress(TrinityError):  # the stalled pool may still answer it
                     self._send(query, [other for other in self._route(query) if other not in stalled], now)
 
     def _retry_parked(self, now: int) -> None:
-        full: set[tuple[str, str, int]] = set()  # builds' shards of which no pool is up, or none has room
+        unavailable: set[tuple[str, str, int]] = (
+            set()
+        )  # (collection, build, shard) without a pool that is up and has room
         for _ in range(len(self._parked)):
             query = self._parked.popleft()
             if query.gather is not None:
@@ -310,33 +316,33 @@ class Dispatcher:
             try:
                 parts = self._split(query)
                 for part in parts:
-                    place = part.spec.collection, part.gather.identity if part.gather else "", part.shard
-                    if place in full:
+                    target = part.spec.collection, part.gather.identity if part.gather else "", part.shard
+                    if target in unavailable:
                         self._parked.append(part)
                     elif not self._send_or_park(part) and part.accept is None:
-                        full.add(place)
+                        unavailable.add(target)
             except TrinityError as error:
                 self._fail(query, error)
 
     def _restart_on_whole_build(self, part: Query, gather: ShardGather) -> Query:
-        """The part; or the whole question, from the start, if shards of its build are gone and another is whole."""
+        """Return the part; or the whole query, to be split anew, if its build lost shards and another is complete."""
         collection = gather.whole.spec.collection
         if self.routes.is_whole(collection, gather.identity):
             return part
-        with suppress(TrinityError):  # it ends when it is sent
+        with suppress(TrinityError):  # raised again when it is sent
             if self.routes.whole_build(collection, gather.whole.accept) is None:
                 return part
-        gather.ended = True  # never a part of an answer
+        gather.ended = True  # results of two builds are never mixed
         for pool in self.pools:
             pool.cancel(part.ticket, _MAX_ATTEMPTS)
         gather.whole.parked_ns, gather.whole.attempts = part.parked_ns, 0
         return gather.whole
 
     def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
-        """What ends a question that has waited for a pool since `since_ns`; None if it may wait on."""
+        """Return the error that ends a query waiting for a pool since `since_ns`; None if it may still wait."""
         if query.spec.deadline_ns:
             late = now_ns >= query.spec.deadline_ns
-            return DeadlineExceeded("no pool took the query before its deadline") if late else None
+            return DeadlineExceeded("no pool accepted the query before its deadline") if late else None
         if now_ns < max(since_ns, self._answered.get(query.spec.collection, 0)) + self._limits.wait_ns:
             return None
         collection = query.spec.collection
@@ -358,12 +364,12 @@ class Dispatcher:
     def _end(self, query: Query, result: Result, now: int) -> None:
         gather = query.gather
         if query.ended or (gather is not None and gather.ended):
-            return  # another pool has answered it, or its query has ended without it
-        if query.at and result.status in _IGNORED_WHILE_HEDGED:
+            return  # another pool answered it, or the query it is a part of has ended
+        if query.in_flight and result.status in _IGNORED_WHILE_HEDGED:
             return
         if result.status == "ok" and len(result.distances) and np.isnan(result.distances[-1]):
-            # No healthy index has such a distance: vectors and queries are checked to be finite.
-            damaged = f"collection {query.spec.collection!r} is damaged: its index gave a distance that is no number"
+            # An intact index has no such distance: vectors and queries are checked to be finite.
+            damaged = f"collection {query.spec.collection!r} is damaged: its index returned a distance that is NaN"
             self._fail(query, Unavailable(damaged))
         elif result.status == "ok":
             wait_ns, search_ns = result.begin_ns - result.enqueue_ns, result.end_ns - result.begin_ns
@@ -373,9 +379,9 @@ class Dispatcher:
             )  # fmt: skip
             whole = found if gather is None else gather.add(found)
             query.ended = True
-            if query.at:
+            if query.in_flight:
                 for pool in self.pools:
-                    pool.withdraw(query)
+                    pool.cancel_query(query)
             if whole is not None:
                 self._answered[query.spec.collection] = now
                 self._ended.append(whole)
@@ -387,7 +393,7 @@ class Dispatcher:
     def _fail(self, query: Query, error: TrinityError) -> None:
         query.ended = True
         if query.gather is not None:
-            query.gather.ended = True  # never a part of an answer
+            query.gather.ended = True  # no partial results
             for pool in self.pools:
                 pool.cancel(query.ticket, _MAX_ATTEMPTS)
         self._ended.append(failed_result(query.ticket, error))
@@ -398,7 +404,7 @@ class Dispatcher:
         return SearchStatistics(tuple(pools), len(self._parked))
 
     def close(self) -> None:
-        """End the sessions. What is outstanding never comes."""
+        """Close the sessions; outstanding queries never end."""
         self._open = False
         for pool in self.pools:
             pool.close()

@@ -1,7 +1,7 @@
-"""Words beside the vector of a client's search: looked for in this process, in the collection's own files.
+"""Hybrid search of a client: a keyword search in this process, fused with the pools' results by rank.
 
-Pools know nothing of words. They are asked for more rows than are wanted, and what the text's words find in the build
-that has answered is fused with these (docs/hybrid.md).
+The pools know vectors only. A hybrid query requests more rows from them than are wanted, searches the keyword index of
+the build that answered, and fuses the two (docs/hybrid.md).
 """
 
 import numbers
@@ -27,10 +27,10 @@ _NO_DEADLINE = 1 << 62
 
 @dataclass(frozen=True)
 class HybridQuery:
-    """A text whose words are looked for, their `share`, and how many rows are wanted; `depth`: of each side."""
+    """The keyword side of a hybrid query: its text, its weight (`share`), and `k`. `depth`: rows from each side."""
 
     collection: str
-    wanted: FilterLike
+    filter: FilterLike
     text: str
     share: float
     k: int
@@ -38,9 +38,9 @@ class HybridQuery:
 
 
 class HybridSearch:
-    """The words of a node's collections, opened when they are first asked for. Any number of threads may ask.
+    """Keyword indexes of a node's collections, opened on first use. Thread-safe.
 
-    `paths`: where the node's own collections lie now. `remote`: those that are on other nodes.
+    `paths`: returns the directories of the node's own collections. `remote`: names of collections on other nodes.
     """
 
     def __init__(self, pools: Dispatcher, remote: Collection[str] = ()) -> None:
@@ -49,54 +49,57 @@ class HybridSearch:
         self._builds: dict[str, OpenBuild] = {}
         self._lock = threading.Lock()
 
-    def asked(self, text: Any, hybrid: Any, k: Any, options: SearchOptions) -> HybridQuery | None:
-        """What a search asks for beside the nearest; None if it is not hybrid. Raises `InvalidRequest`."""
+    def parse(self, text: Any, hybrid: Any, k: Any, options: SearchOptions) -> HybridQuery | None:
+        """Return the keyword side of a search; None if it is not hybrid. Raises `InvalidRequest`."""
         if not isinstance(hybrid, numbers.Real) or not 0 <= float(hybrid) <= 1:
             raise InvalidRequest(
-                f"hybrid must be True, False or the words' share between 0 and 1, not {hybrid!r}", "hybrid"
+                f"hybrid must be True, False or the keywords' weight between 0 and 1, not {hybrid!r}", "hybrid"
             )
         if not isinstance(text, str) or bool(text) != bool(hybrid):
             raise InvalidRequest(f"text and hybrid go together: text is {text!r:.64}, hybrid is {hybrid!r}", "text")
         if not hybrid:
             return None
         collection, top_m = options.get("collection", ""), options.get("top_m")
-        if collection in self._remote:  # ranks of different nodes say nothing of each other
-            raise InvalidRequest(f"collection {collection!r} is on other nodes: they are asked without it", "hybrid")
-        wanted = make_spec(k, "", "prefill", top_m, 1, None)
-        most = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
-        depth = max(wanted.k, min(FUSION_DEPTH * wanted.k, most, wanted.top_m or most))
-        return HybridQuery(
-            collection, options.get("filter"), text, 0.5 if hybrid is True else float(hybrid), wanted.k, depth
-        )
+        if collection in self._remote:  # ranks of different nodes are not comparable
+            raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
+        spec = make_spec(k, "", "prefill", top_m, 1, None)
+        max_k = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
+        depth = max(spec.k, min(FUSION_DEPTH * spec.k, max_k, spec.top_m or max_k))
+        share = 0.5 if hybrid is True else float(hybrid)
+        return HybridQuery(collection, options.get("filter"), text, share, spec.k, depth)
 
-    def fused(self, result: SearchResult, asked: HybridQuery, vector: Any, deadline_ns: int) -> SearchResult:
-        """A pool's result and what the words find in the build that it is from. Raises `InvalidRequest` for a build
-        without words, `DeadlineExceeded`, and `Unavailable` where its words are not here (yet)."""
-        content, row = filter_bytes(asked.wanted), np.asarray(on_host(as_vectors(vector)), np.float32)
+    def fuse(self, result: SearchResult, query: HybridQuery, vector: Any, deadline_ns: int) -> SearchResult:
+        """Search the keyword index of the build that `result` comes from; return both fused.
+
+        Raises `InvalidRequest` for a build without a keyword index, `DeadlineExceeded`, and `Unavailable` if the build
+        cannot be opened here.
+        """
+        content, row = filter_bytes(query.filter), np.asarray(on_host(as_vectors(vector)), np.float32)
         try:
             with self._lock:
-                words = self._opened(asked.collection, result.identity).words
-            if words is None:
-                raise InvalidRequest(f"{asked.collection!r} has no index of words (docs/hybrid.md)", "hybrid")
-            passing = decode_filter(content) if content else None
-            found = words.search_keywords(asked.text, row, asked.depth, passing, deadline_ns or _NO_DEADLINE)
+                keywords = self._opened(query.collection, result.identity).words
+            if keywords is None:
+                raise InvalidRequest(f"{query.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
+            parsed = decode_filter(content) if content else None
+            found = keywords.search_keywords(query.text, row, query.depth, parsed, deadline_ns or _NO_DEADLINE)
         except CollectionError as error:
-            told = f"collection {asked.collection!r}: its words cannot be searched: {error.message}"
-            raise Unavailable(told) from error
-        return fuse_keywords(result, found, asked.k, asked.share)
+            raise Unavailable(
+                f"collection {query.collection!r}: its keyword index cannot be searched: {error.message}"
+            ) from error
+        return fuse_keywords(result, found, query.k, query.share)
 
     def _opened(self, collection: str, identity: str) -> OpenBuild:
-        """The build, if it is what lies in its directory now. Raises `CollectionError`, `Unavailable`."""
+        """Return this build, if it is what the directory contains now. Raises `CollectionError`, `Unavailable`."""
         build = self._builds.get(collection)
         if build is None or build.identity != identity:
             paths = self.paths()
-            path = paths.get(collection or next(iter(paths), ""))  # without a name it is the only one
+            path = paths.get(collection or next(iter(paths), ""))  # without a name: the only collection
             if path is None:
-                raise Unavailable(f"the files of collection {collection!r} are not known here")
+                raise Unavailable(f"the directory of collection {collection!r} is not known here")
             found = open_build(Path(path), "never", verify_first=False)
             if found.identity != identity:
                 found.close()
-                raise Unavailable(f"another build than the pools serve lies in {path}: reload it")
+                raise Unavailable(f"{path} contains another build than the pools serve: reload it")
             self._builds[collection] = found
             if build is not None:
                 build.close()
@@ -104,7 +107,7 @@ class HybridSearch:
         return build
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files. Idempotent."""
         with self._lock:
             while self._builds:
                 self._builds.popitem()[1].close()

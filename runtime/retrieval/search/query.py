@@ -1,6 +1,6 @@
-"""A query and its result.
+"""Queries, their results, and the statistics of a client.
 
-arguments ── `make_spec` ──▶ `Query`, one for each shard, kept until it has ended ──▶ `SearchResult`
+arguments ── `make_spec` ──▶ `Query`, one per shard, kept until it has ended ──▶ `SearchResult`
 """
 
 import numbers
@@ -21,15 +21,15 @@ from runtime.retrieval.neighbors import Neighbors, fuse_ranks, merge_neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.vectors import Vectors, check_finite, on_host
 
-# ---- what a caller asks beside the vector, checked before any pool is known; a pool has limits of its own
+# ---- search parameters, validated before a pool is known; a pool has limits of its own
 
-_MOST = 65_535  # of k, top_m, search_width and patience: what a request's header holds
+_MAX_PARAMETER = 65_535  # of k, top_m, search_width and patience: 16 bits in a request's header
 _LATEST_NS = (1 << 63) - 1
-_LONGEST_MS = 86_400_000  # a deadline further away than a day is a mistake
+_MAX_DEADLINE_MS = 86_400_000  # a deadline more than a day away is a mistake
 MAX_BUILD_ATTEMPTS = 4
-"""So often a search is made, as long as its collection is replaced by another build meanwhile."""
+"""Maximum attempts of a search whose collection is replaced by another build meanwhile."""
 NEW_ATTRIBUTE_WAIT_NS = 2_000_000_000
-"""So long it is waited for pools to tell of attributes that documents have which were stored a moment ago."""
+"""How long a query waits for the pools to learn an attribute that its filter uses and that was stored just now."""
 
 
 def make_spec(
@@ -40,14 +40,14 @@ def make_spec(
     search_width: Any,
     patience: Any,
     deadline_ns: Any = 0,
-    wanted: FilterLike = None,
+    filter: FilterLike = None,
 ) -> SearchSpec:
-    """Checked, integers of any kind as Python's own. Raises `InvalidRequest` that names the value and its limit."""
-    k = _integer("k", k, 1, _MOST)
+    """Validate search parameters; integer-like values become int. Raises `InvalidRequest` with the value and limit."""
+    k = _integer("k", k, 1, _MAX_PARAMETER)
     if top_m is not None:
-        top_m = _integer("top_m", top_m, 1, _MOST)
+        top_m = _integer("top_m", top_m, 1, _MAX_PARAMETER)
         if k > top_m:
-            raise InvalidRequest(f"k is {k}, more than top_m, which is {top_m}: no more than those are kept", "k")
+            raise InvalidRequest(f"k is {k}, more than top_m, which is {top_m}: a search keeps no more candidates", "k")
     if type(collection) is not str:
         raise InvalidRequest(f"collection must be a name, not {collection!r}", "collection")
     if stage not in STAGES:
@@ -57,14 +57,14 @@ def make_spec(
         k,
         stage,
         top_m,
-        _integer("search_width", search_width, 1, _MOST),
-        None if patience is None else _integer("patience", patience, 1, _MOST),
+        _integer("search_width", search_width, 1, _MAX_PARAMETER),
+        None if patience is None else _integer("patience", patience, 1, _MAX_PARAMETER),
         check_deadline(deadline_ns),
-        filter_bytes(wanted),
+        filter_bytes(filter),
     )
 
 
-def _integer(name: str, value: Any, least: int, most: int) -> int:
+def _integer(name: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int:
         try:
             if isinstance(value, bool):
@@ -72,34 +72,33 @@ def _integer(name: str, value: Any, least: int, most: int) -> int:
             value = operator.index(value)
         except TypeError:
             raise InvalidRequest(f"{name} must be an integer, not {value!r}", name) from None
-    if not least <= value <= most:
-        raise InvalidRequest(f"{name} is {value}, outside {least}..{most}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}, outside {low}..{high}", name)
     return int(value)  # not of a subclass
 
 
 def check_deadline(deadline_ns: Any) -> int:
-    """A deadline on the monotonic clock, checked. Raises `InvalidRequest`."""
+    """Return a deadline (monotonic ns) as an int. Raises `InvalidRequest`."""
     return _integer("deadline_ns", deadline_ns, 0, _LATEST_NS)
 
 
 def deadline_after_ms(deadline_ms: Any) -> int:
-    """`deadline_ms` from now on, on the monotonic clock in ns; 0 for none. Raises `InvalidRequest`."""
+    """Return the deadline `deadline_ms` from now (monotonic ns); 0 for None. Raises `InvalidRequest`."""
     if deadline_ms is None:
         return 0
     if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, numbers.Real):
         raise InvalidRequest(f"deadline_ms must be a number, not {deadline_ms!r}", "deadline_ms")
     number: Any = deadline_ms
-    if not 0 < number <= _LONGEST_MS:
-        raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_LONGEST_MS}", "deadline_ms")
+    if not 0 < number <= _MAX_DEADLINE_MS:
+        raise InvalidRequest(f"deadline_ms is {deadline_ms}, outside 0..{_MAX_DEADLINE_MS}", "deadline_ms")
     return time.monotonic_ns() + int(float(number) * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class PassageQuery:
-    """What passages are looked for: the `k` nearest to a text (`query`) or to a `vector`, of which one is set.
+    """Request for the `k` passages nearest to a text (`query`) or to a `vector`; one of the two is set.
 
-    Only passages that pass `wanted` are found. `hybrid`: the share of what a text's words find in the ranks, 0 for
-    none.
+    `filter`: passages must pass it. `hybrid`: weight of the keyword search in the fused ranks, 0 for none.
     """
 
     collection: str
@@ -107,24 +106,24 @@ class PassageQuery:
     query: str | None = None
     vector: Sequence[float] | None = None
     stage: Stage = "prefill"
-    wanted: FilterLike = None
+    filter: FilterLike = None
     hybrid: float = 0.0
 
 
-# ---- results, and batches of them
+# ---- results
 
 NO_IDS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 NO_DISTANCES: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
 
 class SearchResult(msgspec.Struct, frozen=True, eq=False):
-    """How a query ended. `ids` int64 and `distances` float32 [≤ k], nearest first, are empty unless it was answered.
+    """The end of a query. `ids` int64 and `distances` float32 [≤ k], nearest first, are empty unless it was answered.
 
-    `extends` is the number of engine steps; `wait_ns` the time until it had a slot, `search_ns` the time in it; of a
-    split collection, those of the slowest shard. `identity` names the build of the collection that the ids are of.
+    `extends`: engine steps. `wait_ns`: time until it had a slot; `search_ns`: time in the slot; for a sharded
+    collection the maximum over shards. `identity`: the collection's build that the ids refer to.
 
-    A collection on other nodes has no rows here: its ids are -1, and `passages` name the documents; `partial` without
-    those of nodes that are missing.
+    For a collection on other nodes the ids are -1 and `passages` contains the documents; `partial`: some nodes did not
+    answer.
     """
 
     ticket: int
@@ -139,28 +138,28 @@ class SearchResult(msgspec.Struct, frozen=True, eq=False):
     partial: bool = False
 
     def checked(self) -> "SearchResult":
-        """Itself. Raises its error if it ended with one."""
+        """Return the result itself. Raises its error, if any."""
         if self.error is not None:
             raise self.error
         return self
 
 
 def failed_result(ticket: int, error: TrinityError) -> SearchResult:
-    """The end of a query that was not answered."""
+    """Return the result of a query that was not answered."""
     return SearchResult(ticket, NO_IDS, NO_DISTANCES, error=error)
 
 
-def fuse_keywords(result: SearchResult, words: Neighbors, k: int, share: float) -> SearchResult:
-    """A search's result, `fuse_ranks` with what words have found."""
-    ids, distances = fuse_ranks((result.ids, result.distances), words, k, share)
+def fuse_keywords(result: SearchResult, keywords: Neighbors, k: int, share: float) -> SearchResult:
+    """Fuse a result with those of a keyword search (`fuse_ranks`)."""
+    ids, distances = fuse_ranks((result.ids, result.distances), keywords, k, share)
     return msgspec.structs.replace(result, ids=ids, distances=distances)
 
 
 class SearchBatch:
-    """The results of many queries, in their order: `batch[i]` is the `SearchResult` of query i.
+    """The results of many queries, in order: `batch[i]` is the `SearchResult` of query i.
 
-    `ids` int64 [n, k] and `distances` float32 [n, k] hold them as arrays, -1 and +inf where there is none (if no query
-    was answered, they are [n, 0]); `errors` maps the number of each query that was not answered to what ended it.
+    `ids` int64 [n, k] and `distances` float32 [n, k] contain them as arrays, padded with -1 and +inf ([n, 0] if no
+    query was answered); `errors` maps the index of each query that was not answered to its error.
     """
 
     def __init__(self, results: list[SearchResult], k: int) -> None:
@@ -176,7 +175,7 @@ class SearchBatch:
                 self.errors[row] = result.error
 
     def checked(self) -> "SearchBatch":
-        """Itself. Raises the first error if a query was not answered."""
+        """Return the batch itself. Raises the first error, if any."""
         for error in self.errors.values():
             raise error
         return self
@@ -196,11 +195,11 @@ PoolState = Literal["live", "slow", "lost"]
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """A client's view of one pool since the client was made.
+    """A client's statistics of one pool since the client was created.
 
-    `state`: live, slow (passed over, but probed) or lost (no session). `epoch` of the pool's life, 0 before the first.
-    `round_trip_us` has the 50th, 90th and 99th percentile of the last 1,024 answers, nothing before the first; `errors`
-    counts how queries ended that were not answered, by the status the pool gave ('lost': the pool died with it).
+    `state`: live, slow (avoided, but probed) or lost (no session). `epoch`: of the pool process, 0 before the first
+    session. `round_trip_us`: 50th, 90th and 99th percentile of the last 1,024 answers, empty before the first.
+    `errors`: queries that were not answered, by the pool's status ('lost': the pool died with the query).
     """
 
     endpoint: str
@@ -215,19 +214,19 @@ class PoolStatistics:
 
 @dataclass(frozen=True)
 class SearchStatistics:
-    """All pools of a client; `waiting` queries have none at present."""
+    """Statistics of a client: its pools, and the number of queries `waiting` for one."""
 
     pools: tuple[PoolStatistics, ...]
     waiting: int
 
 
-# ---- one answer from several shards: the nearest of all, ties by id
+# ---- scatter-gather over shards
 
 
 class ShardGather:
-    """The parts of one query that were sent to all shards of a collection. It ends once: whole, or with an error.
+    """Gathers the results of one query from all shards of a collection: the nearest of all, ties by id.
 
-    `whole` is the query that was split, `identity` that of the build whose shards are asked.
+    It ends once, complete or with an error. `whole`: the query that was split. `identity`: the build that is searched.
     """
 
     def __init__(self, whole: "Query", identity: str, k: int, shards: int) -> None:
@@ -238,7 +237,7 @@ class ShardGather:
         self._parts: list[SearchResult] = []
 
     def add(self, part: SearchResult) -> SearchResult | None:
-        """A shard's answer. The query's, if it was the last one missing."""
+        """Add a shard's result. Return the query's result if it was the last one missing."""
         if part.identity != self.identity:
             raise InternalError(f"a shard of build {part.identity!r} answered a query to build {self.identity!r}")
         self._parts.append(part)
@@ -258,11 +257,11 @@ class ShardGather:
         )
 
 
-# ---- a query as its client keeps it until it has ended, and how long it does
+# ---- queries in progress, and their limits
 
 
 class SearchOptions(TypedDict, total=False):
-    """What may be said of a search, beside its vector, k and deadline; see `SearchClient.submit`."""
+    """Keyword arguments of a search besides k and deadline; see `SearchClient.submit`."""
 
     collection: str
     stage: Stage
@@ -273,25 +272,24 @@ class SearchOptions(TypedDict, total=False):
 
 
 AcceptBuild = Callable[[str], bool]
-"""Whether an answer from a collection's build of this identity is of use."""
+"""Predicate on the identity of a collection's build: whether results of that build are acceptable."""
 
 
 class Query(msgspec.Struct, eq=False):
-    """One query, or one shard's part of it (`gather` has the whole then): all that is needed to ask once more.
+    """A query, or one shard's part of it (then `gather` is set), with all that a retry needs.
 
-    `at`: how many sessions have it and have not answered; more than one if it was asked again of another pool while the
-    first is silent. `identity` is that of the build that answered it. `accept`: None for any. `text`: in the place of a
-    vector, for other nodes.
+    `in_flight`: sessions that have it and have not answered; more than one if it was hedged. `identity`: the build that
+    answered it. `accept`: acceptable builds, None for any. `text`: replaces the vector for other nodes.
     """
 
     ticket: int
-    vector: Vectors  # one on a GPU as its caller has it: it can be asked again from there
+    vector: Vectors  # on a GPU the caller's own array, from which a retry copies again
     spec: SearchSpec
-    parked_ns: int = 0  # since when it waits for a pool; 0: it does not
+    parked_ns: int = 0  # since when it has been waiting for a pool; 0: not waiting
     shard: int = 0
     attempts: int = 0
-    at: int = 0
-    ended: bool = False  # what comes after that is of no use
+    in_flight: int = 0
+    ended: bool = False  # later answers are ignored
     gather: ShardGather | None = None
     accept: AcceptBuild | None = None
     identity: str = ""
@@ -299,7 +297,7 @@ class Query(msgspec.Struct, eq=False):
 
 
 def status_error(status: str, query: Query) -> TrinityError:
-    """What ends a question that its pool ended with this status."""
+    """Return the error for a query that its pool ended with this status."""
     match status:
         case "overloaded":
             return Overloaded("the pool's queue is full")
@@ -310,7 +308,7 @@ def status_error(status: str, query: Query) -> TrinityError:
                 check_finite(on_host(query.vector))
             except InvalidRequest as error:
                 return error
-            return InvalidRequest("the pool refused the query: a limit of its own is passed")
+            return InvalidRequest("the pool refused the query: it exceeds one of the pool's limits")
         case "lost" | "stale_epoch":
             return WorkerLost(f"the pool died with the query, {query.attempts} times")
         case "cancelled":
@@ -321,9 +319,9 @@ def status_error(status: str, query: Query) -> TrinityError:
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How long, and how many, a client of the pools has wait. `retry_ns`: a lost pool is tried again this often.
-    `wait_ns`: a query without a deadline waits so long for one, while none of its collection is answered. `parked`: so
-    many queries wait for a pool at once."""
+    """Limits of a client's waiting. `retry_ns`: interval of reconnects to a lost pool. `wait_ns`: how long a query
+    without a deadline waits for a pool while no query of its collection is answered. `parked`: maximum number of
+    queries that wait for a pool."""
 
     retry_ns: int = 500_000_000
     wait_ns: int = 10_000_000_000

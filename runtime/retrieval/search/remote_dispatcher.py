@@ -1,4 +1,4 @@
-"""A client's queries to collections on other nodes: asked over HTTP, by an event loop in a thread of its own."""
+"""Dispatch of a client's queries to collections on other nodes: HTTP requests from an event loop in a thread."""
 
 import asyncio
 import os
@@ -17,38 +17,38 @@ from runtime.retrieval.remote_collections import RemoteCollections
 from runtime.retrieval.search.query import PassageQuery, Query, SearchResult, failed_result
 from runtime.retrieval.search.vectors import Vectors, on_host
 
-_AT_ONCE = 64  # of a batch: nodes refuse more than they can search at once
-_END_S = 5.0
+_BATCH_CONCURRENCY = 64  # nodes refuse more concurrent searches than they support
+_CLOSE_S = 5.0
 
 
 class RemoteDispatcher:
-    """A `QueryTransport` to what is not in the node's pools: `ask`, then `collect` what has ended, each question once.
+    """`QueryTransport` to collections on other nodes.
 
-    One thread asks; `fileno` is readable when there is something to collect. The thread of the loop starts with the
-    first question.
+    For one calling thread; `fileno` is readable when there is something to collect. The thread of the event loop starts
+    with the first query.
     """
 
     def __init__(self, sections: Sequence[RemoteSection], limit: int) -> None:
-        """At most `limit` questions are outstanding. Raises `ConfigError` for a key that cannot be read."""
+        """At most `limit` queries are outstanding. Raises `ConfigError` for a key that cannot be read."""
         self._remote, self._limit = RemoteCollections(sections), limit
         self._outstanding: set[int] = set()
         self._ended: deque[SearchResult] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # the loop's
         self._stopped = asyncio.Event()  # the loop's
 
     def fileno(self) -> int:
-        return self._bell
+        return self._doorbell
 
     @property
     def busy(self) -> bool:
-        """Whether a question is outstanding."""
+        """Whether a query is outstanding."""
         return bool(self._outstanding)
 
     def submit(self, query: Query, wait_for_room: bool = False) -> None:
-        """Raises `Overloaded`: not taken."""
+        """Accept a query. Raises `Overloaded` if it is not accepted."""
         if len(self._outstanding) >= self._limit:
             raise Overloaded(f"{len(self._outstanding)} queries wait for other nodes, the limit is {self._limit}")
         if self._loop is None:
@@ -58,14 +58,14 @@ class RemoteDispatcher:
         self._loop.call_soon_threadsafe(self._begin, query)
 
     def submit_many(self, queries: Sequence[Query], rows: Vectors) -> int:
-        """As many as may be outstanding together, from the first on; how many."""
-        room = max(_AT_ONCE - len(self._outstanding), 0)
+        """Accept as many as may be outstanding together, from the first on; return how many."""
+        room = max(_BATCH_CONCURRENCY - len(self._outstanding), 0)
         for query in queries[:room]:
             self.submit(query)
         return min(room, len(queries))
 
     def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
-        """Nothing ends a question but its nodes' time."""
+        """None: an accepted query ends by its nodes' timeout."""
         return None
 
     @staticmethod
@@ -73,17 +73,17 @@ class RemoteDispatcher:
         return time.monotonic_ns()
 
     def cancel(self, ticket: int) -> None:
-        """Its result is not wanted any more, and does not come."""
+        """Cancel a query: it is not returned by `collect`."""
         if ticket in self._outstanding and self._loop is not None:
             self._outstanding.remove(ticket)
             self._loop.call_soon_threadsafe(self._drop, ticket)
 
     def collect(self) -> list[SearchResult]:
-        """What has ended since the last call. Never waits."""
+        """Return what has ended since the last call. Never blocks."""
         with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+            os.eventfd_read(self._doorbell)
         found = []
-        while self._ended:  # the bell was read first: what comes behind it rings again
+        while self._ended:  # after reading the doorbell: a later result rings again
             result = self._ended.popleft()
             if result.ticket in self._outstanding:
                 self._outstanding.remove(result.ticket)
@@ -91,13 +91,13 @@ class RemoteDispatcher:
         return found
 
     def close(self) -> None:
-        """What is outstanding never comes. Idempotent."""
+        """Stop the thread; outstanding queries never end. Idempotent."""
         if self._loop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopped.set)
-            self._thread.join(_END_S)
-        if self._bell >= 0 and not self._thread.is_alive():
-            os.close(self._bell)
-            self._bell = -1
+            self._thread.join(_CLOSE_S)
+        if self._doorbell >= 0 and not self._thread.is_alive():
+            os.close(self._doorbell)
+            self._doorbell = -1
 
     # ---- the loop's thread
 
@@ -108,11 +108,11 @@ class RemoteDispatcher:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        looking = asyncio.create_task(self._remote.run())
+        probing = asyncio.create_task(self._remote.run())
         await self._stopped.wait()
-        for task in (looking, *self._tasks.values()):
+        for task in (probing, *self._tasks.values()):
             task.cancel()
-        await asyncio.gather(looking, *self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(probing, *self._tasks.values(), return_exceptions=True)
 
     def _begin(self, query: Query) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(query))
@@ -125,11 +125,11 @@ class RemoteDispatcher:
 
     async def _answer(self, query: Query) -> None:
         spec, vector = query.spec, query.vector
-        left_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
+        timeout_s = (spec.deadline_ns - time.monotonic_ns()) / 1e9 if spec.deadline_ns else float("inf")
         try:
             row = None if query.text else on_host(vector).tolist()
-            asked = PassageQuery(spec.collection, spec.k, query.text or None, row, wanted=spec.filter)
-            found = await self._remote.search(asked, left_s)
+            request = PassageQuery(spec.collection, spec.k, query.text or None, row, filter=spec.filter)
+            found = await self._remote.search(request, timeout_s)
             result = SearchResult(
                 query.ticket,
                 np.full(len(found), -1, np.int64),
@@ -139,7 +139,7 @@ class RemoteDispatcher:
             )
         except TrinityError as error:
             result = failed_result(query.ticket, error)
-        except Exception as error:  # of a library: the question ends all the same
-            result = failed_result(query.ticket, InternalError(f"other nodes could not be asked: {error!r}"))
+        except Exception as error:  # of a library: the query ends nevertheless
+            result = failed_result(query.ticket, InternalError(f"the search on other nodes failed: {error!r}"))
         self._ended.append(result)
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._doorbell, 1)

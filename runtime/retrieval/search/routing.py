@@ -1,4 +1,4 @@
-"""Which pools have which build of a collection, as their sessions say."""
+"""Routing table of a client: which pools serve which build and shard of a collection, from their catalogues."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ Pools = tuple[int, ...]
 
 
 class _Build:
-    """A collection of one identity: its live pools by shard."""
+    """One build of a collection: its live pools by shard."""
 
     def __init__(self, shards: int) -> None:
         self.pools: list[Pools] = [()] * shards
@@ -23,20 +23,20 @@ class _Build:
 
 
 class RoutingTable:
-    """Of the pools that live; made anew when one comes, goes, or offers something else.
+    """Immutable; rebuilt when a pool appears, is lost, or serves something else.
 
-    live, lost: the pools' numbers and what they offer; what a lost one offered last, it may offer again.
+    live: numbers and catalogues of the live pools. lost: last catalogues of the lost ones, which may come back.
     """
 
     def __init__(self, live: Iterable[tuple[int, Catalogue]] = (), lost: Iterable[Catalogue] = ()) -> None:
         self._builds: dict[str, dict[str, _Build]] = {}
         self._unserved: dict[str, str] = {}
-        self._served: dict[str, Served] = {}  # the last build of each
+        self._served: dict[str, Served] = {}  # of each collection the last one listed
         self._demanded: set[str] = set()
         self._awaited = {served.name for catalogue in lost for served in catalogue.served}
-        self._none = True
+        self._no_pool = True
         for number, catalogue in live:
-            self._none = False
+            self._no_pool = False
             for one in catalogue.served:
                 self._served[one.name] = one
                 if one.demanded:
@@ -52,54 +52,53 @@ class RoutingTable:
             for identity, build in builds.items()
             if len(builds) == len(build.pools) == 1 and name not in self._demanded
         }
-        """The identity and the pools of each collection that is one build in one piece and demands no filter: most
-        questions look no further."""
+        """Fast path: identity and pools of each collection with one build, one shard, and no demanded filter."""
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """The collections that no pool serves, and why."""
+        """The collections that no pool can serve: the reasons."""
         return {name: reason for name, reason in self._unserved.items() if name not in self._builds}
 
     @property
     def collections(self) -> tuple[str, ...]:
-        """The names of what is served."""
+        """The names of the collections that are served."""
         return tuple(self._builds)
 
     def check_filter(self, collection: str, content: bytes) -> None:
-        """Raise `InvalidFilter` or `InvalidRequest` for what the collection's pools would refuse."""
+        """Raise `InvalidFilter` or `InvalidRequest` for a filter that the collection's pools would refuse."""
         served = self._served.get(collection)
         if served is None or not (content or served.demanded):
             return
-        wanted = decode_filter(content) if content else None
-        if served.demanded and not binds(wanted, served.demanded):
+        parsed = decode_filter(content) if content else None
+        if served.demanded and not binds(parsed, served.demanded):
             raise InvalidRequest(
                 f"collection {collection!r} demands a filter that binds {served.demanded!r} by eq or in", "filter"
             )
-        if wanted is not None:
-            check_filter(wanted, {name: AttributeType(kind) for name, kind in served.attributes.items()})
+        if parsed is not None:
+            check_filter(parsed, {name: AttributeType(kind) for name, kind in served.attributes.items()})
 
     def identities(self, collection: str) -> tuple[str, ...]:
-        """Of the builds that some pool has."""
+        """Return the identities of the builds that some pool serves."""
         return tuple(self._builds.get(collection, ()))
 
     def shards(self, collection: str) -> int:
-        """Into how many shards a collection is split; 0 if no pool is up that could tell. Raises as `choose`."""
+        """Return a collection's number of shards; 0 if no pool that serves it is up. Raises as `choose`."""
         self._check(collection)
         return max((len(build.pools) for build in self._builds.get(collection, {}).values()), default=0)
 
     def pools(self, collection: str, identity: str, shard: int) -> Pools:
-        """The pools with this shard of this build."""
+        """Return the pools that serve this shard of this build."""
         build = self._builds.get(collection, {}).get(identity)
         return build.pools[shard] if build is not None and shard < len(build.pools) else ()
 
     def has_shard(self, collection: str, shard: int) -> bool:
-        """Whether a pool has this shard of any build."""
+        """Return whether a pool serves this shard of any build."""
         return any(self.pools(collection, identity, shard) for identity in self.identities(collection))
 
     def choose(self, collection: str, accept: AcceptBuild | None) -> Pools:
-        """The pools that may answer a question about a collection in one piece, whatever their builds.
+        """Return the pools that may answer a query on a collection with one shard, of any accepted build.
 
-        Raises `InvalidRequest` if there is no such collection, `Unavailable` if its pools say that they cannot serve
+        Raises `InvalidRequest` if there is no such collection, `Unavailable` if its pools report that they cannot serve
         it, `CollectionReplaced` if there are builds and none of them is accepted.
         """
         builds = self._accepted(collection, accept)
@@ -108,15 +107,15 @@ class RoutingTable:
         return tuple(sorted(number for _, build in builds for number in build.pools[0]))
 
     def whole_build(self, collection: str, accept: AcceptBuild | None) -> str | None:
-        """The identity of an accepted build of which every shard is there, the best served one; None without.
+        """Return the identity of the complete accepted build with the most replicas; None if there is none.
 
-        Raises as `choose` does.
+        Raises as `choose`.
         """
         builds = [(min(map(len, b.pools)), name) for name, b in self._accepted(collection, accept) if b.whole]
         return max(builds)[1] if builds else None
 
     def is_whole(self, collection: str, identity: str) -> bool:
-        """Whether every shard of this build is there."""
+        """Return whether every shard of this build is served."""
         build = self._builds.get(collection, {}).get(identity)
         return build is not None and build.whole
 
@@ -128,12 +127,12 @@ class RoutingTable:
         accepted = [(identity, build) for identity, build in builds if accept(identity)]
         if not accepted and collection not in self._awaited:
             raise CollectionReplaced(
-                f"collection {collection!r} was replaced by another build of it: ask again, or reload it first"
+                f"collection {collection!r} was replaced by another build: retry, or reload it first"
             )
         return accepted
 
     def _check(self, collection: str) -> None:
-        if self._none or collection in self._builds or collection in self._awaited:
+        if self._no_pool or collection in self._builds or collection in self._awaited:
             return
         if collection in self._unserved:
             raise Unavailable(f"collection {collection!r} is unavailable: {self._unserved[collection]}", "collection")

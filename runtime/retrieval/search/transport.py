@@ -1,4 +1,4 @@
-"""What takes queries to who answers them: the pools of this node (`Dispatcher`), other nodes (`RemoteDispatcher`)."""
+"""Interface of query transports: local pools (`Dispatcher`) or other nodes over HTTP (`RemoteDispatcher`)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,27 +9,29 @@ from runtime.retrieval.search.vectors import Vectors
 
 
 class QueryTransport(Protocol):
-    """Every question that is taken ends once in `collect`, unless it was cancelled. Nothing waits."""
+    """Every accepted query ends exactly once in `collect`, unless it was cancelled. No method blocks."""
 
     def clock(self) -> int:
-        """Monotonic ns: what deadlines are measured by."""
+        """Return the time that deadlines are compared with: monotonic ns."""
 
     def submit(self, query: Query, wait_for_room: bool = False) -> None:
-        """Take a question, also while there is no room to send it if it is `wait_for_room`. Raises `InvalidRequest`,
-        `Overloaded`, `Unavailable`: not taken."""
+        """Accept a query; with `wait_for_room` also if it cannot be sent yet. Raises `InvalidRequest`, `Overloaded`,
+        `Unavailable` if it is not accepted."""
 
     def submit_many(self, queries: list[Query], rows: Vectors) -> int:
-        """As many of the questions as there is room for now, from the first on; how many. They are alike but for their
-        vectors, `rows` [n, dim]. Raises as `ask`."""
+        """Accept as many queries as there is room for, from the first on; return how many.
+
+        They differ in their vectors alone, `rows` [n, dim]. Raises as `submit`.
+        """
 
     def wait_error(self, query: Query, since_ns: int, now_ns: int) -> TrinityError | None:
-        """What ends a question that was not taken since `since_ns`; None if it may wait on."""
+        """Return the error that ends a query not accepted since `since_ns`; None if it may still wait."""
 
     def cancel(self, ticket: int) -> None:
-        """The result is not wanted any more; it comes as an error, or not at all."""
+        """Cancel a query: it ends with an error, or is not returned by `collect`."""
 
     def collect(self) -> Sequence[SearchResult]:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
 
     def close(self) -> None:
-        """What is outstanding never comes. Idempotent."""
+        """Close the transport; outstanding queries never end. Idempotent."""

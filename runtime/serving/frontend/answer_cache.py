@@ -132,15 +132,15 @@ class AnswerCache:
                     vector,
                     1,
                     collection=ANSWERS,
-                    filter=self._stored.wanted(digest),
+                    filter=self._stored.filter(digest),
                     deadline_ms=_LOOKUP_TIMEOUT_S * 1e3,
                 )
-            found = self._stored.found(result)
+            found = self._stored.resolve(result)
             hit = found and CacheHit(_decoder.decode(found.text), found.similarity, found.age_s)
         except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
-            self._stored.say("found", str(error) or "the lookup timed out")
+            self._stored.log_state("found", str(error) or "the lookup timed out")
             return None
-        self._stored.say("found", "")
+        self._stored.log_state("found", "")
         return hit
 
     def store(self, key: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
@@ -164,7 +164,7 @@ class AnswerCache:
             if len(text) <= _MAX_ANSWER_BYTES:
                 answers.append(NewAnswer(_digest((key.digest, key.question)), key.digest, vector, text))
         if answers:
-            self._stored.keep(answers)
+            self._stored.store(answers)
 
     async def run(self) -> None:
         """Maintain the collection until cancelled."""
@@ -174,13 +174,13 @@ class AnswerCache:
             if not self._closed:
                 if reason and time.monotonic() >= reset_s + _RESET_INTERVAL_S:
                     reset_s = time.monotonic()
-                    self._write_thread.submit(self._stored.renew, reason)
+                    self._write_thread.submit(self._stored.reset, reason)
                 await self.maintain()
             await asyncio.sleep(_MAINTENANCE_INTERVAL_S)
 
     async def maintain(self) -> None:
         """Open the collection if necessary and evict answers beyond its limits."""
-        await asyncio.get_running_loop().run_in_executor(self._write_thread, self._stored.tend)
+        await asyncio.get_running_loop().run_in_executor(self._write_thread, self._stored.maintain)
 
     def close(self) -> None:
         """Stop storing, so that another frontend may open the collection for writing. Idempotent."""

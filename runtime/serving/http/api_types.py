@@ -124,7 +124,7 @@ def _validate_hybrid(value: object) -> object:
     if isinstance(value, bool):
         return DEFAULT_HYBRID * value
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise field_error(f"hybrid must be true, false or the words' share between 0 and 1, not {str(value)[:64]}")
+        raise field_error(f"hybrid must be true, false or the keywords' weight between 0 and 1, not {str(value)[:64]}")
     return float(value)
 
 

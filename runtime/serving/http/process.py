@@ -136,7 +136,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
         writes = WriterService(
-            places, search.embedded, registry.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
+            places, search.embed, registry.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
         )
     answers = None
     if config.stores_answers:

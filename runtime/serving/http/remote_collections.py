@@ -20,11 +20,11 @@ class CollectionRouter:
         self.remote = RemoteCollections(sections)
         self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # a vector's length is the nodes' to check
 
-    async def search(self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
         """See `SearchSource`. A remote collection's texts are embedded by its nodes; the stage stays here."""
         if asked.collection not in self.dims:
-            return await self._own.search(asked, embedded=embedded, timeout_s=timeout_s)
-        embedded()
+            return await self._own.search(asked, on_embedded=on_embedded, timeout_s=timeout_s)
+        on_embedded()
         return await self.remote.search(asked, timeout_s)
 
     def missing(self) -> list[str]:
@@ -34,12 +34,12 @@ class CollectionRouter:
         remote = {name: found.unavailable for name, found in self.remote.by_name.items()}
         return self._own.unavailable() | {name: why for name, why in remote.items() if why}
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         remote = self.remote.by_name.get(collection)
-        return self._catalogue.about(collection) if remote is None else remote.about
+        return self._catalogue.summary(collection) if remote is None else remote.summary
 
     def embedders(self) -> Mapping[str, Embedder]:
         return self._catalogue.embedders()
 
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        return await self._catalogue.embedded(embedder, texts, kind)
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+        return await self._catalogue.embed(embedder, texts, kind)

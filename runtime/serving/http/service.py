@@ -42,9 +42,9 @@ class SearchSource(Protocol):
     """What searches."""
 
     def search(
-        self, asked: PassageQuery, *, embedded: Callable[[], None], timeout_s: float
+        self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float
     ) -> Awaitable[list[Passage]]:
-        """The passages, nearest first. `embedded` is called once, when the query's vector is there; the pool is told
+        """The passages, nearest first. `on_embedded` is called once, when the query's vector is there; the pool is told
         what is left of `timeout_s`. Raises TrinityError."""
 
     def missing(self) -> list[str]:
@@ -66,13 +66,13 @@ class NoCollections:
     async def search(self, asked: object, **options: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         raise UnknownCollection("this node has no collections", "vector_store_id")
 
     def embedders(self) -> Mapping[str, Embedder]:
         return {}
 
-    async def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
+    async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
         raise UnknownModel("this node has no collections, and no embedder", "model")
 
 
@@ -94,7 +94,7 @@ class Searches:
         Raises Forbidden or Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
         """
         wanted = access.restrict(collection, body.filter)
-        asked = PassageQuery(collection, body.k, body.query, body.vector, wanted=wanted, hybrid=body.hybrid)
+        asked = PassageQuery(collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
         self._traces.start_search(request_id, client_id, Retrieval(collection, body.k))
@@ -118,12 +118,12 @@ class Searches:
             log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
 
     async def _ask(self, asked: PassageQuery, request_id: str) -> list[Passage]:
-        def embedded() -> None:
+        def on_embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._source.search(asked, embedded=embedded, timeout_s=self._timeout_s)
+                return await self._source.search(asked, on_embedded=on_embedded, timeout_s=self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
@@ -131,13 +131,13 @@ class Searches:
 class Catalogue(Protocol):
     """The node's collections and their embedders."""
 
-    def about(self, collection: str) -> CollectionSummary:
+    def summary(self, collection: str) -> CollectionSummary:
         """Raises UnknownCollection."""
 
     def embedders(self) -> Mapping[str, Embedder]:
         """By the names that requests use."""
 
-    def embedded(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> Awaitable[tuple[Vectors, int]]:
+    def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> Awaitable[tuple[Vectors, int]]:
         """The texts' vectors, and how many tokens they have. Raises TrinityError."""
 
 

@@ -93,7 +93,7 @@ class EmbeddingsRoute:
             if await http.is_disconnected():
                 raise ClientDisconnected("the client closed the connection while its texts were embedded")
             some = body.input[begin : begin + _BATCH]
-            vectors, counted = await self._source.embedded(embedder, some, body.input_type)
+            vectors, counted = await self._source.embed(embedder, some, body.input_type)
             parts.append(vectors)
             tokens += counted
         return np.concatenate(parts), tokens

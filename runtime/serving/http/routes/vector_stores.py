@@ -136,7 +136,7 @@ class StoreRoutes:
             )
         size = sum(len(query.encode(errors="replace")) for query in body.query)
         check_bytes(size, self._max_prompt_bytes, "query")
-        metric = self._stores.about(name).metric
+        metric = self._stores.summary(name).metric
         ranking, partial = body.ranking_options, False
         hybrid = ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0
         best: dict[str, tuple[tuple[int, float], Passage]] = {}
@@ -167,7 +167,7 @@ class StoreRoutes:
         return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
 
     def _store(self, name: str, http: Request) -> Json:
-        about = self._stores.about(name)
+        about = self._stores.summary(name)
         if access_of(http).restriction(name) is not None:  # how much others have is not told
             about = replace(about, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
