@@ -119,8 +119,8 @@ def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
         ({"documents": [{"id": "a"}] * 4097}, "4097 in one request; the limit is 4096"),
         ({"documents": [{"text": "no id"}]}, "documents[0].id is missing"),
         ({"documents": [{"id": "a", "texts": "?"}]}, "texts"),
-        ({"documents": [{"id": "a"}, {"id": "a"}]}, "'a' comes twice in the batch"),
-        ({"documents": [{"id": "a", "vector": [1, 2]}]}, "have 16 numbers"),
+        ({"documents": [{"id": "a"}, {"id": "a"}]}, "contains the id 'a' twice"),
+        ({"documents": [{"id": "a", "vector": [1, 2]}]}, "have 16 dimensions"),
         ({"documents": [{"id": "a", "attributes": {"x": {}}}]}, "attribute 'x' is {}"),
         ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was an integer before"),
     ],
@@ -139,11 +139,11 @@ def test_collections_that_cannot_be_written_to_say_why(http: httpx.Client, direc
     assert put(http, {"id": "a"}, name="none").status_code == 404
     refused = put(http, {"id": "a"}, name="sealed")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
-    assert "not a live one" in refused.json()["error"]["message"]
+    assert "not a live collection" in refused.json()["error"]["message"]
     (directory / "notes").rename(directory / "moved")
     moved = put(http, {"id": "a"})
     assert (moved.status_code, moved.json()["error"]["code"]) == (503, "unavailable")
-    assert "notes is not there" in moved.json()["error"]["message"]
+    assert "notes does not exist" in moved.json()["error"]["message"]
     (directory / "moved").rename(directory / "notes")
     assert "has no embedder" in put(http, {"id": "a"}, name="bare").json()["error"]["message"]
     with LiveWriter(directory / "notes", background=False):

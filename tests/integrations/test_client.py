@@ -30,7 +30,7 @@ def test_more_documents_than_one_request_may_hold_go_in_several(url: str) -> Non
 
 def test_what_the_node_refuses_is_its_own_error(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
-    with pytest.raises(InvalidDocument, match="the id 'a' comes twice"):
+    with pytest.raises(InvalidDocument, match="contains the id 'a' twice"):
         client.upsert([{"id": "a"}, {"id": "a"}])
     client.close()
     stranger = CollectionClient(url, "notes")

@@ -141,10 +141,10 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
     with new_writer(tmp_path / "a", disk=disk) as writer:
         writer.upsert(documents(range(2)))
         disk.fails = True
-        with pytest.raises(CollectionError, match="whether the last write is kept is not known"):
+        with pytest.raises(CollectionError, match="whether the last write is stored is unknown"):
             writer.upsert(documents(range(2, 4)))
         disk.fails = False
-        with pytest.raises(CollectionError, match="open it again"):
+        with pytest.raises(CollectionError, match="reopen it"):
             writer.upsert(documents(range(4, 6)))
     with open_writer(tmp_path / "a") as writer:
         assert set(contents(writer)) in ({"0", "1"}, {"0", "1", "2", "3"})
@@ -153,15 +153,15 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ([document("a", 1), document("a", 2)], "'a' comes twice"),
+        ([document("a", 1), document("a", 2)], "contains the id 'a' twice"),
         ([document("", 1)], "empty id"),
-        ([UpsertDocument("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} numbers"),
+        ([UpsertDocument("a", vector=[1.0] * (DIM + 1))], rf"\[{DIM + 1}\].* have {DIM} dimensions"),
         ([UpsertDocument("a", vector=[[1.0] * DIM])], "shape"),
         (
             [UpsertDocument("ok", vector=[1] * DIM), UpsertDocument("a", vector=[float("nan")] * DIM)],
             "'a' holds nan at position 0",
         ),
-        ([UpsertDocument("a", vector=["x"] * DIM)], "is none"),
+        ([UpsertDocument("a", vector=["x"] * DIM)], "is invalid"),
         ([UpsertDocument("a", "no vector")], "no embedder"),
         ([UpsertDocument("a" * 513, vector=vector_of(1))], "513 bytes"),
         ([UpsertDocument("\ud800", vector=vector_of(1))], "surrogate"),

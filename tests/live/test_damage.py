@@ -113,7 +113,7 @@ def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
     path = log_path(tmp_path / "b", 0)
     path.write_bytes(path.read_bytes()[:-1])
     with open_writer(tmp_path / "b") as writer:
-        assert "were cut" in writer.repaired
+        assert "an incomplete record" in writer.repaired
         assert contents(writer) == {"0": "text 0"}
 
 

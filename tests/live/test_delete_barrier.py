@@ -89,7 +89,7 @@ def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serv
 
 def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     one = ReaderPosition(tmp_path)
-    with pytest.raises(Unavailable, match=r"it is stored, but process \d+ serves .* has not taken it in for 10 s"):
+    with pytest.raises(Unavailable, match=r"stored, but process \d+ that serves .* has not applied it within 10 s"):
         serving.wait(1)
     assert time.now_s == pytest.approx(WAIT_S, abs=0.1)
     one.close()

@@ -74,7 +74,7 @@ def test_many_documents_are_read_beside_and_then_followed(stand: Stand) -> None:
     stand.writer.flush()
     stand.upsert(*(f"b{n}" for n in range(500)))
     stand.writer.delete([f"a{n}" for n in range(1, 1000)])
-    with pytest.raises(Unavailable, match="for the first time"):
+    with pytest.raises(Unavailable, match="is being built"):
         stand.find("entry")
 
     def searched() -> bool:
@@ -112,7 +112,7 @@ def test_the_distance_is_that_to_the_text_s_vector(stand: Stand) -> None:
 
 
 def test_an_index_of_which_most_is_deleted_is_begun_anew(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.retrieval.live.keyword_search._SPARE", 10)
+    monkeypatch.setattr("runtime.retrieval.live.keyword_search._MAX_DELETED", 10)
     for round_number in range(30):
         stand.upsert("a", "b", words=f"round{round_number}")
         assert sorted(stand.find(f"round{round_number}")) == ["a", "b"]

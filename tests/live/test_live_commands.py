@@ -114,8 +114,8 @@ def test_each_kind_of_collection_says_what_it_is_to_the_other_kinds_commands(tmp
         tmp_path / "a.jsonl", {"id": "1", "text": "one"}, {"id": "2", "text": "two"}, {"id": "3", "text": "x"}
     )
     _trinity("index", "build", file, "--out", built, "--embedder", "hashing-16", "--degree", "2", "--threads", "1")
-    with pytest.raises(CollectionError, match="is no live collection, but one of `trinity index build`"):
+    with pytest.raises(CollectionError, match="is not a live collection, but one of `trinity index build`"):
         _trinity("live", "upsert", built, file)
     assert not (built / LOCK).exists(), "a build has no other files"
-    with pytest.raises(CollectionError, match="is a live collection: `trinity live` has the commands for it"):
+    with pytest.raises(CollectionError, match="is a live collection: use the commands of `trinity live`"):
         _trinity("index", "add", file, "--out", live)

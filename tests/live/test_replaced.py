@@ -66,9 +66,9 @@ def test_a_write_to_a_directory_that_was_replaced_is_not_acknowledged(
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(10)))
         replace(tmp_path / "a")
-        with pytest.raises(CollectionError, match=r"replaced or moved.*open it again"):
+        with pytest.raises(CollectionError, match=r"replaced or moved.*reopen it"):
             writer.upsert(documents(range(10, 12)))
-        with pytest.raises(CollectionError, match="open it again"):
+        with pytest.raises(CollectionError, match="reopen it"):
             writer.delete(["1"])
 
 
@@ -81,7 +81,7 @@ def test_a_writer_of_what_was_there_before_leaves_the_new_collection_as_it_is(tm
         _another(tmp_path / "a")
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")}
         for work in (writer.flush, writer.compact):
-            with pytest.raises(CollectionError, match="open it again"):
+            with pytest.raises(CollectionError, match="reopen it"):
                 work()
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == before
     with open_writer(tmp_path / "a") as anew:
@@ -95,7 +95,7 @@ def test_a_build_during_which_the_directory_was_replaced_is_not_taken(tmp_path: 
         def build(directory: Path, job: object) -> None:
             _another(directory)
 
-        with pytest.raises(CollectionError, match="open it again"):
+        with pytest.raises(CollectionError, match="reopen it"):
             maintain(writer, build)
     with open_writer(tmp_path / "a") as anew:
         assert sorted(contents(anew)) == ["0", "1", "2"]
@@ -160,7 +160,7 @@ def test_nothing_is_acknowledged_that_a_restored_collection_does_not_have(
         _backed_up(tmp_path / "a")
         writer.upsert(documents(range(10, 20)))
         restore(tmp_path / "a")
-        with pytest.raises(CollectionError, match="open it again"):
+        with pytest.raises(CollectionError, match="reopen it"):
             writer.upsert(documents(range(20, 22)))
     with open_writer(tmp_path / "a") as anew:
         anew.upsert(documents(range(30, 32)))

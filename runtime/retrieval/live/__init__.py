@@ -1,12 +1,13 @@
-"""Live collections: documents come and go while they are searched.
+"""Live collections: documents are upserted and deleted while they are searched, as in an LSM tree.
 
-    collection.json               what the collection is (`description`)
-    MANIFEST                      its sealed segments, and where in the log what is not in them begins (`manifest`)
-    log/<first sequence>.log      upserts and deletes, acknowledged once they are here (`log`)
-    segments/<number>/            sealed: an index with row numbers as its ids, documents, attributes (`segment`)
-    tombstones/<generation>.npy   int64, the deleted rows of sealed segments as of the manifest
-    writer.lock                   locked by the one process that writes
+    collection.json               immutable description (`storage.manifest.Description`)
+    MANIFEST                      sealed segments, and the log position behind them (`storage.manifest.Manifest`)
+    log/<first sequence>.log      write-ahead log of upserts and deletes, which acknowledges them (`storage.log`)
+    segments/<number>/            sealed: an index with row numbers as ids, documents, attributes (`storage.segment`)
+    tombstones/<generation>.npy   int64, the deleted rows of the manifest's sealed segments
+    writer.lock                   lock of the only writing process
 
-A document gets a row number when it is stored, which no other one ever gets. An upsert of an id that is there gives it
-a new row and deletes the old one. So a row number stands for one text for ever, and an answer cannot mix texts.
+A document gets a row number when it is stored; row numbers are never reused. An upsert of an existing id stores the
+document under a new row and deletes the old one. A row number therefore denotes one text for ever, and a result cannot
+mix texts.
 """

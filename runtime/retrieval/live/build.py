@@ -1,4 +1,4 @@
-"""Building a segment: of growing rows, or of other segments. Also a process: `python -m …live.build DIR JOB WRITER`."""
+"""Segment builds from growing rows or by merging. Also a process: `python -m …live.build DIRECTORY JOB WRITER_PID`."""
 
 import os
 import signal
@@ -24,8 +24,11 @@ NICENESS = 10
 
 
 class BuildJob(msgspec.Struct, frozen=True):
-    """A segment to build. From the growing rows before `next_row`, which the log's records before `until` brought; or,
-    where `merged` names segments, from those. It has the rows of one shard."""
+    """A segment to build, with the rows of one shard.
+
+    Its source is the segments that `merged` names, or else the growing rows before `next_row`, which the log records
+    before `until` contain.
+    """
 
     number: int
     until: int
@@ -36,7 +39,7 @@ class BuildJob(msgspec.Struct, frozen=True):
 
 
 class BuildReport(msgspec.Struct, frozen=True):
-    """A line of the process: how far it is, or how it ended."""
+    """A line of the process's output: its progress, or its result."""
 
     stage: str = ""
     part: float = 0.0
@@ -46,7 +49,7 @@ class BuildReport(msgspec.Struct, frozen=True):
 
 
 class SegmentProgress(NamedTuple):
-    """What of a build is done, each from 0 to 1: its rows read, its graph built, the segment written."""
+    """Progress of a build, each from 0 to 1: rows read, graph built, segment written."""
 
     rows: float
     graph: float
@@ -54,11 +57,11 @@ class SegmentProgress(NamedTuple):
 
 
 _GRAPH = {"neighbors": (0.0, 0.4), "graph": (0.4, 0.1), "better neighbors": (0.5, 0.4), "encoding": (0.9, 0.1)}
-"""Stages of a graph: where in it they begin, and about how much of it they are."""
+"""Stages of a graph's build: the fraction at which each begins, and its approximate share."""
 
 
 def progress_of_stage(stage: str, part: float) -> SegmentProgress:
-    """What of a build is done when a stage is so far."""
+    """Convert the progress of a stage to the progress of the build."""
     if stage in _GRAPH:
         begin, share = _GRAPH[stage]
         return SegmentProgress(1.0, begin + share * part, 0.0)
@@ -66,7 +69,7 @@ def progress_of_stage(stage: str, part: float) -> SegmentProgress:
 
 
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
-    """Build a segment of what is there; None if all of it is deleted. Raises `CollectionError`, `NoRoom`."""
+    """Build a segment; None if all of its rows are deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
     parts, keep = [], None
     progress("rows", 0.0)
@@ -74,12 +77,12 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         merged = [segment for segment in state.segments if segment.info.number in job.merged]
         checksums = LiveChecksums(state.directory)
         checksums.add(merged)
-        checksums.verify()  # what is altered is not to be sealed anew
+        checksums.verify()  # a damaged segment must not be sealed again under a new checksum
         try:
             keep = ResumableMerge(disk, state.directory, [segment.info for segment in merged]).get_or_compute
         except OSError as error:
             raise storage_error(error, f"{state.directory} cannot be written") from error
-        # Rows that were deleted since another process began this merge are in it: tombstones hide them.
+        # A resumed merge includes rows that were deleted since it began: tombstones hide them.
         rows = keep("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
         for number, segment in enumerate(merged, 1):
             positions = segment.positions(rows)
@@ -115,7 +118,7 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
 
 
 def _replayed(directory: Path, job: BuildJob) -> State:
-    """What a job builds from. Raises `CollectionError`."""
+    """Read the state that a job builds from. Raises `CollectionError`."""
     while True:
         generation = read_manifest(directory).generation
         try:
@@ -123,27 +126,27 @@ def _replayed(directory: Path, job: BuildJob) -> State:
         except CollectionError:
             if read_manifest(directory).generation == generation:
                 raise
-            # a segment was taken meanwhile, and what it was built from is gone
+            # another build was installed in the meantime, and its sources were removed
 
 
 def main(directory: Path, job: BuildJob, writer_pid: int) -> None:
-    """Build, and tell it in lines of JSON. Nothing is built for a writer that is gone: another one may be there."""
+    """Build, and report in lines of JSON. Dies with the writer, since another one may open the collection then."""
 
-    def tell(told: BuildReport) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    def report(message: BuildReport) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
         sys.stdout.buffer.flush()
 
     die_with_parent(writer_pid, signal.SIGKILL)
     os.nice(NICENESS)
     try:
         state = _replayed(directory, job)
-        tell(
+        report(
             BuildReport(
-                ended=True, segment=build(Disk(), state, job, lambda stage, part: tell(BuildReport(stage, part)))
+                ended=True, segment=build(Disk(), state, job, lambda stage, part: report(BuildReport(stage, part)))
             )
         )
     except TrinityError as error:
-        tell(BuildReport(ended=True, error=error.message))
+        report(BuildReport(ended=True, error=error.message))
 
 
 if __name__ == "__main__":

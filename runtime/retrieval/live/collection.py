@@ -1,4 +1,4 @@
-"""Making, describing and verifying a live collection."""
+"""Creating, describing and verifying a live collection."""
 
 import contextlib
 import shutil
@@ -33,12 +33,14 @@ from runtime.retrieval.live.storage.segment import verify_segment
 
 @dataclass(frozen=True)
 class LiveInfo:
-    """What a live collection is and holds. growing: rows of the log, deleted ones with them. torn_bytes: what the next
-    writer will cut from the end of the log."""
+    """Description and contents of a live collection.
+
+    growing: rows in the log, including deleted ones. torn_bytes: incomplete end of the log, which the next writer cuts.
+    """
 
     description: Description
     documents: int
-    segments: list[tuple[int, int, int]]  # number, rows, deleted ones among them
+    segments: list[tuple[int, int, int]]  # number, rows, deleted rows
     growing: int
     schema: Schema
     log_bytes: int
@@ -59,10 +61,10 @@ def create(
     shards: int = 1,
     disk: Disk | None = None,
 ) -> None:
-    """Make an empty collection. demanded: an attribute (string) that every search must bind by its filter.
-    shards: split it for so many pool workers, by the documents' ids.
+    """Create an empty collection. demanded: a string attribute that the filter of every search must bind.
+    shards: number of shards, each for one pool worker; documents are assigned by a hash of their ids.
 
-    Raises `BuildRefused`, `OutputRefused` for what is there already, `CollectionError`, `NoRoom`.
+    Raises `BuildRefused`, `OutputRefused` if the directory exists, `CollectionError`, `NoRoom`.
     """
     disk = disk or Disk()
     check_arguments(BuildParams, metric, degree, dtype, dtype != "int8")
@@ -75,7 +77,7 @@ def create(
     try:
         directory.mkdir(parents=True)
     except FileExistsError as error:
-        raise OutputRefused(f"{directory} exists already") from error
+        raise OutputRefused(f"{directory} already exists") from error
     except OSError as error:
         raise storage_error(error, f"{directory} cannot be made") from error
     try:
@@ -96,7 +98,7 @@ def create(
 
 
 def info(directory: Path) -> LiveInfo:
-    """Raises `CollectionError`."""
+    """Describe a live collection. Raises `CollectionError`."""
     found = replay(directory)
     state = found.state
     with contextlib.closing(state):
@@ -113,27 +115,37 @@ def info(directory: Path) -> LiveInfo:
 
 
 def collection_info(directory: Path) -> CollectionInfo:
-    """`Collection.info` of a live collection too. Raises `CollectionError`."""
+    """Describe a built or live collection. Raises `CollectionError`."""
     if not is_live(directory):
         return Collection.info(directory)
     found = info(directory)
-    told = found.description
+    description = found.description
     return CollectionInfo(
-        directory, found.documents, told.dim, told.metric, told.dtype, told.degree, told.shard_count,
-        told.embedder,
-        index_bytes=found.disk_bytes, document_bytes=0,
-    )  # fmt: skip
+        directory=directory,
+        size=found.documents,
+        dim=description.dim,
+        metric=description.metric,
+        dtype=description.dtype,
+        degree=description.degree,
+        shards=description.shard_count,
+        embedder=description.embedder,
+        index_bytes=found.disk_bytes,
+        document_bytes=0,
+    )
 
 
 def verify(directory: Path) -> str:
-    """Read everything. Raises `CollectionError` that names what is damaged. What a crash left, in words; or ""."""
+    """Verify all files; return a message if a crash left an incomplete record, else "".
+
+    Raises `CollectionError` that names the damaged file.
+    """
     description, manifest = read_description(directory), read_manifest(directory)
     for info in manifest.segments:
         verify_segment(directory, info, description, manifest.schema)
     found = replay(directory)
     found.state.close()
     if read_manifest(directory).generation != manifest.generation:
-        raise CollectionError(f"{directory} was written to meanwhile: verify it again")
+        raise CollectionError(f"{directory} was written to during the verification: verify it again")
     if not found.torn_bytes:
         return ""
-    return f"the last {found.torn_bytes} bytes of the log are no whole record; they will be cut when it is written to"
+    return f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"

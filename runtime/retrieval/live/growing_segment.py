@@ -1,4 +1,4 @@
-"""The growing segment: the rows of the log, in memory, searched exactly."""
+"""The growing segment: the rows of the log in memory, searched exactly (the memtable of an LSM tree)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +11,19 @@ from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.operations import Upsert, decode_vectors
 
-_LEAST = 8192  # memory is only what rows touch
+_INITIAL_ROWS = 8192  # untouched pages take no memory
 
 
 class GrowingSegment:
-    """Rows `first`, `first + 1`, …, of which `count` are here."""
+    """The `count` consecutive rows from `first` on."""
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
         self.first, self.count = first, 0
         self.documents: list[StoredDocument] = []
         self._dim, self._metric = dim, metric
         self._columns = Columns()
-        self._matrix = self._room(_LEAST)
-        self._alive = np.ones(_LEAST, bool)
+        self._matrix = self._allocate(_INITIAL_ROWS)
+        self._alive = np.ones(_INITIAL_ROWS, bool)
         self._by_id: dict[str, int] = {}
 
     @property
@@ -32,30 +32,30 @@ class GrowingSegment:
 
     @property
     def alive(self) -> Bits:
-        """Bool [count], which are not deleted. A view."""
+        """Bool [count], whether each row is not deleted. A view."""
         return self._alive[: self.count]
 
     @property
     def rows(self) -> Rows:
-        """The vectors as exact search takes them: the first `count` rows of it."""
+        """The vectors as `Rows` for exact search, which reads the first `count`."""
         return Rows(self._metric, "float32", self._dim, self._matrix, None, np.zeros(self._dim, np.float32), 1.0, None)
 
     def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """float32 [n, d]."""
+        """Return the vectors at some positions, float32 [n, d]."""
         found: NDArray[np.float32] = self._matrix[positions, : self._dim]
         return found
 
     def append(self, operation: Upsert, schema: Schema) -> None:
-        """Raises `CollectionError` for rows that are not the next ones."""
+        """Append the rows of an upsert. Raises `CollectionError` if they are not the next rows."""
         if operation.first != self.next_row:
-            raise CollectionError(f"the log has row {operation.first} where row {self.next_row} comes next")
+            raise CollectionError(f"the log has row {operation.first} instead of row {self.next_row}")
         total = self.count + len(operation.ids)
         if total > len(self._matrix):
-            matrix = self._room(max(total, 2 * len(self._matrix)))
+            matrix = self._allocate(max(total, 2 * len(self._matrix)))
             matrix[: self.count] = self._matrix[: self.count]
             alive = np.ones(len(matrix), bool)
             alive[: self.count] = self._alive[: self.count]
-            self._matrix, self._alive = matrix, alive  # searches go on with the one that they have
+            self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
         self._matrix[self.count : total, : self._dim] = decode_vectors(operation, self._dim)
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         for position, (name, title, text, attributes) in enumerate(parts, self.count):
@@ -65,12 +65,12 @@ class GrowingSegment:
         self.count = total
 
     def delete(self, rows: NDArray[np.int64]) -> None:
-        """Hide those of some rows that are here."""
+        """Mark those of the rows that are in this segment as deleted."""
         here = rows[(rows >= self.first) & (rows < self.next_row)]
         self._alive[here - self.first] = False
 
     def row_of(self, name: str) -> int | None:
-        """The row of a document that is here and not deleted."""
+        """Return the row of a document, or None if it is not here or deleted."""
         position = self._by_id.get(name)
         return None if position is None or not self._alive[position] else self.first + position
 
@@ -78,7 +78,7 @@ class GrowingSegment:
         return self._columns.passing(filter)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
-        """What is left when the rows before `first` are sealed."""
+        """Return the segment that remains when the rows before `first` are sealed."""
         if first <= self.first:
             return self
         rest = GrowingSegment(first, self._dim, self._metric)
@@ -98,7 +98,7 @@ class GrowingSegment:
             rest._alive[: rest.count] = self._alive[begin : self.count]
         return rest
 
-    def _room(self, count: int) -> NDArray[np.float32]:
+    def _allocate(self, count: int) -> NDArray[np.float32]:
         matrix: NDArray[np.float32] = aligned_empty(*code_shape(count, self._dim, "float32"))
         matrix[:, self._dim :] = 0
         return matrix

@@ -1,8 +1,8 @@
-"""What a text's words find in a live collection: an index of this process's own, which follows the rows.
+"""Keyword search of a live collection, by an index of this process that follows the rows.
 
-It is made when it is first asked for, beside everything else where there are many documents, in a temporary file. A row
-stands for one text for ever, so that neither sealing nor merging changes anything; rows that are deleted are left out
-of what is found, and the index is begun anew when most of it is deleted.
+The index is built at the first search, in a temporary file, on a background thread if there are many documents. A row
+denotes one text for ever, so neither sealing nor merging changes the index. Deleted rows are excluded from results, and
+the index is rebuilt when most of its rows are deleted.
 """
 
 import threading
@@ -21,12 +21,12 @@ from runtime.retrieval.live.state import State
 from runtime.retrieval.live.storage.segment import locate_rows
 from runtime.retrieval.neighbors import Neighbors
 
-_AT_ONCE = 256  # rows that are taken in while a query waits, some 20 ms; of more at a time between two queries
-_SPARE = 8192  # deleted rows that are always borne with
+_BATCH_ROWS = 256  # added while a query waits, about 20 ms; more rows are added in the background, in such batches
+_MAX_DELETED = 8192  # deleted rows that never cause a rebuild
 
 
 class _Part(NamedTuple):
-    """A segment, or the growing rows: its rows, ascending, which of them may be found, and the vectors at positions."""
+    """A segment or the growing rows: ascending rows, which of them may be results, and their vectors by position."""
 
     rows: Rows
     allowed: Bits
@@ -34,20 +34,20 @@ class _Part(NamedTuple):
 
 
 class LiveKeywordSearch:
-    """Of a state that somebody else brings forward. Any number of threads may ask."""
+    """Keyword search over a `State` that its owner advances. Thread-safe."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._index: KeywordIndex | None = None
-        self._next_row = self._taken = 0
+        self._next_row = self._added = 0
         self._filling: BackgroundTask[tuple[KeywordIndex, int, int]] | None = None
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """As `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is made."""
-        index = self._followed()
+        """Search as `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is built."""
+        index = self._updated_index()
         state = self._state
         with state.lock:
             growing = state.growing
@@ -71,71 +71,72 @@ class LiveKeywordSearch:
             vectors[here] = part.vectors(at)
         return rows, distances(vectors, vector, state.description.metric)
 
-    def _followed(self) -> KeywordIndex:
-        """The index, with the rows that are there now; of many new ones, soon. Raises `Unavailable`."""
+    def _updated_index(self) -> KeywordIndex:
+        """Return the index with the current rows; many new rows are added in the background. Raises `Unavailable`."""
         with self._lock:
             if self._filling is not None and self._filling.done:
                 done, self._filling = self._filling, None
                 if done.result is None:
-                    self._forget()
-                    raise Unavailable(f"the words of a live collection cannot be searched: {done.error_message}")
-                self._take(*done.result)
+                    self._reset()
+                    raise Unavailable(f"the keyword index of the live collection failed: {done.error_message}")
+                self._install(*done.result)
             if self._filling is None:
-                self._take_in()
+                self._add_new_rows()
             if self._index is None:
-                raise Unavailable("the words of a live collection are being read, for the first time: ask again soon")
+                raise Unavailable("the keyword index of the live collection is being built; try again soon")
             return self._index
 
-    def _take_in(self) -> None:
-        """What is new: at once where that is little."""
+    def _add_new_rows(self) -> None:
+        """Add the new rows, in the background if there are many."""
         with self._state.lock:
             alive, next_row = self._state.count, self._state.growing.next_row
-        anew = self._index is None or self._taken > 2 * alive + _SPARE
-        index, first = (KeywordIndex.temporary(), 0) if self._index is None or anew else (self._index, self._next_row)
-        size = alive if anew else next_row - first
-        if size <= _AT_ONCE:
+        index, first = self._index, self._next_row
+        size = next_row - first
+        if index is None or self._added > 2 * alive + _MAX_DELETED:
+            index, first, size = KeywordIndex.temporary(), 0, alive
+        if size <= _BATCH_ROWS:
             try:
-                self._take(*self._filled(index, first))
+                self._install(*self._filled(index, first))
             except CollectionError as error:
-                self._forget()
-                raise Unavailable(f"the words of a live collection cannot be searched: {error.message}") from error
+                self._reset()
+                raise Unavailable(f"the keyword index of the live collection failed: {error.message}") from error
         else:
-            self._filling = BackgroundTask("words", lambda work: self._filled(index, first, work.check_cancelled))
+            self._filling = BackgroundTask("keywords", lambda task: self._filled(index, first, task.check_cancelled))
 
-    def _take(self, index: KeywordIndex, next_row: int, taken: int) -> None:
-        before = self._taken if index is self._index else 0
-        self._index, self._next_row, self._taken = index, next_row, before + taken
+    def _install(self, index: KeywordIndex, next_row: int, added: int) -> None:
+        before = self._added if index is self._index else 0
+        self._index, self._next_row, self._added = index, next_row, before + added
 
     def _filled(
-        self, index: KeywordIndex, first: int, pace: Callable[[int], None] = lambda rows: None
+        self, index: KeywordIndex, first: int, check: Callable[[int], None] = lambda rows: None
     ) -> tuple[KeywordIndex, int, int]:
-        """An index with the rows from `first` on; the row that comes next, and how many were taken in."""
+        """Add the rows from `first` on; return the index, the next row and the rows added. `check` may raise."""
         with self._state.lock:
             growing, segments = self._state.growing, self._state.segments
             count, dead = growing.count, set(self._state.dead_rows().tolist())
-        taken = 0
+        added = 0
 
         def add(texts: list[tuple[int, str, str]]) -> None:
-            nonlocal taken
-            pace(len(texts))
+            nonlocal added
+            check(len(texts))
             alive = [one for one in texts if one[0] not in dead]
             index.add(alive)
-            taken += len(alive)
+            added += len(alive)
 
         for segment in segments:
             begin = first
-            while texts := segment.documents.texts(begin, _AT_ONCE):
+            while texts := segment.documents.texts(begin, _BATCH_ROWS):
                 add(texts)
                 begin = texts[-1][0] + 1
-        for at in range(max(first - growing.first, 0), count, _AT_ONCE):
-            add([(one.row, one.title, one.text) for one in growing.documents[at : min(at + _AT_ONCE, count)]])
-        return index, growing.first + count, taken
+        for at in range(max(first - growing.first, 0), count, _BATCH_ROWS):
+            add([(one.row, one.title, one.text) for one in growing.documents[at : min(at + _BATCH_ROWS, count)]])
+        return index, growing.first + count, added
 
-    def _forget(self) -> None:
-        self._index, self._next_row, self._taken = None, 0, 0
+    def _reset(self) -> None:
+        self._index, self._next_row, self._added = None, 0, 0
 
     def close(self) -> None:
-        """End what is being read. Idempotent."""
+        """Cancel a running build and close the index. Idempotent."""
         with self._lock:
             if self._filling is not None:
                 self._filling.cancel()
@@ -143,4 +144,4 @@ class LiveKeywordSearch:
                 self._filling = None
             if self._index is not None:
                 self._index.close()
-            self._forget()
+            self._reset()

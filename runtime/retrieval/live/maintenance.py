@@ -22,49 +22,49 @@ from runtime.retrieval.live.storage.manifest import SegmentInfo
 from runtime.retrieval.live.storage.segment import Segment
 
 MERGE_FAN_IN = 4
-MAX_DELETED_SHARE = 0.25  # of a segment's rows
+MAX_DELETED_SHARE = 0.25  # of a segment's rows, before it is rewritten
 RETRY_S = 10.0
 MAX_SEGMENTS_PER_SHARD = 32
-"""Of a shard. More than there are while merges go on: then what was written waits for a merge until it is sealed, for
-those who search have room for so many indexes only."""
+"""More than arise while merges keep up. At this limit sealing waits for a merge, since search engines have room
+only for this many indexes of a shard."""
 _log = logging.getLogger("live")
 
 
 def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
-    """The numbers of segments of one shard that are to become one; none where all is well.
+    """Return the numbers of segments of one shard to merge; empty if none is due.
 
-    Their number comes first, and what is deleted second: whoever seals as fast as one segment is built anew must not
-    have ever more of them.
+    A full tier takes precedence over a segment with many deleted rows: otherwise a writer that seals as fast as one
+    segment is rewritten would accumulate segments.
     """
     tiers: dict[tuple[int, int], list[int]] = defaultdict(list)
-    holed = []
+    sparse = []
     for segment in segments:
         size = int(segment.alive.sum())
         if size < (1 - MAX_DELETED_SHARE) * segment.size:
-            holed.append(segment.info.number)
+            sparse.append(segment.info.number)
         tier, limit = 0, MERGE_FAN_IN * seal_rows
         while size >= limit:
             tier, limit = tier + 1, limit * MERGE_FAN_IN
         tiers[tier, segment.info.shard].append(segment.info.number)
     full = [numbers for _, numbers in sorted(tiers.items()) if len(numbers) >= MERGE_FAN_IN]
-    return full[0] if full else holed[:1]
+    return full[0] if full else sparse[:1]
 
 
 def too_many_segments(segments: Sequence[Segment]) -> bool:
-    """Whether a shard has `MAX_SEGMENTS_PER_SHARD`, so that some are merged before there are more."""
+    """Return whether a shard has `MAX_SEGMENTS_PER_SHARD`, so that a merge must precede the next seal."""
     return max(Counter(segment.info.shard for segment in segments).values(), default=0) >= MAX_SEGMENTS_PER_SHARD
 
 
 BuildSegment = Callable[[Path, BuildJob], SegmentInfo | None]
-"""Builds a segment for the collection in a directory."""
+"""Builds a segment of the collection in a directory; None if all of its rows are deleted."""
 
 
 class BuildProcess:
-    """A build in a process of its own. `progress`: what of it is done."""
+    """A build in a process of its own, with its `progress`."""
 
     def __init__(self, directory: Path, job: BuildJob) -> None:
-        told = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
-        command = [sys.executable, "-m", "runtime.retrieval.live.build", *told]
+        arguments = (str(directory), msgspec.json.encode(job).decode(), str(os.getpid()))
+        command = [sys.executable, "-m", "runtime.retrieval.live.build", *arguments]
         limited = {name: str(job.threads) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, **limited}
@@ -72,33 +72,33 @@ class BuildProcess:
         self.progress = SegmentProgress(0.0, 0.0, 0.0)
 
     def wait(self) -> SegmentInfo | None:
-        """What it built. Raises `CollectionError`."""
+        """Wait for the segment. Raises `CollectionError`."""
         output: IO[bytes] | None = self._process.stdout
         assert output is not None
-        ended: BuildReport | None = None
+        result: BuildReport | None = None
         with output:
             for line in output:
-                told = msgspec.json.decode(line, type=BuildReport)
-                if told.ended:
-                    ended = told
+                report = msgspec.json.decode(line, type=BuildReport)
+                if report.ended:
+                    result = report
                 else:
-                    self.progress = progress_of_stage(told.stage, told.part)
+                    self.progress = progress_of_stage(report.stage, report.part)
         code = self._process.wait()
-        if ended is None:
-            raise CollectionError(f"the process that built a segment ended with {code}, without one")
-        if ended.error:
-            raise CollectionError(ended.error)
-        return ended.segment
+        if result is None:
+            raise CollectionError(f"the process that builds a segment exited with status {code}")
+        if result.error:
+            raise CollectionError(result.error)
+        return result.segment
 
     def kill(self) -> None:
         self._process.kill()
 
 
 class Maintenance:
-    """Has segments sealed and merged while the writer is open: a thread, and a process at a time, for each of both, so
-    that what is written need not wait for a long merge until it is sealed.
+    """Background sealing and merging while the writer is open: a thread for each, with one build process at a time, so
+    that sealing does not wait for a long merge.
 
-    seal, merge: the writer's `seal_if_due` and `merge_if_due`; both may run at once.
+    seal, merge: the writer's `seal_if_due` and `merge_if_due`, which may run concurrently.
     """
 
     def __init__(
@@ -111,31 +111,31 @@ class Maintenance:
 
     @property
     def progress(self) -> SegmentProgress | None:
-        """How far the builds are that run, of two the one that is less far; None where none does."""
+        """Progress of the running build, of two the lower; None if no build runs."""
         return min((found for builder in self._builders if (found := builder.progress) is not None), default=None)
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Check soon whether a build is due."""
         for builder in self._builders:
             builder.wake()
 
     def stop(self) -> None:
-        """End the builds that run, and the threads."""
+        """Kill the running builds and end the threads."""
         for builder in self._builders:
             builder.stop()
 
 
 class BuildThread:
-    """A thread that has segments built whenever they are due.
+    """A thread that builds segments whenever they are due.
 
-    rest: waits so many seconds. After a build that failed nothing wakes it sooner: each write would begin another one.
+    sleep: waits some seconds after a failed build; `wake` does not shorten it, or each write would retry the build.
     """
 
     def __init__(
-        self, due: Callable[[BuildSegment], bool], name: str, rest: Callable[[float], object] | None = None
+        self, run_if_due: Callable[[BuildSegment], bool], name: str, sleep: Callable[[float], object] | None = None
     ) -> None:
         self._wake, self._ended, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        self._due, self._rest = due, rest or self._ended.wait
+        self._run_if_due, self._sleep = run_if_due, sleep or self._ended.wait
         self._process: BuildProcess | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = False
@@ -166,12 +166,12 @@ class BuildThread:
             self._wake.wait()
             self._wake.clear()
             try:
-                while not self._ended.is_set() and self._due(self._build):
+                while not self._ended.is_set() and self._run_if_due(self._build):
                     pass
             except CollectionError as error:
                 if not self._ended.is_set():
-                    _log.warning("a segment was not built: %s", error.message)
-                self._rest(RETRY_S)
+                    _log.warning("a segment could not be built: %s; retrying in %g s", error.message, RETRY_S)
+                self._sleep(RETRY_S)
                 self._wake.set()
 
     def _build(self, directory: Path, job: BuildJob) -> SegmentInfo | None:

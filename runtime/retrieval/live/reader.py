@@ -1,4 +1,4 @@
-"""Reading a live collection that another process writes to."""
+"""Reader of a live collection that another process writes to."""
 
 import os
 import threading
@@ -37,14 +37,15 @@ _ATTEMPTS = 5
 
 
 class LiveReader:
-    """A collection as of the last `poll`. Any number of processes may read; each sees what is acknowledged, and may
-    see a write that is about to be. Files that the writer removes are kept by who has them open.
+    """A collection as of the last `poll`. Any number of processes may read; each sees all acknowledged writes, and may
+    see a write shortly before it is acknowledged. Files that the writer removes stay readable while they are open.
 
-    `checksums` are those of the segments that are open: who serves them for long compares them, on a thread.
-    `replaced`: another collection lies in the directory by now; `poll` raises then. `outdated`: why it is to be opened
-    anew: an earlier state of the collection was restored, which what was read cannot be brought forward to. `poll`
-    raises that, too; "" as long as all is well. `ready`: whether who searches has taken in segments that were opened
-    beside: asked by each `poll`, which goes on with the old ones until it has.
+    checksums: of the open segments, for a thread of a long-running reader to verify.
+    replaced: whether another collection replaced this one in the directory; `poll` raises then.
+    outdated: an error message if the collection must be reopened because an earlier state of it was restored from a
+        backup, else ""; `poll` raises it too.
+    segments_ready: called by `poll` with segments that were opened in the background; until it returns True, `poll`
+        keeps the old segments, so that a search engine can load the new ones first.
     """
 
     def __init__(
@@ -55,22 +56,22 @@ class LiveReader:
         checksum_files: Collection[str] | None = None,
         shard: int | None = None,
     ) -> None:
-        """beside: have `poll` open new segments on a thread, and take them in later, so that it never waits.
-        checksum_files: which of a segment's files `checksums` has; None: all. shard: have the rows of this one only.
+        """Open the collection. Raises `CollectionError`.
 
-        Raises `CollectionError`.
+        background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
+        checksum_files: the files of a segment that `checksums` verifies; None: all. shard: read only this shard.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
         self._loads_in_background = background
-        self._loading: tuple[Manifest, BackgroundTask[Loaded]] | None = None
+        self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
         self.description = read_description(directory)
         try:
-            self._description_fd = os.open(directory / DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC)  # tells copies apart
+            self._description_fd = os.open(directory / DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC)  # detects copies
         except OSError as error:
             raise storage_error(error, f"{directory / DESCRIPTION} cannot be read") from error
         try:
-            manifest = self._opened(shard)
+            manifest = self._open_state(shard)
         except BaseException:
             os.close(self._description_fd)
             raise
@@ -83,68 +84,68 @@ class LiveReader:
             self.close()
             raise
 
-    def _opened(self, shard: int | None) -> Manifest:
-        """Have the state and follow the log of a manifest, which is returned. Raises `CollectionError`."""
+    def _open_state(self, shard: int | None) -> Manifest:
+        """Load the state of the current manifest and open its log; return the manifest. Raises `CollectionError`."""
         attempts = _ATTEMPTS
         while True:
-            self._seen = self._place()
+            self._last_stat = self._manifest_stat()
             manifest = read_manifest(self.directory)
             try:
                 self.state = State(self.directory, self.description, manifest, shard)
                 self._follower = self._follow(manifest)
                 return manifest
-            except CollectionError:  # the writer may have gone on meanwhile
+            except CollectionError:  # the writer may have installed another manifest in the meantime
                 attempts -= 1
-                if not attempts or self._place() == self._seen:
+                if not attempts or self._manifest_stat() == self._last_stat:
                     raise
 
     def poll(self) -> bool:
-        """Take in what was written since. Whether anything was. Costs microseconds where nothing was.
+        """Apply the writes since the last call; return whether there were any. Takes microseconds if there were none.
 
-        Raises `CollectionError` for what is damaged; what was read before goes on being served.
+        Raises `CollectionError` for damaged files; the state so far stays usable.
         """
-        place = self._place()
+        stat = self._manifest_stat()
         changed = False
-        if place != self._seen:
+        if stat != self._last_stat:
             self.replaced = read_description(self.directory).identity != self.description.identity
             if self.replaced:
-                raise CollectionError(f"another collection is in the place of {self.directory}: reload it")
+                raise CollectionError(f"{self.directory} was replaced by another collection: reload it")
             manifest = read_manifest(self.directory)
-            if manifest.generation < self._generation or self._is_a_copy():
-                raise self._restored()
+            if manifest.generation < self._generation or self._is_restored_copy():
+                raise self._restored_error()
             if manifest.generation != self._generation:
                 try:
                     changed = self._advance(manifest)
                 except CollectionError:
-                    if self._place() != place:  # replaced once more: the next poll reads that one
+                    if self._manifest_stat() != stat:  # another manifest in the meantime: the next poll reads it
                         return False
                     raise
             if manifest.generation == self._generation:
-                self._seen = place
-        if self._log_is_another():
-            raise self._restored()
+                self._last_stat = stat
+        if self._log_was_replaced():
+            raise self._restored_error()
         for record in self._follower.poll():
             self.state.apply(decode(record.payload, self.description.dim))
             changed = True
         return changed
 
-    def _is_a_copy(self) -> bool:
+    def _is_restored_copy(self) -> bool:
         try:
             return not os.path.samestat(os.fstat(self._description_fd), os.stat(self.directory / DESCRIPTION))
         except OSError as error:
             raise storage_error(error, f"{self.directory / DESCRIPTION} cannot be read") from error
 
-    def _log_is_another(self) -> bool:
-        """Whether the file of the log that is read is the collection's no more, though it was not sealed."""
+    def _log_was_replaced(self) -> bool:
+        """Whether the open log file is no longer the collection's, although it was not sealed."""
         is_current = self._follower.is_current
         return read_manifest(self.directory).sequence <= self._follower.first if is_current is None else not is_current
 
-    def _restored(self) -> CollectionError:
-        self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is opened anew"
+    def _restored_error(self) -> CollectionError:
+        self.outdated = f"an earlier state of {self.directory} was restored while it was open: it is reopened"
         return CollectionError(self.outdated)
 
     def catch_up(self) -> bool:
-        """`poll`, and wait for the segments that are being opened. Whether anything was new. Raises as `poll`."""
+        """Poll, and wait for segments that are being opened; return whether there were writes. Raises as `poll`."""
         changed = self.poll()
         for _ in range(_ATTEMPTS):
             if self._loading is None:
@@ -154,13 +155,13 @@ class LiveReader:
         return changed
 
     def _advance(self, manifest: Manifest) -> bool:
-        """Take over a newer manifest, if its segments are there. Whether they are."""
-        fresh = self._loaded(manifest) if self._loads_in_background else None
+        """Install a newer manifest if its segments are open; return whether they are."""
+        fresh = self._load_in_background(manifest) if self._loads_in_background else None
         if self._loads_in_background and fresh is None:
             return False
-        had = set(self.state.segments)
+        before = set(self.state.segments)
         behind = self._follower.sequence < manifest.sequence
-        follower = self._follow(manifest) if behind else self._follower  # first: state and log go forward together
+        follower = self._follow(manifest) if behind else self._follower  # opened first: state and log advance together
         try:
             self.state.advance(manifest, fresh)
         except CollectionError:
@@ -170,28 +171,30 @@ class LiveReader:
         if behind:
             self._follower.close()
             self._follower = follower
-        self.checksums.add(segment for segment in self.state.segments if segment not in had)
+        self.checksums.add(segment for segment in self.state.segments if segment not in before)
         self._generation = manifest.generation
         return True
 
-    def _loaded(self, manifest: Manifest) -> Loaded | None:
-        """The manifest's new segments; None while they are being opened. Raises `CollectionError`."""
-        had: Loaded = {}
+    def _load_in_background(self, manifest: Manifest) -> Loaded | None:
+        """Return the manifest's new segments; None while they are being opened. Raises `CollectionError`."""
+        preloaded: Loaded = {}
         if self._loading is not None:
-            loading, work = self._loading
-            if not work.done:
+            generation, task = self._loading
+            if not task.done:
                 return None
-            if loading.generation == manifest.generation and not self.segments_ready(
-                list((work.result or {}).values())
-            ):
+            preloaded = task.result or {}
+            current = generation == manifest.generation
+            if current and not self.segments_ready(list(preloaded.values())):
                 return None
             self._loading = None
-            if loading.generation == manifest.generation:
-                if work.error_message:
-                    raise CollectionError(work.error_message)
-                return work.result
-            had = work.result or {}
-        self._loading = manifest, BackgroundTask("segments", lambda _: self.state.load(manifest, had))
+            if current:
+                if task.error_message:
+                    raise CollectionError(task.error_message)
+                return task.result
+        self._loading = (
+            manifest.generation,
+            BackgroundTask("segments", lambda _: self.state.load(manifest, preloaded)),
+        )
         return None
 
     def search(
@@ -206,7 +209,7 @@ class LiveReader:
         return search(self.state, queries, k, top_m, search_width, filter)
 
     def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
-        """The documents of rows that a search found; None for one that was deleted and merged away since."""
+        """Return the documents of rows that a search found; None for one that was deleted and merged away since."""
         return self.state.documents(rows)
 
     def close(self) -> None:
@@ -227,7 +230,7 @@ class LiveReader:
         except OSError as error:
             raise storage_error(error, f"the log of {self.directory} cannot be read") from error
 
-    def _place(self) -> tuple[int, int, int]:
+    def _manifest_stat(self) -> tuple[int, int, int]:
         try:
             found = os.stat(self.directory / MANIFEST)
         except OSError as error:
@@ -235,21 +238,24 @@ class LiveReader:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-# ---- the documents of a live collection for who answers with them: as of now, whatever the pool has found a moment ago
+# ---- the documents of a live collection, for the processes that answer with them
 
 
 class LiveDocumentStore:
-    """As `DocumentStore`, but a row may be gone. Any number of threads may ask."""
+    """Documents by row, as `DocumentStore`, of the present state: a row that a pool just found may be deleted.
+
+    Thread-safe.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises `CollectionError`."""
+        """Open the collection. Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
         self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,))
         self._words = LiveKeywordSearch(self._reader.state)
 
     @property
     def checksums(self) -> LiveChecksums:
-        """Of the documents alone."""
+        """Of the document files only."""
         return self._reader.checksums
 
     @property
@@ -258,11 +264,11 @@ class LiveDocumentStore:
 
     @property
     def size(self) -> int:
-        """Documents that are there."""
+        """Number of documents."""
         return self._reader.state.count
 
     def accepts_filter(self, filter: Filter) -> bool:
-        """Whether by now a filter compares what the documents have. Raises `CollectionError`."""
+        """Return whether the current schema has the attributes of a filter. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
             try:
@@ -272,23 +278,23 @@ class LiveDocumentStore:
         return True
 
     def get(self, rows: Sequence[int]) -> list[Document | None]:
-        """The documents of these rows, in their order; None for a deleted one. Raises `CollectionError`."""
+        """Return the documents of these rows, in order; None for a deleted one. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
             state = self._reader.state
-            if max(rows, default=-1) >= state.growing.next_row:  # found in a segment that is not open here yet
+            if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
                 self._reader.catch_up()
-            gone = state.deleted(rows)
+            deleted = state.deleted(rows)
             found = state.documents(rows)
         return [
-            None if one is None or dead else Document(one.id, one.title, one.text, passage_attributes(one))
-            for one, dead in zip(found, gone, strict=True)
+            None if one is None or is_deleted else Document(one.id, one.title, one.text, passage_attributes(one))
+            for one, is_deleted in zip(found, deleted, strict=True)
         ]
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
-        """What a text's words find: see `LiveKeywordSearch.search_keywords`."""
+        """Poll, then search: see `LiveKeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
         return self._words.search_keywords(text, vector, depth, filter, deadline_ns)
@@ -299,7 +305,7 @@ class LiveDocumentStore:
 
 
 def passage_attributes(document: StoredDocument) -> Attributes:
-    """As passages have them."""
+    """Return a document's attributes as those of a passage."""
     return {
         name: value if isinstance(value, str | int | float) else list(value)
         for name, value in document.attributes.items()

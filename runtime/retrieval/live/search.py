@@ -28,12 +28,12 @@ def search(
     filter: Filter | None = None,
     threads: int = 1,
 ) -> Neighbors:
-    """The k nearest rows of each query [q, d] → row numbers int64 [q, k] and distances float32 [q, k].
+    """Return the k nearest rows of each query [q, d]: row numbers int64 [q, k] and distances float32 [q, k].
 
-    -1 and +inf where fewer pass. A row that was deleted before this began is never among them.
+    Padded with -1 and +inf if fewer rows pass the filter. Never returns a row that was deleted before the call.
     Raises `InvalidRequest`, `InvalidFilter`.
     """
-    from gpu.cpu.exact import nearest  # compiled code is loaded by whoever searches first
+    from gpu.cpu.exact import nearest  # compiled code, loaded by the first search
 
     demanded = state.description.demanded
     if demanded is not None and not binds(filter, demanded):
@@ -68,28 +68,28 @@ def search_segment(
     allowed: Bits | None,
     threads: int = 1,
 ) -> Neighbors:
-    """The k nearest of the rows that are allowed. Raises `GpuError`."""
+    """Return the k nearest allowed rows of a segment, as `search` does. Raises `GpuError`."""
     top_m = max(k, top_m)
     if allowed is None:
         return index.search(queries, k, top_m, search_width, threads=threads)
     from gpu.cpu.extend import filtered
 
-    rows, asked = np.flatnonzero(allowed), np.asarray(queries)
+    rows, queries = np.flatnonzero(allowed), np.asarray(queries)
     rows_a_step = (
-        filtered.SCAN_ROWS_PER_ENTRY_BATCHED if len(asked) >= filtered.MIN_BATCH else filtered.SCAN_ROWS_PER_ENTRY
+        filtered.SCAN_ROWS_PER_ENTRY_BATCHED if len(queries) >= filtered.MIN_BATCH else filtered.SCAN_ROWS_PER_ENTRY
     )
     longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, rows_a_step))
     if not longer:
         return index.exact(queries, k, rows)
     ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)
     short = np.flatnonzero((ids >= 0).sum(axis=1) < min(k, len(rows)))
-    if len(short):  # what passes is far from these queries
-        ids[short], distances[short] = index.exact(asked[short], k, rows)
+    if len(short):  # the allowed rows are far from these queries
+        ids[short], distances[short] = index.exact(queries[short], k, rows)
     return ids, distances
 
 
 def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
-    """Which rows may be results; None for all."""
+    """Return which rows may be results; None for all."""
     if passing is None:
         return None if alive.all() else alive.copy()
     return alive & passing

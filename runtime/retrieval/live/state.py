@@ -1,6 +1,6 @@
-"""What a collection holds at a moment: its segments, its growing rows, and which rows are deleted.
+"""In-memory state of a live collection: sealed segments, growing rows and deletions.
 
-The writer and every reader have one, and bring it forward by the same records.
+The writer and every reader hold a `State` each, and apply the same log records to it.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ Loaded = dict[SegmentInfo, Segment]
 
 
 class State:
-    """`lock` is held while it changes. `sequence`: of the next record that is to be applied.
+    """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
-    Of one `shard` it has that one's segments alone, and the other shards' growing rows as if they were deleted.
+    With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
     """
 
     def __init__(self, directory: Path, description: Description, manifest: Manifest, shard: int | None = None) -> None:
-        """Open what a manifest names. Raises `CollectionError`."""
+        """Open the segments of a manifest. Raises `CollectionError`."""
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
@@ -51,7 +51,7 @@ class State:
         self.advance(manifest)
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """The next record. Raises `CollectionError` for one that cannot be."""
+        """Apply the operations of the next record. Raises `CollectionError` if they are inconsistent."""
         with self.lock:
             for operation in operations:
                 if isinstance(operation, Upsert):
@@ -63,14 +63,14 @@ class State:
             self.sequence += 1
 
     def delete(self, rows: Rows) -> None:
-        """Hide rows, wherever they are."""
+        """Mark rows as deleted."""
         if len(rows):
             for segment in self.segments:
                 segment.delete(rows)
             self.growing.delete(rows)
 
     def _hide_others(self, operation: Upsert) -> None:
-        """Rows that have just come, of other shards than this state's."""
+        """Mark the new rows of other shards as deleted."""
         if self.shard is not None and self.description.shard_count > 1:
             shards = np.array([self.description.shard_of(name) for name in operation.ids])
             self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
@@ -78,26 +78,26 @@ class State:
     def _own_segments(self, manifest: Manifest) -> list[SegmentInfo]:
         return [info for info in manifest.segments if self.shard in (None, info.shard)]
 
-    def load(self, manifest: Manifest, had: "Loaded | None" = None) -> "Loaded":
+    def load(self, manifest: Manifest, preloaded: "Loaded | None" = None) -> "Loaded":
         """Open the segments of a manifest that are not open yet, for `advance`. Raises `CollectionError`.
 
-        had: what was opened for a manifest before, and not taken over; it is used or closed.
+        preloaded: segments that were opened for an earlier manifest but not installed; they are reused or closed.
         """
         known = {segment.info for segment in self.segments}
-        wanted = [info for info in self._own_segments(manifest) if info not in known]
-        kept = {info: segment for info, segment in (had or {}).items() if info in wanted}
-        close([segment for info, segment in (had or {}).items() if info not in kept])
+        missing = [info for info in self._own_segments(manifest) if info not in known]
+        kept = {info: segment for info, segment in (preloaded or {}).items() if info in missing}
+        close([segment for info, segment in (preloaded or {}).items() if info not in kept])
         try:
-            return kept | self.open_segments([info for info in wanted if info not in kept], manifest.schema)
+            return kept | self.open_segments([info for info in missing if info not in kept], manifest.schema)
         except CollectionError:
             close(list(kept.values()))
             raise
 
-    def open_segments(self, wanted: Sequence[SegmentInfo], schema: Schema) -> "Loaded":
-        """Open these. Raises `CollectionError`."""
+    def open_segments(self, infos: Sequence[SegmentInfo], schema: Schema) -> "Loaded":
+        """Open segments. Raises `CollectionError`, with none left open."""
         fresh: Loaded = {}
         try:
-            for info in wanted:
+            for info in infos:
                 fresh[info] = Segment.load(self.directory, info, self.description, schema)
         except CollectionError:
             close(list(fresh.values()))
@@ -105,10 +105,10 @@ class State:
         return fresh
 
     def advance(self, manifest: Manifest, fresh: "Loaded | None" = None) -> list[Segment]:
-        """Take over what a newer manifest names. What was deleted stays deleted. Returns the segments let go of.
+        """Install a newer manifest; deletions are kept. Returns the segments that it no longer contains.
 
-        fresh: of the manifest's segments those that `load` has opened; the others are opened now. Raises
-        `CollectionError`, with nothing changed.
+        fresh: the manifest's new segments as `load` opened them; None: open them now. Raises `CollectionError`, with
+        nothing changed.
         """
         known = {segment.info: segment for segment in self.segments}
         dead = np.concatenate([self.dead_rows(), read_tombstones(self.directory, manifest)])
@@ -125,33 +125,33 @@ class State:
         return [segment for segment in known.values() if segment not in segments]
 
     def dead_rows(self) -> Rows:
-        """The deleted ones of the rows that are here, int64."""
+        """Return the deleted rows, int64."""
         with self.lock:
             parts = [_deleted(segment) for segment in self.segments]
             return np.concatenate([*parts, np.flatnonzero(~self.growing.alive) + self.growing.first])
 
     def dead_rows_in(self, manifest: Manifest, fresh: "Loaded") -> Rows:
-        """The deleted rows of the segments that a manifest names; `fresh` are those that are not taken yet."""
+        """Return the deleted rows of a manifest's segments; `fresh` are those that are not installed yet."""
         known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
-        taken = [_deleted(known[info]) for info in manifest.segments if info in known]
+        installed = [_deleted(known[info]) for info in manifest.segments if info in known]
         found = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
-        return np.concatenate([np.empty(0, np.int64), *taken, *found])
+        return np.concatenate([np.empty(0, np.int64), *installed, *found])
 
     @property
     def count(self) -> int:
-        """Documents that are there."""
+        """Number of documents that are not deleted."""
         with self.lock:
             alive = [segment.alive for segment in self.segments] + [self.growing.alive]
             return int(sum(np.count_nonzero(one) for one in alive))
 
     def alive_rows(self) -> Rows:
-        """The rows that are there, int64."""
+        """Return the rows that are not deleted, int64."""
         with self.lock:
             parts = [segment.rows[segment.alive] for segment in self.segments]
             return np.concatenate([*parts, np.flatnonzero(self.growing.alive) + self.growing.first])
 
     def vectors(self, rows: Rows) -> NDArray[np.float32]:
-        """The vectors of rows that are here, float32 [n, d], as they came but for rounding."""
+        """Return the vectors of existing rows, float32 [n, d], as upserted except for rounding."""
         with self.lock:
             found = np.empty((len(rows), self.description.dim), np.float32)
             grown = rows >= self.growing.first
@@ -162,7 +162,7 @@ class State:
             return found
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        """The rows of those of some ids that are there."""
+        """Return the rows of those ids that exist."""
         with self.lock:
             found: dict[str, int] = {}
             for name in ids:
@@ -178,7 +178,7 @@ class State:
         return found
 
     def rows_passing(self, filter: Filter) -> list[int]:
-        """The rows that are there and pass a filter. Raises `InvalidFilter`."""
+        """Return the rows that are not deleted and pass a filter. Raises `InvalidFilter`."""
         with self.lock:
             check_filter(filter, self.schema)
             parts = [segment.rows[segment.passing(filter) & segment.alive] for segment in self.segments]
@@ -186,12 +186,12 @@ class State:
             return [int(row) for row in np.concatenate([*parts, growing])]
 
     def owned(self, rows: Mapping[str, int], owner: AttributeBinding) -> dict[str, int]:
-        """Of some rows, by id, those whose documents are an owner's."""
+        """Return those of some rows, by id, whose documents belong to an owner."""
         found = zip(rows.items(), self.documents(list(rows.values())), strict=True)
         return {name: row for (name, row), one in found if one is not None and owner.holds(one.attributes)}
 
     def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
-        """The documents of some rows, None for one that is not here (any more)."""
+        """Return the documents of rows; None for a row that is not here, for example because it was merged away."""
         with self.lock:
             growing, segments = self.growing, self.segments
         found: list[StoredDocument | None] = []
@@ -204,7 +204,7 @@ class State:
         return found
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
-        """Of some rows, which are not there (any more)."""
+        """Return whether each row is deleted or unknown."""
         with self.lock:
             dead = []
             for row in rows:
@@ -225,13 +225,13 @@ def _deleted(segment: Segment) -> Rows:
 
 
 def close(segments: Sequence[Segment]) -> None:
-    """Let go of their documents' files; the indexes' memory goes with its last user."""
+    """Close the segments' document files; an index's memory is freed with its last reference."""
     for segment in segments:
         segment.documents.close()
 
 
 def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
-    """A file of tombstones."""
+    """Encode a tombstones file; also return its checksum."""
     file = io.BytesIO()
     np.save(file, np.sort(rows), allow_pickle=False)
     content = file.getvalue()
@@ -239,28 +239,31 @@ def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
 
 
 def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
-    """The deleted rows of sealed segments as of a manifest. Raises `CollectionError`."""
+    """Read the deleted rows of a manifest's segments. Raises `CollectionError`."""
     if manifest.tombstones is None:
         return np.empty(0, np.int64)
     path = manifest.tombstones_path(directory)
     if checksum_file(path) != manifest.tombstones:
-        raise CollectionError(f"{path} is damaged: its checksum is not the manifest's")
+        raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
     try:
         rows = np.lib.format.read_array(io.BytesIO(path.read_bytes()), allow_pickle=False)
     except (OSError, ValueError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if rows.ndim != 1 or rows.dtype != np.int64:
-        raise CollectionError(f"{path} is damaged: it holds {rows.dtype} {rows.shape}")
+        raise CollectionError(f"{path} is damaged: it contains {rows.dtype} of shape {list(rows.shape)}")
     return np.asarray(rows)
 
 
-# ---- what a live collection's writer tells of it
+# ---- statistics of a writer
 
 
 class WriterState(NamedTuple):
-    """What a writer has. documents: that are there; growing: rows of the log; tombstones: deleted rows of segments.
-    sealed, merged: segments built since it was opened, from the log and from others; build: of the one that is being
-    built, the parts that are done: `build.SegmentProgress`."""
+    """Statistics of a writer.
+
+    documents: not deleted. growing: rows in the log. tombstones: deleted rows in segments. sealed, merged: segments
+    built since the writer was opened, from the log and from other segments. build: progress of the running build, as
+    `build.SegmentProgress`.
+    """
 
     documents: int
     segments: int
@@ -275,7 +278,7 @@ class WriterState(NamedTuple):
 def writer_state(
     directory: Path, state: State, sealed: int, merged: int, build: tuple[float, float, float] | None
 ) -> WriterState:
-    """Of a collection as its writer has it."""
+    """Compute the statistics of a collection's writer."""
     with state.lock:
         deleted = sum(int(segment.size - np.count_nonzero(segment.alive)) for segment in state.segments)
         segments, growing, documents = len(state.segments), state.growing.count, state.count
@@ -283,11 +286,11 @@ def writer_state(
     return WriterState(documents, segments, growing, deleted, size, sealed, merged, build)
 
 
-# ---- a state from a collection's files: what the manifest names, and the log behind it
+# ---- recovery: the state from the manifest and the log behind it
 
 
 class Replayed(NamedTuple):
-    """first, end: the last file of the log, and where its last whole record ends. torn_bytes: what is behind that."""
+    """first, end: the last log file, and the end of its last complete record. torn_bytes: bytes behind that."""
 
     state: State
     manifest: Manifest
@@ -297,7 +300,7 @@ class Replayed(NamedTuple):
 
 
 def replay(directory: Path, until: int | None = None) -> Replayed:
-    """Read a collection, up to the record `until`, with which a file of the log begins. Changes nothing.
+    """Read a collection, up to the record `until`, the first of a log file. Changes no file.
 
     Raises `CollectionError`.
     """
@@ -307,11 +310,11 @@ def replay(directory: Path, until: int | None = None) -> Replayed:
         files = [found for found in log_files(directory) if found[0] >= manifest.sequence]
         files = [found for found in files if until is None or found[0] < until]
         if until != manifest.sequence and (not files or files[0][0] != manifest.sequence):
-            raise CollectionError(f"{directory / 'log'} does not have the log from record {manifest.sequence} on")
+            raise CollectionError(f"{directory / 'log'} is damaged: record {manifest.sequence} is missing")
         first, end, torn_bytes = manifest.sequence, 0, 0
         for first, path in files:
             if first != state.sequence:
-                raise CollectionError(f"{path} begins behind record {state.sequence}: a file of the log is missing")
+                raise CollectionError(f"{path} does not begin at record {state.sequence}: a file of the log is missing")
             last = first == files[-1][0]
             records, end, torn_bytes = read_log(path, description.identity, first, last=last and until is None)
             for record in records:

@@ -1,4 +1,4 @@
-"""Documents as they come to a live collection's writer: what they may be, and their vectors."""
+"""Validation of the documents that a live collection's writer receives, and their vectors."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from gpu import GpuError
 from gpu.index.rows import checked_vectors
 from runtime.errors import Forbidden, InvalidDocument
 from runtime.retrieval.attributes.filters import AttributeBinding
+from runtime.retrieval.attributes.schema import preview
 from runtime.retrieval.embedding.embedder import Embedder, embedding_text
 from runtime.retrieval.live.storage.manifest import Description
 from runtime.retrieval.passages import Attributes
@@ -20,7 +21,7 @@ MAX_TEXT_BYTES = 4 << 20
 
 
 class UpsertDocument(msgspec.Struct, frozen=True):
-    """A document to store. `vector`: d numbers, or None to have it embedded from title and text."""
+    """A document to upsert. `vector`: d numbers, or None to embed the title and text."""
 
     id: str
     text: str = ""
@@ -29,8 +30,8 @@ class UpsertDocument(msgspec.Struct, frozen=True):
     vector: ArrayLike | None = None
 
 
-def check(documents: Sequence[UpsertDocument]) -> None:
-    """Raises `InvalidDocument` for a batch, an id or a text that cannot be stored."""
+def check_batch(documents: Sequence[UpsertDocument]) -> None:
+    """Raise `InvalidDocument` if the batch, an id or a text cannot be stored."""
     if len(documents) > MAX_BATCH:
         raise InvalidDocument(f"the batch has {len(documents)} documents; the limit is {MAX_BATCH}", "documents")
     seen: set[str] = set()
@@ -39,7 +40,7 @@ def check(documents: Sequence[UpsertDocument]) -> None:
             value = getattr(document, name)
             if not isinstance(value, str):
                 raise InvalidDocument(
-                    f"the {name} of document {number + 1} is {value!r:.80}; it must be a string", name
+                    f"the {name} of document {number + 1} is {preview(value)}; it must be a string", name
                 )
             try:
                 size = len(value.encode())
@@ -51,63 +52,66 @@ def check(documents: Sequence[UpsertDocument]) -> None:
         if not document.id:
             raise InvalidDocument(f"document {number + 1} has an empty id", "id")
         if document.id in seen:
-            raise InvalidDocument(f"the id {document.id!r} comes twice in the batch", "id")
+            raise InvalidDocument(f"the batch contains the id {document.id!r} twice", "id")
         seen.add(document.id)
 
 
 def check_owner(documents: Sequence[UpsertDocument], owner: AttributeBinding) -> None:
-    """Raises `Forbidden` for a document that is not the owner's."""
+    """Raise `Forbidden` if a document does not belong to the owner."""
     for document in documents:
         if not owner.holds(document.attributes):
-            raise Forbidden(f"document {document.id!r} has another {owner.key!r} than its writer's", "attributes")
+            raise Forbidden(f"document {document.id!r} does not have the {owner.key!r} of its writer", "attributes")
 
 
-def plain(value: object) -> "str | int | float | bool | list[str]":
-    """An attribute's value as the log has it."""
+def to_stored_value(value: object) -> "str | int | float | bool | list[str]":
+    """Convert an attribute's value to the type that the log stores."""
     return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
-def _bad_vector(documents: Sequence[UpsertDocument], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
-    """Of the first document whose vector cannot be stored."""
+def _vector_error(documents: Sequence[UpsertDocument], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
+    """Return the error of the first document whose vector cannot be stored."""
     for document, vector in zip(documents, matrix, strict=True):
         try:
             checked_vectors(vector[None], metric)
         except GpuError as error:
-            why = str(error).removeprefix("row 0 ")
-            return InvalidDocument(f"the vector of document {document.id!r} {why}", "vector")
-    raise AssertionError("each vector can be stored")
+            reason = str(error).removeprefix("row 0 ")
+            return InvalidDocument(f"the vector of document {document.id!r} {reason}", "vector")
+    raise AssertionError("all vectors are valid")
 
 
 def resolve_vectors(
     documents: Sequence[UpsertDocument], description: Description, embedder: Embedder | None
 ) -> NDArray[np.float32]:
-    """float32 [documents, d], as the metric wants them. Raises `InvalidDocument`."""
+    """Return the vectors, float32 [documents, d]: given or embedded, and normalised if the metric requires it.
+
+    Raises `InvalidDocument`.
+    """
     matrix = np.empty((len(documents), description.dim), np.float32)
     texts = [number for number, document in enumerate(documents) if document.vector is None]
     if texts and embedder is None:
-        raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and there is no embedder")
+        raise InvalidDocument(f"document {documents[texts[0]].id!r} has no vector, and the collection has no embedder")
     if texts and embedder is not None:
         found = embedder.embed(
             [embedding_text(documents[number].title, documents[number].text) for number in texts], "passage"
         )
         if found.shape[1] != description.dim:
-            raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} numbers, not {description.dim}")
+            raise InvalidDocument(f"the embedder's vectors have {found.shape[1]} dimensions, not {description.dim}")
         matrix[texts] = found
     for number, document in enumerate(documents):
         if document.vector is not None:
             try:
-                with np.errstate(over="ignore"):  # what is beyond float32 becomes inf, which is refused below
+                with np.errstate(over="ignore"):  # values beyond float32 become inf, which is rejected below
                     vector = np.asarray(document.vector, np.float32)
             except (ValueError, TypeError) as error:
-                raise InvalidDocument(f"the vector of document {document.id!r} is none: {error}") from error
+                raise InvalidDocument(f"the vector of document {document.id!r} is invalid: {error}") from error
             if vector.shape != (description.dim,):
                 raise InvalidDocument(
-                    f"the vector of document {document.id!r} has shape {list(vector.shape)}; this collection's "
-                    f"have {description.dim} numbers",
+                    f"the vector of document {document.id!r} has shape {list(vector.shape)}; the vectors of this "
+                    f"collection have {description.dim} dimensions",
                     "vector",
                 )
             matrix[number] = vector
     try:
         return checked_vectors(matrix, description.metric)
     except GpuError as error:
-        raise _bad_vector(documents, matrix, description.metric) from error
+        raise _vector_error(documents, matrix, description.metric) from error

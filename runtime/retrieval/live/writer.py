@@ -1,4 +1,4 @@
-"""The one process that writes to a live collection."""
+"""Writer of a live collection, of which there is one at a time: upserts, deletes, seals and merges."""
 
 import logging
 import os
@@ -34,19 +34,19 @@ from runtime.retrieval.live.storage.manifest import (
 )
 from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
 from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
-from runtime.retrieval.live.validation import UpsertDocument, check, check_owner, plain, resolve_vectors
+from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
 from runtime.retrieval.neighbors import Neighbors
 
 SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
 MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
-_MOST_GROWING = 16  # times SEAL_ROWS: beyond, upserts are refused until segments were sealed
+_MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejected until segments are sealed
 _log = logging.getLogger("live")
 
 
 class LiveWriter:
-    """Upserts and deletes: acknowledged, that is returned from, once they are synced to the log. Thread-safe.
+    """Upserts and deletes, which return once they are synced to the log. Thread-safe.
 
-    Writes of several threads share a record, and its sync. `state` is searched as a reader's is.
+    Concurrent writes share a log record and its sync (group commit). `state` is searched as a reader's.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class LiveWriter:
     ) -> None:
         """Open a collection for writing.
 
-        embedder: for documents that come without a vector. seal_rows: growing rows, for each shard, that become a
-        segment. threads: cores for building segments. background: have a process build them; else only `flush` and
-        `compact` do. Raises `CollectionBusy` if another process writes to it, `CollectionError`, `NoRoom`.
+        embedder: for documents without a vector. seal_rows: growing rows a shard that are sealed into a segment.
+        threads: cores for building segments. background: seal and merge in background processes; else only `flush` and
+        `compact` do. Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
-        read_description(directory)  # where there is no live collection no lock is left
+        read_description(directory)  # first: creates no lock file where there is no live collection
         self.lock_fd = acquire_lock(directory)
         try:
             self.state, self._manifest, first, end, torn = replay(directory)
@@ -82,18 +82,18 @@ class LiveWriter:
             os.close(self.lock_fd)
             raise
         if torn:
-            self.repaired = f"{log_path(directory, first)}: the last {torn} bytes were no whole record, and were cut"
+            self.repaired = f"{log_path(directory, first)}: cut the last {torn} bytes, an incomplete record"
             _log.warning("%s", self.repaired)
         self._log_first = first
-        self._sealed_at = seal_rows * self.state.description.shard_count  # growing rows
+        self._seal_threshold = seal_rows * self.state.description.shard_count  # growing rows
         self._delete_barrier = DeleteBarrier(directory)
-        self._broken = ""
+        self._failure = ""
         self._closed = False
         self._pending: list[PendingWrite] = []
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
-        self.sealing, self.merging = threading.RLock(), threading.RLock()  # one build of each kind at a time
-        self._building: set[int] = set()  # segments that are being built
-        self._flushed: SegmentProgress | None = None  # how far `flush` is
+        self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
+        self._building: set[int] = set()  # numbers of segments that are being built
+        self._flush_progress: SegmentProgress | None = None  # progress of `flush`
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_obsolete_files()
@@ -101,19 +101,19 @@ class LiveWriter:
         self.maintenance.wake()
 
     def upsert(self, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None) -> int:
-        """Store documents, in the place of those with their ids. All of them or, with an error, none. How many.
+        """Store documents, atomically, and replace those with the same ids. Returns how many.
 
-        owner: what has to hold of them and of those in whose place they come, else `Forbidden`. Raises
-        `InvalidDocument` for what cannot be stored, `NoRoom`, `Overloaded` while too much waits to be sealed, and
-        `CollectionError` if the disk failed: whether the documents are kept is not known then.
+        owner: a binding that the documents and those that they replace must match, else raises `Forbidden`. Raises
+        `InvalidDocument`, `NoRoom`, `Overloaded` while too many rows wait to be sealed, and `CollectionError` if the
+        disk failed: whether the documents are stored is then unknown.
         """
         if not documents:
             return 0
-        check(documents)
+        check_batch(documents)
         if owner is not None:
             check_owner(documents, owner)
         vectors = resolve_vectors(documents, self.state.description, self._embedder)
-        if self.state.growing.count >= _MOST_GROWING * self._sealed_at:
+        if self.state.growing.count >= _MAX_GROWING * self._seal_threshold:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
         exclusive = owner is not None  # whose the documents are that are replaced is looked up in what is stored
@@ -122,13 +122,13 @@ class LiveWriter:
         )
 
     def delete(self, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
-        """Delete documents by id; those that are not there, or not the owner's, are passed over. How many were there.
+        """Delete documents by id, ignoring missing ones and those of other owners. Returns how many were deleted.
 
-        Returns when no search finds them any more that begins from then on, in whichever process. Raises as `upsert`,
-        and `Unavailable` if a process that serves the collection takes nothing in: they are deleted then too.
+        Returns when no later search of any process finds them. Raises as `upsert`, and `Unavailable` if a process that
+        serves the collection does not apply the delete in time: the documents are deleted nevertheless.
         """
         if isinstance(ids, str):
-            raise InvalidDocument("ids is a string; a list of them is needed", "ids")
+            raise InvalidDocument("ids is a string; it must be a list of strings", "ids")
         if not ids:
             return 0
         return self._write_and_wait(
@@ -136,7 +136,7 @@ class LiveWriter:
         )
 
     def delete_where(self, filter: Filter) -> int:
-        """Delete the documents that pass a filter. How many. Returns and raises as `delete`, and `InvalidFilter`."""
+        """Delete the documents that pass a filter. Returns and raises as `delete`, and `InvalidFilter`."""
 
         def prepare(group: WriteGroup) -> int:
             rows = self.state.rows_passing(filter)
@@ -157,12 +157,12 @@ class LiveWriter:
         return search(self.state, queries, k, top_m, search_width, filter)
 
     def statistics(self) -> WriterState:
-        """Counters; cheap but for large collections' tombstones."""
-        running = [found for found in (self._flushed, self.maintenance.progress) if found is not None]
+        """Return counters; the time grows with the number of rows of the segments."""
+        running = [found for found in (self._flush_progress, self.maintenance.progress) if found is not None]
         return writer_state(self.directory, self.state, self._sealed, self._merged, min(running, default=None))
 
     def flush(self) -> None:
-        """Seal all growing rows, and wait for that; for a merge only where a shard has too many segments.
+        """Seal all growing rows, and wait for it; merge first only if a shard has too many segments.
 
         Raises `CollectionError`, `NoRoom`.
         """
@@ -172,13 +172,13 @@ class LiveWriter:
             try:
                 self._seal(partial(self.build_here, progress=self._report_progress))
             finally:
-                self._flushed = None
-        self.maintenance.wake()  # there may be a segment too many by now
+                self._flush_progress = None
+        self.maintenance.wake()  # a merge may be due now
 
     def compact(self, progress: Progress = no_progress) -> None:
-        """Make one segment of each shard, without what is deleted, and wait for that. Raises as `flush`.
+        """Rewrite each shard into one segment without deleted rows, and wait for it. Raises as `flush`.
 
-        progress: told the stage of a build, and the part of it that is done.
+        progress: called with the stage of a build, and the fraction of it that is done.
         """
         build = partial(self.build_here, progress=progress)
         with self.merging, self.sealing:
@@ -189,16 +189,17 @@ class LiveWriter:
                     self._merge([segment.info.number for segment in segments], build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:
-        """Have the growing rows built into segments by `build`, if there are enough, and take them. Whether so."""
+        """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
         with self.sealing:
-            if self._closed or self.state.growing.count < self._sealed_at or too_many_segments(self.state.segments):
+            enough = self.state.growing.count >= self._seal_threshold
+            if self._closed or not enough or too_many_segments(self.state.segments):
                 return False
             self._seal(build)
         self.maintenance.wake()
         return True
 
     def merge_if_due(self, build: BuildSegment) -> bool:
-        """Have one segment built of others by `build`, if one is due, and take it. Whether one was."""
+        """Merge segments by `build`, if a merge is due; return whether one was."""
         with self.merging:
             if self._closed:
                 return False
@@ -208,16 +209,16 @@ class LiveWriter:
             if not numbers:
                 return False
             self._merge(numbers, build)
-        self.maintenance.wake()  # what was written may have waited for that
+        self.maintenance.wake()  # a seal may have waited for the merge
         return True
 
     @property
     def waiting(self) -> int:
-        """Writes that are not acknowledged yet."""
+        """Number of writes that are not acknowledged yet."""
         return len(self._pending)
 
     def close(self) -> None:
-        """End the background build and let another process write. Idempotent. What is in the log stays there."""
+        """Stop background builds and release the lock. Idempotent. Growing rows remain in the log."""
         self.maintenance.stop()
         with self.merging, self.sealing, self._commit_lock:
             if not self._closed:
@@ -242,18 +243,18 @@ class LiveWriter:
                 self._commit()
         if pending.error is not None:
             raise pending.error
-        if self.state.growing.count >= self._sealed_at:
+        if self.state.growing.count >= self._seal_threshold:
             self.maintenance.wake()
         return pending.result
 
     def _write_and_wait(self, pending: PendingWrite) -> int:
-        """Write, and wait until everyone who serves the collection has it."""
+        """Write, and wait until every process that serves the collection has applied it."""
         count = self._write(pending)
         self._delete_barrier.wait(self.state.sequence)
         return count
 
     def _commit(self) -> None:
-        """Make a record of what waits."""
+        """Write pending writes as one record."""
         group = WriteGroup(self.state.growing.next_row, self.state.schema)
         taken: list[PendingWrite] = []
         with self._pending_lock:
@@ -262,14 +263,14 @@ class LiveWriter:
             if taken and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
             taken.append(pending)
-            kept = (group.next_row, group.schema, len(group.operations))
+            saved = (group.next_row, group.schema, len(group.operations))
             try:
-                if self._closed or self._broken:
-                    raise CollectionError(self._broken or f"{self.directory} was closed")
+                if self._closed or self._failure:
+                    raise CollectionError(self._failure or f"{self.directory} was closed")
                 pending.result = pending.prepare(group)
-            except Exception as error:  # a fault of our own must not stay in the queue either
-                group.next_row, group.schema = kept[:2]
-                del group.operations[kept[2] :]
+            except Exception as error:  # an internal error must not leave its write in the queue either
+                group.next_row, group.schema = saved[:2]
+                del group.operations[saved[2] :]
                 pending.error = (
                     error if isinstance(error, TrinityError) else InternalError(f"a write failed: {error!r}")
                 )
@@ -283,7 +284,7 @@ class LiveWriter:
             self._pending = [pending for pending in self._pending if not pending.done]
 
     def _append(self, operations: list[Operation]) -> TrinityError | None:
-        """Log a record, have it last, and let it take effect."""
+        """Log a record, sync it, and apply it."""
         path = self.log.path
         try:
             self._check_directory()
@@ -296,16 +297,17 @@ class LiveWriter:
         try:
             self.log.sync()
         except OSError as error:
-            self._broken = f"{path}: {error.strerror}; whether the last write is kept is not known: open it again"
-            return storage_error(error, self._broken)
+            failed = storage_error(error, f"{path} cannot be synced; whether the last write is stored is unknown: reopen it")
+            self._failure = failed.message
+            return failed
         self.state.apply(operations)
         return None
 
     def _check_directory(self) -> None:
-        """Raise `CollectionError` where another collection, a restored copy, or none, is in this one's place."""
+        """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved."""
         if not (lock_is_current(self.lock_fd, self.directory) and self.log.is_current):
-            self._broken = f"{self.directory} was replaced or moved while it was written to: open it again"
-            raise CollectionError(self._broken)
+            self._failure = f"{self.directory} was replaced or moved while it was open for writing: reopen it"
+            raise CollectionError(self._failure)
 
     def _prepare_upsert(
         self,
@@ -320,13 +322,13 @@ class LiveWriter:
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         if owner is not None and len(self.state.owned(replaced, owner)) < len(replaced):
-            raise Forbidden("a document of another owner has one of these ids; nothing was stored", "id")
+            raise Forbidden("one of these ids belongs to a document of another owner; nothing was stored", "id")
         operation = Upsert(
             group.next_row,
             ids,
             [document.title for document in documents],
             [document.text for document in documents],
-            [{name: plain(value) for name, value in document.attributes.items()} for document in documents],
+            [{name: to_stored_value(value) for name, value in document.attributes.items()} for document in documents],
             vectors.tobytes(),
             sorted(replaced.values()),
         )
@@ -354,11 +356,11 @@ class LiveWriter:
     # --- segments
 
     def build_here(self, directory: Path, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
-        """BuildSegment a segment in the caller's thread: for `seal_if_due` and `merge_if_due`."""
+        """Build a segment in the caller's thread: a `BuildSegment` for `seal_if_due` and `merge_if_due`."""
         return building.build(self._disk, self.state, job, progress)
 
     def _report_progress(self, stage: str, part: float) -> None:
-        self._flushed = progress_of_stage(stage, part)
+        self._flush_progress = progress_of_stage(stage, part)
 
     def _seal(self, build: BuildSegment) -> None:
         with self._commit_lock:
@@ -393,7 +395,7 @@ class LiveWriter:
         return self._next_segment - 1
 
     def _rotate(self) -> None:
-        """Let the next record begin a file, so that those before it can be removed once they are sealed."""
+        """Begin a new log file, so that the files before it can be removed once they are sealed."""
         sequence = self.state.sequence
         if sequence == self._log_first:
             return
@@ -407,7 +409,7 @@ class LiveWriter:
         self.log, self._log_first = following, sequence
 
     def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
-        """Put segments in the place of what they are built from, all at once."""
+        """Build segments, and replace their sources by them in one step."""
         try:
             self._install(jobs[0], [info for job in jobs if (info := build(self.directory, job)) is not None])
         finally:
@@ -425,7 +427,7 @@ class LiveWriter:
     def _publish(self, job: BuildJob, fresh: Loaded) -> None:
         with self._commit_lock:
             self._check_directory()
-            before = self._manifest  # others may have been sealed, or merged, since this job began
+            before = self._manifest  # other builds may have been installed since this job began
             self._generation += 1
             manifest = Manifest(
                 generation=self._generation,
@@ -450,8 +452,8 @@ class LiveWriter:
             self._sealed += not job.merged
 
     def _remove_obsolete_files(self, sealed: bool = False) -> None:
-        """sealed: a merge may run, so what it has made is none."""
-        with self._commit_lock:  # no segment is begun or taken meanwhile
+        """sealed: after a seal; a merge may run, so its files are saved."""
+        with self._commit_lock:  # so that no build begins or is installed meanwhile
             found = obsolete_files(self.directory, self._manifest, self._building, sealed)
         for path in found:
             self._disk.remove(path)

@@ -1,8 +1,8 @@
-"""Writes to a node's live collections, inside an event loop: one writer a collection, in this process.
+"""Write service of a node's live collections for an event loop: one `LiveWriter` a collection, in this process.
 
-A writer is opened by its collection's first write, and holds the collection's lock from then on: another process is
-told that the collection is busy. What returns is in the log, and found by searches within a moment. A process that
-takes this one's place goes on where the log ends.
+A writer is opened by the first write to its collection, and holds the collection's lock from then on; another process
+gets `CollectionBusy`. A write that returned is in the log, and found by searches within milliseconds. A process that
+replaces this one continues at the end of the log.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
-from runtime.retrieval.live.validation import UpsertDocument, check
+from runtime.retrieval.live.validation import UpsertDocument, check_batch
 from runtime.retrieval.live.writer import LiveWriter
 
 MAX_CONCURRENT_WRITES = 32
-"""Writes that are under way; more are refused."""
-_THREADS = 8  # that wait for the disk together: writes which come at once share a record, and its sync
-_EMBEDDED_AT_ONCE = 16  # texts; between two such batches queries of searches are embedded
+"""Writes in progress; more are rejected with `Overloaded`."""
+_THREADS = 8  # concurrent writes share a log record and its sync
+_EMBED_BATCH = 16  # texts; the embedder serves search queries between two batches
 _T = TypeVar("_T")
 Observe = Callable[[float], None]
 Embed = Callable[[Embedder, Sequence[str], TextKind], Awaitable[tuple[Vectors, int]]]
-"""The texts' vectors [n, dim], and how many tokens they have."""
+"""Returns the texts' vectors [n, dim], and their number of tokens."""
 
 
 class WriterService:
-    """The writers of the live collections among `directories`, directories by name.
+    """Writers of the live collections among `directories`, which are given by collection name.
 
-    embedder_of: a collection's own, for documents that come without vectors. observe: is told how many seconds each
-    write took until it was acknowledged.
+    embedder_of: returns a collection's embedder, for documents without vectors. observe: called with the seconds that
+    each write took until it was acknowledged.
     """
 
     def __init__(
@@ -64,35 +64,35 @@ class WriterService:
     async def upsert(
         self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None
     ) -> int:
-        """Store documents, in the place of those with their ids; all of them or none. How many.
+        """Store documents, atomically, and replace those with the same ids. Returns how many.
 
-        Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is none of these, `Overloaded`.
+        Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is not a live one, `Overloaded`.
         """
-        check(documents)
+        check_batch(documents)
         return await self._write(name, lambda writer, given: writer.upsert(given, owner), documents)
 
     async def delete(self, name: str, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
-        """Delete documents by id; how many were there. Raises as `upsert`."""
+        """Delete documents by id. Returns how many were deleted. Raises as `upsert`."""
         return await self._write(name, lambda writer, _: writer.delete(ids, owner))
 
     async def delete_where(self, name: str, filter: Filter) -> int:
-        """Delete what passes a filter; how many. Raises as `upsert`, and `InvalidFilter`."""
+        """Delete the documents that pass a filter. Returns how many. Raises as `upsert`, and `InvalidFilter`."""
         return await self._write(name, lambda writer, _: writer.delete_where(filter))
 
     async def flush(self, name: str) -> None:
-        """Seal what is in the log only, and wait for that; `states` says how far it is. Raises as `upsert`.
+        """Seal the growing rows, and wait for it; `states` has the progress. Raises as `upsert`.
 
-        One after the other, so that however many ask, writes have threads.
+        Flushes of a collection are serialised, so that they never occupy all threads of the writes.
         """
-        async with self._flushing[self._known(name)]:
-            await self._acknowledged(name, lambda writer, _: writer.flush(), ())
+        async with self._flushing[self._check_live(name)]:
+            await self._run(name, lambda writer, _: writer.flush(), ())
 
     def states(self) -> dict[str, WriterState]:
-        """Of the writers that are open."""
+        """Return the statistics of the open writers."""
         return {name: writer.statistics() for name, writer in self._writers.items()}
 
     def close(self) -> None:
-        """End all writers. What was acknowledged is in their logs."""
+        """Close all writers. Acknowledged writes are in their logs."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         for writer in self._writers.values():
             writer.close()
@@ -105,17 +105,17 @@ class WriterService:
         documents: Sequence[UpsertDocument] = (),
     ) -> _T:
         if self._running >= MAX_CONCURRENT_WRITES:
-            raise Overloaded(f"{self._running} writes are under way, the limit is {MAX_CONCURRENT_WRITES}")
+            raise Overloaded(f"{self._running} writes are in progress; the limit is {MAX_CONCURRENT_WRITES}")
         begin = time.monotonic()
         self._running += 1
         try:
-            done = await self._acknowledged(name, write, documents)
+            done = await self._run(name, write, documents)
         finally:
             self._running -= 1
         self._observe(time.monotonic() - begin)
         return done
 
-    async def _acknowledged(
+    async def _run(
         self,
         name: str,
         write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
@@ -127,47 +127,51 @@ class WriterService:
             return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
         except (NoRoom, CollectionBusy):
             raise
-        except CollectionError:  # whether its log is whole is seen when it is opened anew
+        except CollectionError:  # close the writer: reopening it checks its log
             await self._drop(name)
             raise
 
     async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
-        bare = [number for number, document in enumerate(documents) if document.vector is None]
-        if not bare:
+        missing = [number for number, document in enumerate(documents) if document.vector is None]
+        if not missing:
             return documents
         try:
             embedder = self._embedder_of(name)
         except InvalidRequest as error:
             raise InvalidDocument(
-                f"document {documents[bare[0]].id!r} has no vector, and collection {name!r} has no embedder", "vector"
+                f"document {documents[missing[0]].id!r} has no vector, and collection {name!r} has no embedder",
+                "vector",
             ) from error
         given = list(documents)
-        for begin in range(0, len(bare), _EMBEDDED_AT_ONCE):
-            part = bare[begin : begin + _EMBEDDED_AT_ONCE]
+        for begin in range(0, len(missing), _EMBED_BATCH):
+            part = missing[begin : begin + _EMBED_BATCH]
             texts = [embedding_text(given[number].title, given[number].text) for number in part]
             vectors, _ = await self._embed(embedder, texts, "passage")
             for number, vector in zip(part, vectors, strict=True):
                 given[number] = msgspec.structs.replace(given[number], vector=vector)
         return given
 
-    def _known(self, name: str) -> str:
-        """A live collection's. Raises `InvalidRequest`, and `Unavailable` where its directory was removed or moved."""
+    def _check_live(self, name: str) -> str:
+        """Return the name of a live collection.
+
+        Raises `InvalidRequest` for another collection, `Unavailable` if the directory does not exist.
+        """
         directory = self._directories.get(name)
         if directory is not None and not directory.exists():
-            raise Unavailable(f"collection {name!r} is unavailable: {directory} is not there")
+            raise Unavailable(f"collection {name!r} is unavailable: {directory} does not exist")
         if directory is None or not is_live(directory):
-            raise InvalidRequest(f"collection {name!r} is not a live one: it changes by being built anew", "collection")
+            raise InvalidRequest(f"collection {name!r} is not a live collection: rebuild it to change it", "collection")
         return name
 
     async def _writer(self, name: str) -> LiveWriter:
-        directory = self._directories[self._known(name)]
+        directory = self._directories[self._check_live(name)]
         async with self._opening[name]:
             writer = self._writers.get(name)
             if writer is None:
                 loop = asyncio.get_running_loop()
                 try:
                     writer = await loop.run_in_executor(self._threads, LiveWriter, directory)
-                except RuntimeError as error:  # the threads are gone
+                except RuntimeError as error:  # the executor is shut down
                     raise Unavailable("the node is stopping") from error
                 self._writers[name] = writer
             return writer

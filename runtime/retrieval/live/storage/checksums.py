@@ -1,4 +1,4 @@
-"""Comparing the files of sealed segments with their checksums, those that come while a collection is open too."""
+"""Checksum verification of sealed segments, including those that are added while a collection is open."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -12,47 +12,47 @@ from runtime.retrieval.live.storage.segment import Segment, segment_path
 
 
 class LiveChecksums:
-    """As `Checksums`, of segments that are open at `directory`. One thread adds, one verifies.
+    """`Checksums` of the open segments of the collection at `directory`. One thread adds, another verifies.
 
-    names: of the files that are compared, as `Segment.files` has them; None: all.
+    names: the files to verify, as in `Segment.files`; None: all.
     """
 
     def __init__(self, directory: Path, names: Collection[str] | None = None) -> None:
         self._directory, self._names = directory, names
-        self._due: deque[Segment] = deque()
+        self._pending: deque[Segment] = deque()
         self._closed = False
         self.total_bytes = self.read_bytes = 0
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to compare."""
-        return bool(self._due)
+        """Whether segments remain to be verified."""
+        return bool(self._pending)
 
     def add(self, segments: Iterable[Segment]) -> None:
-        """These are open from now on."""
+        """Add segments that were opened."""
         for segment in segments:
             if not self._closed:
                 self.total_bytes += self._bytes(segment)
-                self._due.append(segment)
+                self._pending.append(segment)
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
-        """Compare what is pending. Raises `CollectionError` that names the first file that is not as it was sealed."""
-        while self._due:
-            segment, before = self._due.popleft(), self.read_bytes
+        """Verify the pending segments. Raises `CollectionError` that names the first damaged file."""
+        while self._pending:
+            segment, before = self._pending.popleft(), self.read_bytes
             try:
-                self._compare(segment, throttle)
+                self._verify_segment(segment, throttle)
             except CollectionError:
-                if self._still_has(segment):  # else it was merged, or the directory was moved, meanwhile
+                if self._contains(segment):  # else it was merged away, or the directory was moved
                     raise
             self.read_bytes = before + self._bytes(segment)
 
-    def _still_has(self, segment: Segment) -> bool:
+    def _contains(self, segment: Segment) -> bool:
         try:
             return segment.info in read_manifest(self._directory).segments
-        except CollectionError:  # that is the reader's to tell
+        except CollectionError:  # the reader reports it
             return False
 
-    def _compare(self, segment: Segment, throttle: Throttle) -> None:
+    def _verify_segment(self, segment: Segment, throttle: Throttle) -> None:
         def counted(read_bytes: int) -> None:
             self.read_bytes += read_bytes
             throttle(read_bytes)
@@ -67,6 +67,6 @@ class LiveChecksums:
         return sum(info.bytes for info in self._files(segment).values())
 
     def close(self) -> None:
-        """Nothing is compared any more. Idempotent."""
+        """Drop the pending segments. Idempotent."""
         self._closed = True
-        self._due.clear()
+        self._pending.clear()

@@ -1,7 +1,8 @@
-"""How far the processes that serve a live collection have come: a delete is acknowledged when none finds it any more.
+"""Barrier of deletes: the writer acknowledges a delete once every process that serves the collection has applied it.
 
-Each has a file in `served/`, locked for as long as it serves, with the number of the first record that it has not
-applied: eight bytes, mapped by both sides. A file that nobody has locked is of a process that was killed.
+Each serving process has a file in `served/`, which it locks while it serves, with the sequence number of the first
+record that it has not applied: eight bytes, mapped by both sides. An unlocked file belongs to a killed
+process.
 """
 
 import contextlib
@@ -18,47 +19,50 @@ from runtime.errors import Unavailable
 from runtime.retrieval.live.storage.disk import storage_error
 
 WAIT_S = 10.0
-"""So long a delete waits; a pool that does nothing for as long is killed by its supervisor."""
-_LOOK_S = 0.0005
+"""Timeout of a delete. The supervisor kills a pool that stalls for this long."""
+_POLL_S = 0.0005
 _BYTES = 8
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class ReaderPosition:
-    """This process serves the collection in a directory. Where it may not write, writers do not wait for it."""
+    """Published log position of this process, which serves the collection in a directory.
+
+    If the directory is read-only for this process, nothing is published, and writers do not wait for it.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises `CollectionError`. It has applied nothing: read the log then, and `publish`."""
+        """Register with no records applied: read the log afterwards, then `publish`. Raises `CollectionError`."""
         self._map: mmap.mmap | None = None
         folder, name = directory / "served", f"{os.getpid()}-{secrets.token_hex(8)}"
-        made = folder / f".{name}"
+        temporary = folder / f".{name}"
         self._path = folder / name
         try:
             folder.mkdir(exist_ok=True)
-            fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         except OSError as error:
             if error.errno in _READ_ONLY:
                 return
-            raise storage_error(error, f"{made} cannot be written") from error
+            raise storage_error(error, f"{temporary} cannot be written") from error
         self._fd = fd
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # before it has its name: whoever sees it sees it locked
+            fcntl.flock(fd, fcntl.LOCK_EX)  # locked before the rename: a writer never sees it unlocked
             os.ftruncate(fd, _BYTES)
             self._map = mmap.mmap(fd, _BYTES)
-            os.rename(made, self._path)
+            os.rename(temporary, self._path)
         except OSError as error:
             os.close(fd)
             self._map = None
-            raise storage_error(error, f"{made} cannot be written") from error
+            raise storage_error(error, f"{temporary} cannot be written") from error
 
     def publish(self, sequence: int) -> None:
-        """The records before this one show in every search that begins from now on."""
+        """Report that every search from now on reflects the records before this one."""
         if self._map is not None:
             with memoryview(self._map).cast("q") as words:
                 words[0] = sequence
 
     def close(self) -> None:
-        """It serves the collection no more. Idempotent."""
+        """Unregister this process. Idempotent."""
         if self._map is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -68,7 +72,7 @@ class ReaderPosition:
 
 
 class DeleteBarrier:
-    """The processes that serve a collection, for its writer. Any number of threads may wait."""
+    """The writer's view of the processes that serve its collection. Thread-safe."""
 
     def __init__(
         self,
@@ -80,18 +84,18 @@ class DeleteBarrier:
         self._folder, self._clock, self._sleep = directory / "served", clock, sleep
 
     def wait(self, sequence: int) -> None:
-        """Until all of them have applied the records before this one. Raises `Unavailable` after `WAIT_S`."""
+        """Wait until all of them have applied the records before this one. Raises `Unavailable` after `WAIT_S`."""
         until = self._clock() + WAIT_S
         while behind := self._behind(sequence):
             if self._clock() >= until:
                 raise Unavailable(
-                    f"it is stored, but process {behind.partition('-')[0]} serves {self._folder.parent} and has not "
-                    f"taken it in for {WAIT_S:g} s: until then its searches may find what was deleted"
+                    f"the delete is stored, but process {behind.partition('-')[0]} that serves {self._folder.parent} "
+                    f"has not applied it within {WAIT_S:g} s: until it does, its searches may find deleted documents"
                 )
-            self._sleep(_LOOK_S)
+            self._sleep(_POLL_S)
 
     def _behind(self, sequence: int) -> str:
-        """One that has not applied the records before this one; "" if there is none."""
+        """Return the file name of a process that has not applied the records before this one; "" if all have."""
         try:
             names = os.listdir(self._folder)
         except OSError:
@@ -105,8 +109,8 @@ class DeleteBarrier:
         except OSError:
             return False
         try:
-            told = os.pread(fd, _BYTES, 0)
-            if len(told) == _BYTES and int.from_bytes(told, "little", signed=True) >= sequence:
+            position = os.pread(fd, _BYTES, 0)
+            if len(position) == _BYTES and int.from_bytes(position, "little", signed=True) >= sequence:
                 return False
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,6 +119,6 @@ class DeleteBarrier:
             return False
         finally:
             os.close(fd)
-        with contextlib.suppress(OSError):  # its process is gone
+        with contextlib.suppress(OSError):  # unlocked: its process was killed
             path.unlink()
         return False

@@ -1,4 +1,4 @@
-"""The writes that must survive a power cut: each is there for certain only when its file, or directory, is synced."""
+"""Durable writes: a write survives a power failure only once its file and, for a new name, its directory are synced."""
 
 import contextlib
 import fcntl
@@ -12,16 +12,16 @@ from runtime.errors import CollectionBusy, CollectionError, NoRoom
 from runtime.retrieval.collections.directory import NO_ROOM
 
 _OWNER = "process "
-_LEFTOVER_S = 2.0
-"""A child that a killed writer had just forked holds its lock until it has become another program."""
-_LOOK_S = 0.01
+_INHERITED_S = 2.0
+"""A child that a killed writer had just forked holds its lock until it calls exec."""
+_RETRY_S = 0.01
 
 
 class Disk:
-    """The file system. Tests have one that forgets what was not synced."""
+    """File system operations. Tests substitute one that loses unsynced data."""
 
     def write(self, fd: int, content: bytes) -> None:
-        """Append all of it. Raises `OSError` with part of it written."""
+        """Append all content. Raises `OSError`, with part of it written."""
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(fd, rest) :]
@@ -30,7 +30,7 @@ class Disk:
         os.fsync(fd)
 
     def sync_directory(self, directory: Path) -> None:
-        """Make the names in a directory last."""
+        """Sync the names in a directory."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -38,7 +38,7 @@ class Disk:
             os.close(fd)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """A whole new file under this name, which lasts, or the file that was there."""
+        """Write a file durably and atomically: after a crash it is the new file or the old one."""
         part = path.with_name(f".{path.name}.part")
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -55,7 +55,7 @@ class Disk:
         self.sync_directory(path.parent)
 
     def sync_tree(self, directory: Path) -> None:
-        """Make everything in a directory last, but not its own name."""
+        """Sync all files and directories in a directory, but not its own name."""
         for path in sorted(directory.rglob("*"), reverse=True):
             if path.is_dir():
                 self.sync_directory(path)
@@ -68,7 +68,7 @@ class Disk:
         self.sync_directory(directory)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a directory, if it is there; what cannot be removed is left."""
+        """Remove a file or directory, if it exists, ignoring errors."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -77,35 +77,35 @@ class Disk:
 
 
 def storage_error(error: OSError, what: str) -> CollectionError:
-    """`NoRoom` where there is too little room, else `CollectionError`."""
-    kind = NoRoom if error.errno in NO_ROOM else CollectionError
-    return kind(f"{what}: {error.strerror or error}")
+    """Convert to `NoRoom` if the disk or quota is exhausted, else `CollectionError`."""
+    error_class = NoRoom if error.errno in NO_ROOM else CollectionError
+    return error_class(f"{what}: {error.strerror or error}")
 
 
-# ---- the lock of a live collection's one writer
+# ---- the writer's lock of a live collection
 
 
 LOCK = "writer.lock"
 
 
 def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -> int:
-    """The descriptor that holds the writer's lock, which goes with this process.
+    """Acquire the writer's lock; return its descriptor. The lock ends with this process.
 
-    Raises `CollectionBusy` if another process has it.
+    Raises `CollectionBusy` if another process holds it.
     """
     path = directory / LOCK
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be opened") from error
-    tries = int(_LEFTOVER_S / _LOOK_S)
+    tries = int(_INHERITED_S / _RETRY_S)
     try:
-        while not _taken(fd):
+        while not _try_lock(fd):
             owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
-            if tries == 0 or _runs(owner):
-                raise CollectionBusy(f"{directory} is written to by {owner or 'another process'}; only one process may")
+            if tries == 0 or _is_running(owner):
+                raise CollectionBusy(f"{directory} has a writer already: {owner or 'another process'}")
             tries -= 1
-            sleep(_LOOK_S)
+            sleep(_RETRY_S)
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):
             os.pwrite(fd, f"{_OWNER}{os.getpid()}\n".encode(), 0)
@@ -117,7 +117,7 @@ def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -
     return fd
 
 
-def _taken(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -125,8 +125,8 @@ def _taken(fd: int) -> bool:
     return True
 
 
-def _runs(owner: str) -> bool:
-    """Whether the process that a lock names is there, as far as can be told."""
+def _is_running(owner: str) -> bool:
+    """Return whether the process that a lock file names runs; True if that is unknown."""
     pid = owner.removeprefix(_OWNER)
     if pid.isdecimal():
         try:
@@ -139,7 +139,7 @@ def _runs(owner: str) -> bool:
 
 
 def lock_is_current(fd: int, directory: Path) -> bool:
-    """Whether a lock is still that of what is at `directory`, which may have been replaced or moved."""
+    """Return whether a lock belongs to the present `directory`, which may have been replaced or moved."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(directory / LOCK))
     except OSError:

@@ -16,12 +16,12 @@ _APPLICATION_ID = 0x54524E4C  # "TRNL"
 _TABLE = (
     "CREATE TABLE documents (row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, title TEXT, text TEXT, attributes BLOB)"
 )
-_AT_ONCE = 500  # ids in one question
+_MAX_IDS = 500  # in one SQL query
 _attributes = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | list[str]])
 
 
 class StoredDocument(msgspec.Struct, frozen=True):
-    """A document as it was stored, under the row that is its own for ever."""
+    """A stored document, under its permanent row."""
 
     row: int
     id: str
@@ -31,7 +31,7 @@ class StoredDocument(msgspec.Struct, frozen=True):
 
 
 class SegmentDocuments:
-    """Documents by row and by id. Any number of threads may read."""
+    """Documents by row and by id. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Open a file that `write` wrote. Raises `CollectionError`."""
@@ -41,7 +41,7 @@ class SegmentDocuments:
 
     @staticmethod
     def write(path: Path, documents: Iterable[StoredDocument]) -> None:
-        """Write a new file. Raises `sqlite3.Error`, with half a file there."""
+        """Write a new file. Raises `sqlite3.Error`, and leaves an incomplete file then."""
         writer = sqlite3.connect(path, isolation_level=None)
         try:
             writer.execute("PRAGMA journal_mode = OFF")
@@ -58,30 +58,30 @@ class SegmentDocuments:
             writer.close()
 
     def get(self, rows: Sequence[int]) -> list[StoredDocument]:
-        """Raises `CollectionError` for a row there is none of."""
+        """Return the documents of rows. Raises `CollectionError` for a row that does not exist."""
         found = []
         for row in rows:
-            columns = self._rows("SELECT row, id, title, text, attributes FROM documents WHERE row = ?", (int(row),))
+            columns = self._query("SELECT row, id, title, text, attributes FROM documents WHERE row = ?", (int(row),))
             found.append(self._document(columns[0] if columns else (row, None)))
         return found
 
     def all(self) -> list[StoredDocument]:
-        """Every document, by row."""
-        rows = self._rows("SELECT row, id, title, text, attributes FROM documents ORDER BY row", ())
+        """Return all documents, by row."""
+        rows = self._query("SELECT row, id, title, text, attributes FROM documents ORDER BY row", ())
         return [self._document(columns) for columns in rows]
 
     def texts(self, first: int, limit: int) -> list[tuple[int, str, str]]:
-        """The next rows from `first` on, with their titles and texts. Raises `CollectionError`."""
+        """Return up to `limit` rows from `first` on, with their titles and texts. Raises `CollectionError`."""
         sql = "SELECT row, title, text FROM documents WHERE row >= ? ORDER BY row LIMIT ?"
-        return [(int(row), str(title), str(text)) for row, title, text in self._rows(sql, (first, limit))]
+        return [(int(row), str(title), str(text)) for row, title, text in self._query(sql, (first, limit))]
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
-        """The rows of those of some ids that are here."""
+        """Return the rows of those ids that exist."""
         found: dict[str, int] = {}
-        for begin in range(0, len(ids), _AT_ONCE):
-            part = tuple(ids[begin : begin + _AT_ONCE])
+        for begin in range(0, len(ids), _MAX_IDS):
+            part = tuple(ids[begin : begin + _MAX_IDS])
             placeholders = ", ".join("?" * len(part))
-            found.update(self._rows(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", part))
+            found.update(self._query(f"SELECT id, row FROM documents WHERE id IN ({placeholders})", part))
         return found
 
     def close(self) -> None:
@@ -92,17 +92,17 @@ class SegmentDocuments:
         if hasattr(self, "_connection"):
             self._connection.close()
 
-    def _rows(self, question: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    def _query(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with self._lock:
             try:
-                return self._connection.execute(question, values).fetchall()
+                return self._connection.execute(sql, values).fetchall()
             except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise CollectionError(f"{self.path} is damaged: {error}") from error
 
     def _document(self, columns: tuple[Any, ...]) -> StoredDocument:
         row, *texts = columns
         if len(texts) != 4 or not all(isinstance(text, str) for text in texts[:3]) or not isinstance(texts[3], bytes):
-            raise CollectionError(f"{self.path} has no document in row {row}, or a damaged one")
+            raise CollectionError(f"{self.path}: the document in row {row} is missing or damaged")
         try:
             return StoredDocument(row, texts[0], texts[1], texts[2], _attributes.decode(texts[3]))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,11 +1,12 @@
-"""The log: what was written to a collection since the segments that its manifest names were sealed.
+"""Write-ahead log of a live collection: the writes that its sealed segments do not contain yet.
 
     header  8s magic, 16s identity of the collection, u64 sequence number of the first record, u32 checksum
     record  u32 mark, u32 payload bytes, u64 sequence number, u32 checksum, payload
 
-Little-endian. Checksums are CRC-32 and begin with the identity, so that a record of another collection, or one inside
-a document's text, is none. A record is written and synced before the next one begins; so after a crash only the last
-one of the last file can be torn. It was never acknowledged, and is cut. Damage before whole records is an error.
+Little-endian. Checksums are CRC-32 and start with the identity, so that a record of another collection, or bytes of a
+document's text, are not mistaken for a record. A record is written and synced before the next one begins, so after a
+crash only the last record of the last file can be torn. It was never acknowledged, and is cut. Damage before complete
+records is an error.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ class Record(NamedTuple):
 
 
 def log_path(directory: Path, first: int) -> Path:
-    """The file whose first record has this sequence number."""
+    """Return the path of the file whose first record has this sequence number."""
     return directory / "log" / f"{first:020d}.log"
 
 
 def log_files(directory: Path) -> list[tuple[int, Path]]:
-    """The log's files and the sequence numbers that they begin with, in order."""
+    """Return the log files with the sequence numbers of their first records, in order."""
     try:
         names = [path for path in (directory / "log").iterdir() if path.suffix == ".log" and path.stem.isdigit()]
     except OSError as error:
@@ -60,8 +61,8 @@ def _checksum(identity: str, sequence: int, payload: bytes | memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(bytes.fromhex(identity) + sequence.to_bytes(8, "little")))
 
 
-def whole_records(content: bytes, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
-    """The records that `content` begins with, the first of which has this number, and where each ends."""
+def complete_records(content: bytes, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
+    """Yield the complete records at the start of `content`, numbered from `sequence`, and the end of each."""
     offset = 0
     while (record := _record_at(content, offset, identity, sequence)) is not None:
         offset += RECORD.size + len(record.payload)
@@ -80,8 +81,8 @@ def _record_at(content: bytes, offset: int, identity: str, sequence: int | None)
     return Record(number, payload) if _checksum(identity, number, payload) == checksum else None
 
 
-def holds_record(content: bytes, identity: str) -> bool:
-    """Whether there is a whole record of this collection anywhere: what stands before it was damaged, not torn."""
+def contains_record(content: bytes, identity: str) -> bool:
+    """Return whether any complete record of this collection follows: then the bytes before it are damaged, not torn."""
     at = content.find(_MARK_BYTES)
     while at >= 0:
         if _record_at(content, at, identity, None) is not None:
@@ -91,7 +92,7 @@ def holds_record(content: bytes, identity: str) -> bool:
 
 
 class LogFile(NamedTuple):
-    """What was read of a file: its records, where the last one ends, and how many bytes behind it are none."""
+    """Content of a file: its records, the end of the last one, and the number of bytes behind it, of a torn record."""
 
     records: list[Record]
     end: int
@@ -99,27 +100,27 @@ class LogFile(NamedTuple):
 
 
 def read_log(path: Path, identity: str, first: int, *, last: bool) -> LogFile:
-    """All of a file. `last`: it may be torn. Raises `CollectionError` for damage before whole records.
+    """Read a file. `last`: it is the last one, which may be torn. Raises `CollectionError` for damage before records.
 
-    A header that is torn is one without records behind it: then `end` is 0.
+    A torn header has no records behind it: then `end` is 0.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise storage_error(error, f"{path} cannot be read") from error
     if content[: HEADER.size] != header_of(identity, first):
-        if not last or holds_record(content, identity) or len(content) > HEADER.size:
-            raise CollectionError(f"{path} is damaged: it does not begin as a log of this collection that begins there")
+        if not last or contains_record(content, identity) or len(content) > HEADER.size:
+            raise CollectionError(f"{path} is damaged: its header does not match this collection and record")
         return LogFile([], 0, len(content))
     found, end = [], HEADER.size
-    for record, offset in whole_records(content[HEADER.size :], identity, first):
+    for record, offset in complete_records(content[HEADER.size :], identity, first):
         found.append(record)
         end = HEADER.size + offset
     torn = len(content) - end
     if torn and not last:
         raise CollectionError(f"{path} is damaged at byte {end}, and is not the last file of the log")
-    if torn and holds_record(content[end:], identity):
-        raise CollectionError(f"{path} is damaged at byte {end}: whole records come behind it; nothing was cut")
+    if torn and contains_record(content[end:], identity):
+        raise CollectionError(f"{path} is damaged at byte {end}: complete records follow; nothing was cut")
     return LogFile(found, end, torn)
 
 
@@ -127,7 +128,7 @@ class LogWriter:
     """Appends records to one file."""
 
     def __init__(self, disk: Disk, path: Path, identity: str, first: int, *, end: int = 0) -> None:
-        """Go on at `end` of a file that is there, cutting what is behind, or begin one (0). Raises `OSError`."""
+        """Append at `end` of an existing file, cutting the bytes behind it, or create a file (0). Raises `OSError`."""
         self._disk, self._identity = disk, identity
         self.path, self.end = path, end
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -143,7 +144,7 @@ class LogWriter:
             raise
 
     def append(self, sequence: int, payload: bytes) -> None:
-        """Write a record; `sync` makes it last. Raises `OSError`, with nothing of it left."""
+        """Write a record; `sync` makes it durable. Raises `OSError`, with the file as before."""
         self._append(record_of(self._identity, sequence, payload))
 
     def _append(self, content: bytes) -> None:
@@ -157,14 +158,14 @@ class LogWriter:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file that is written to is the one at its path, with all that was written to it."""
+        """Whether the open file is still the file at its path, with all records."""
         with contextlib.suppress(OSError):
             there = os.stat(self.path)
             return os.path.samestat(os.fstat(self._fd), there) and there.st_size >= self.end
         return False
 
     def sync(self) -> None:
-        """Raises `OSError`; whether the last record lasts is not known then."""
+        """Make the records durable. Raises `OSError`; whether the last record is durable is then unknown."""
         self._disk.sync(self._fd)
 
     def close(self) -> None:
@@ -172,43 +173,43 @@ class LogWriter:
 
 
 class LogFollower:
-    """Reads a log that another process writes, from the beginning of one of its files on."""
+    """Reads a log that another process writes, from the start of one of its files on."""
 
     def __init__(self, directory: Path, identity: str, first: int) -> None:
-        """Raises `FileNotFoundError` if there is no such file (any more)."""
+        """Open the file that begins at record `first`. Raises `FileNotFoundError` if it does not exist."""
         self._directory, self._identity = directory, identity
-        self.sequence = first  # of the next record
-        self.first, self._offset = first, 0  # of the file, and where its next record begins
-        self._torn = False  # there are bytes behind the last whole record: it is being written, or was never whole
+        self.sequence = first  # number of the next record
+        self.first, self._offset = first, 0  # first record of the file, and position of the next record
+        self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
         self._fd = os.open(log_path(directory, first), os.O_RDONLY | os.O_CLOEXEC)
 
     def poll(self) -> list[Record]:
-        """The records that came since. Costs two looks at the file system where none did.
+        """Return the records since the last call; two system calls if there are none.
 
-        Raises `CollectionError` for damage before whole records, at every call.
+        Raises `CollectionError` for damage before complete records, at every call.
         """
         found: list[Record] = []
         while True:
             found += self._read()
             if self._torn and any(first > self.first for first, _ in log_files(self._directory)):
-                found += self._read()  # the writer went on to another file after it had written this one to its end
+                found += self._read()  # the writer completed this file before it created the next
                 if self._torn:
                     raise self._damaged(self._offset, ", and is not the last file of the log")
             following = log_path(self._directory, self.sequence)
             if self.sequence == self.first or not following.exists():
                 return found
-            found += self._read()  # what was written between the look at this file and the next one's beginning
+            found += self._read()  # records that were written before the next file was created
             if log_path(self._directory, self.sequence) == following:
                 try:
                     fd = os.open(following, os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:  # sealed meanwhile: the manifest says where to go on
+                except FileNotFoundError:  # sealed in the meantime: the manifest has the next position
                     return found
                 os.close(self._fd)
                 self._fd, self.first, self._offset = fd, self.sequence, 0
 
     @property
     def is_current(self) -> bool | None:
-        """Whether the file that is read is the one at its path, with all that was read of it. None: there is none."""
+        """Whether the open file is still the file at its path, with all records read. None if the path is gone."""
         try:
             there = os.stat(log_path(self._directory, self.first))
         except OSError:
@@ -220,7 +221,7 @@ class LogFollower:
         if self._offset == 0:
             if os.pread(self._fd, HEADER.size, 0) != header_of(self._identity, self.first):
                 if size > HEADER.size:
-                    raise self._damaged(0, ": it does not begin as a log of this collection that begins there")
+                    raise self._damaged(0, ": its header does not match this collection and record")
                 return []
             self._offset = HEADER.size
         self._torn = size > self._offset
@@ -228,18 +229,18 @@ class LogFollower:
             return []
         content = os.pread(self._fd, size - self._offset, self._offset)
         found, end = [], 0
-        for record, offset in whole_records(content, self._identity, self.sequence):
+        for record, offset in complete_records(content, self._identity, self.sequence):
             found.append(record)
             end = offset
         self._torn = end < len(content)
-        if self._torn and holds_record(content[end:], self._identity):
-            raise self._damaged(self._offset + end, ": whole records come behind it")
+        if self._torn and contains_record(content[end:], self._identity):
+            raise self._damaged(self._offset + end, ": complete records follow")
         self._offset += end
         self.sequence += len(found)
         return found
 
-    def _damaged(self, at: int, why: str) -> CollectionError:
-        return CollectionError(f"{log_path(self._directory, self.first)} is damaged at byte {at}{why}")
+    def _damaged(self, at: int, detail: str) -> CollectionError:
+        return CollectionError(f"{log_path(self._directory, self.first)} is damaged at byte {at}{detail}")
 
     def close(self) -> None:
         os.close(self._fd)

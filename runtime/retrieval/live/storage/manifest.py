@@ -1,4 +1,4 @@
-"""`collection.json`, which never changes, and `MANIFEST`, which is replaced whole."""
+"""`collection.json`, which is immutable, and `MANIFEST`, which is replaced atomically."""
 
 import re
 import secrets
@@ -31,11 +31,11 @@ _T = TypeVar("_T", "Description", "Manifest")
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a live collection is.
+    """Immutable description of a live collection.
 
-    embedder: null where vectors come ready. demanded: an attribute that every search must bind by its filter (a
-    tenant), or null. schema: attributes whose types were given beforehand. shards: into how many it is split, for as
-    many pool workers; not written for one in one piece, so that those of earlier versions keep their checksums.
+    embedder: null if documents come with vectors. demanded: an attribute that the filter of every search must bind (a
+    tenant), or null. schema: attributes whose types were given at creation. shards: number of shards, one a pool
+    worker; omitted for one shard, so that collections of earlier versions keep their checksums.
     """
 
     identity: str
@@ -57,12 +57,12 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 1 if self.shards is msgspec.UNSET else self.shards
 
     def shard_of(self, name: str) -> int:
-        """The shard of the document with this id: the same one for ever, so that a document replaces itself there."""
+        """Return the shard of the document with this id. It never changes, so an upsert replaces within its shard."""
         return zlib.crc32(name.encode()) % self.shard_count
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A sealed segment: its directory's number, its rows, the checksum of its own description, and its shard."""
+    """A sealed segment: the number of its directory, its rows, the checksum of its description, and its shard."""
 
     number: int
     size: int
@@ -71,8 +71,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a collection stands. sequence: the first record of the log that is not in the segments; a file of the log
-    begins with it. next_row, next_segment: the first that were never used as of then."""
+    """State of a collection's segments.
+
+    sequence: the first log record that the segments do not contain, which begins a log file. next_row, next_segment:
+    the lowest numbers that were never used.
+    """
 
     generation: int
     segments: list[SegmentInfo]
@@ -94,12 +97,12 @@ def new_identity() -> str:
 
 
 def write_with_checksum(disk: Disk, path: Path, content: Description | Manifest) -> None:
-    """Replace a file by this, with a checksum of itself. Raises `OSError`."""
+    """Replace a file durably by this struct with its checksum. Raises `OSError`."""
     disk.write_file(path, encode_with_checksum(content))
 
 
 def is_live(directory: Path) -> bool:
-    """Whether there is a live collection, damaged or not."""
+    """Return whether the directory is a live collection, intact or damaged."""
     try:
         with (directory / DESCRIPTION).open("rb") as file:
             return f'"{FORMAT}"'.encode() in file.read(_MAX_BYTES)
@@ -108,10 +111,10 @@ def is_live(directory: Path) -> bool:
 
 
 def read_description(directory: Path) -> Description:
-    """Raises `CollectionError`."""
+    """Read and check the description. Raises `CollectionError`."""
     path = directory / DESCRIPTION
     if is_collection(directory):
-        raise CollectionError(f"{directory} is no live collection, but one of `trinity index build`")
+        raise CollectionError(f"{directory} is not a live collection, but one of `trinity index build`")
     found = _read(path, Description)
     if found.kind != "live" or not _IDENTITY.fullmatch(found.identity):
         raise CollectionError(f"{path} is damaged: it is of kind {found.kind!r:.40}")
@@ -125,30 +128,30 @@ def read_description(directory: Path) -> Description:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises `CollectionError`."""
+    """Read and check the manifest. Raises `CollectionError`."""
     path = directory / MANIFEST
     found = _read(path, Manifest)
     numbers = [segment.number for segment in found.segments]
     sound = len(numbers) <= MAX_SEGMENTS and len(set(numbers)) == len(numbers) and len(found.schema) <= MAX_ATTRIBUTES
     if not sound or min([found.sequence, found.next_row, found.next_segment, found.generation, *numbers]) < 0:
-        raise CollectionError(f"{path} is damaged: its numbers do not fit together")
+        raise CollectionError(f"{path} is damaged: its numbers are inconsistent")
     return found
 
 
-def _read(path: Path, kind: type[_T]) -> _T:
+def _read(path: Path, struct: type[_T]) -> _T:
     try:
         if not path.is_file():
-            raise CollectionError(f"{path.parent} is not a live collection: there is no file {path.name}")
+            raise CollectionError(f"{path.parent} is not a live collection: it has no file {path.name}")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be read") from error
     try:
-        found: Any = msgspec.json.decode(content, type=kind)
+        found: Any = msgspec.json.decode(content, type=struct)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if found.format != FORMAT or found.version != VERSION:
         raise CollectionError(f"{path} has format {found.format!r:.40} {found.version}; this Trinity reads {VERSION}")
     if found.sha256 != compute_digest(found):
-        raise CollectionError(f"{path} is damaged: its checksum does not fit its content")
+        raise CollectionError(f"{path} is damaged: its checksum does not match its content")
     return found  # type: ignore[no-any-return]

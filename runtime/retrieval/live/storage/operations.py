@@ -1,4 +1,4 @@
-"""What a record of the log says: operations, in MessagePack. All of a record's take effect, or none."""
+"""Operations of a log record, in MessagePack. A record is applied atomically."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from runtime.retrieval.passages import Attributes
 
 
 class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
-    """Documents under rows `first`, `first + 1`, …; `replaced` are the rows that they had before.
+    """Documents under consecutive rows from `first` on; `replaced` are the rows of the documents that they replace.
 
-    vectors: float32 [documents, d] as bytes, as the metric wants them (normalised for cosine).
+    vectors: float32 [documents, d] as bytes, normalised for cosine.
     """
 
     first: int
@@ -29,7 +29,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """Rows that are no more."""
+    """Deleted rows."""
 
     rows: list[int]
 
@@ -42,7 +42,7 @@ def encode(operations: list[Operation]) -> bytes:
 
 
 def decode(payload: bytes, dim: int) -> list[Operation]:
-    """Raises `CollectionError` for a payload that is not one of a collection of vectors of this length."""
+    """Decode a payload. Raises `CollectionError` if it is damaged or its vectors do not have this dimension."""
     try:
         operations: list[Any] = msgspec.msgpack.decode(payload, type=list[Upsert | Delete])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -52,32 +52,32 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
             count = len(operation.ids)
             same = count == len(operation.titles) == len(operation.texts) == len(operation.attributes)
             if not same or len(operation.vectors) != count * dim * 4 or operation.first < 0:
-                raise CollectionError("a record of the log is damaged: its parts do not fit together")
+                raise CollectionError("a record of the log is damaged: its fields are inconsistent")
     return operations
 
 
 def decode_vectors(operation: Upsert, dim: int) -> NDArray[np.float32]:
-    """float32 [documents, d]."""
+    """Return the vectors, float32 [documents, d]."""
     return np.frombuffer(operation.vectors, np.float32).reshape(-1, dim)
 
 
-# ---- writes that wait for their record of the log: several share one, and its sync
+# ---- pending writes, several of which share a record and its sync
 
 
 @dataclass
 class WriteGroup:
-    """Operations that become one record: what has been decided in it so far."""
+    """Operations that become one record, and the state that they lead to so far."""
 
     next_row: int
     schema: Schema
     operations: list[Operation] = field(default_factory=list)
-    rows: dict[str, int | None] = field(default_factory=dict)  # of ids: None where it deletes them
+    rows: dict[str, int | None] = field(default_factory=dict)  # by id; None: the group deletes it
     size: int = 0
 
 
 @dataclass
 class PendingWrite:
-    """A write that waits for its record."""
+    """A write that waits for its record. `prepare` adds its operations to a group and returns its result."""
 
     prepare: Callable[[WriteGroup], int]
     exclusive: bool  # it depends on stored state, so no other write may precede it in its record

@@ -1,9 +1,9 @@
-"""What a merge that did not end has made: whoever merges the same segments again goes on from there.
+"""Checkpoints of a merge, from which the next merge of the same segments resumes after a crash.
 
     segments/.merging/job.json     the segments that are merged
-    segments/.merging/<name>.npy   an array that took long to make, and its SHA-256
+    segments/.merging/<name>.npy   an array that took long to compute, and its SHA-256
 
-There is one at a time, and it goes once its segments have. A file that is not whole is made again.
+There is one merge at a time; its checkpoints are removed with its segments. An incomplete file is computed again.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from runtime.retrieval.live.storage.manifest import Manifest, SegmentInfo
 from runtime.retrieval.live.storage.segment import building_path, segment_path
 
 MERGING = ".merging"
-_JOB, _VERSION = "job.json", 1  # of what the arrays mean
+_JOB, _VERSION = "job.json", 1  # version of the meaning of the arrays
 _MAX_BYTES = 1 << 20
 
 
@@ -36,7 +36,7 @@ class ResumableMerge:
     """A merge of some segments of the collection at `directory`."""
 
     def __init__(self, disk: Disk, directory: Path, merged: Sequence[SegmentInfo]) -> None:
-        """Go on with it, or begin it in the place of another one. Raises `OSError`."""
+        """Resume the merge, or begin it and discard the checkpoints of another one. Raises `OSError`."""
         self._disk, self._path = disk, merging_path(directory)
         job = _Job(_VERSION, list(merged))
         if _job_at(self._path) != job:
@@ -44,12 +44,12 @@ class ResumableMerge:
             self._path.mkdir()
             disk.write_file(self._path / _JOB, msgspec.json.encode(job))
 
-    def get_or_compute(self, name: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """The array of this name: what was kept of it, or what `make` makes, which is kept if there is room."""
+    def get_or_compute(self, name: str, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """Return the checkpoint of this name, or compute and save it. Failures to save are ignored (a full disk)."""
         path = self._path / f"{name}.npy"
         found = _read(path)
         if found is None:
-            found = make()
+            found = compute()
             self._write(path, found)
         return found
 
@@ -62,7 +62,7 @@ class ResumableMerge:
                 file.flush()
                 self._disk.sync(file.fileno())
             os.rename(part, path)
-        except OSError:  # it is made again, should it be needed again
+        except OSError:  # a resumed merge computes it again
             self._disk.remove(part)
 
 
@@ -71,7 +71,7 @@ def merging_path(directory: Path) -> Path:
 
 
 def resumable_segments(directory: Path, manifest: Manifest) -> list[int]:
-    """The numbers of the segments of a merge that can go on; none where there is none."""
+    """Return the numbers of the segments of a merge that can resume; empty if there is none."""
     job = _job_at(merging_path(directory))
     if job is None or not job.merged or any(info not in manifest.segments for info in job.merged):
         return []
@@ -79,8 +79,11 @@ def resumable_segments(directory: Path, manifest: Manifest) -> list[int]:
 
 
 def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int], merging: bool) -> list[Path]:
-    """What a manifest does not name: what was merged, sealed, or left by a build that was killed. Not the segments that
-    are being built, by number, nor what a merge has made that can go on, or (`merging`) may be going on."""
+    """Return the files that a manifest does not need: merged segments, sealed log files, leftovers of killed builds.
+
+    Excludes the segments that are being built, by number, and the checkpoints of a merge that can resume or, with
+    `merging`, may be running.
+    """
     kept = {segment_path(directory, info.number) for info in manifest.segments}
     kept |= {
         path for number in building for path in (segment_path(directory, number), building_path(directory, number))

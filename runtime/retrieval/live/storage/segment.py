@@ -1,6 +1,6 @@
-"""A sealed segment: an index whose ids are row numbers, documents and attributes, in a directory that never changes.
+"""A sealed segment: an index whose ids are row numbers, documents and attributes, in an immutable directory.
 
-segment.json         its size, and the checksums of the others
+segment.json         its size, and the checksums of the other files
 index/               see `gpu.index.storage`
 documents.sqlite     see `documents`
 attributes.msgpack   see `Columns.encode`
@@ -46,14 +46,14 @@ def segment_path(directory: Path, number: int) -> Path:
 
 
 def building_path(directory: Path, number: int) -> Path:
-    """Where it is until it is whole."""
+    """Return the temporary path of a segment that is being written."""
     return directory / "segments" / f".building-{number}"
 
 
 class Segment:
-    """A segment that is open. `rows`: int64 [size], ascending. `alive`: bool [size], which are not deleted.
+    """An open segment. `rows`: int64 [size], ascending. `alive`: bool [size], whether each row is not deleted.
 
-    `files`: what it was read from, by their paths within it.
+    `files`: the checksums of its files, by their paths within the segment.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Segment:
         self.rows: NDArray[np.int64] = index.data.ids
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
-        """How often rows were hidden: whether what was made of `alive` is still right."""
+        """Number of changes of `alive`, so that data derived from it can be invalidated."""
         self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.passing)
-        """Whether each row passes a filter. The last filters' answers are kept."""
+        """Returns whether each row passes a filter; an LRU cache of the last filters."""
 
     @classmethod
     def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> "Segment":
@@ -82,7 +82,7 @@ class Segment:
         try:
             index = GraphIndex.load(path / _INDEX)
             index.check_graph()
-            arrays = {f"{_INDEX}/{name}": FileChecksum(*told) for name, told in index.files().items()}
+            arrays = {f"{_INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
         except GpuError as error:
             raise CollectionError(str(error)) from error
         ids = index.data.ids
@@ -102,29 +102,29 @@ class Segment:
         return self.index.size
 
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where those of some rows are that are here."""
+        """Return the positions of those rows that are in this segment."""
         return locate_rows(self.rows, rows)[1]
 
     def delete(self, rows: NDArray[np.int64]) -> None:
-        """Hide those of some rows that are here."""
+        """Mark those of the rows that are in this segment as deleted."""
         positions = self.positions(rows)
         if len(positions):
             self.alive[positions] = False
             self.deletions += 1
 
     def vectors(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The vectors of some rows, float32 [n, d]: as they came, but for rounding under float16."""
+        """Return the vectors at some positions, float32 [n, d], as upserted except for rounding under float16."""
         rows = self.index.data.rows
         codes = rows.codes if rows.full is None else rows.full
         found: NDArray[np.float32] = codes[positions, : rows.dim].astype(np.float32) / np.float32(rows.scale)
         return found
 
 
-def locate_rows(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
-    """Which of some wanted rows are among others, ascending, and where these stand there."""
-    found = np.searchsorted(rows, wanted)
+def locate_rows(rows: NDArray[np.int64], queried: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
+    """Return which of the queried rows are among `rows`, which ascend, and the positions of those."""
+    found = np.searchsorted(rows, queried)
     here = found < len(rows)
-    here[here] = rows[found[here]] == wanted[here]
+    here[here] = rows[found[here]] == queried[here]
     return here, found[here]
 
 
@@ -140,7 +140,7 @@ def write_segment(
     progress: Progress = no_progress,
     keep: Keep | None = None,
 ) -> SegmentInfo:
-    """Seal documents, by ascending row, and their vectors float32 [n, d]. It is there whole and lasts, or not at all.
+    """Seal documents, by ascending row, and their vectors float32 [n, d], atomically and durably.
 
     Raises `CollectionError`, `NoRoom`.
     """
@@ -170,7 +170,7 @@ def write_segment(
         text = msgspec.json.encode(contents)
         (building / _DESCRIPTION).write_bytes(text)
         disk.sync_tree(building)
-        disk.remove(path)  # of a build that was not taken
+        disk.remove(path)  # of a build that was not installed
         os.rename(building, path)
         disk.sync_directory(path.parent)
         progress("write", 1.0)
@@ -187,7 +187,7 @@ def write_segment(
 
 
 def verify_segment(directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> None:
-    """Read a segment to the end. Raises `CollectionError` that names what is damaged."""
+    """Verify all files of a segment. Raises `CollectionError` that names the damaged one."""
     path = segment_path(directory, info.number)
     for name, known in _contents(path, info).files.items():
         if checksum_file(path / name) != known:
@@ -208,7 +208,7 @@ def _contents(path: Path, info: SegmentInfo) -> _Contents:
         with (path / _DESCRIPTION).open("rb") as file:
             text = file.read(_MAX_BYTES)
         if hashlib.sha256(text).hexdigest() != info.sha256:
-            raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum is not the manifest's")
+            raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum differs from the manifest's")
         contents = msgspec.json.decode(text, type=_Contents)
         if contents.size != info.size or set(contents.files) != set(_FILES):
             raise CollectionError(f"{path / _DESCRIPTION} is damaged: it has {contents.size} rows, not {info.size}")
