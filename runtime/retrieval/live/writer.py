@@ -297,7 +297,9 @@ class LiveWriter:
         try:
             self.log.sync()
         except OSError as error:
-            failed = storage_error(error, f"{path} cannot be synced; whether the last write is stored is unknown: reopen it")
+            failed = storage_error(
+                error, f"{path} cannot be synced; whether the last write is stored is unknown: reopen it"
+            )
             self._failure = failed.message
             return failed
         self.state.apply(operations)
