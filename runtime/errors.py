@@ -1,13 +1,14 @@
-"""The errors of `runtime`: one family, each with the code that crosses processes and the HTTP status it becomes."""
+"""Exceptions of `runtime`: one hierarchy; each class has the code sent between processes and its HTTP status."""
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2  # as typer's own for an option that is wrong
-EXIT_BUSY = 75  # sysexits.h EX_TEMPFAIL: trying again later may help
-EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: trying again would not help
+EXIT_USAGE = 2  # typer's code for an invalid option
+EXIT_BUSY = 75  # sysexits.h EX_TEMPFAIL: a retry may succeed
+EXIT_CONFIG = 78  # sysexits.h EX_CONFIG: a retry fails again
 
 
 class TrinityError(Exception):
-    """Base of all errors a user of the runtime can meet. `code` is stable; the message gives value and limit.
+    """Base of all errors that users of the runtime can encounter. `code` is stable; the message contains value and
+    limit.
 
     `exit_code`: of the `trinity` command, or of a worker, that ends with it (docs/operate.md, "Exit codes").
     """
@@ -23,14 +24,14 @@ class TrinityError(Exception):
 
 
 class ConfigError(TrinityError):
-    """The configuration cannot be run, or a file that a command was given. Raised before anything is started."""
+    """The configuration, or a file given to a command, cannot be used. Raised before anything is started."""
 
     code = "config_error"
     exit_code = EXIT_CONFIG
 
 
 class ResourceBusy(TrinityError):
-    """What a node needs is in use, or there is too little of it just now: an address, a name, memory."""
+    """A resource that a node needs is in use or scarce at the moment: an address, a name, memory."""
 
     code = "resource_busy"
     status = 503
@@ -38,52 +39,52 @@ class ResourceBusy(TrinityError):
 
 
 class InvalidRequest(TrinityError):
-    """The request asks for something that cannot be: a wrong type, a value over its limit."""
+    """The request is invalid: a wrong type, a value over its limit."""
 
     code = "invalid_request"
     status = 400
 
 
 class UsageError(InvalidRequest):
-    """The command line is wrong: what an option says, or what does not go together."""
+    """The command line is invalid: the value of an option, or a combination of options."""
 
     exit_code = EXIT_USAGE
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer together do not fit into the model's context."""
+    """Prompt and answer together exceed the model's context."""
 
     code = "context_length_exceeded"
 
 
 class UnknownCollection(InvalidRequest):
-    """No collection of that name is loaded on this node."""
+    """This node serves no collection of that name."""
 
     code = "unknown_collection"
     status = 404
 
 
 class InvalidFilter(InvalidRequest):
-    """A filter is none, is over its limits, or compares what the collection does not have."""
+    """A filter is malformed, exceeds its limits, or uses attributes that the collection does not have."""
 
     code = "invalid_filter"
 
 
 class InvalidDocument(InvalidRequest):
-    """A document to be stored is over a limit, or does not fit to those that the collection has."""
+    """A document to be stored exceeds a limit, or does not match the collection's schema."""
 
     code = "invalid_document"
 
 
 class UnknownModel(InvalidRequest):
-    """No model of that name is served by this node."""
+    """This node serves no model of that name."""
 
     code = "model_not_found"
     status = 404
 
 
 class UnknownRequest(InvalidRequest):
-    """Nothing is known of a request with that id."""
+    """There is no request with that id."""
 
     code = "request_not_found"
     status = 404
@@ -97,21 +98,21 @@ class Unauthorized(TrinityError):
 
 
 class Forbidden(TrinityError):
-    """The API key may not reach what is asked for."""
+    """The API key does not grant access to the requested resource."""
 
     code = "forbidden"
     status = 403
 
 
 class Overloaded(TrinityError):
-    """A queue is full. Nothing was accepted; try again later."""
+    """A queue is full. Nothing was accepted; retry later."""
 
     code = "overloaded"
     status = 503
 
 
 class DeadlineExceeded(TrinityError):
-    """The request's deadline passed before its result was there."""
+    """The deadline passed before the result was available."""
 
     code = "deadline_exceeded"
     status = 504
@@ -132,53 +133,53 @@ class Unavailable(TrinityError):
 
 
 class CollectionReplaced(Unavailable):
-    """The build of a collection that was asked for is not served any more; another one is. Ask anew."""
+    """The requested build of a collection has been replaced by another one. Retry."""
 
     code = "collection_replaced"
 
 
 class EngineUnreachable(Unavailable):
-    """No server that runs the model answers."""
+    """No server that runs the model can be reached."""
 
     code = "engine_unreachable"
 
 
 class EngineFailed(TrinityError):
-    """The server that runs the model answered with what it should not: an error of its own, or no answer at all."""
+    """The server that runs the model returned an error or an invalid response."""
 
     code = "engine_failed"
     status = 502
 
 
 class EngineRefusedKey(EngineFailed):
-    """The server that runs the model does not take our key, or wants one."""
+    """The server that runs the model rejected the API key, or requires one."""
 
     code = "engine_refused_key"
 
 
 class EmbedderUnreachable(Unavailable):
-    """The server that turns texts into vectors does not answer, or has too much to do."""
+    """The embedding server cannot be reached or is overloaded."""
 
     code = "embedder_unreachable"
     exit_code = EXIT_BUSY
 
 
 class EmbedderFailed(TrinityError):
-    """The server that turns texts into vectors answered with what it should not: an error, or no vectors."""
+    """The embedding server returned an error or an invalid response."""
 
     code = "embedder_failed"
     status = 502
 
 
 class CollectionError(TrinityError):
-    """A collection's directory is missing, foreign or damaged."""
+    """A collection's directory is missing, damaged, or not a collection."""
 
     code = "collection_error"
     exit_code = EXIT_CONFIG
 
 
 class NoRoom(CollectionError):
-    """A collection cannot be built or written to just now: the disk is full, or a quota, or memory is too little."""
+    """A collection cannot be built or written to: disk, quota or memory are exhausted."""
 
     code = "no_room"
     status = 507
@@ -186,7 +187,7 @@ class NoRoom(CollectionError):
 
 
 class CollectionBusy(CollectionError):
-    """Another process writes to the collection, and only one may."""
+    """Another process is writing to the collection; only one writer is allowed."""
 
     code = "collection_busy"
     status = 503
@@ -194,13 +195,13 @@ class CollectionBusy(CollectionError):
 
 
 class BuildRefused(CollectionError):
-    """An argument of a collection's build is outside its limits, or does not go with another."""
+    """An argument of a collection's build is out of range, or conflicts with another one."""
 
     exit_code = EXIT_USAGE
 
 
 class OutputRefused(CollectionError):
-    """What is where a collection is to be built is left as it is."""
+    """The output path of a build exists and is not overwritten."""
 
     exit_code = EXIT_USAGE
 
@@ -213,16 +214,17 @@ class ModelError(TrinityError):
 
 
 class InternalError(TrinityError):
-    """A fault of Trinity's own."""
+    """An internal error of Trinity."""
 
 
-def _family(root: type[TrinityError]) -> list[type[TrinityError]]:
-    return [root, *(kind for child in root.__subclasses__() for kind in _family(child))]
+def _hierarchy(root: type[TrinityError]) -> list[type[TrinityError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _hierarchy(child))]
 
 
-_BY_CODE = {kind.code: kind for kind in reversed(_family(TrinityError))}
+_BY_CODE = {found.code: found for found in reversed(_hierarchy(TrinityError))}
 
 
 def error_from_code(code: str, message: str, param: str | None = None) -> TrinityError:
-    """The error that a worker reported, as an exception of its own class (an unknown code becomes `InternalError`)."""
+    """Return the error that a worker reported as an exception of its own class; an unknown code becomes
+    `InternalError`."""
     return _BY_CODE.get(code, InternalError)(message, param)

@@ -17,7 +17,7 @@ from runtime.errors import CollectionError, ConfigError
 from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
-from runtime.node.logs.log import plain
+from runtime.node.logs.log import escape_control
 from runtime.retrieval.embedding.loading import load_embedder, read_key
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.storage.disk import Disk, storage_error
@@ -104,7 +104,7 @@ def follow(
 
 
 def _report(words: str) -> None:
-    print(plain(words), file=sys.stderr, flush=True)
+    print(escape_control(words), file=sys.stderr, flush=True)
 
 
 def _told(result: SyncResult, count: int) -> None:

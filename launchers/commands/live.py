@@ -12,7 +12,7 @@ import typer
 
 from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
-from runtime.node.logs.log import plain
+from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
 from runtime.retrieval.collections.sources import explain_decode_error
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
@@ -138,7 +138,7 @@ def search(
     for document, distance in zip(found, distances[0], strict=False):
         if document is not None:
             words = " ".join(f"{document.title} {document.text}".split())
-            print(f"{distance:.4f}  {plain(document.id)}  {plain(words[:100])}")
+            print(f"{distance:.4f}  {escape_control(document.id)}  {escape_control(words[:100])}")
 
 
 def show_info(directory: Path) -> None:

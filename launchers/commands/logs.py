@@ -14,8 +14,8 @@ import typer
 from launchers.node_option import NodeOption, resolve_node
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.node.config import NodeSection
-from runtime.node.logs.log import LEVELS, Level, Line, plain
-from runtime.node.logs.reader import read
+from runtime.node.logs.log import LEVELS, Level, LogLine, escape_control
+from runtime.node.logs.reader import read_logs
 from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import LOGS, NodeInfo, find_node
 
@@ -44,7 +44,7 @@ def logs(
         raise Unavailable(f"--follow: no running node in {directory}")
     with _waiter(info if follow else None) as wait:
         try:
-            for line in read(directory, wait):
+            for line in read_logs(directory, wait):
                 if _matches(line, worker, request, level):
                     print(format_line(line), flush=follow)
             sys.stdout.flush()
@@ -52,13 +52,13 @@ def logs(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def format_line(line: Line) -> str:
+def format_line(line: LogLine) -> str:
     """Format a line for display, with its traceback on separate lines."""
     head = msgspec.structs.replace(line, detail="").text()
-    return "\n    ".join([head, *map(plain, line.detail.splitlines())])
+    return "\n    ".join([head, *map(escape_control, line.detail.splitlines())])
 
 
-def _matches(line: Line, worker: str, request: str, level: Level) -> bool:
+def _matches(line: LogLine, worker: str, request: str, level: Level) -> bool:
     of_request = not request or line.request == request or line.request.startswith(f"{request}~")  # a later attempt
     return of_request and line.process == (worker or line.process) and LEVELS.get(line.level, 99) >= LEVELS[level]
 

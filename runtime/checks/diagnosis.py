@@ -180,7 +180,7 @@ def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[
     yield Finding("ok", "torch CUDA", f"built for {built}")
     named = {device for role in _model_roles(config) for device in role.devices}
     for gpu in machine.gpus:
-        if any(gpu.called(name) for name in named):
+        if any(gpu.matches(name) for name in named):
             trouble = probe(gpu)
             yield Finding.of(not trouble, f"GPU {gpu.index} torch", trouble or "works", advice, "error")
 

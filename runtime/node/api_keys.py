@@ -1,8 +1,10 @@
-"""The file of the node's API keys, one a line, and what each may reach.
+"""The node's API keys: a file with one key per line, and what each key grants.
 
+```
 K1                                    everything
-K2 notes/tenant=acme                  of collection notes what has this attribute, and no other collection
+K2 notes/tenant=acme                  collection notes, restricted to this attribute value; no other collection
 K3 notes/tenant="acme inc" manuals    the same, and all of collection manuals
+```
 """
 
 import re
@@ -18,21 +20,22 @@ _GRANT = re.compile(r"(?P<collection>[^/=]+)(/(?P<attribute>[^/=]+)=(?P<value>.+
 
 
 class ApiKey(NamedTuple):
-    """grants: the collections that it may reach, by name, with the attribute and value that its searches and writes are
-    bound to, or None for all of a collection; None: it may reach everything."""
+    """An API key. `grants`: by collection, the attribute and value that its searches and writes are restricted to, None
+    for the whole collection; `grants` None: access to everything."""
 
     key: str
     grants: Mapping[str, tuple[str, str] | None] | None = None
 
 
 def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
-    """The node's keys; empty lines and lines that begin with # are skipped. Raises `ConfigError`; it shows no key."""
+    """Read the node's keys; empty lines and lines that begin with # are skipped. Raises `ConfigError`, without showing
+    a key."""
     path = config.http.api_keys_file
     if not path:
         return ()
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {error}") from error
     keys: dict[str, ApiKey] = {}
     known = {found.name for found in config.collections} | {found.name for found in config.remote}
@@ -42,10 +45,10 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
         where = f"http.api_keys_file: line {number} of {path}"
         key, *rest = line.split(maxsplit=1)
         if not key.isascii() or not key.isprintable():
-            raise ConfigError(f"{where}: the key has characters beyond printable ASCII")
+            raise ConfigError(f"{where}: the key contains characters other than printable ASCII")
         grants = _grants(rest[0], where, known) if rest else None
         if key in keys and keys[key].grants != grants:
-            raise ConfigError(f"{where} has a key once more, with other grants")
+            raise ConfigError(f"{where} repeats a key with different grants")
         keys[key] = ApiKey(key, grants)
     if not keys:
         raise ConfigError(f"http.api_keys_file: no key in {path}")
@@ -60,12 +63,12 @@ def _grants(text: str, where: str, known: set[str]) -> dict[str, tuple[str, str]
     grants: dict[str, tuple[str, str] | None] = {}
     for number, word in enumerate(words, 1):
         found = _GRANT.fullmatch(word)
-        if found is None:  # not shown: it may be a part of a key
+        if found is None:  # not shown: it may be part of a key
             raise ConfigError(f"{where}: grant {number} is neither COLLECTION nor COLLECTION/ATTRIBUTE=VALUE")
         name = found["collection"]
         if name not in known:
-            raise ConfigError(f"{where}: grant {number} is of no collection of this node ({', '.join(sorted(known))})")
+            raise ConfigError(f"{where}: grant {number} names an unknown collection; known: {', '.join(sorted(known))}")
         if name in grants:
-            raise ConfigError(f"{where}: collection {name!r} comes twice")
+            raise ConfigError(f"{where}: collection {name!r} is listed twice")
         grants[name] = (found["attribute"], found["value"]) if found["attribute"] else None
     return grants

@@ -1,4 +1,4 @@
-"""A configuration's file: read as TOML, its relative paths made absolute."""
+"""Loading of the configuration file: TOML, with relative paths made absolute."""
 
 import os
 import tomllib
@@ -10,14 +10,14 @@ from runtime.errors import ConfigError
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.engine_config import ModelSection, OpenAiSection, VllmSection
 
-_MOST_NAME = 255  # bytes: Linux's NAME_MAX
-_MOST_PATH = 4096 - 1 - (1 + _MOST_NAME)  # PATH_MAX, with room for a file in it
+_MAX_NAME_BYTES = 255  # Linux's NAME_MAX
+_MAX_PATH_BYTES = 4096 - 1 - (1 + _MAX_NAME_BYTES)  # PATH_MAX, less a file name
 
 
 def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConfig:
-    """Read and check a TOML file. Relative paths in it are relative to its folder. Raises `ConfigError`.
+    """Load and validate a TOML file. Relative paths in it are resolved against its directory. Raises `ConfigError`.
 
-    name, port: take the place of those in the file, so that several nodes can run from one.
+    name, port: override those of the file, so that several nodes can run from one file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConf
         ) from error
     try:
         raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # beside the parser's own: a number of 5,000 digits, arrays in arrays
+    except (ValueError, RecursionError) as error:  # also numbers of 5,000 digits, deeply nested arrays
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     try:
         for section, key, value in (("node", "name", name or None), ("http", "port", port)):
@@ -47,14 +47,17 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
         if not path:
             return ""
         if "\0" in path:
-            raise ConfigError(f"{key} = {path!r}: no path has a NUL in it")
+            raise ConfigError(f"{key} = {path!r}: a path cannot contain a NUL")
         try:
             whole = folder / Path(path).expanduser()
         except RuntimeError as error:
             raise ConfigError(f"{key} = {path!r}: {error}") from error
-        if (size := len(os.fsencode(whole))) > _MOST_PATH or any(len(os.fsencode(p)) > _MOST_NAME for p in whole.parts):
+        if (size := len(os.fsencode(whole))) > _MAX_PATH_BYTES or any(
+            len(os.fsencode(p)) > _MAX_NAME_BYTES for p in whole.parts
+        ):
             raise ConfigError(
-                f"{key} = {path[:40]!r}…: a path of {size} bytes; it has {_MOST_PATH} at most, each part {_MOST_NAME}"
+                f"{key} = {path[:40]!r}…: the path has {size} bytes; the limits are {_MAX_PATH_BYTES}, and "
+                f"{_MAX_NAME_BYTES} for each component"
             )
         return str(whole)
 
@@ -80,7 +83,7 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     elif isinstance(model, OpenAiSection):
         model = replace(model, api_key_file=under("model.api_key_file", model.api_key_file))
     elif isinstance(model, VllmSection):
-        path = under("model.path", model.path) if _is_relative(model.path) else model.path
+        path = under("model.path", model.path) if _is_file_path(model.path) else model.path
         python = under("model.python", model.python) if "/" in model.python else model.python
         model = replace(model, path=path, python=python)
     node = replace(config.node, run_dir=under("node.run_dir", config.node.run_dir))
@@ -89,8 +92,8 @@ def _absolute(config: NodeConfig, folder: Path) -> NodeConfig:
     return replace(config, node=node, log=log, kv=kv, http=http, model=model, collections=collections, remote=remote)
 
 
-def _is_relative(path: str) -> bool:
-    """Whether it is meant as a file's path: names on Hugging Face's hub have a slash in them too."""
+def _is_file_path(path: str) -> bool:
+    """Whether it is a file path: names on Hugging Face's hub contain a slash, too."""
     return path.startswith(("/", ".", "~"))
 
 

@@ -1,9 +1,8 @@
-"""The directory of a running node: `node.json`, which tells where to ask it, and its logs; gone when it has stopped.
+"""Run directory of a node: `node.json` with its endpoints, and its logs. It is removed when the node stops.
 
-The directory is private to the user, and lies in one where nobody but root could put another in its place. It is locked
-for as long as its supervisor lives: the kernel lets go of the lock when the process ends, however it ends, so a stale
-directory never stops the next start. One that lies elsewhere than the user's other nodes has a link among them, `@` and
-a hash of its path, by which it is found and listed.
+The directory is private to the user, and its parent does not allow other users to replace it. The supervisor holds a
+lock on it, which the kernel releases when the process ends, so that a stale directory never prevents a start. A run
+directory outside the user's default directory is registered there by a link, `@` and a hash of its path.
 """
 
 import contextlib
@@ -25,19 +24,19 @@ from runtime.node.config import Doorbell
 from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_dir, nodes_dir
 from runtime.node.remote_config import RemoteSection
 
-_PAUSE_S = 0.01  # so that whoever looks, and was put aside by the kernel meanwhile, comes to its end
-LOGS = "logs"  # the folder of its processes' logs, unless they are kept elsewhere
-_TRIES = 300  # to have the lock: each fails only while somebody else's look at the directory, or its removal, lasts
+_PAUSE_S = 0.01  # between two tries
+LOGS = "logs"  # folder of the log files, unless log.directory is set
+_TRIES = 300  # of locking; one fails only during a concurrent `find_node` or removal
 
 log = logging.getLogger("supervisor")
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """What other processes of the user need to talk to a node, and to read its logs.
+    """Endpoints and paths of a running node, for other processes of the user.
 
-    `pools` are the endpoints of its vector-pool workers, `logs` is the directory of its logs, `paths` are those of its
-    collections, in their order. `doorbell`: how its pools and their clients wake each other. `remote`: its collections
-    on other nodes.
+    `pools`: endpoints of its vector-pool workers. `logs`: directory of its log files. `paths`: directories of its
+    `collections`, in the same order. `doorbell`: how its pools and their clients wake each other. `remote`: its
+    collections on other nodes.
     """
 
     name: str
@@ -53,31 +52,32 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 def collection_paths(info: NodeInfo) -> dict[str, str]:
-    """Where a node's collections lie, by their names."""
+    """Return the directories of a node's collections by name."""
     return dict(zip(info.collections, info.paths, strict=False))
 
 
 class RunDir:
-    """A locked run directory. `acquire` refuses one that another live node holds, or that others could write."""
+    """A locked run directory."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self._fd = fd
 
     def fileno(self) -> int:
-        """Of the locked directory: who closes it has let go of the lock, as the kernel does when a process dies."""
+        """The locked directory's descriptor. Closing it releases the lock."""
         return self._fd
 
     @classmethod
     def acquire(cls, path: Path) -> "RunDir":
-        """Make the directory and lock it. Raises `ConfigError`, and `ResourceBusy` where a node runs already."""
+        """Create and lock the directory. Raises `ResourceBusy` if a live node holds it, `ConfigError` if it cannot be
+        used or others could write to it."""
         missing: OSError | None = None
         for _ in range(_TRIES):
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path.mkdir(mode=0o700, exist_ok=True)
                 fd = _open(path)
-            except FileNotFoundError as error:  # removed under our hands by a node that stops
+            except FileNotFoundError as error:  # removed by a stopping node in between
                 missing = error
                 continue
             except OSError as error:
@@ -85,14 +85,14 @@ class RunDir:
             try:
                 _check_private(path, os.fstat(fd))
                 if _lock(fd, fcntl.LOCK_EX):
-                    with contextlib.suppress(FileNotFoundError):  # of one that was killed; at once: others read it
+                    with contextlib.suppress(FileNotFoundError):  # of a killed node; at once, since others read it
                         os.unlink("node.json", dir_fd=fd)
                     if _is_at(path, fd):
-                        _remove_left(path)
+                        _remove_stale(path)
                         return cls(path, fd)
-                elif not _lock(fd, fcntl.LOCK_SH):  # else it was a `find_node` that looked, and will let go
+                elif not _lock(fd, fcntl.LOCK_SH):  # otherwise a `find_node` holds it briefly
                     key = "node.name" if path == default_run_dir(path.name) else "node.run_dir"
-                    raise ResourceBusy(f"a node already runs in {path}; stop it, or give this one another {key}")
+                    raise ResourceBusy(f"a node already runs in {path}; stop it, or set another {key}")
             except BaseException:
                 os.close(fd)
                 raise
@@ -101,55 +101,55 @@ class RunDir:
         raise ResourceBusy(f"node.run_dir: cannot use {path}: {missing.strerror if missing else 'it is in use'}")
 
     def write(self, info: NodeInfo) -> None:
-        """Publish the node: whole or not at all."""
+        """Write `node.json` atomically, and register the directory."""
         temporary = self.path / ".node.json"
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(info))
         temporary.rename(self.path / "node.json")
-        with contextlib.suppress(OSError):  # without a link it is found by its directory alone
-            self._link_up()
+        with contextlib.suppress(OSError):  # without a link it is found only by its path
+            self._register()
 
-    def _link_up(self) -> None:
+    def _register(self) -> None:
         directory = nodes_dir()
         if self.path.parent == directory:
             return
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for link in directory.glob("@*"):  # of nodes that were killed, this one's predecessor too
+        for link in directory.glob("@*"):  # stale ones of killed nodes, and this node's old one
             if _running(link.readlink()) is None or link == _link(self.path):
                 link.unlink(missing_ok=True)
         _link(self.path).symlink_to(self.path.absolute())
 
     def release(self) -> None:
-        """Remove the directory and let the lock go."""
+        """Remove the directory and release the lock."""
         with contextlib.suppress(OSError):
             _link(self.path).unlink(missing_ok=True)
         for file in (
             self.path / "node.json",
             self.path / ".node.json",
-            *self._left_by_engines(),
+            *self._engine_files(),
             *(self.path / LOGS).glob("*.log*"),
         ):
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
-                log.warning("%s is left behind: %s", file, error.strerror)
-        _remove_left(self.path)
+                log.warning("%s cannot be removed: %s", file, error.strerror)
+        _remove_stale(self.path)
         with contextlib.suppress(OSError):
             (self.path / LOGS).rmdir()
-        with contextlib.suppress(OSError):  # somebody put a file of their own there: theirs to remove
+        with contextlib.suppress(OSError):  # other files are there
             self.path.rmdir()
         with contextlib.suppress(OSError):
             nodes_dir().rmdir()  # empty if this was the last node
         os.close(self._fd)
 
-    def _left_by_engines(self) -> list[Path]:
+    def _engine_files(self) -> list[Path]:
         return [found for pattern in ("*.sock", "*.sock.old", "*.prom", "*.new") for found in self.path.glob(pattern)]
 
 
-def _remove_left(run_dir: Path) -> None:
-    """KV and stored answers end with their node; one that was killed while it made their folder has left that too."""
-    for left in (run_dir / KV_FOLDER, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_stale(run_dir: Path) -> None:
+    """Remove KV and stored answers, which end with their node, also those that a killed node has left."""
+    for stale in (run_dir / KV_FOLDER, *run_dir.glob(f"{ANSWERS_FOLDER}*")):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:
@@ -159,33 +159,33 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         raise ConfigError(
             f"node.run_dir: {path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it"
         )
-    _check_holder(path.absolute().parent, path)
+    _check_parent(path.absolute().parent, path)
 
 
-def _check_holder(holder: Path, path: Path) -> None:
-    """Refuse a directory in which somebody else could put another run directory in the place of this user's."""
-    for status in (holder.lstat(), holder.stat()):  # of the link, if it is one, and of the directory
+def _check_parent(parent: Path, path: Path) -> None:
+    """Refuse a parent directory in which another user could replace the run directory."""
+    for status in (parent.lstat(), parent.stat()):  # of a symbolic link, too
         if status.st_uid not in (os.getuid(), 0):
             raise ConfigError(
-                f"node.run_dir: {holder}, which holds {path.name}, belongs to uid {status.st_uid} (mode "
+                f"node.run_dir: {parent}, the parent of {path.name}, belongs to uid {status.st_uid} (mode "
                 f"{stat.S_IMODE(status.st_mode):o}), not to you (uid {os.getuid()}) or root: remove it, or set "
                 "node.run_dir or XDG_RUNTIME_DIR to a directory of your own"
             )
     if _written_by_others(status):
         raise ConfigError(
-            f"node.run_dir: {holder}, which holds {path.name}, can be written by others (uid {status.st_uid}, mode "
+            f"node.run_dir: {parent}, the parent of {path.name}, can be written by others (uid {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):o}): chmod go-w it, or set node.run_dir to a directory elsewhere"
         )
 
 
 def _written_by_others(status: os.stat_result) -> bool:
-    if status.st_mode & stat.S_ISVTX:  # in a sticky one, as /tmp, each has their own
+    if status.st_mode & stat.S_ISVTX:  # sticky, as /tmp: only owners rename and remove
         return False
-    return bool(status.st_mode & 0o002) or (bool(status.st_mode & 0o020) and not _of_own(status.st_gid))
+    return bool(status.st_mode & 0o002) or (bool(status.st_mode & 0o020) and not _is_private_group(status.st_gid))
 
 
-def _of_own(gid: int) -> bool:
-    """Whether a group has this user alone, as many systems make one for each: there all is group-writable."""
+def _is_private_group(gid: int) -> bool:
+    """Whether a group has no other member: systems with a private group per user make directories group-writable."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:
@@ -194,10 +194,10 @@ def _of_own(gid: int) -> bool:
 
 
 def find_node(node: str | Path = "") -> NodeInfo:
-    """The running node of that name or in that run directory; without either, the only one that runs.
+    """Return the running node of that name or in that run directory; without either, the only running node.
 
-    Raises `Unavailable` if there is none, `InvalidRequest` if there are several, `ConfigError` if the directory is not
-    this user's alone: what it says could be anybody's then.
+    Raises `Unavailable` if there is none, `InvalidRequest` if there are several, `ConfigError` if other users can write
+    to the directory: its content is not trusted then.
     """
     if isinstance(node, Path) or "/" in node:
         return _read(Path(node))
@@ -205,20 +205,20 @@ def find_node(node: str | Path = "") -> NodeInfo:
     found = {path: info for path, info in running.items() if node in ("", info.name)}
     if len(found) > 1:
         which = ", ".join(f"{info.name!r} in {path}" for path, info in found.items())
-        raise InvalidRequest(f"{len(found)} nodes run: {which}; say which one is meant", "node")
+        raise InvalidRequest(f"{len(found)} nodes run: {which}; select one by name or run directory", "node")
     if found:
         return next(iter(found.values()))
     if not node:
-        raise Unavailable(f"no node runs: there is none in {nodes_dir()}, nor a link to one")
+        raise Unavailable(f"no node runs: there is none in {nodes_dir()}, and no link to one")
     names = ", ".join(sorted(repr(info.name) for info in running.values())) or "none"
     try:
         return _read(default_run_dir(node))
     except Unavailable as error:
-        raise Unavailable(f"{error.message}, and no node elsewhere has that name (running: {names})") from error
+        raise Unavailable(f"{error.message}, and no node elsewhere has that name (running nodes: {names})") from error
 
 
 def running_nodes() -> dict[Path, NodeInfo]:
-    """The nodes of this user that run now, by their run directories, in the order of their names."""
+    """Return this user's running nodes by run directory, sorted by name."""
     try:
         entries = sorted(nodes_dir().iterdir())
     except OSError:
@@ -240,17 +240,17 @@ def _link(path: Path) -> Path:
 
 
 def _read(path: Path) -> NodeInfo:
-    """The node that runs in that directory. Raises `Unavailable` or `ConfigError`."""
+    """Return the node that runs in a directory. Raises `Unavailable` or `ConfigError`."""
     try:
         fd = _open(path)
     except (OSError, ValueError) as error:
         raise Unavailable(f"no node runs in {path}") from error
     try:
         _check_private(path, os.fstat(fd))
-        ended = _lock(fd, fcntl.LOCK_SH)  # first: what is read before may be of one that has a successor by then
+        ended = _lock(fd, fcntl.LOCK_SH)  # before reading: the file may be replaced by a successor's
         info = msgspec.json.decode((path / "node.json").read_bytes(), type=NodeInfo)
         if ended:
-            raise Unavailable(f"no node runs in {path} (one of pid {info.pid} died there)")
+            raise Unavailable(f"no node runs in {path} (the one of pid {info.pid} has died)")
     except (OSError, msgspec.DecodeError) as error:
         raise Unavailable(f"no node runs in {path}") from error
     finally:
@@ -263,7 +263,7 @@ def _open(path: Path) -> int:
 
 
 def _lock(fd: int, kind: int) -> bool:
-    """Whether the lock could be had. It goes with the descriptor."""
+    """Try to lock, without waiting. The lock ends with the descriptor."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -272,7 +272,7 @@ def _lock(fd: int, kind: int) -> bool:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether the locked directory is still the one of that name, and not one that a stopping node has removed."""
+    """Whether the locked directory is still the one at `path`: a stopping node may have removed it in between."""
     try:
         return os.path.samestat(path.stat(), os.fstat(fd))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""One worker process: told what it is on its standard input, it runs its role's loop until it is told to stop.
+"""A worker process: reads its `WorkerSpec` from standard input and runs the loop of its role until it is stopped.
 
-`python -m runtime.node.worker` is started by the supervisor alone. It dies with the supervisor, never after it.
+The supervisor starts it as `python -m runtime.node.worker`. It is killed when the supervisor dies.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from runtime.node.metrics.worker_metrics import WorkerMetrics
 from runtime.node.placement.plan import NodePlan
 from runtime.node.startup import StartupTimer, process_age_s
 
-_BEAT_S = 0.1  # between two heartbeats of a standby worker
+_BEAT_S = 0.1  # interval of a standby worker's heartbeats
 
 LOOPS = {
     "pool": "runtime.pool.process",
@@ -39,10 +39,12 @@ LOOPS = {
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is told: the plan, its name in it, its epoch, its table, and two file descriptors (or -1).
+    """Startup message of a worker: the plan, its name in the plan, its epoch, its table, and two file descriptors (or
+    -1).
 
-    `listen_fd` is the listening socket, `stack_fd` the file for its threads' stacks if it ends by a fatal signal.
-    `node_ready`: the node was ready once, so that others may be serving. `last_exit`: how the life before this ended.
+    `listen_fd` is the HTTP listening socket, `stack_fd` the file for its threads' stacks on a fatal signal.
+    `node_ready`: the node has been ready before, so other replicas may be serving. `last_exit`: exit code of the
+    previous process.
     """
 
     plan: NodePlan
@@ -57,7 +59,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """What a role's loop is handed: the plan, its own place in it, its table, and whether it shall stop."""
+    """Context of a role's loop: the plan, the worker's own placement, its table, and its stop flags."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.pid = os.getpid()
@@ -67,9 +69,9 @@ class Worker:
         self._listen_fd = spec.listen_fd
         self.stack_fd = spec.stack_fd if spec.stack_fd >= 0 else 2
         self._logs = contextlib.ExitStack()
-        self._become(spec)
+        self._apply(spec)
 
-    def _become(self, spec: WorkerSpec) -> None:
+    def _apply(self, spec: WorkerSpec) -> None:
         self.plan = spec.plan
         self.placement = next(place for place in spec.plan.processes if place.name == spec.worker)
         self.name = spec.worker
@@ -78,10 +80,13 @@ class Worker:
         self.table.begin(spec.epoch, self.pid)
         self.log = logging.getLogger(spec.worker)
         self.node_ready = spec.node_ready
-        self.faulted = -spec.last_exit in (signal.SIGBUS, signal.SIGSEGV)  # the last life, in reading or writing memory
+        self.faulted = -spec.last_exit in (
+            signal.SIGBUS,
+            signal.SIGSEGV,
+        )  # the previous process ended on a memory fault
 
     def open_logs(self) -> None:
-        """Have what is said go where the node's configuration has it, under the worker's name of now."""
+        """Open the configured log outputs under the worker's current name."""
         self._logs.close()
         self._logs.enter_context(log_to_stderr(self.plan.config.log, self.name))
         self._logs.enter_context(log_to_file(self.plan, self.name, self.count_lost_lines))
@@ -90,10 +95,11 @@ class Worker:
         self._logs.close()
 
     def await_assignment(self) -> bool:
-        """Called by a role that has loaded all that does not depend on its worker's name, epoch, table and plan.
+        """Wait, as a standby worker, until this process replaces a worker that died; return at once in any other
+        worker.
 
-        A standby worker waits here until it is given the place of one that died: these are other ones then. Any other
-        goes on at once. Returns whether it has waited. Raises `SystemExit` if it is to stop instead.
+        A role calls it once everything is loaded that does not depend on its name, epoch, table and plan: they have
+        changed when it returns True. Raises `SystemExit` on a stop.
         """
         if self.placement.spare is None:
             return False
@@ -103,18 +109,18 @@ class Worker:
             if self.stopping:
                 raise SystemExit(0)
         if not (line := sys.stdin.buffer.readline()):
-            raise SystemExit(0)  # nobody is there any more who could give it a place
+            raise SystemExit(0)  # the supervisor has closed the pipe or ended
         self.startup, former = StartupTimer(), self.table
-        self._become(msgspec.json.decode(line, type=WorkerSpec))
+        self._apply(msgspec.json.decode(line, type=WorkerSpec))
         former.close()
         self.open_logs()
         return True
 
     def ready(self) -> None:
-        """Everything is loaded; what lives now lives on, so the garbage collector need not look at it again.
+        """Report that the worker is ready. Loaded objects are exempted from garbage collection.
 
-        Nor need it look first: a start leaves 8,000 objects of garbage among 400,000, and finding them takes 0.2 s.
-        What loading has freed goes back to the kernel: 70 MB of a model worker.
+        There is no collection before: a start leaves 8,000 objects of garbage among 400,000, and finding them takes 0.2
+        s. Memory freed during loading is returned to the kernel: 70 MB in a model worker.
         """
         gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)
@@ -125,31 +131,32 @@ class Worker:
         self.log.info("ready after %s", self.startup)
 
     def stop(self) -> None:
-        """Finish what there is and end; the frontend is gone, or goes before."""
+        """Stop once all requests are finished; the frontend has ended, or ends first."""
         self.stopping = True
         self.awaits_release = False
         self.table.state = State.DRAINING
 
     def stop_when_released(self) -> None:
-        """As `stop`, in a node that goes on: the frontend may have placed on it what is still on its way."""
+        """Stop as `stop` does, but not before the frontend, which may have requests on their way here, has released the
+        worker."""
         self.stop()
         self.awaits_release = True
 
     def should_continue(self, *, busy: bool, released: bool) -> bool:
-        """Whether a serving loop has another round to do; `released`: the frontend has nothing placed on it now."""
+        """Whether a serving loop runs another iteration; `released`: the frontend has no request on this worker."""
         return not self.stopping or busy or (self.awaits_release and not released)
 
     def count_lost_lines(self, lines: int) -> None:
-        """Told by the thread that writes the log."""
+        """Count lost log lines; called by the logging thread."""
         self.table.add(WorkerMetrics.LOG_LINES_LOST, lines)
 
     def listening_socket(self) -> socket.socket:
-        """The HTTP socket, bound by the supervisor: it outlives a frontend that dies."""
+        """Return the HTTP socket, which the supervisor has bound: it survives the death of a frontend."""
         return socket.socket(fileno=self._listen_fd)
 
 
 def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send `how` to this process when its parent ends; end at once if that has happened already."""
+    """Have the kernel send a signal when the parent ends; exit at once if it has ended already."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, how, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -157,12 +164,12 @@ def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> No
 
 
 def main() -> int:
-    gc.disable()  # until `Worker.ready`: while modules are imported it finds nothing, and takes a fifth of the time
+    gc.disable()  # until `Worker.ready`: during imports it frees nothing and takes a fifth of the time
     try:
         spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSpec)
         die_with_parent(spec.supervisor_pid)
         worker = Worker(spec)
-    except (msgspec.MsgspecError, ValueError) as error:  # Trinity was replaced by another version under a running node
+    except (msgspec.MsgspecError, ValueError) as error:  # the installed version was changed under a running node
         print(f"the supervisor runs another version of Trinity, restart the node: {error}", file=sys.stderr)
         return 1
     worker.open_logs()
@@ -173,23 +180,23 @@ def main() -> int:
 
 
 def _run(worker: Worker) -> int:
-    """Its role's loop, from the first import to its end; the exit code."""
+    """Run the role's loop and return the exit code."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         worker.stop()
 
-    def roll(signum: int, frame: FrameType | None) -> None:
+    def stop_when_released(signum: int, frame: FrameType | None) -> None:
         worker.stop_when_released()
 
-    faulthandler.enable(worker.stack_fd)  # on SIGABRT too: the supervisor sends it to a loop that hangs
+    faulthandler.enable(worker.stack_fd)  # also on SIGABRT, which the supervisor sends to a hung worker
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGHUP, roll)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains
+    signal.signal(signal.SIGHUP, stop_when_released)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the supervisor drains the node
     if worker.placement.cores:
         os.sched_setaffinity(0, worker.placement.cores)
     node = worker.placement.numa_node
     if node is not None and not prefer_numa_node(node, platform.machine()):
-        worker.log.warning("the kernel does not let memory prefer NUMA node %d", node)
+        worker.log.warning("the kernel refuses to prefer memory of NUMA node %d", node)
     try:
         loop = importlib.import_module(LOOPS[worker.placement.role])
         worker.startup.mark("imports")
@@ -199,14 +206,14 @@ def _run(worker: Worker) -> int:
         worker.table.note = error.message
         return error.exit_code
     except Exception as error:
-        worker.log.exception("the loop ended with a fault")
+        worker.log.exception("unhandled exception in the loop")
         worker.table.note = repr(error)
         return 1
     worker.log.info("stopped")
     return 0
 
 
-# ---- memory near a GPU: the kernel's policy for where a process's pages go
+# ---- NUMA memory policy
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_PREFERRED = 1
@@ -214,7 +221,7 @@ _MAX_NODE = 64
 
 
 def prefer_numa_node(node: int, machine: str) -> bool:
-    """Have this process's new pages come from a NUMA node while it has some. False if the kernel does not let us."""
+    """Prefer a NUMA node for this process's new pages. Returns False if the kernel refuses."""
     number = _SET_MEMPOLICY.get(machine)
     if number is None or not 0 <= node < _MAX_NODE:
         return False

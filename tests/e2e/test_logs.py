@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.node.logs.log import parse
-from runtime.node.logs.reader import read
+from runtime.node.logs.reader import read_logs
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import StartNode
@@ -40,7 +40,7 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: Node, direc
     ]
 
     def said() -> list[tuple[str, str]]:
-        return [(line.process, line.event) for line in read(directory) if line.request == answer["id"]]
+        return [(line.process, line.event) for line in read_logs(directory) if line.request == answer["id"]]
 
     def all_said() -> bool:
         return all(any(process == by and part in event for by, event in said()) for process, part in wanted)
@@ -57,7 +57,7 @@ def test_a_search_has_its_line_in_the_log_by_its_id(node: Node, directory: Path)
     assert status == 200
 
     def said() -> list[tuple[str, str]]:
-        return [(line.process, line.event) for line in read(directory) if line.request == answer["id"]]
+        return [(line.process, line.event) for line in read_logs(directory) if line.request == answer["id"]]
 
     eventually(lambda: bool(said()), 60, "the line to be written")
     ((process, event),) = said()

@@ -58,9 +58,9 @@ def test_mig_instances_follow_their_gpu() -> None:
 @pytest.mark.parametrize("name", ["0", "cuda:0", "GPU-aaaaaaaa-1", "GPU-aaaaaaaa"])
 def test_a_gpu_is_called_by_index_uuid_or_the_beginning_of_it(name: str) -> None:
     (gpu,) = Gpus(FakeNvml([Card("GPU-aaaaaaaa-1")])).all()
-    assert gpu.called(name)
-    assert not gpu.called("GPU-a")
-    assert not gpu.called("1")
+    assert gpu.matches(name)
+    assert not gpu.matches("GPU-a")
+    assert not gpu.matches("1")
 
 
 @pytest.mark.parametrize(("text", "node"), [("0\n", 0), ("-1\n", None), ("", None), (None, None)])

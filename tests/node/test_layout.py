@@ -81,7 +81,7 @@ def test_gpus_are_chosen_by_index_or_uuid(tmp_path: Path, name: str) -> None:
 
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are(config: NodeConfig) -> None:
     with pytest.raises(
-        ConfigError, match=r"pool\.devices: 'cuda:6' is none of this machine's GPUs: 0 \(GPU-0"
+        ConfigError, match=r"pool\.devices: 'cuda:6' is not a GPU of this machine; available: 0 \(GPU-0"
     ) as caught:
         lay_out(config, machine(gpus=2))
     assert gpu(1).uuid in caught.value.message
@@ -96,7 +96,7 @@ def test_without_a_driver_the_reason_is_given(config: NodeConfig) -> None:
 def test_a_gpu_that_is_cut_into_mig_instances_must_be_named_by_one(config: NodeConfig) -> None:
     instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
     cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
-    with pytest.raises(ConfigError, match="name one: MIG-11111111"):
+    with pytest.raises(ConfigError, match="select one of MIG-11111111"):
         lay_out(config, cut)
 
 
@@ -228,22 +228,21 @@ def test_a_pool_and_the_model_beside_it_must_fit_together(tmp_path: Path) -> Non
     [
         (
             {"pool": {"placement": "coupled", "workers": 2}},
-            'pool.workers = 2 with pool.placement = "coupled", which makes it 3 (one beside each prefill and decode '
-            "worker): leave it out",
+            'pool.workers = 2 with pool.placement = "coupled", which sets it to 3 (one beside each prefill and decode '
+            "worker): remove it",
         ),
         (
             {"pool": {"placement": "with-decode", "devices": ["cuda:7"]}},
-            'pool.devices = ["cuda:7"] with pool.placement = "with-decode", which makes it ["cuda:1","cuda:2"]',
+            'pool.devices = ["cuda:7"] with pool.placement = "with-decode", which sets it to ["cuda:1","cuda:2"]',
         ),
         (
             {"decode": {"workers": 8, "devices": ["cuda:1"]}},
-            'pool.placement = "coupled": 9 pool workers, one beside each prefill and decode worker, and a node has at '
-            "most 8",
+            'pool.placement = "coupled": 9 pool workers, one beside each prefill and decode worker; the limit is 8',
         ),
         ({"decode": {"workers": 2, "devices": ["cuda:1"] * 3}}, "decode.devices has 3 entries for decode.workers = 2"),
         ({"model": {"engine": "openai", "name": "m", "url": "http://127.0.0.1:1/v1"}}, "only prefill and decode"),
-        ({"collections": [{"name": "docs", "path": "/", "shards": 3}]}, "holds whole collections, and 'docs' has 3"),
-        ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is none of this machine's GPUs"),
+        ({"collections": [{"name": "docs", "path": "/", "shards": 3}]}, "serve whole collections, but 'docs' has 3"),
+        ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is not a GPU of this machine"),
     ],
 )
 def test_a_pool_that_cannot_stand_beside_its_workers_is_refused(

@@ -15,8 +15,8 @@ import pytest
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.logs.log import (
     Formatter,
-    Line,
     LogFile,
+    LogLine,
     QueuedHandler,
     Write,
     log_to_file,
@@ -31,7 +31,7 @@ class Disk:
     """Takes lines, unless it is full or stuck."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
         self.full = False
         self.stuck = threading.Event()
         self.stuck.set()
@@ -156,7 +156,7 @@ def test_a_wrong_call_of_the_logger_is_a_line_and_no_fault(start: StartLog) -> N
     log, handler = start(disk.write)
     handler.handle(logging.LogRecord(log.name, logging.INFO, "", 0, "%d tokens", ("many",), None))
     handler.close()
-    assert "a line could not be made" in disk.events[0]
+    assert "formatting failed" in disk.events[0]
 
 
 def test_files_are_rotated_within_their_bound(tmp_path: Path) -> None:
@@ -209,5 +209,5 @@ def test_warnings_and_the_faults_of_threads_become_lines(tmp_path: Path) -> None
         thread.join(timeout=60)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "pool-0.log").read_text().splitlines()]
     assert "of a library" in lines[0]["event"]
-    assert lines[1]["event"] == "helper ended with a fault"
+    assert lines[1]["event"] == "unhandled exception in helper"
     assert "ValueError: of a thread" in lines[1]["detail"]

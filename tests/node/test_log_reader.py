@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 from launchers.commands.logs import format_line
 from launchers.main import command_line
 from runtime.errors import EXIT_FAILED, InvalidRequest
-from runtime.node.logs.log import Line, LogFile
-from runtime.node.logs.reader import read
+from runtime.node.logs.log import LogFile, LogLine
+from runtime.node.logs.reader import read_logs
 from runtime.node.run_dir import NodeInfo, RunDir
 
 
-def line(second: int, process: str = "pool-0", **more: str) -> Line:
+def line(second: int, process: str = "pool-0", **more: str) -> LogLine:
     fields = {"level": "info", "event": f"event {second}"} | more
-    return Line(time=f"2026-01-01T00:00:{second:02}.000000Z", process=process, pid=1, **fields)
+    return LogLine(time=f"2026-01-01T00:00:{second:02}.000000Z", process=process, pid=1, **fields)
 
 
 class Writer:
@@ -39,7 +39,7 @@ def pool(tmp_path: Path) -> Writer:
     return Writer(tmp_path, "pool-0")
 
 
-def seconds(lines: list[Line]) -> list[int]:
+def seconds(lines: list[LogLine]) -> list[int]:
     return [int(found.time[17:19]) for found in lines]
 
 
@@ -49,7 +49,7 @@ def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path, pool: 
         pool.write(second)
     for second in (0, 2, 3, 6):
         decode.write(second)
-    assert seconds(list(read(tmp_path))) == list(range(7))
+    assert seconds(list(read_logs(tmp_path))) == list(range(7))
 
 
 def test_rotated_files_are_read_from_the_oldest(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_rotated_files_are_read_from_the_oldest(tmp_path: Path) -> None:
     for second in range(8):
         writer.write(second)
     assert len(list(tmp_path.iterdir())) == 4
-    found = seconds(list(read(tmp_path)))
+    found = seconds(list(read_logs(tmp_path)))
     assert found == list(range(8))[-len(found) :]
     assert len(found) > 4
 
@@ -67,7 +67,7 @@ def test_half_a_line_and_what_is_no_line_are_passed_over(tmp_path: Path, pool: W
     pool.write(1)
     with (tmp_path / "pool-0.log").open("ab") as file:
         file.write(msgspec.json.encode(line(2))[:20])
-    assert seconds(list(read(tmp_path))) == [1]
+    assert seconds(list(read_logs(tmp_path))) == [1]
 
 
 def steps(*actions: Callable[[], None]) -> Callable[[], bool]:
@@ -106,7 +106,7 @@ def test_who_follows_gets_every_line_once_over_rotations_and_new_processes(tmp_p
         end_it,
         lambda: Writer(tmp_path, "decode-0").write(7),
     )
-    assert seconds(list(read(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert seconds(list(read_logs(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_who_follows_a_node_that_takes_its_logs_with_it_gets_the_last_lines(tmp_path: Path, pool: Writer) -> None:
@@ -116,7 +116,7 @@ def test_who_follows_a_node_that_takes_its_logs_with_it_gets_the_last_lines(tmp_
         pool.write(1)
         (tmp_path / "pool-0.log").unlink()
 
-    assert seconds(list(read(tmp_path, steps(stop)))) == [0, 1]
+    assert seconds(list(read_logs(tmp_path, steps(stop)))) == [0, 1]
 
 
 def test_a_traceback_is_shown_below_its_line() -> None:
@@ -191,4 +191,4 @@ def test_a_node_takes_the_logs_of_its_run_directory_with_it(tmp_path: Path) -> N
 def test_what_is_no_file_is_not_read(tmp_path: Path, pool: Writer) -> None:
     (tmp_path / "endless.log").symlink_to("/dev/zero")
     pool.write(1)
-    assert seconds(list(read(tmp_path))) == [1]
+    assert seconds(list(read_logs(tmp_path))) == [1]

@@ -62,9 +62,9 @@ def test_in_front_of_a_server_a_node_has_no_workers_for_the_model(tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the server's address up to its /v1"),
-        ({"url": "http://me:secret@host/v1"}, "model.url has a user or a password in it"),
-        ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url names a server twice"),
+        ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the base URL including /v1"),
+        ({"url": "http://me:secret@host/v1"}, "model.url contains a user or password"),
+        ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url lists a server twice"),
         ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere"),
         ({"api_key_file": os.devnull}, "model.api_key_file: /dev/null has no key"),
     ],
@@ -75,7 +75,7 @@ def test_a_server_that_cannot_be_asked_is_refused(tmp_path: Path, more: dict[str
 
 def test_in_front_of_a_server_no_node_starts_that_would_have_to_know_how_sure_its_model_is(tmp_path: Path) -> None:
     says = refusal(tmp_path, model=OPENAI, probes={"trigger": "unsure"})
-    assert says.startswith('probes.trigger = "unsure": how sure a model is only the node\'s own engine can tell')
+    assert says.startswith('probes.trigger = "unsure": only the node\'s own engine supports it')
     plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
 
 
@@ -99,11 +99,11 @@ def test_a_node_of_remote_collections_alone_has_a_frontend_alone(tmp_path: Path)
     [
         (["docs"], ["http://a"], "remote: the name 'docs' is used twice"),
         (["far", "far"], ["http://a"], "remote: the name 'far' is used twice"),
-        (["far"], ["http://a", "http://a"], "remote: 'far': the node http://a is named twice"),
-        (["far"], ["http://A:80/", "http://a:80/v1"], "remote: 'far': the node http://a:80 is named twice"),
-        (["far"], ["http://a:99999"], "remote: 'far': 'http://a:99999' is no node: give it as http://HOST:PORT"),
-        (["far"], ["http://[::1:80"], "remote: 'far': 'http://[::1:80' is no node: give it as http://HOST:PORT"),
-        (["far"], ["http://localhost:8080"], "remote: 'far': http://localhost:8080 is this node,"),
+        (["far"], ["http://a", "http://a"], "remote: 'far': the node http://a is listed twice"),
+        (["far"], ["http://A:80/", "http://a:80/v1"], "remote: 'far': the node http://a:80 is listed twice"),
+        (["far"], ["http://a:99999"], "remote: 'far': 'http://a:99999' is not a node's URL: use http://HOST:PORT"),
+        (["far"], ["http://[::1:80"], "remote: 'far': 'http://[::1:80' is not a node's URL: use http://HOST:PORT"),
+        (["far"], ["http://localhost:8080"], "remote: 'far': http://localhost:8080 is this node itself"),
     ],
 )
 def test_a_remote_collection_that_cannot_be_searched_is_refused(
@@ -136,24 +136,24 @@ def test_one_entry_is_shared_and_as_many_as_workers_are_dealt_out(tmp_path: Path
 
 
 def test_a_number_of_entries_that_is_neither_one_nor_the_workers_is_refused(tmp_path: Path) -> None:
-    message = "pool.devices has 2 entries for pool.workers = 3: give 1 or as many"
+    message = "pool.devices has 2 entries for pool.workers = 3: give one entry, or one per worker"
     assert refusal(tmp_path, pool={"workers": 3, "devices": ["cpu", "cpu"]}) == message
     assert refusal(tmp_path, pool={"cores": [[0], [0]]}).startswith("pool.cores has 2 entries for pool.workers = 1")
 
 
 def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is no device")
+    assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is not a device")
     assert refusal(tmp_path, pool={"devices": []}).startswith("pool.devices is empty")
 
 
 def test_a_core_that_this_process_may_not_use_is_refused(tmp_path: Path) -> None:
-    message = f"pool.cores: pool-0 asks for cores [4096]; this process may use {CORES}"
+    message = f"pool.cores: pool-0 needs cores [4096]; this process may use {CORES}"
     assert refusal(tmp_path, pool={"cores": [[CORES[0], 4096]]}) == message
 
 
 def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Path) -> None:
     message = refusal(tmp_path, pool={"workers": 2, "cores": [[CORES[0]]]})
-    assert message.startswith(f"pool.cores: core {CORES[0]} is given to both pool-0 and pool-1")
+    assert message.startswith(f"pool.cores: core {CORES[0]} is assigned to both pool-0 and pool-1")
     plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
 
 
@@ -170,8 +170,8 @@ def test_more_threads_than_cores_are_refused(tmp_path: Path) -> None:
 
 
 LIMITS = {
-    "pool.max_k = 200 is over pool.max_top_m = 100": {"pool": {"max_k": 200, "max_top_m": 100}},
-    "pool.top_m = 200 is over pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
+    "pool.max_k = 200 exceeds pool.max_top_m = 100": {"pool": {"max_k": 200, "max_top_m": 100}},
+    "pool.top_m = 200 exceeds pool.max_top_m = 150": {"pool": {"top_m": 200, "max_top_m": 150}},
 }
 
 
@@ -212,9 +212,9 @@ def test_a_key_is_bound_to_collections_and_to_attributes_of_them(tmp_path: Path)
     ("line", "message"),
     [
         ("secret notes/tenant", "line 2 of {}: grant 1 is neither COLLECTION nor COLLECTION/ATTRIBUTE=VALUE"),
-        ("secret docs other", "line 2 of {}: grant 2 is of no collection of this node (docs, notes)"),
-        ("secret docs docs/a=b", "line 2 of {}: collection 'docs' comes twice"),
-        ("first docs", "line 2 of {} has a key once more, with other grants"),
+        ("secret docs other", "line 2 of {}: grant 2 names an unknown collection; known: docs, notes"),
+        ("secret docs docs/a=b", "line 2 of {}: collection 'docs' is listed twice"),
+        ("first docs", "line 2 of {} repeats a key with different grants"),
         ("secret docs/a='b", "line 2 of {}: No closing quotation"),
     ],
 )
@@ -250,7 +250,7 @@ def test_prefill_and_decode_are_both_on_gpus_or_both_on_cpus(tmp_path: Path) -> 
     message = refusal(tmp_path, **MODEL, prefill={"devices": ["cuda:0"]})
     assert message.startswith("prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'")
     mixed = {"workers": 2, "devices": ["cuda:0", "cpu"]}
-    assert "put all of them on one kind" in refusal(tmp_path, **MODEL, prefill=mixed, decode={"devices": ["cuda:1"]})
+    assert "place all of them on one kind" in refusal(tmp_path, **MODEL, prefill=mixed, decode={"devices": ["cuda:1"]})
     assert plan(tmp_path, prefill={"devices": ["cuda:0"]}), "without a model it is of no matter"
 
 
@@ -371,12 +371,12 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
     model = {"model": MODEL["model"] | {"context_tokens": 1000, "kv_block_tokens": 16}}
     assert plan(tmp_path, **model, **{role: {"kv_blocks": 63}})
     assert refusal(tmp_path, **model, **{role: {"kv_blocks": 62}}) == (
-        f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 takes 63 blocks"
+        f"{role}.kv_blocks = 62: a sequence of model.context_tokens = 1000 needs 63 blocks"
     )
 
 
 def test_launches_of_several_extends_are_for_gpus(tmp_path: Path) -> None:
-    assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it is 1"
+    assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it must be 1"
     plan(tmp_path, pool={"extends_per_launch": 4, "devices": ["cuda:0"]})
 
 

@@ -194,7 +194,7 @@ def test_an_advice_is_logged_once_with_its_cause(
     with caplog.at_level("INFO", "control"):
         assert busy_prefill(tables, "advise") == []
     (line,) = caplog.messages
-    assert line.startswith("a decode worker ought to change its role: 0% of requests miss what is promised; 1 prefill")
+    assert line.startswith("a decode worker should change its role: 0% of requests violate an SLO; 1 prefill")
 
 
 def test_a_move_that_is_to_be_made_is_returned(tables: dict[str, WorkerTable]) -> None:

@@ -74,7 +74,7 @@ def test_the_only_node_that_runs_is_meant_where_none_is_named_and_several_are_na
     first, second = running(default_run_dir("b"), "b"), running(home / "elsewhere", "a")
     with pytest.raises(InvalidRequest, match=rf"2 nodes run: 'a' in {home}/elsewhere, 'b' in {home}/trinity/b"):
         find_node()
-    with pytest.raises(Unavailable, match=r"no node runs in .*/c, .*\(running: 'a', 'b'\)"):
+    with pytest.raises(Unavailable, match=r"no node runs in .*/c, .*\(running nodes: 'a', 'b'\)"):
         find_node("c")
     first.release()
     assert find_node().name == "a"
@@ -83,7 +83,7 @@ def test_the_only_node_that_runs_is_meant_where_none_is_named_and_several_are_na
 
 def test_two_nodes_of_one_name_are_told_apart_by_their_directories(home: Path) -> None:
     held = [running(home / number, "twin") for number in ("1", "2")]
-    with pytest.raises(InvalidRequest, match=rf"'twin' in {home}/1, 'twin' in {home}/2; say which"):
+    with pytest.raises(InvalidRequest, match=rf"'twin' in {home}/1, 'twin' in {home}/2; select one"):
         find_node("twin")
     assert find_node(home / "2").name == "twin"
     for each in held:
@@ -134,7 +134,7 @@ def test_the_directory_of_a_killed_node_is_no_node_and_is_taken_over(tmp_path: P
     )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
     assert (path / "node.json").exists()
-    with pytest.raises(Unavailable, match=r"one of pid \d+ died there"):
+    with pytest.raises(Unavailable, match=r"one of pid \d+ has died"):
         find_node(path)
     held = RunDir.acquire(path)
     with pytest.raises(Unavailable):  # what the killed one wrote is not taken for the new one's
@@ -192,7 +192,9 @@ def test_a_directory_that_others_could_put_another_in_the_place_of_is_refused_an
     holder.chmod(mode)
     private_group(monkeypatch, "somebody else")
     for use in (RunDir.acquire, find_node):
-        with pytest.raises(ConfigError, match=rf"{holder}, which holds run, can be written by others .*mode {mode:o}"):
+        with pytest.raises(
+            ConfigError, match=rf"{holder}, the parent of run, can be written by others .*mode {mode:o}"
+        ):
             use(holder / "run")
     holder.chmod(mode | stat.S_ISVTX)  # as /tmp: there nobody touches what is another's
     RunDir.acquire(holder / "run").release()
@@ -208,7 +210,7 @@ def test_a_directory_that_another_user_made_beforehand_is_refused(tmp_path: Path
     else:
         holder.mkdir(mode=0o755)
     os.chown(holder, 65_532, 65_532, follow_symlinks=False)
-    with pytest.raises(ConfigError, match=rf"{holder}, which holds run, belongs to uid 65532 .*remove it, or set"):
+    with pytest.raises(ConfigError, match=rf"{holder}, the parent of run, belongs to uid 65532 .*remove it, or set"):
         RunDir.acquire(holder / "run")
 
 
@@ -228,7 +230,9 @@ def test_what_cannot_be_removed_is_left_behind_with_a_line_in_the_log(
     held = RunDir.acquire(tmp_path / "run")
     (tmp_path / "run" / "node.json").mkdir()  # no file that can be unlinked
     held.release()
-    assert [record.message.split(": ")[0] for record in caplog.records] == [f"{tmp_path}/run/node.json is left behind"]
+    assert [record.message.split(": ")[0] for record in caplog.records] == [
+        f"{tmp_path}/run/node.json cannot be removed"
+    ]
     RunDir.acquire(tmp_path / "other").release()
 
 

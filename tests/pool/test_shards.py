@@ -160,7 +160,7 @@ def test_queries_that_came_before_any_pool_are_split_when_one_is_there(
 
 
 def test_a_number_of_workers_that_leaves_a_shard_short_is_refused(split: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pool.workers = 3 is no multiple of the 2 shards of collection 'docs'"):
+    with pytest.raises(ConfigError, match=r"pool.workers = 3 is not a multiple of the 2 shards of collection 'docs'"):
         plan_of(split, shards=2, workers=3)
 
 

@@ -1,22 +1,23 @@
-"""The control law: from how the node fares to the pool's reserve r and prefill's flush timeout τ_pre. Pure code.
+"""The control law: computes the pool's reserve r and prefill's flush timeout τ_pre from the node's signals. Pure code.
 
-The supervisor and the simulator run this same class on clocks of their own. Its rules are those of arXiv 2512.02281:
+The supervisor and the simulator run this same class on their own clocks. The rules follow arXiv 2512.02281, by
+priority:
 
-- **Decode stalls**: its rows spend more than a third of the time waiting for probes that they can for their tokens to
-  come within `slo.tpot_s`. r falls, to `reserve_min`. Where they stall for all of that time, τ_pre is first set to what
-  prefill may wait for, half of the promised TTFT, for a prompt that is computed sooner would only wait among decode's
-  rows. This goes before all others: prefill has what is left, and its queries that can still make their TTFT first.
-- **Prefill waits too long**: the P95 wait of its queries for a slot is over its target. τ_pre is halved, and once that
-  is nothing r grows.
-- **The KV link is used less than its target** while prefill queries wait: decode will soon have too little to do. The
-  same is done, by this alone. (A link that idles while no prefill query waits for more than τ_pre says nothing about
-  the pool: neither r nor τ_pre could fill it.)
-- **Nobody waits**: r goes back, step by step, to its configured value; and τ_pre to its own, or to half of the target
-  if that is less, so that it cannot press prefill by itself.
+- **Decode stalls**: its rows wait for probes for more than a third of the time that they can spend on it with tokens
+  still within `slo.tpot_s`. r falls, down to `reserve_min`. If they stall for all of that time, τ_pre is first raised
+  to the longest wait that prefill may have, half of the TTFT target, since a prompt that is computed sooner would only
+  wait among decode's rows. Prefill gets the remaining slots, and serves queries that can still meet their TTFT first.
+- **Prefill waits too long**: the P95 wait of its queries for a slot exceeds its target. τ_pre is halved, and once it is
+  0, r grows.
+- **The KV link is used less than its target** while prefill queries wait: decode will soon be idle. The same changes
+  follow. (An idle link while no prefill query waits for more than τ_pre says nothing about the pool: neither r nor
+  τ_pre could fill it.)
+- **No query waits**: r returns step by step to its configured value, and τ_pre to its own, or to half of the target if
+  that is less, so that it does not cause pressure on prefill by itself.
 
-Against oscillation: a pressure (signal ÷ target) within a band over 1 changes nothing (hysteresis); a direction must
-hold without a break for the dwell before each step, so signals that alternate faster never act; a reversal halves the
-step, and only steady movement one way lets it grow back, so slower alternation is damped.
+Stability: a pressure (signal ÷ target) within a band above 1 changes nothing (hysteresis). A direction must persist for
+the dwell before each step, so that signals which alternate faster never act. A reversal halves the step, and only
+steady movement in one direction lets it grow back, so that slower alternation is damped.
 """
 
 from collections.abc import Sequence
@@ -29,19 +30,19 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 Knob = Literal["reserve", "flush_prefill_s"]
 _WAIT = PoolMetrics.WAIT["prefill"]
 
-_STRAINED = 0.3  # pressure from which decode's stalls go before prefill's waits
-_TPOT_SHARE = 0.8  # of what a token may take beyond its step: what stalls may take of it, in the mean of all rows
-_MIN_STEP_SHARE = 1 / 8  # of the configured step: what reversals leave of it
-_AT_EASE = 0.1  # pressure under which nobody waits to speak of
-_MAY_WAIT = 0.5  # pressure under which prefill can afford a longer τ_pre
+_STRAINED = 0.3  # pressure from which decode's stalls have priority over prefill's waits
+_TPOT_SHARE = 0.8  # share of a token's time beyond its step that stalls may take, as the mean of all rows
+_MIN_STEP_SHARE = 1 / 8  # lower limit of the step after reversals, as a share of the configured one
+_IDLE = 0.1  # pressure below which no query waits noticeably
+_RELAXED = 0.5  # pressure below which τ_pre may grow
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """How the node fares: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s, and
-    how long a token takes a row without stalls (0: not known).
+    """State of the node: KV-link use and stalled share of decode's row time in [0, 1], prefill's P95 wait in s, and the
+    time per token of a row without stalls (0: unknown).
 
-    A node without decode workers of its own has no link to fill: it counts as used.
+    A node without decode workers of its own has no link; it counts as fully used.
     """
 
     link_use: float
@@ -52,7 +53,7 @@ class Signals:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A knob was moved, and why."""
+    """A change of a knob and its cause."""
 
     knob: Knob
     before: float
@@ -61,34 +62,35 @@ class Change:
 
 
 class ControlLaw:
-    """Holds `reserve` and `flush_prefill_s`; `update` moves them, at most one of them, by at most one step, a call."""
+    """State of the law: `reserve` and `flush_prefill_s`. Each `update` changes at most one of them, by at most one
+    step."""
 
     def __init__(self, config: NodeConfig) -> None:
         settings, pool = config.control, config.pool
         self._settings = settings
         self._wait_target_s = settings.wait_target_s(pool, config.slo)
-        self._longest_wait_s = self._wait_target_s  # while decode stalls too much
+        self._longest_wait_s = self._wait_target_s  # limit of τ_pre while decode stalls too much
         if settings.prefill_wait_target_s == "auto":
             self._longest_wait_s = max(self._wait_target_s, config.slo.prefill_wait_s)
         self._tpot_s = config.slo.tpot_s
         self._reserve_min = settings.min_reserve(pool)
-        self.reserve = self._reserve_at_rest = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
-        self.flush_prefill_s = self._flush_at_rest = pool.flush_prefill_s
+        self.reserve = self._reserve_configured = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
+        self.flush_prefill_s = self._flush_configured = pool.flush_prefill_s
         self.changes = 0
         self._step = settings.step
-        self._last_way = 0  # of r's last move: 1 up, -1 down
-        self._ways = 0, 0
-        self._since_s = float("inf")  # since when the signals have pointed `_ways`, and no step was taken
+        self._last_direction = 0  # direction of r's last change
+        self._directions_held = 0, 0
+        self._since_s = float("inf")  # since when `_directions_held` has held without a step
 
     def update(self, now_s: float, signals: Signals) -> list[Change]:
-        """Take the signals of the time until `now_s` (never earlier than the last call's); what was changed."""
-        ways = self._directions(signals)
-        if ways != self._ways or self._since_s > now_s:
-            self._ways, self._since_s = ways, now_s
+        """Process the signals of the time until `now_s`, which never decreases; returns the change, if there is one."""
+        directions = self._directions(signals)
+        if directions != self._directions_held or self._since_s > now_s:
+            self._directions_held, self._since_s = directions, now_s
         if now_s - self._since_s < self._settings.dwell_s:
             return []
         cause = self._cause(signals)
-        change = self._move(*ways, cause) if any(ways) else self._relax(signals, cause)
+        change = self._move(*directions, cause) if any(directions) else self._relax(signals, cause)
         if change is None:
             return []
         self._since_s = now_s
@@ -96,14 +98,14 @@ class ControlLaw:
         return [change]
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
-        """Prefill's wait and decode's stall, each over its target."""
+        """Return prefill's wait and decode's stall, each divided by its target."""
         target = self._settings.decode_stall_target
         if signals.step_s > 0:
             target = max(target, _TPOT_SHARE * (1 - signals.step_s / self._tpot_s))
         return signals.prefill_wait_p95_s / self._wait_target_s, signals.decode_stall / target
 
     def _directions(self, signals: Signals) -> tuple[int, int]:
-        """Which way to move τ_pre and r: 1 up, -1 down, 0 not at all."""
+        """Return the directions of τ_pre and r: 1 up, -1 down, 0 unchanged."""
         settings = self._settings
         prefill, decode = self.pressures(signals)
         band = 1 + settings.hysteresis
@@ -116,34 +118,35 @@ class ControlLaw:
         return (-1, 1) if waits or (starved and self._prefill_waits(signals)) else (0, 0)
 
     def _prefill_waits(self, signals: Signals) -> bool:
-        """Whether prefill's queries wait, beyond the batching delay that they are given on purpose."""
-        return signals.prefill_wait_p95_s > _AT_EASE * self._wait_target_s + self.flush_prefill_s
+        """Whether prefill's queries wait for longer than the batching delay τ_pre."""
+        return signals.prefill_wait_p95_s > _IDLE * self._wait_target_s + self.flush_prefill_s
 
-    def _move(self, flush_way: int, way: int, cause: str) -> Change | None:
-        most = max(self._flush_at_rest, self._longest_wait_s)
-        flush = {1: most, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_way]
+    def _move(self, flush_direction: int, direction: int, cause: str) -> Change | None:
+        most = max(self._flush_configured, self._longest_wait_s)
+        flush = {1: most, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_direction]
         if (change := self._set_flush(flush, cause)) is not None:
             return change
         settings = self._settings
-        step = self._step * (0.5 if way == -self._last_way else 1.5)
+        step = self._step * (0.5 if direction == -self._last_direction else 1.5)
         self._step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
-        if (change := self._set_reserve(self.reserve + way * self._step, cause)) is not None:
-            self._last_way = way
+        if (change := self._set_reserve(self.reserve + direction * self._step, cause)) is not None:
+            self._last_direction = direction
         return change
 
     def _relax(self, signals: Signals, cause: str) -> Change | None:
-        """Neither stage is pressed: back towards what was configured, where whoever pays for it is at ease."""
+        """Without pressure, return towards the configured values, each one only while the stage that it costs is idle
+        enough."""
         prefill, decode = self.pressures(signals)
-        if decode <= _AT_EASE and not self._prefill_waits(signals):
+        if decode <= _IDLE and not self._prefill_waits(signals):
             step = self._settings.step
-            towards = min(max(self._reserve_at_rest - self.reserve, -step), step)
+            towards = min(max(self._reserve_configured - self.reserve, -step), step)
             if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
                 return change
-            if self.flush_prefill_s > self._flush_at_rest:
-                return self._set_flush(max(self.flush_prefill_s / 2, self._flush_at_rest), cause)
-        most = min(self._flush_at_rest, self._wait_target_s / 2)
+            if self.flush_prefill_s > self._flush_configured:
+                return self._set_flush(max(self.flush_prefill_s / 2, self._flush_configured), cause)
+        most = min(self._flush_configured, self._wait_target_s / 2)
         after = min(max(self.flush_prefill_s * 2, self._flush_step), most)
-        if prefill <= _MAY_WAIT and after > self.flush_prefill_s:
+        if prefill <= _RELAXED and after > self.flush_prefill_s:
             return self._set_flush(after, cause)
         return None
 
@@ -157,11 +160,11 @@ class ControlLaw:
 
     @property
     def _flush_step(self) -> float:
-        """What τ_pre is shortened to before it is nothing."""
-        return max(min(self._flush_at_rest, self._wait_target_s) / 8, self._longest_wait_s / 32)
+        """The smallest τ_pre above 0."""
+        return max(min(self._flush_configured, self._wait_target_s) / 8, self._longest_wait_s / 32)
 
     def _set_flush(self, value: float, cause: str) -> Change | None:
-        after = 0.0 if value < self._flush_step else value  # what is left of a few halvings is nothing
+        after = 0.0 if value < self._flush_step else value  # after a few halvings it becomes 0
         if after == self.flush_prefill_s:
             return None
         change = Change("flush_prefill_s", self.flush_prefill_s, after, cause)
@@ -178,7 +181,8 @@ class ControlLaw:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """A node's counters at a moment; all only grow. `wait_counts`: waits of prefill queries by bucket, of all pools."""
+    """Counters of a node at one moment; all only grow. `wait_counts`: waits of prefill queries by bucket, over all
+    pools."""
 
     link_busy_s: float
     row_s: float
@@ -188,7 +192,7 @@ class Readings:
 
 
 class SignalMeter:
-    """Readings → signals, over about the last second: what is older fades by half with every four intervals."""
+    """Converts readings to signals over about the last second: older values decay by half every four intervals."""
 
     def __init__(self, links: int, interval_s: float) -> None:
         self.links = links
@@ -198,7 +202,7 @@ class SignalMeter:
         self._waits = [0.0] * (len(_WAIT.buckets) + 1)
 
     def update(self, now_s: float, readings: Readings) -> Signals:
-        """Signals of the time until `now_s`. The first call has nothing to compare with: all are 0."""
+        """Return the signals of the time until `now_s`. The first call has no reference: all are 0."""
         last_s, last = self._last or (now_s, readings)
         self._last = now_s, readings
         passed = now_s - last_s
@@ -223,9 +227,10 @@ def _share(part: float, whole: float) -> float:
 
 
 def quantile(q: float, edges: Sequence[float], counts: Sequence[float]) -> float:
-    """The q-quantile of a histogram, linear within its bucket; `counts` has one bucket more, to +∞ (its lower edge).
+    """Return the q-quantile of a histogram, interpolated within its bucket; `counts` has one more bucket, up to +∞, for
+    which the lower edge is returned.
 
-    0 while the counts sum to less than a tenth of an observation.
+    Returns 0 while the counts sum to less than a tenth of an observation.
     """
     total = sum(counts)
     if total < 0.1:

@@ -1,4 +1,4 @@
-"""The control loop's hands: reads the workers' tables, asks the law and the planner, turns the pools' knobs."""
+"""The control loop: reads the workers' tables, runs the control law and the planner, sets the pools' knobs."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -45,61 +45,61 @@ _ROLE_OF: dict[Counter, Role] = {counter: role for role, counters in _COUNTERS.i
 
 
 class ControlLoop:
-    """One node's. `step` is called as often as its caller likes and acts once in `interval_s`."""
+    """Control loop of one node. `step` may be called at any rate and acts once per `interval_s`."""
 
     def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
         settings = self._settings = config.control
         self._reserve = config.pool.reserve
-        self._of: dict[Role, list[WorkerTable]] = {
+        self._tables: dict[Role, list[WorkerTable]] = {
             role: [table for table in tables.values() if table.role == role] for role in get_args(Role)
         }
-        self._meter = SignalMeter(len(self._of["decode"]), settings.interval_s)
+        self._meter = SignalMeter(len(self._tables["decode"]), settings.interval_s)
         self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
         self._advised: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
-        # What workers had counted that have left the node.
-        self._left = dict.fromkeys(_ROLE_OF, 0.0)
-        self._left_waits = [0.0] * (len(_WAIT.buckets) + 1)
+        # Counters of removed workers.
+        self._removed = dict.fromkeys(_ROLE_OF, 0.0)
+        self._removed_waits = [0.0] * (len(_WAIT.buckets) + 1)
         self._due_s = 0.0
-        for table in self._of["pool"]:
-            self._tell(table)
+        for table in self._tables["pool"]:
+            self._set_knobs(table)
 
-    def _tell(self, table: WorkerTable) -> None:
-        """A pool that has not heard yet what is wanted."""
+    def _set_knobs(self, table: WorkerTable) -> None:
+        """Send the current values to a pool worker."""
         if self._settings.enabled:
             table.set_knob("reserve", self.law.reserve)
             table.set_knob("flush_prefill_s", self.law.flush_prefill_s)
 
     def add_worker(self, table: WorkerTable) -> None:
-        """A worker has come to the node."""
-        self._of[table.role].append(table)
-        self._meter.links = len(self._of["decode"])
+        """Include a worker that was added to the node."""
+        self._tables[table.role].append(table)
+        self._meter.links = len(self._tables["decode"])
         if table.role == "pool":
-            self._tell(table)
+            self._set_knobs(table)
 
     def remove_worker(self, table: WorkerTable) -> None:
-        """A worker has gone: what it has counted stays counted."""
-        self._of[table.role].remove(table)
-        self._meter.links = len(self._of["decode"])
+        """Exclude a worker that was removed; its counters stay included."""
+        self._tables[table.role].remove(table)
+        self._meter.links = len(self._tables["decode"])
         for counter in _COUNTERS.get(table.role, ()):
-            self._left[counter] += table.value(counter)
+            self._removed[counter] += table.value(counter)
         if table.role == "pool":
             counts = table.read(_WAIT)[:-1]
-            self._left_waits = [sum(pair) for pair in zip(self._left_waits, counts, strict=True)]
+            self._removed_waits = [sum(pair) for pair in zip(self._removed_waits, counts, strict=True)]
 
     def step(self, now_s: float) -> None:
-        """Look at the node, and move a knob of all pools if the law says so; each change is logged with its cause."""
+        """Update the law, and set the pools' knobs if it changed one; each change is logged with its cause."""
         if not self._settings.enabled or now_s < self._due_s:
             return
         self._due_s = now_s + self._settings.interval_s
         for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
             log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
-            for table in self._of["pool"]:
+            for table in self._tables["pool"]:
                 table.set_knob(change.knob, change.after)
 
     def plan(self, now_s: float) -> Move | None:
-        """Have the planner look, if there is to be one, at a node whose workers are all ready. A new advice is logged,
-        and returned if it is to be followed."""
+        """Run the planner, if it is on; every worker must be ready. Logs a new move, and returns it if it is to be
+        carried out."""
         if self._settings.planner == "off":
             return None
         move = self._planner.update(now_s, self._work())
@@ -107,7 +107,7 @@ class ControlLoop:
             return None
         self._advised = move.role
         self._moves[move.role] += 1
-        log.info("a %s worker ought to change its role: %s", move.role, move.cause)
+        log.info("a %s worker should change its role: %s", move.role, move.cause)
         return move if self._settings.planner == "act" else None
 
     def _work(self) -> Work:
@@ -125,11 +125,11 @@ class ControlLoop:
             slo_violations=self._sum(FrontendMetrics.SLO_VIOLATIONS["all"]),
             prefill_waiting=self._now("prefill", PrefillMetrics.WAITING),
             decode_waiting=self._now("decode", DecodeMetrics.WAITING),
-            workers={role: len(self._of[role]) for role in get_args(Stage)},
+            workers={role: len(self._tables[role]) for role in get_args(Stage)},
         )
 
     def families(self) -> "Iterator[Family]":
-        """What the loop wants now, and how often it has changed its mind, for Prometheus."""
+        """Yield the loop's values and counters for Prometheus."""
         yield ControlMetrics.RESERVE.now(self.law.reserve if self._settings.enabled else self._reserve)
         yield ControlMetrics.FLUSH_PREFILL.now(self.law.flush_prefill_s)
         yield ControlMetrics.CHANGES.now(self.law.changes)
@@ -137,7 +137,7 @@ class ControlLoop:
         yield ControlMetrics.MOVES.of(self._moves)
 
     def readings(self) -> Readings:
-        counts = [self._left_waits, *(table.read(_WAIT)[:-1] for table in self._of["pool"])]
+        counts = [self._removed_waits, *(table.read(_WAIT)[:-1] for table in self._tables["pool"])]
         return Readings(
             link_busy_s=self._sum(DecodeMetrics.LINK_BUSY_SECONDS),
             row_s=self._sum(DecodeMetrics.ROW_SECONDS),
@@ -147,7 +147,7 @@ class ControlLoop:
         )
 
     def _sum(self, counter: Counter) -> float:
-        return self._left[counter] + sum(table.value(counter) for table in self._of[_ROLE_OF[counter]])
+        return self._removed[counter] + sum(table.value(counter) for table in self._tables[_ROLE_OF[counter]])
 
     def _now(self, role: Stage, gauge: Gauge) -> float:
-        return sum(table.value(gauge) for table in self._of[role])
+        return sum(table.value(gauge) for table in self._tables[role])

@@ -1,20 +1,21 @@
-"""The planner: from how much there is to do in each role to one worker that changes sides. Pure code.
+"""The planner: decides from the load of each role whether one worker changes its role. Pure code.
 
-The supervisor and the simulator run this same class. A role's load is what it does over what it can do within `[slo]`:
+The supervisor and the simulator run this same class. A role's load is its work over its capacity within `[slo]`:
 
-- **Prefill**: what the prompts that came would take there, over its workers' time, less what decode has time for.
-- **Decode**: a step takes s = a / (1 - w / workers), where a is that of an empty batch and w the work of its rows, in
-  workers. The load is w over what w may be for s to be `slo.tpot_s`. (a: the least time of a token seen, a third of
-  `tpot_s` at most.)
-- **Prompts that decode computes**, where it may: as many as make both loads equal, while a chunk beside a step keeps
-  `tpot_s`. A chunk takes a step of its own, so decode has done c seconds of them in c (1 + a / chunk).
-- Prompts that wait add their wait over `slo.ttft_s`, at most `_MOST_WAIT`: to decode's load if any wait for room there,
-  more than a hand-over for each worker, else to prefill's.
+- **Prefill**: the time that the arrived prompts take there, over the time of its workers, less the prompts that decode
+  has time for.
+- **Decode**: a step takes s = a / (1 - w / workers), where a is the step of an empty batch and w the work of its rows,
+  in workers. The load is w over the w at which s is `slo.tpot_s`. (a: the least time per token seen, at most a third of
+  `tpot_s`.)
+- **Prompts that decode computes**, where it may: as many as equalize both loads, while a chunk beside a step keeps
+  `tpot_s`. A chunk takes a step of its own, so that c seconds of them take decode c (1 + a / chunk).
+- Waiting prompts add their wait over `slo.ttft_s`, at most `_MAX_WAIT`: to decode's load if more than one hand-over per
+  worker waits for room there, else to prefill's.
 
-What there is to do stays the same with one worker more or less. A worker moves if that lowers the greater of both loads
-by `_GAIN` as if decode computed no prompts, and by `_LEAST_GAIN` as it does (at all, if more requests miss what is
-promised than may), while that load is over `_BUSY` or so many miss; the same move must have been due in two windows in
-a row. A role keeps one worker, and gives none while there is more and more for it to do.
+The work does not depend on the number of workers. A worker moves if that lowers the higher of both loads by `_GAIN` as
+if decode computed no prompts, and by `_LEAST_GAIN` as it does (by any amount if the SLO violations exceed the error
+budget), while that load is over `_BUSY` or the violations exceed the budget. The same move must have been best in two
+windows in a row. A role keeps one worker, and gives none away while its work grows.
 """
 
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from runtime.node.metrics.worker_metrics import Stage
 _WINDOW_S = 5.0
 _GAIN, _LEAST_GAIN = 0.08, 0.05
 _BUSY = 0.7
-_MOST_WAIT = 0.25
-_RISES = 1.1
+_MAX_WAIT = 0.25
+_GROWTH = 1.1
 _COUNTERS = (
     "pass_s",
     "passed_tokens",
@@ -44,46 +45,48 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A node now: counters since it began, then the requests that wait, and the workers that take some."""
+    """State of a node: counters since its start, the numbers of waiting requests, and the workers."""
 
     pass_s: float  # of all prefill workers
-    passed_tokens: float  # of prompts, in these passes
-    arrived_tokens: float  # of all prompts that came
-    decode_prompt_tokens: float  # of those that prefill left to decode
+    passed_tokens: float  # of prompts, in these forward passes
+    arrived_tokens: float  # of all arrived prompts
+    decode_prompt_tokens: float  # of those that decode computes
     prompts: float
-    row_s: float  # of all decode workers' rows, without their stalls
+    row_s: float  # of all decode rows, without stalls
     tokens: float  # generated
-    slo_requests: float  # requests to which the promises apply
-    slo_violations: float  # of these, those that broke one
+    slo_requests: float  # requests to which SLOs apply
+    slo_violations: float  # of these, those that violated one
     prefill_waiting: float
     decode_waiting: float
     workers: dict[Stage, int]
 
     def since(self, before: "Work") -> "Work":
-        """The same with what was counted since then."""
+        """Return the same with counters relative to `before`."""
         passed: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTERS}
         return replace(self, **passed)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The role that is to give a worker to the other, and why."""
+    """The role that gives a worker to the other one, and the cause."""
 
     role: Stage
     cause: str
 
 
 class Planner:
-    """`update` with the node's `Work` as often as one likes: it looks every five seconds, and says at most one move."""
+    """Call `update` with the node's `Work` at any rate: it evaluates windows of five seconds and returns at most one
+    move."""
 
     def __init__(self, slo: SloSection, chunk_tokens: int = 0) -> None:
-        """chunk_tokens: of prompts that decode computes in a step, where it may do so; 0: it may not."""
+        """chunk_tokens: size of the chunks in which decode computes prompts, 0 if it does not."""
         self._slo, self._chunk_tokens = slo, chunk_tokens
         self._last: tuple[float, Work] | None = None
-        self._token_s = 0.0  # of a prompt's token in a pass, lately
-        self._least_s = slo.tpot_s / 3  # of a token of decode's
-        self._due: Stage | None = None  # in the last window
-        self._todo: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}  # in workers, of the last windows, fading
+        self._token_s = 0.0  # prefill time per token in the last window
+        self._least_s = slo.tpot_s / 3  # least time per decode token
+        self._candidate: Stage | None = None  # best move of the last window
+        # In workers, an exponential average over windows.
+        self._work: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
         self.loads: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
 
     @classmethod
@@ -91,79 +94,82 @@ class Planner:
         return cls(slo, config.decode.chunk_tokens if config.handover.disaggregate == "auto" else 0)
 
     def update(self, now_s: float, work: Work) -> Move | None:
-        """Take the node as it is at `now_s`; who is to move now."""
+        """Process the node's state at `now_s` and return the move to make now, if there is one."""
         if self._last is None or now_s - self._last[0] < _WINDOW_S:
             self._last = self._last or (now_s, work)
             return None
         (then_s, before), self._last = self._last, (now_s, work)
         if min(work.workers.values()) < 1 or work.workers != before.workers:
-            self._due = None  # a window with a move in it tells of two nodes
+            self._candidate = None  # a window with a move in it mixes two configurations
             return None
         delta = work.since(before)
-        found = self._found(now_s - then_s, delta)
-        last, self._todo = self._todo, {role: (self._todo[role] + found[role]) / 2 for role in found}
+        found = self._measure(now_s - then_s, delta)
+        last, self._work = self._work, {role: (self._work[role] + found[role]) / 2 for role in found}
         self.loads = self._loads(work.workers)
-        return self._decide(work.workers, delta, {role for role in last if self._todo[role] > _RISES * last[role]})
+        return self._decide(work.workers, delta, {role for role in last if self._work[role] > _GROWTH * last[role]})
 
-    def _found(self, passed_s: float, delta: Work) -> dict[Stage, float]:
-        """What there was to do in a window, in workers: prompts, and rows."""
+    def _measure(self, passed_s: float, delta: Work) -> dict[Stage, float]:
+        """Return the work of a window, in workers: prompts, and rows."""
         if delta.passed_tokens > 0:
             self._token_s = delta.pass_s / delta.passed_tokens
         workers = delta.workers
         found: dict[Stage, float] = {"prefill": delta.arrived_tokens * self._token_s / passed_s, "decode": 0.0}
         if delta.tokens > 0:
-            left = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
-            token_s = delta.row_s / delta.tokens * max(1 - left, 0.1)
+            decode_prompts = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
+            token_s = delta.row_s / delta.tokens * max(1 - decode_prompts, 0.1)
             self._least_s = min(self._least_s, token_s)
             found["decode"] = (1 - self._least_s / token_s) * workers["decode"]
         wait_s = (delta.prefill_waiting + delta.decode_waiting) * passed_s / max(delta.prompts, 1)
-        wait = min(wait_s / self._slo.ttft_s, _MOST_WAIT)
-        if delta.decode_waiting > workers["decode"]:  # prefill's slots are held until decode has pulled their KV
-            found["decode"] += wait * workers["decode"] * self._most_rows
+        wait = min(wait_s / self._slo.ttft_s, _MAX_WAIT)
+        if delta.decode_waiting > workers["decode"]:  # prefill holds its slots until decode has pulled the KV
+            found["decode"] += wait * workers["decode"] * self._max_rows
         else:
             found["prefill"] += wait * workers["prefill"]
         return found
 
     @property
-    def _most_rows(self) -> float:
-        """What the rows' work of a decode worker may be."""
+    def _max_rows(self) -> float:
+        """Maximum work of a decode worker's rows."""
         return 1 - self._least_s / self._slo.tpot_s
 
-    def _loads(self, workers: dict[Stage, int], *, apart: bool = False) -> dict[Stage, float]:
-        """Both loads with so many workers; `apart`: if prefill computed all prompts."""
-        prompts, rows = self._todo["prefill"], self._todo["decode"]
+    def _loads(self, workers: dict[Stage, int], *, prefill_only: bool = False) -> dict[Stage, float]:
+        """Return both loads with these workers; `prefill_only`: as if prefill computed all prompts."""
+        prompts, rows = self._work["prefill"], self._work["decode"]
         prefill, decode = workers["prefill"], workers["decode"]
-        chunk_s, can = 0.0 if apart else self._chunk_tokens * self._token_s, decode * self._most_rows
-        left = cost = 0.0
+        chunk_s, capacity = 0.0 if prefill_only else self._chunk_tokens * self._token_s, decode * self._max_rows
+        decode_prompts = cost = 0.0
         if chunk_s and rows < decode and self._least_s / (1 - rows / decode) + chunk_s <= self._slo.tpot_s:
             cost = 1 + self._least_s / chunk_s
-            even = (prompts * can - rows * prefill) / (prefill + can)
+            even = (prompts * capacity - rows * prefill) / (prefill + capacity)
             full = (prompts * decode - rows * prefill) / (cost * prefill + decode)
-            left = max(min(even, full), 0.0)
+            decode_prompts = max(min(even, full), 0.0)
         return {
-            "prefill": (prompts - left) / prefill,
-            "decode": max((rows + left) / can, (rows + cost * left) / decode),
+            "prefill": (prompts - decode_prompts) / prefill,
+            "decode": max((rows + decode_prompts) / capacity, (rows + cost * decode_prompts) / decode),
         }
 
-    def _decide(self, workers: dict[Stage, int], delta: Work, rises: set[Stage]) -> Move | None:
+    def _decide(self, workers: dict[Stage, int], delta: Work, growing: set[Stage]) -> Move | None:
         after: dict[Stage, float] = {}
-        apart, load = max(self._loads(workers, apart=True).values()), max(self.loads.values())
+        separate, load = max(self._loads(workers, prefill_only=True).values()), max(self.loads.values())
         others: tuple[tuple[Stage, Stage], ...] = (("prefill", "decode"), ("decode", "prefill"))
         for role, other in others:
-            if workers[role] > 1 and role not in rises:
-                then = {role: workers[role] - 1, other: workers[other] + 1}
-                less = max(self._loads(then, apart=True).values()) <= apart * (1 - _GAIN)
-                after[role] = max(self._loads(then).values()) if less else inf
-        missed = delta.slo_violations / max(delta.slo_requests, 1)
-        misses = missed > 1 - self._slo.objective
-        pressed = apart > _BUSY or misses
-        better = [role for role in after if after[role] <= load * (1.0 if misses else 1 - _LEAST_GAIN)]
-        last, self._due = self._due, None
-        if not better or not pressed:
+            if workers[role] > 1 and role not in growing:
+                moved = {role: workers[role] - 1, other: workers[other] + 1}
+                improved = max(self._loads(moved, prefill_only=True).values()) <= separate * (1 - _GAIN)
+                after[role] = max(self._loads(moved).values()) if improved else inf
+        violated = delta.slo_violations / max(delta.slo_requests, 1)
+        over_budget = violated > 1 - self._slo.objective
+        pressed = separate > _BUSY or over_budget
+        improving = [role for role in after if after[role] <= load * (1.0 if over_budget else 1 - _LEAST_GAIN)]
+        last, self._candidate = self._candidate, None
+        if not improving or not pressed:
             return None
-        due = min(better, key=lambda role: after[role])
-        if due != last:
-            self._due = due
+        best = min(improving, key=lambda role: after[role])
+        if best != last:
+            self._candidate = best
             return None
         loads = ", ".join(f"{workers[name]} {name} workers have a load of {self.loads[name]:.2f}" for name in workers)
-        return Move(due, f"{missed:.0%} of requests miss what is promised; {loads}; then it is {after[due]:.2f}")
+        return Move(
+            best,
+            f"{violated:.0%} of requests violate an SLO; {loads}; after the move the higher one is {after[best]:.2f}",
+        )

@@ -1,1 +1,1 @@
-"""Logs: written by every process, read together."""
+"""Log files of a node: writing and merged reading."""

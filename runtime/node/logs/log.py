@@ -1,8 +1,8 @@
-"""The logs of a process: to standard error and to a file of its own, and nobody who speaks waits for either.
+"""Logging of a process, to standard error and to a file of its own. Logging never blocks the caller.
 
-A line is made where it is said, and written by a thread: a slow disk or a reader of standard error that has stopped
-reading costs a full queue, and then lines, but no step of a loop. Lost lines are counted, and said as soon as
-something can be written again. A full disk loses lines, never half of one, and never the node.
+Records are formatted by the caller and written by a thread: a slow disk or a blocked reader of standard error fills the
+queue, then lines are dropped. Dropped lines are counted and reported once writing works again. A full disk loses whole
+lines, and never stops the node.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from runtime.node.config import LogSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import LOGS
 
-# ---- what a line of a log is: one event, as JSON (in files, and where programs read) or as text (where people do)
+# ---- log lines: one event each, as JSON (in files) or as text
 
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: dict[str, int] = {level: getattr(logging, level.upper()) for level in get_args(Level)}
-_MAX_EVENT = 8_192  # characters; of what is longer the end is cut off
+_MAX_EVENT = 8_192  # characters; longer ones are truncated
 _MAX_DETAIL = 32_768
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event. `time` is UTC, ISO 8601, to the microsecond; `request` the id that clients see in `x-request-id`.
+class LogLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One log event. `time` is UTC, ISO 8601, with microseconds; `request` the id that clients see in `x-request-id`.
 
-    `source` is the part of the process that speaks, if it is not the process's loop itself. `detail` is a traceback or
-    a stack, of several lines.
+    `source` is the component that logged it, if it is not the process's main loop. `detail` is a traceback or a stack,
+    of several lines.
     """
 
     time: str
@@ -50,20 +50,21 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str = ""
 
     def text(self) -> str:
-        """As one line of text: what could end a line, or move a terminal's cursor, is shown as an escape."""
+        """Format as one line of text; control characters are escaped."""
         source = f" {self.source}" if self.source else ""
-        request = f" [{plain(self.request)}]" if self.request else ""
-        detail = f" | {plain(self.detail)}" if self.detail else ""
-        return f"{self.time} {self.level[:1].upper()} {self.process}{source}{request}: {plain(self.event)}{detail}"
+        request = f" [{escape_control(self.request)}]" if self.request else ""
+        detail = f" | {escape_control(self.detail)}" if self.detail else ""
+        head = f"{self.time} {self.level[:1].upper()} {self.process}{source}{request}"
+        return f"{head}: {escape_control(self.event)}{detail}"
 
 
-def plain(text: str) -> str:
-    """Text that stays on its line, whatever is in it."""
+def escape_control(text: str) -> str:
+    """Escape control characters and line separators."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Formatter(logging.Formatter):
-    """A record as a `Line`. The request's id comes with the record: `log.info(..., extra={"request": id})`."""
+    """Formatter of records as `LogLine`; pass the request id as `extra={"request": id}`."""
 
     def __init__(self, kind: Literal["text", "json"], process: str) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Formatter(logging.Formatter):
         detail = getattr(record, "detail", "")
         if record.exc_info:
             detail = self.formatException(record.exc_info)
-        line = Line(
+        line = LogLine(
             time=datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
             level=record.levelname.lower(),
             process=self._process,
@@ -88,15 +89,15 @@ class Formatter(logging.Formatter):
 
 
 def _valid(text: str) -> str:
-    """Without lone surrogates, which no UTF-8 has; a file name may."""
+    """Escape lone surrogates, which UTF-8 cannot encode; file names may contain them."""
     return text.encode(errors="backslashreplace").decode()
 
 
-_decode = msgspec.json.Decoder(Line).decode
+_decode = msgspec.json.Decoder(LogLine).decode
 
 
-def parse(line: bytes) -> Line | None:
-    """A line of a log file; None for what is none, such as the half of one."""
+def parse(line: bytes) -> LogLine | None:
+    """Parse a line of a log file; None if it is not one, such as a partial line."""
     try:
         return _decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -109,7 +110,7 @@ Write = Callable[[bytes], None]
 
 
 class LogFile:
-    """`path`, kept to `files` files of `max_bytes` each: `path.1` is the one before, and so on."""
+    """A rotating log file: at most `files` files of `max_bytes` each; `path.1` is the previous one, and so on."""
 
     def __init__(self, path: Path, max_bytes: int, files: int) -> None:
         self._path, self._max_bytes, self._files = path, max_bytes, files
@@ -117,7 +118,7 @@ class LogFile:
         self._size = 0
 
     def write(self, line: bytes) -> None:
-        """Append a line, whole or not at all. Raises `OSError`; the next one is tried again."""
+        """Append a line, completely or not at all. Raises `OSError`; the next call tries again."""
         if self._fd < 0:
             self._open()
         if self._size and self._size + len(line) > self._max_bytes:
@@ -150,20 +151,22 @@ class LogFile:
 
 
 def rotated(path: Path, number: int) -> Path:
-    """The file that has been rotated so many times."""
+    """Return the path of a log file after so many rotations."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
 def to_stderr(line: bytes) -> None:
-    """Write a line to standard error, all of it. Raises `OSError`."""
+    """Write a complete line to standard error. Raises `OSError`."""
     while line:
         line = line[os.write(2, line) :]
 
 
 class QueuedHandler(logging.Handler):
-    """Hands lines to a thread that gives them to `write`. `on_lost` is told by that thread how many more were lost.
+    """Logging handler with a writer thread, which calls `write` for each line, and `on_lost` with the number of dropped
+    lines.
 
-    The end of a process waits `close_s` for room for its last lines, and as long until they are written.
+    At the end of the process it waits up to `close_s` for space in the queue, and as long for the thread to write the
+    rest.
     """
 
     def __init__(
@@ -176,9 +179,9 @@ class QueuedHandler(logging.Handler):
         self._write, self._on_lost = write, on_lost
         self._queue: queue.Queue[bytes | None] = queue.Queue(queue_lines)
         self._queue_lines = queue_lines
-        self._full = 0  # lines that found the queue full; written by who speaks
-        self._seen_full = 0  # of these, those that the thread has taken up
-        self._unsaid = 0  # lost lines that no written line tells of yet
+        self._full = 0  # lines dropped because the queue was full; written by the callers
+        self._full_reported = 0  # of these, those that the thread has reported
+        self._unreported = 0  # dropped lines that are not reported yet
         self._reason = ""
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -186,15 +189,15 @@ class QueuedHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception as error:  # a wrong call of the logger: said, and never a fault of who called
-            line = self._own(f"a line could not be made: {error!r}: {record.msg!r}")
+        except Exception as error:  # a wrong logging call is reported, and does not fail the caller
+            line = self._own_line(f"formatting failed: {error!r}: {record.msg!r}")
         try:
             self._queue.put_nowait(line.encode() + b"\n")
         except queue.Full:
             self._full += 1  # under the handler's lock
 
     def close(self) -> None:
-        """Write what waits, for a while at most: a standard error that nobody reads must not keep a process alive."""
+        """Write the queued lines within `close_s`: a blocked standard error must not keep the process alive."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=self._close_s)
             self._thread.join(timeout=self._close_s)
@@ -203,11 +206,11 @@ class QueuedHandler(logging.Handler):
     def _run(self) -> None:
         while True:
             line = self._queue.get()
-            if (more := self._full - self._seen_full) > 0:
-                self._seen_full += more
+            if (more := self._full - self._full_reported) > 0:
+                self._full_reported += more
                 self._lost(more, f"{self._queue_lines} were waiting to be written")
-            if self._unsaid:
-                self._say_lost()
+            if self._unreported:
+                self._report_lost()
             if line is None:
                 return
             try:
@@ -216,33 +219,33 @@ class QueuedHandler(logging.Handler):
                 self._lost(1, error.strerror or str(error))
 
     def _lost(self, lines: int, reason: str) -> None:
-        self._unsaid += lines
+        self._unreported += lines
         self._reason = reason
         self._on_lost(lines)
 
-    def _say_lost(self) -> None:
-        text = f"{self._unsaid} log lines were lost here: {self._reason}"
+    def _report_lost(self) -> None:
+        text = f"{self._unreported} log lines were lost here: {self._reason}"
         with contextlib.suppress(OSError):
-            self._write(self._own(text).encode() + b"\n")
-            self._unsaid = 0
+            self._write(self._own_line(text).encode() + b"\n")
+            self._unreported = 0
 
-    def _own(self, text: str) -> str:
+    def _own_line(self, text: str) -> str:
         return self.format(logging.LogRecord("log", logging.WARNING, "", 0, text, None, None))
 
 
 def log_directory(plan: NodePlan) -> Path:
-    """Where the processes of a node write their files: the configured directory, or one in the run directory."""
+    """Return the directory of a node's log files: the configured one, or one in the run directory."""
     return Path(plan.config.log.directory) if plan.config.log.directory else Path(plan.run_dir) / LOGS
 
 
 @contextlib.contextmanager
 def log_to_stderr(section: LogSection, process: str) -> Iterator[None]:
-    """Lines in the configured format to standard error; warnings and the faults of threads become lines too."""
+    """Log to standard error in the configured format; warnings and exceptions of threads are logged, too."""
     hook = threading.excepthook
     logging.captureWarnings(True)
-    threading.excepthook = _thread_fault
+    threading.excepthook = _log_thread_exception
     try:
-        with _through(QueuedHandler(to_stderr, Formatter(section.format, process)), section):
+        with _logging_through(QueuedHandler(to_stderr, Formatter(section.format, process)), section):
             yield
     finally:
         threading.excepthook = hook
@@ -251,16 +254,19 @@ def log_to_stderr(section: LogSection, process: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_to_file(plan: NodePlan, process: str, on_lost: Callable[[int], None] = lambda lines: None) -> Iterator[None]:
-    """Lines as JSON to the process's own file in the node's log directory."""
+    """Log as JSON to the process's own file in the node's log directory."""
     section = plan.config.log
     file = LogFile(log_directory(plan) / f"{process}.log", section.max_bytes, section.files)
-    with contextlib.closing(file), _through(QueuedHandler(file.write, Formatter("json", process), on_lost), section):
+    with (
+        contextlib.closing(file),
+        _logging_through(QueuedHandler(file.write, Formatter("json", process), on_lost), section),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _through(handler: logging.Handler, section: LogSection) -> Iterator[None]:
-    """Have this process's lines of the configured level go through `handler` as well."""
+def _logging_through(handler: logging.Handler, section: LogSection) -> Iterator[None]:
+    """Add a handler to the root logger, at the configured level, for the duration of the block."""
     root = logging.getLogger()
     root.setLevel(LEVELS[section.level])
     root.addHandler(handler)
@@ -271,7 +277,7 @@ def _through(handler: logging.Handler, section: LogSection) -> Iterator[None]:
         handler.close()
 
 
-def _thread_fault(fault: threading.ExceptHookArgs) -> None:
+def _log_thread_exception(fault: threading.ExceptHookArgs) -> None:
     name = fault.thread.name if fault.thread else "a thread"
     exception = (fault.exc_type, fault.exc_value, fault.exc_traceback) if fault.exc_value else None
-    logging.getLogger("thread").error("%s ended with a fault", name, exc_info=exception)
+    logging.getLogger("thread").error("unhandled exception in %s", name, exc_info=exception)

@@ -1,6 +1,6 @@
-"""The workers' tables and the supervisor's own figures, in Prometheus's text format.
+"""Export of the workers' tables and the supervisor's metrics in Prometheus's text format.
 
-Every sample says which node and which model it is of, so that one Prometheus can hold many nodes.
+Every sample has labels of its node and model, so that one Prometheus can scrape many nodes.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class NodeCollector(Collector):
-    """Exports every worker's table, and what `more` gives, with `constant` labels on all of it."""
+    """Prometheus collector of the workers' tables and of the `more` families, with `constant` labels on all samples."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class NodeCollector(Collector):
             yield family
 
     def _families(self) -> Iterator[Metric]:
-        yield from _of_tables(self._tables)
+        yield from _table_families(self._tables)
         for families in self._more:
             yield from families()
 
@@ -48,7 +48,7 @@ class NodeCollector(Collector):
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
-def _of_tables(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
+def _table_families(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
     families: dict[str, Any] = {}
     for name, table in tables.items():
         for metric in table.metrics:
@@ -56,55 +56,60 @@ def _of_tables(tables: Mapping[str, WorkerTable]) -> Iterable[Family]:
             if metric.name not in families:
                 families[metric.name] = _KINDS[metric.kind](metric.name, metric.help, labels=("worker", *label))
             *counts, last = table.read(metric)  # a histogram's buckets and its sum, or one value
-            more = (_cumulated(table.edges(metric), counts),) if isinstance(metric, Histogram) else ()
+            more = (_cumulative(table.edges(metric), counts),) if isinstance(metric, Histogram) else ()
             families[metric.name].add_metric((name, *value), *more, last)
     return families.values()
 
 
-def _cumulated(edges: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+def _cumulative(edges: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
     return list(zip([*map(str, edges), "+Inf"], accumulate(counts), strict=True))
 
 
 def render(collector: NodeCollector) -> str:
-    """All metrics in Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(collector)
     return generate_latest(registry).decode()
 
 
-# ---- the metrics of engines that are not ours, each sample with the name of the worker that it is of
+# ---- metrics of external engines, labelled with their worker
 
 
-_PREFIX = "vllm:"  # what else its process exports (Python's garbage, HTTP's own) says nothing of the engine
+_PREFIX = "vllm:"  # other metrics of the process (garbage collection, HTTP) are skipped
 
 
 def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
-    """Of the workers by name, from the files in which their last ones lie. What is no metrics is left out."""
+    """Yield the metrics of external engines by worker, from the files of their last scrape. Malformed files are
+    skipped."""
     families: dict[str, Metric] = {}
     for worker, file in files.items():
-        with contextlib.suppress(OSError, ValueError):  # ValueError: not what the format allows
+        with contextlib.suppress(OSError, ValueError):  # ValueError: malformed text
             parsed = text_string_to_metric_families(file.read_text())
-            for family in [found for found in parsed if found.name.startswith(_PREFIX)]:  # whole, before any is merged
+            for family in [
+                found for found in parsed if found.name.startswith(_PREFIX)
+            ]:  # parsed completely before any is merged
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 merged.samples += [s._replace(labels={"worker": worker} | s.labels) for s in family.samples]
     yield from families.values()
 
 
-# ---- A node's load under vLLM's metric names, for what routes by these: llm-d's picker as it is shipped, vLLM's router
-# A gauge of the node as one engine: requests that wait for a worker or for room, requests that run, KV use where it is
-# highest. (`engine = "vllm"` exports what its processes say themselves, and needs none of this.)
+# ---- the node's load under vLLM's metric names, for routers that use them: llm-d's endpoint picker, vLLM's router
+# They describe the node as one engine. (With `engine = "vllm"` vLLM's own metrics are exported instead.)
 
 
 class VllmMetrics:
-    WAITING = SupervisorMetric("vllm:num_requests_waiting", "Requests that wait for a worker or for room", "engine")
+    WAITING = SupervisorMetric(
+        "vllm:num_requests_waiting", "Requests that wait for a worker or for KV blocks", "engine"
+    )
     RUNNING = SupervisorMetric("vllm:num_requests_running", "Requests in prefill and in decode", "engine")
     KV_USED = SupervisorMetric(
-        "vllm:kv_cache_usage_perc", "Share of KV blocks in use where it is highest, 0 to 1", "engine"
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use, highest of all decode workers, 0 to 1", "engine"
     )
 
 
 def vllm_families(tables: Collection[WorkerTable]) -> Iterator[Metric]:
-    """From the workers' tables. A node in front of other servers runs all that it has taken, and holds no KV."""
+    """Derive vLLM's gauges from the workers' tables. A node in front of other servers runs all accepted requests and
+    holds no KV."""
     decodes = _values(tables, DecodeMetrics.KV_USED)
     waiting = sum(_values(tables, PrefillMetrics.WAITING)) + sum(_values(tables, DecodeMetrics.WAITING))
     running = sum(_values(tables, PrefillMetrics.RUNNING)) + sum(_values(tables, DecodeMetrics.RUNNING))

@@ -1,16 +1,15 @@
-"""The table a worker writes and the supervisor reads: its state, its heartbeat and its metrics, in shared memory.
+"""Table of a worker in shared memory: its state, heartbeat and metrics, written by the worker, read by the supervisor.
 
-The supervisor creates one table a worker and keeps it over restarts, so a counter never falls when a process dies.
-One writer, plain stores, no lock: a reader may see a histogram's sum an observation ahead of its count, and once an
-empty or cut note while that is being written.
-Knobs go the other way: the supervisor writes them, the worker reads them in every round of its loop. They too are kept
-over restarts, so a new process goes on with what the last one was told.
+The supervisor creates one table per worker and keeps it across restarts, so that counters never fall when a process
+dies. There is one writer, with plain stores and no lock: a reader may see a histogram's sum one observation ahead of
+its count, and an empty or truncated note while it is being written. Knobs are written by the supervisor and read by the
+worker in every iteration of its loop. They are kept across restarts, too.
 
 ```
 words 0..7   magic, layout version, state, heartbeat (monotonic ns), epoch, pid, words in all, 0    (uint64)
-words 8..    one float64 a counter or gauge; a histogram has its buckets, then its sum        (in the order of metrics)
-then         one float64 a knob, NaN until it has a value                                     (in the order of KNOBS)
-then         the worker's note, 1,024 bytes of UTF-8, ended by a 0
+words 8..    one float64 per counter or gauge; per histogram its buckets, then its sum        (in the order of metrics)
+then         one float64 per knob, NaN until it has a value                                   (in the order of KNOBS)
+then         the worker's note, 1,024 bytes of UTF-8, terminated by a 0
 ```
 """
 
@@ -33,7 +32,7 @@ _NOTE_BYTES = 1024
 
 
 class State(IntEnum):
-    """What a worker says of itself."""
+    """State that a worker reports."""
 
     STARTING = 0
     READY = 1
@@ -41,7 +40,7 @@ class State(IntEnum):
 
 
 class WorkerTable:
-    """One worker's table. The supervisor makes it with `create`, the worker opens it by reference; SLOs as planned."""
+    """Table of one worker. The supervisor creates it, the worker opens it by reference, both with the same SLOs."""
 
     def __init__(self, memory: SharedMemory, role: Role, slo: SloSection) -> None:
         self._memory = memory
@@ -67,12 +66,12 @@ class WorkerTable:
         table._header[0], table._header[1], table._header[6] = _MAGIC, _VERSION, words
         for knob in table._knobs:
             table.set_knob(knob, math.nan)
-        table.beat()  # until a worker takes it over, its heartbeat is as old as the table
+        table.beat()  # the first heartbeat, until a worker takes the table over
         return table
 
     @classmethod
     def open(cls, reference: MemoryReference, role: Role, slo: SloSection) -> "WorkerTable":
-        """Raises `ValueError` if the memory is no table, or one of other metrics."""
+        """Open a table. Raises `ValueError` if the memory is not a table with these metrics."""
         table = cls(SharedMemory.open(reference, max_size=1 << 20, writable=True), role, slo)
         if (table._header[0], table._header[1]) != (_MAGIC, _VERSION):
             raise ValueError(f"worker table of {role}: not a table of layout {_VERSION}")
@@ -82,32 +81,32 @@ class WorkerTable:
 
     @property
     def reference(self) -> MemoryReference:
-        """What the worker's process opens."""
+        """Reference for the worker's process."""
         return self._memory.reference
 
-    # ---- the worker writes
+    # ---- written by the worker
 
     def begin(self, epoch: int, pid: int) -> None:
-        """A new process takes the table over: its gauges start at zero, its counters go on."""
+        """Take the table over for a new process: gauges are reset to 0, counters continue."""
         for metric in self.metrics:
             if isinstance(metric, Gauge):
                 self.set(metric, 0.0)
         self._totals.clear()
-        self.state = State.STARTING  # before the epoch: else the last life's state could be taken for this one's
+        self.state = State.STARTING  # before the epoch: otherwise a reader could see the new epoch with the old state
         self.note = ""
         self._header[4], self._header[5] = epoch, pid
         self.beat()
 
     def beat(self) -> None:
-        """Called by the worker's own loop: a loop that hangs lets its heartbeat grow old."""
+        """Write a heartbeat; called by the worker's loop itself, so that the heartbeat of a hung loop grows old."""
         self._header[3] = time.monotonic_ns()
 
     def address(self, metric: Counter | Histogram) -> int:
-        """Where a counter's value (float64) is, or a histogram's first bucket, for compiled code that counts."""
+        """Return the address of a counter's value (float64) or of a histogram's first bucket, for compiled code."""
         return self._memory.address + 8 * (_HEADER_WORDS + self._offsets[metric])
 
     def edges(self, histogram: Histogram) -> tuple[float, ...]:
-        """Its buckets' upper edges, without the last one's."""
+        """Return the upper edges of its buckets, without the last one's."""
         return self._edges[histogram]
 
     def __contains__(self, metric: Metric) -> bool:
@@ -117,7 +116,7 @@ class WorkerTable:
         self._values[self._offsets[counter]] += amount
 
     def total(self, counter: Counter, total: float) -> None:
-        """What the worker has counted by itself since it began: the counter grows by what is new in it."""
+        """Set a counter that the worker counts from 0 in every process: the table's counter grows by the difference."""
         self.add(counter, total - self._totals.get(counter, 0.0))
         self._totals[counter] = total
 
@@ -130,29 +129,29 @@ class WorkerTable:
         self._values[offset + len(edges) + 1] += value
 
     def observe_many(self, histogram: Histogram, values: Sequence[float]) -> None:
-        """All of a step's observations at once."""
+        """Record all observations of a step at once."""
         offset, edges = self._offsets[histogram], self._edges[histogram]
         buckets = np.bincount(np.searchsorted(edges, values), minlength=len(edges) + 1)
         self._array[offset : offset + len(edges) + 1] += buckets
         self._array[offset + len(edges) + 1] += sum(values)
 
     def knob(self, name: Knob) -> float:
-        """What the supervisor wants of this worker now; NaN until a worker has begun with its configured value."""
+        """Return a knob's value; NaN until a worker has started with the configured value."""
         return self._values[self._knobs[name]]
 
     def begin_knob(self, name: Knob, configured: float) -> None:
-        """A worker starts: a knob without a value gets the configured one, any other stays as it was set."""
+        """Give a knob without a value the configured one, when a worker starts; others keep the value that was set."""
         if math.isnan(self.knob(name)):
             self.set_knob(name, configured)
 
     @property
     def note(self) -> str:
-        """What people should know of the worker, in one line: why it could not run, or what it does not serve now."""
+        """One line for the operator: why the worker could not run, or which collection it does not serve."""
         return bytes(self._note).partition(b"\0")[0].decode(errors="ignore")
 
     @note.setter
     def note(self, text: str) -> None:
-        """Shown by `trinity status`. It is cut to what fits; "" takes it back."""
+        """Set the line that `trinity status` shows, truncated to the space there is; "" clears it."""
         line = " ".join(text.split()).encode()[: _NOTE_BYTES - 1] + b"\0"
         self._note[0] = 0
         self._note[1 : len(line)] = line[1:]
@@ -166,24 +165,24 @@ class WorkerTable:
     def state(self, state: State) -> None:
         self._header[2] = state
 
-    # ---- the supervisor writes
+    # ---- written by the supervisor
 
     def set_knob(self, name: Knob, value: float) -> None:
-        """The worker takes it over with the next round of its loop, within the bounds it knows."""
+        """Set a knob. The worker applies it in the next iteration of its loop, within its bounds."""
         self._values[self._knobs[name]] = value
 
-    # ---- the supervisor reads
+    # ---- read by the supervisor
 
     @property
     def epoch(self) -> int:
         return int(self._header[4])
 
     def age_s(self, now_ns: int) -> float:
-        """Seconds since the worker's last heartbeat; 0 for one that came after `now_ns` was read."""
+        """Return the seconds since the worker's last heartbeat; 0 for one that was written after `now_ns` was read."""
         return max(0, now_ns - int(self._header[3])) / 1e9
 
     def read(self, metric: Metric) -> list[float]:
-        """A counter's or gauge's value, or a histogram's bucket counts (not cumulated) and then its sum."""
+        """Return the value of a counter or gauge, or the bucket counts (not cumulative) and the sum of a histogram."""
         offset = self._offsets[metric]
         return list(self._values[offset : offset + _words_of(metric, self._edges)])
 
@@ -191,7 +190,7 @@ class WorkerTable:
         return self._values[self._offsets[metric]]
 
     def close(self) -> None:
-        self._array = np.empty(0)  # it holds the memory too
+        self._array = np.empty(0)  # releases its reference to the memory
         self._header.release()
         self._values.release()
         self._note.release()

@@ -1,6 +1,6 @@
-"""The GPUs of this machine, as NVIDIA's management library (NVML) tells: what they are, and how busy they are now.
+"""The machine's GPUs, read from NVIDIA's management library (NVML): properties, and current load.
 
-A machine without a driver, or without the package `nvidia-ml-py`, has no GPUs here and a reason why.
+Without a driver or the package `nvidia-ml-py` there are no GPUs, and `missing` has the reason.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ SYSTEM_PCI = Path("/sys/bus/pci/devices")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or a MIG instance of one. `numa_node` is None where the system does not say.
+    """A GPU or a MIG instance. `numa_node` is None if the system does not report it.
 
-    `index` is NVML's (PCI order), "0" or "0:1" for an instance of GPU 0; `pci_bus` like "0000:17:00.0".
+    `index` is NVML's (PCI order); "0:1" is instance 1 of GPU 0; `pci_bus` is like "0000:17:00.0".
     """
 
     index: str
@@ -37,13 +37,13 @@ class Gpu:
     def is_mig(self) -> bool:
         return ":" in self.index
 
-    def called(self, name: str) -> bool:
-        """Whether `name`, an index, "cuda:INDEX", a UUID or the beginning of one (8 characters or more), means it."""
+    def matches(self, name: str) -> bool:
+        """Whether `name` denotes it: an index, "cuda:INDEX", or a UUID or its prefix of at least 8 characters."""
         return name.removeprefix("cuda:") == self.index or (len(name) >= 8 and self.uuid.startswith(name))
 
 
 class Gpus:
-    """All GPUs that NVML sees; `missing` says why it sees none ("" if it works)."""
+    """All GPUs that NVML reports; `missing` is the reason if there are none, "" if NVML works."""
 
     def __init__(self, library: Any | None = None, system: Path = SYSTEM_PCI) -> None:
         self._system = system
@@ -58,33 +58,33 @@ class Gpus:
         self._handles = list(self._enumerate())
 
     def all(self) -> list[Gpu]:
-        """Every GPU, and every MIG instance after the GPU that it is cut from, with its free memory now."""
+        """Return every GPU, each followed by its MIG instances, with its free memory."""
         return [self._describe(index, handle, parent) for index, handle, parent in self._handles]
 
     def driver(self) -> str:
-        """The driver's version; "" without one."""
+        """Return the driver's version, "" without a driver."""
         return str(self._nvml.nvmlSystemGetDriverVersion()) if self._nvml else ""
 
     def peers(self, one: str, other: str) -> bool:
-        """Whether two whole GPUs (by index) can reach each other's memory directly."""
+        """Whether two whole GPUs, by index, can access each other's memory directly."""
         handles = {index: handle for index, handle, _ in self._handles}
         kind = self._nvml.NVML_P2P_CAPS_INDEX_READ
         status = self._nvml.nvmlDeviceGetP2PStatus(handles[one], handles[other], kind)
         return bool(status == self._nvml.NVML_P2P_STATUS_OK)
 
     def families(self) -> "Iterator[Family]":
-        """What Prometheus sees; without NVML only that it is not there. A figure that a GPU lacks is left out."""
+        """Yield Prometheus families; without NVML only `NVML_UP`. Metrics that a GPU does not support are omitted."""
         reason = "" if self._nvml else self.missing
         yield GpuMetrics.NVML_UP.of({reason: not reason})
-        for figure, read in self._figures():
+        for metric, read in self._metrics():
             found: dict[tuple[str, ...], float] = {}
             for index, handle, _ in self._handles:
-                with contextlib.suppress(self._nvml.NVMLError):  # not supported by this GPU, or by an instance
+                with contextlib.suppress(self._nvml.NVMLError):  # not supported by this GPU or instance
                     found[index, self._uuid(handle)] = read(handle)
             if found:
-                yield figure.of(found)
+                yield metric.of(found)
 
-    def _figures(self) -> Sequence[tuple[SupervisorMetric, Callable[[Any], float]]]:
+    def _metrics(self) -> Sequence[tuple[SupervisorMetric, Callable[[Any], float]]]:
         if (nvml := self._nvml) is None:
             return ()
         return (
@@ -97,13 +97,13 @@ class Gpus:
         )
 
     def _enumerate(self) -> Iterator[tuple[str, Any, Any]]:
-        """Index, handle, and the handle of the GPU whose PCI device it is."""
+        """Yield index, handle, and the handle of the GPU to which it belongs."""
         if (nvml := self._nvml) is None:
             return
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             yield str(index), handle, handle
-            with contextlib.suppress(nvml.NVMLError):  # a GPU that knows no MIG
+            with contextlib.suppress(nvml.NVMLError):  # a GPU without MIG support
                 if not nvml.nvmlDeviceGetMigMode(handle)[0]:
                     continue
                 for instance in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
@@ -128,7 +128,7 @@ class Gpus:
 
 
 def numa_node_of(pci_bus: str, system: Path = SYSTEM_PCI) -> int | None:
-    """The NUMA node of a PCI device; None if the system does not say (its "-1" means that too)."""
+    """Return the NUMA node of a PCI device; None if the system does not report it (also as "-1")."""
     try:
         node = int((system / pci_bus / "numa_node").read_text())
     except (OSError, ValueError):
@@ -137,6 +137,6 @@ def numa_node_of(pci_bus: str, system: Path = SYSTEM_PCI) -> int | None:
 
 
 def _bus(nvml_bus: str) -> str:
-    """NVML's "00000000:17:00.0" as the system spells it: "0000:17:00.0"."""
+    """Convert NVML's "00000000:17:00.0" to the system's "0000:17:00.0"."""
     domain, _, rest = nvml_bus.partition(":")
     return f"{domain[-4:]}:{rest}".lower()

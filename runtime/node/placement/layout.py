@@ -1,7 +1,7 @@
-"""A node laid out on a machine: every worker gets its GPU, and the cores and memory that are near it.
+"""Layout of a node on a machine: assigns GPUs, and cores and memory near them, to the workers.
 
-A pool worker spins, so it gets cores of its own; where there are none to spare, it does not spin. What the system does
-not say (a GPU's NUMA node) is left to the kernel, not guessed.
+A spinning pool worker gets cores of its own; if there are none left, it does not spin. If the system does not report
+the NUMA node of a GPU, placement is left to the kernel.
 """
 
 import msgspec
@@ -14,19 +14,18 @@ from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import CPU, NodePlan, WorkerPlan, plan_spares, plan_workers
 from runtime.node.placement.pool_placement import resolve_pool_placement
 
-_PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool beside them is where they are
+_PLACED: tuple[Role, ...] = ("prefill", "decode", "pool")  # a pool worker beside one has its placement
 
 
 def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
-    """Every worker of `config` in its place: GPUs found by index, UUID or MIG id, cores by their NUMA nodes. Raises
-    `ConfigError` for what cannot run. Without a `machine` devices and cores stay as they are written.
-    """
+    """Place every worker of `config`: GPUs by index, UUID or MIG id, cores by NUMA node. Raises `ConfigError` if that
+    is impossible. Without a `machine`, devices and cores stay as configured."""
     config = resolve_pool_placement(config)
     if machine is None:
         return plan_workers(config)
     chosen = {role: _gpus_of(role, getattr(config, role), machine) for role in _PLACED}
-    plan = plan_workers(msgspec.structs.replace(config, **_as_seen_inside(config, chosen, machine.simulated)))
-    workers = [_on(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
+    plan = plan_workers(msgspec.structs.replace(config, **_as_seen_by_workers(config, chosen, machine.simulated)))
+    workers = [_on_gpu(worker, chosen.get(worker.role, ()), machine) for worker in plan.workers]
     if isinstance(config.model, VllmSection):
         workers = _with_gpus(workers, config.model, machine)
     _check_mig(workers, machine)
@@ -35,7 +34,8 @@ def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
 
 
 def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
-    """With whether a pool worker has its GPU, or instance of one, to itself."""
+    """Return the worker with `exclusive_gpu` set: whether a pool worker shares its GPU or MIG instance with no other
+    one."""
     if worker.role != "pool" or not worker.gpu:
         return worker
     others = [other for other in workers if other.name != worker.name]
@@ -44,7 +44,7 @@ def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> Worker
 
 
 def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu | None, ...]:
-    """The GPU of each entry of `devices`; None for the CPU."""
+    """Return the GPU of each entry of `devices`; None for the CPU."""
     found: list[Gpu | None] = []
     for device in section.devices:
         try:
@@ -55,7 +55,7 @@ def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu 
 
 
 def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine) -> list[WorkerPlan]:
-    """The engines on their GPUs, whole ones."""
+    """Place engines on whole GPUs."""
     placed = []
     for worker in workers:
         names = section.gpus[worker.index] if worker.role == "engine" else ()
@@ -80,20 +80,20 @@ def _with_gpus(workers: list[WorkerPlan], section: VllmSection, machine: Machine
     return placed
 
 
-def _as_seen_inside(
+def _as_seen_by_workers(
     config: NodeConfig, chosen: dict[Role, tuple[Gpu | None, ...]], simulated: bool
 ) -> dict[str, WorkerSection]:
-    """The sections with devices as the processes will see them: each sees its own GPU alone, as number 0."""
-    inside = CPU if simulated else "cuda:0"
+    """Return the sections with the devices that the processes see: each sees only its own GPU, as number 0."""
+    visible = CPU if simulated else "cuda:0"
     return {
         role: msgspec.structs.replace(
-            getattr(config, role), devices=tuple(CPU if gpu is None else inside for gpu in gpus)
+            getattr(config, role), devices=tuple(CPU if gpu is None else visible for gpu in gpus)
         )
         for role, gpus in chosen.items()
     }
 
 
-def _on(worker: WorkerPlan, gpus: tuple[Gpu | None, ...], machine: Machine) -> WorkerPlan:
+def _on_gpu(worker: WorkerPlan, gpus: tuple[Gpu | None, ...], machine: Machine) -> WorkerPlan:
     gpu = gpus[worker.index if len(gpus) > 1 else 0] if gpus else None
     if gpu is None:
         return worker
@@ -101,47 +101,47 @@ def _on(worker: WorkerPlan, gpus: tuple[Gpu | None, ...], machine: Machine) -> W
 
 
 def _check_mig(workers: list[WorkerPlan], machine: Machine) -> None:
-    """A GPU that is cut into instances runs nothing as a whole, and instances cannot share memory with each other."""
+    """Check MIG: a partitioned GPU cannot be used as a whole, and MIG instances do not support CUDA IPC."""
     instances = {gpu.uuid for gpu in machine.gpus if gpu.is_mig}
-    cut = {gpu.index.partition(":")[0] for gpu in machine.gpus if gpu.is_mig}
+    partitioned = {gpu.index.partition(":")[0] for gpu in machine.gpus if gpu.is_mig}
     for worker in workers:
         if worker.gpu in instances and worker.role in ("prefill", "decode"):
             raise ConfigError(
-                f"{worker.role}.devices: {worker.gpu} is a MIG instance, which has no CUDA IPC to hand KV over with"
+                f"{worker.role}.devices: {worker.gpu} is a MIG instance, which has no CUDA IPC for the hand-over of KV"
             )
-        if worker.gpu and worker.gpu_index in cut:
+        if worker.gpu and worker.gpu_index in partitioned:
             ids = ", ".join(gpu.uuid for gpu in machine.gpus if gpu.index.startswith(f"{worker.gpu_index}:"))
             raise ConfigError(
-                f"{worker.role}.devices: GPU {worker.gpu_index} is cut into MIG instances, name one: {ids}"
+                f"{worker.role}.devices: GPU {worker.gpu_index} is partitioned into MIG instances; select one of {ids}"
             )
 
 
 def _with_cores(workers: list[WorkerPlan], machine: Machine) -> list[WorkerPlan]:
-    """Cores for the workers on GPUs that have none in the configuration; the spinning ones choose first."""
+    """Assign cores to workers on GPUs without configured cores; spinning workers choose first."""
     if machine.simulated:
         enough = len(machine.cores) > len(workers)
         return [msgspec.structs.replace(w, spin=w.spin and enough) for w in workers]
-    taken = {core for worker in workers for core in worker.cores}
+    used = {core for worker in workers for core in worker.cores}
     placed: dict[str, WorkerPlan] = {}
     for worker in workers:
         if worker.role != "pool" or not worker.gpu or worker.cores:
             continue
-        free = [core for core in _near(worker, machine) if core not in taken]
-        if len(free) > worker.threads:  # one is left for the others there
+        free = [core for core in _local_cores(worker, machine) if core not in used]
+        if len(free) > worker.threads:  # one is left for the other workers there
             own = tuple(free[-worker.threads :])
-            taken.update(own)
+            used.update(own)
             placed[worker.name] = msgspec.structs.replace(worker, cores=own)
         else:
             placed[worker.name] = msgspec.structs.replace(worker, spin=False)
     for worker in workers:
         if worker.role != "pool" and worker.gpu and not worker.cores:
-            shared = tuple(core for core in _near(worker, machine) if core not in taken)
+            shared = tuple(core for core in _local_cores(worker, machine) if core not in used)
             placed[worker.name] = msgspec.structs.replace(worker, cores=shared)
     return [placed.get(worker.name, worker) for worker in workers]
 
 
-def _near(worker: WorkerPlan, machine: Machine) -> tuple[int, ...]:
-    """The cores of its GPU's NUMA node; all of them where that is not known."""
+def _local_cores(worker: WorkerPlan, machine: Machine) -> tuple[int, ...]:
+    """Return the cores of the GPU's NUMA node, all cores if it is unknown."""
     if worker.numa_node is None:
         return machine.cores
     return machine.node_cores.get(worker.numa_node, machine.cores)

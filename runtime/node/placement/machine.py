@@ -1,4 +1,4 @@
-"""The machine that a node is laid out on: its GPUs, its NUMA nodes' cores, its memory; or a simulated one."""
+"""The machine on which a node is laid out: GPUs, cores by NUMA node, memory; or a simulated one."""
 
 import os
 from collections.abc import Mapping
@@ -17,9 +17,10 @@ MAX_SIMULATED = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """`cores` are those that this process may use, `node_cores` the same by NUMA node (empty: the system does not say).
+    """GPUs, cores and memory. `cores`: those that this process may use; `node_cores`: the same by NUMA node, empty if
+    the system does not report them.
 
-    A `simulated` machine has GPUs by name alone: what is placed on them runs on the CPU.
+    A `simulated` machine has GPUs in name only: workers placed on them run on the CPU.
     """
 
     gpus: tuple[Gpu, ...]
@@ -31,7 +32,7 @@ class Machine:
 
     @classmethod
     def read(cls, gpus: Gpus | None = None, system: Path = SYSTEM_NODES) -> Self:
-        """This machine."""
+        """Read this machine's properties."""
         gpus = gpus or Gpus()
         cores = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
@@ -44,7 +45,7 @@ class Machine:
 
     @classmethod
     def with_simulated_gpus(cls, count: int) -> Self:
-        """This machine with `count` logical GPUs, "cuda:0" and so on. Raises `ConfigError`."""
+        """Return this machine with `count` simulated GPUs, "cuda:0" and so on. Raises `ConfigError`."""
         if not 1 <= count <= MAX_SIMULATED:
             raise ConfigError(f"cannot simulate {count} GPUs: 1 to {MAX_SIMULATED}")
         free = int(psutil.virtual_memory().available)
@@ -52,14 +53,14 @@ class Machine:
         return cls(tuple(names), tuple(sorted(os.sched_getaffinity(0))), free, simulated=True)
 
     def find(self, device: str) -> Gpu:
-        """The GPU that a configuration means. Raises `ConfigError` that names those that are there."""
-        found = [gpu for gpu in self.gpus if gpu.called(device)]
+        """Return the GPU with that name. Raises `ConfigError`, which lists the available ones."""
+        found = [gpu for gpu in self.gpus if gpu.matches(device)]
         if len(found) == 1:
             return found[0]
         if found:
-            raise ConfigError(f"{device!r} means {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
+            raise ConfigError(f"{device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
         there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
-        raise ConfigError(f"{device!r} is none of this machine's GPUs: {there or self.missing or 'it has none'}")
+        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {there or self.missing or 'none'}")
 
 
 def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:
@@ -75,7 +76,7 @@ def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:
 
 
 def parse_cores(text: str) -> set[int]:
-    """The kernel's list of cores, such as "0-3,8". Raises `ValueError`."""
+    """Parse a core list in the kernel's format, such as "0-3,8". Raises `ValueError`."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:

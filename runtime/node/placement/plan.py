@@ -1,4 +1,4 @@
-"""From a configuration to a plan: every worker with its name, device, cores and endpoint; what cannot be is refused."""
+"""The plan of a node: every worker with its name, device, cores and endpoint, derived from the configuration."""
 
 import itertools
 import os
@@ -18,23 +18,23 @@ from runtime.node.placement.vllm import check_vllm
 
 CPU = "cpu"
 ANSWERS = "@answers"
-"""The pools' name of the collection of stored answers: none that a configuration can give."""
+"""Internal name of the collection of stored answers; a configuration cannot contain it."""
 ANSWERS_FOLDER = ".trinity-answers"
 KV_FOLDER = "kv"
-_MOST_SOCKET = 107  # bytes: sun_path without its NUL
+_MAX_SOCKET_BYTES = 107  # sun_path without its NUL
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_WHILE_DRAINING = ".sock.old"  # the longest name that a socket gets
+_DRAINING_SUFFIX = ".sock.old"  # longest suffix of a socket's name
 
 
 class WorkerPlan(msgspec.Struct, frozen=True):
-    """One process of the node. `cores` empty: the kernel places it.
+    """Placement of one process. `cores` empty: the kernel places it.
 
-    `gpu` is the UUID of the only GPU that the process shall see ("" without one), `gpu_index` its number on the
-    machine, `device` what the process calls it. An engine may have several: then these are the first one's, and
-    `gpu_numbers` those of all; `stage` is what it is for. `numa_node` None: not known, or of no matter. `spare`: the
-    number of a standby worker, which is placed like worker `index` of its role; None for every other. `beside`: the
-    worker beside which a pool's stands, that asks it first. `alone`: whether a pool's has its GPU, or instance of one,
-    to itself, as far as the node knows.
+    `gpu` is the UUID of the only GPU that the process sees ("" without one), `gpu_index` its index on the machine,
+    `device` its name inside the process. An engine may have several GPUs: these fields then describe the first one, and
+    `gpu_numbers` has the indexes of all; `stage` is the stage that it serves. `numa_node` None: unknown or irrelevant.
+    `spare`: number of a standby worker, which is placed like worker `index` of its role; None for others.
+    `paired_with`: the worker that a pool worker is placed beside, and that queries it first. `exclusive_gpu`: whether a
+    pool worker shares its GPU or MIG instance with no other worker of the node.
     """
 
     role: Role
@@ -59,31 +59,29 @@ class WorkerPlan(msgspec.Struct, frozen=True):
 
     @property
     def shown_device(self) -> str:
-        """Where it is placed, as people name it: "cpu", "cuda:3" or "cuda:3,4"."""
+        """Name of its device on the machine: "cpu", "cuda:3" or "cuda:3,4"."""
         return f"cuda:{','.join(self.gpu_numbers) or self.gpu_index}" if self.gpu else self.device
 
     def is_on(self, gpu: str) -> bool:
-        """Whether a GPU of that name or UUID is its own, or the one that its MIG instance is cut from."""
+        """Whether it uses the GPU with that name or UUID, or a MIG instance of it."""
         cards = [number.partition(":")[0] for number in self.gpu_numbers or (self.gpu_index,)]
         return bool(self.gpu) and gpu in (self.gpu, self.shown_device, *(f"cuda:{card}" for card in cards))
 
     @property
     def visible_devices(self) -> str | None:
-        """CUDA_VISIBLE_DEVICES of its process; None leaves it as it is.
+        """CUDA_VISIBLE_DEVICES of its process; None leaves it unset.
 
-        Its own GPU alone, for decode too, though that opens memory on prefill's GPUs: CUDA IPC opens what the variable
-        hides (see `ipc.memory.cuda`), and seeing more would only let a library put a context on another's GPU.
+        A worker sees only its own GPU, decode too, although it opens memory on prefill's GPUs: CUDA IPC opens memory on
+        hidden devices (see `ipc.memory.cuda`), and visible ones could get a context from some library.
         """
-        if self.gpu_numbers:  # by number, in the order of PCI buses: vLLM takes no UUIDs for some of its checks
+        if self.gpu_numbers:  # by index, in PCI order: some of vLLM's checks do not support UUIDs
             return ",".join(self.gpu_numbers)
         return "" if self.device == "cpu" else self.gpu or None
 
 
 class NodePlan(msgspec.Struct, frozen=True):
-    """A node ready to start: `token` makes its endpoints unguessable and unlike those of every other run.
-
-    `spares` are its standby workers.
-    """
+    """A complete plan. `token` makes the endpoints of this run unique and hard to guess; `spares` are the standby
+    workers."""
 
     config: NodeConfig
     run_dir: str
@@ -93,35 +91,34 @@ class NodePlan(msgspec.Struct, frozen=True):
 
     @property
     def processes(self) -> tuple[WorkerPlan, ...]:
-        """The workers and the standby workers."""
+        """Workers and standby workers."""
         return (*self.workers, *self.spares)
 
     def endpoint(self, what: str) -> str:
-        """The abstract socket name of `what` (a worker's name, "frontend" or "control"); it leaves no file behind."""
+        """Return the abstract socket of a worker, of "frontend" or of "control"; it leaves no file behind."""
         return f"ipc://@trinity-{self.token}-{what}"
 
     def engine_socket(self, worker: str) -> str:
-        """The path of the socket at which an engine that the node runs is asked; in the run directory, which is ours
-        alone."""
+        """Return the path of an engine's HTTP socket, in the private run directory."""
         return f"{self.run_dir}/{worker}.sock"
 
     def engine_metrics(self, worker: str) -> Path:
-        """The file in which an engine's own metrics are left for the supervisor, in Prometheus's text format."""
+        """Return the file in which an engine's metrics are stored for the supervisor, in Prometheus's text format."""
         return Path(self.run_dir) / f"{worker}.prom"
 
     @property
     def kv_directory(self) -> Path:
-        """Where workers leave KV for each other in files: the host tier, or what an engine hands over so."""
+        """Directory of the host KV tier, and of KV files that engines hand over."""
         return Path(self.run_dir) / KV_FOLDER
 
     @property
     def answers(self) -> Path:
-        """The directory of the collection of stored answers, which ends with the node."""
+        """Directory of the collection of stored answers, which ends with the node."""
         return Path(self.run_dir) / ANSWERS_FOLDER
 
     @property
     def collections(self) -> tuple[CollectionSection, ...]:
-        """What the pools serve: the node's collections, and behind them that of stored answers, if it has one."""
+        """The collections that the pools serve: the configured ones, then the stored answers, if there are any."""
         if not self.config.stores_answers:
             return self.config.collections
         return (*self.config.collections, CollectionSection(ANSWERS, str(self.answers), required=False))
@@ -130,12 +127,12 @@ class NodePlan(msgspec.Struct, frozen=True):
         return tuple(worker for worker in self.workers if worker.role == role)
 
     def local_pools(self, worker: str) -> tuple[int, ...]:
-        """Which of the pool's workers stand beside a worker."""
+        """Return the indexes of the pool workers beside a worker."""
         return tuple(pool.index for pool in self.of_role("pool") if pool.paired_with == worker)
 
 
 def plan_workers(config: NodeConfig) -> NodePlan:
-    """Every worker by its device's name, of a configuration whose pool has its place. Raises `ConfigError`."""
+    """Plan every worker with the configured devices; the pool's placement is resolved already. Raises `ConfigError`."""
     _check_collections(config)
     _check_remote(config)
     read_api_keys(config)
@@ -148,7 +145,7 @@ def plan_workers(config: NodeConfig) -> NodePlan:
         WorkerPlan(role="frontend", index=0, device="cpu", cores=(), threads=1),
     ]
     _check_counts(config)
-    _check_ways(workers)
+    _check_memory_kinds(workers)
     _check_cores(workers)
     _check_limits(config)
     run_dir = config.node.run_dir or str(default_run_dir(config.node.name))
@@ -157,7 +154,7 @@ def plan_workers(config: NodeConfig) -> NodePlan:
 
 
 def plan_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[WorkerPlan, ...]:
-    """The standby workers: the first of a role is placed like its first worker, and so on, round and round."""
+    """Plan the standby workers: the first of a role is placed like its first worker, and so on, cyclically."""
     spares: list[WorkerPlan] = []
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         places = itertools.cycle([worker for worker in workers if worker.role == role])
@@ -166,13 +163,13 @@ def plan_spares(config: NodeConfig, workers: Sequence[WorkerPlan]) -> tuple[Work
 
 
 def nodes_dir() -> Path:
-    """Where the nodes of this user keep their run directories: private, and emptied by a reboot."""
+    """Return the directory of this user's run directories: private, and emptied by a reboot."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "trinity" if base else Path(f"/tmp/trinity-{os.getuid()}")
 
 
 def default_run_dir(name: str) -> Path:
-    """Where a node of this name keeps `node.json` while it runs."""
+    """Return the default run directory of a node."""
     return nodes_dir() / name
 
 
@@ -185,7 +182,7 @@ def _place(role: Role, section: WorkerSection) -> list[WorkerPlan]:
 
 
 def _place_pool(config: NodeConfig) -> list[WorkerPlan]:
-    """On cores that it shares with a model it does not spin."""
+    """Plan the pool workers. One that shares its cores with a model does not spin."""
     if not config.needs_pool:
         return []
     workers = _place("pool", config.pool)
@@ -205,27 +202,28 @@ def _place_engine(section: VllmSection) -> list[WorkerPlan]:
 
 def _check_sockets(run_dir: str, workers: Sequence[WorkerPlan]) -> None:
     for worker in workers:
-        path = f"{run_dir}/{worker.name}{_WHILE_DRAINING}"
-        if worker.role == "engine" and (size := len(os.fsencode(path))) > _MOST_SOCKET:
+        path = f"{run_dir}/{worker.name}{_DRAINING_SUFFIX}"
+        if worker.role == "engine" and (size := len(os.fsencode(path))) > _MAX_SOCKET_BYTES:
             raise ConfigError(
-                f"node.run_dir: an engine's socket, {path}, has {size} bytes, Linux allows {_MOST_SOCKET}: give a "
+                f"node.run_dir: an engine's socket, {path}, has {size} bytes, Linux allows {_MAX_SOCKET_BYTES}: give a "
                 "shorter node.run_dir"
             )
 
 
-def _check_ways(workers: list[WorkerPlan]) -> None:
-    """KV goes through the host's memory or from GPU to GPU, and both ends must go the same way."""
+def _check_memory_kinds(workers: list[WorkerPlan]) -> None:
+    """Check that prefill and decode are both on CPUs or both on GPUs, so that KV goes through one kind of memory."""
     held = {worker.device == "cpu": worker for worker in workers if worker.role in ("prefill", "decode")}
     if len(held) > 1:
         raise ConfigError(
             f"prefill.devices and decode.devices: {held[True].name} is on the CPU and {held[False].name} on "
-            f"{held[False].device!r}; KV is handed over between CPUs or between GPUs: put all of them on one kind"
+            f"{held[False].device!r}; KV is handed over between CPUs or between GPUs: place all "
+            "of them on one kind of device"
         )
 
 
 def _check_counts(config: NodeConfig) -> None:
     if config.model is None and not config.collections and not config.remote:
-        raise ConfigError("nothing to serve: give a [model], [[collections]], [[remote]], or several of them")
+        raise ConfigError("nothing to serve: configure [model], [[collections]] or [[remote]]")
     needed = [("prefill", config.prefill.workers), ("decode", config.decode.workers)] if config.own_model else []
     if config.needs_pool:
         needed.append(("pool", config.pool.workers))
@@ -240,7 +238,7 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
         missing = sorted(set(worker.cores) - allowed)
         if missing:
             raise ConfigError(
-                f"{worker.role}.cores: {worker.name} asks for cores {missing}; this process may use {sorted(allowed)}"
+                f"{worker.role}.cores: {worker.name} needs cores {missing}; this process may use {sorted(allowed)}"
             )
         cores = len(set(worker.cores)) or len(allowed)
         if worker.threads > cores:
@@ -252,7 +250,8 @@ def _check_cores(workers: list[WorkerPlan]) -> None:
         for core in sorted(set(worker.cores)):
             if core in owner:
                 raise ConfigError(
-                    f"pool.cores: core {core} is given to both {owner[core]} and {worker.name}, and a pool spins"
+                    f"pool.cores: core {core} is assigned to both {owner[core]} and {worker.name}; pool workers "
+                    "spin and need cores of their own"
                 )
             owner[core] = worker.name
 
@@ -261,19 +260,19 @@ def _check_limits(config: NodeConfig) -> None:
     pool = config.pool
     if config.probes.trigger == "unsure" and isinstance(config.model, ServedSection):
         raise ConfigError(
-            'probes.trigger = "unsure": how sure a model is only the node\'s own engine can tell; it is '
-            f'{config.model.__struct_config__.tag!r}: "every" and "drift" work with that too'
+            'probes.trigger = "unsure": only the node\'s own engine supports it; with '
+            f'{config.model.__struct_config__.tag!r} use "every" or "drift"'
         )
     if pool.extends_per_launch > 1 and "cpu" in pool.devices:
-        raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it is 1")
+        raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it must be 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
         if value > pool.max_top_m:
-            raise ConfigError(f"pool.{key} = {value} is over pool.max_top_m = {pool.max_top_m}")
+            raise ConfigError(f"pool.{key} = {value} exceeds pool.max_top_m = {pool.max_top_m}")
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         if config.own_model is not None and section.blocks(config.own_model) < config.own_model.row_blocks:
             raise ConfigError(
                 f"{role}.kv_blocks = {section.kv_blocks}: a sequence of model.context_tokens = "
-                f"{config.own_model.context_tokens} takes {config.own_model.row_blocks} blocks"
+                f"{config.own_model.context_tokens} needs {config.own_model.row_blocks} blocks"
             )
 
 
@@ -287,8 +286,8 @@ def _check_collections(config: NodeConfig) -> None:
             raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
         if config.pool.workers % collection.shards:
             raise ConfigError(
-                f"pool.workers = {config.pool.workers} is no multiple of the {collection.shards} shards of "
-                f"collection {collection.name!r}: every shard needs as many workers as the others"
+                f"pool.workers = {config.pool.workers} is not a multiple of the {collection.shards} shards of "
+                f"collection {collection.name!r}: every shard needs the same number of workers"
             )
 
 
@@ -300,15 +299,15 @@ def _check_remote(config: NodeConfig) -> None:
         seen.add(remote.name)
         for url in remote.urls:
             try:
-                well = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+                valid = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
             except ValueError:
-                well = False
-            if not well:
-                raise ConfigError(f"remote: {remote.name!r}: {url!r} is no node: give it as http://HOST:PORT")
+                valid = False
+            if not valid:
+                raise ConfigError(f"remote: {remote.name!r}: {url!r} is not a node's URL: use http://HOST:PORT")
             if config.http.port == urlsplit(url).port and urlsplit(url).hostname in (config.http.host, *_LOOPBACK):
-                raise ConfigError(f"remote: {remote.name!r}: {url} is this node, which would ask itself")
+                raise ConfigError(f"remote: {remote.name!r}: {url} is this node itself")
             if remote.urls.count(url) > 1:
-                raise ConfigError(f"remote: {remote.name!r}: the node {url} is named twice")
+                raise ConfigError(f"remote: {remote.name!r}: the node {url} is listed twice")
 
 
 def _check_engine(config: NodeConfig) -> None:
@@ -319,16 +318,16 @@ def _check_engine(config: NodeConfig) -> None:
     for url in config.model.urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigError(f"model.url = {url!r}: give the server's address up to its /v1: http://127.0.0.1:8000/v1")
+            raise ConfigError(f"model.url = {url!r}: give the base URL including /v1, such as http://127.0.0.1:8000/v1")
         if parts.username or parts.password:
-            raise ConfigError("model.url has a user or a password in it: put the key into model.api_key_file")
+            raise ConfigError("model.url contains a user or password: use model.api_key_file")
     if len(set(config.model.urls)) < len(config.model.urls):
-        raise ConfigError("model.url names a server twice")
+        raise ConfigError("model.url lists a server twice")
     read_engine_key(config.model)
 
 
 def read_engine_key(section: OpenAiSection) -> str:
-    """The key that the servers of the model ask for, the first line of its file; "" without one."""
+    """Read the API key of the model's servers from the first line of its file; "" without one."""
     if not section.api_key_file:
         return ""
     try:
@@ -336,6 +335,6 @@ def read_engine_key(section: OpenAiSection) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {error}") from error
     key = lines[0].strip()
-    if not key or not key.isascii() or not key.isprintable():  # not shown: it may be all but the secret
-        raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key of printable ASCII on its first line")
+    if not key or not key.isascii() or not key.isprintable():  # not shown: it may contain the secret
+        raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key in printable ASCII on its first line")
     return key

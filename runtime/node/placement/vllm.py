@@ -1,4 +1,4 @@
-"""What of a `[model]` with `engine = "vllm"` cannot be, as far as that is known without looking at vLLM."""
+"""Validation of a `[model]` with `engine = "vllm"`, as far as possible without running vLLM."""
 
 import shutil
 
@@ -11,20 +11,18 @@ _ONE_STAGE = ("instances", "tensor_parallel_size", "pipeline_parallel_size")
 
 
 def check_vllm(section: VllmSection) -> None:
-    """Raises `ConfigError`."""
+    """Raise `ConfigError` if the section is invalid."""
     if shutil.which(section.python) is None:
-        raise ConfigError(
-            f"model.python = {section.python!r}: there is no such program; give the python of vLLM's venv"
-        )
+        raise ConfigError(f"model.python = {section.python!r}: no such program; give the python of vLLM's environment")
     _check_stages(section)
-    lists = _lists(section)
+    lists = _device_lists(section)
     for key, devices, needs, count in lists:
         for device in devices:
             check_device(key, device)
         if devices in ((), (_CPU,)):
             continue
         if _CPU in devices:
-            raise ConfigError(f'{key}: "cpu" stands alone, there are no GPUs beside it')
+            raise ConfigError(f'{key}: "cpu" cannot be combined with GPUs')
         if len(devices) != count:
             raise ConfigError(f"{key} has {len(devices)} entries: {needs} need {count}")
     named = [device for _, devices, _, _ in lists for device in devices if device != _CPU]
@@ -36,23 +34,25 @@ def _check_stages(section: VllmSection) -> None:
     prefill, decode = section.prefill, section.decode
     if (prefill is None) != (decode is None):
         there, missing = ("prefill", "decode") if decode is None else ("decode", "prefill")
-        raise ConfigError(f"[model.{there}] without [model.{missing}]: give both, or neither for instances that do all")
+        raise ConfigError(
+            f"[model.{there}] without [model.{missing}]: give both, or neither for instances that serve whole requests"
+        )
     if prefill is None or decode is None:
         return
     for key in _ONE_STAGE:
         if getattr(section, key) != 1:
             raise ConfigError(
-                f"model.{key} = {getattr(section, key)}: with [model.prefill] and [model.decode] it stands there"
+                f"model.{key} = {getattr(section, key)}: with [model.prefill] and [model.decode], set it there"
             )
     if section.devices and (prefill.devices or decode.devices):
-        raise ConfigError("model.devices: the devices stand there, or in [model.prefill] and [model.decode]")
+        raise ConfigError("devices are set in model.devices or in [model.prefill] and [model.decode], not in both")
     on_cpu = {stage.devices == (_CPU,) for stage in (prefill, decode)}
     if bool(prefill.devices) != bool(decode.devices) or len(on_cpu) > 1:
-        raise ConfigError("model.prefill.devices and model.decode.devices: give both, on GPUs both or on the CPU")
+        raise ConfigError("model.prefill.devices and model.decode.devices: set both, to GPUs or to the CPU")
 
 
-def _lists(section: VllmSection) -> list[tuple[str, tuple[str, ...], str, int]]:
-    """Each list of devices by its key, and who needs how many of them."""
+def _device_lists(section: VllmSection) -> list[tuple[str, tuple[str, ...], str, int]]:
+    """Return each list of devices: its key, its entries, and which instances need how many."""
     stages = section.stages
     if section.prefill is None or section.devices:
         needs = " and ".join(_needs(stage) for stage in stages.values())
