@@ -1,11 +1,12 @@
-"""Goodput of simulated nodes that have prefill and decode apart, never, or choose for each prompt.
+"""Goodput of simulated nodes with disaggregated, colocated, or conditionally disaggregated prefill and decode.
 
     python -m benchmarks.disaggregation [--requests 3000] [--curves serve-curves.json] [--out NAME]
 
-Eight GPUs, with the simulator's default times, an H100's from data sheets; chats, and chats of which a tenth bring a
-document. Limits: first token .5 s, each later one 25 ms. With --curves, of `benchmarks.serve --only curves --out`, also
-two workers with the times that it has measured, and its limits: 6 and 3 times what a request takes alone; a document's
-first token has a limit of its own. Goodput is the greatest rate tried at which 90% of the sent requests meet theirs.
+Eight GPUs with the simulator's default times (an H100's, from data sheets); workloads: chats, and chats of which a
+tenth contain a document. Limits: TTFT .5 s, TPOT 25 ms. With --curves, the output of `benchmarks.serve --only curves
+--out`, also two workers with the times measured there, and limits of 6 and 3 times those of a request alone; the TTFT
+limit of a document is based on a document. Goodput is the highest tested rate at which 90% of the sent requests meet
+their limits.
 """
 
 import argparse
@@ -29,8 +30,8 @@ Split = tuple[int, int, Disaggregate]
 
 
 class Machine(NamedTuple):
-    """Workers with their times, and what they are asked: mean tokens of a prompt and an answer, tokens of a document;
-    a worker's rows, prompts at once, and the rates to try."""
+    """A simulated machine and its workload: service times, splits of the workers, mean tokens of a prompt and an answer
+    and tokens of a document, slots of decode and prefill, and the request rates to test."""
 
     name: str
     times: ServiceTimes
@@ -50,24 +51,24 @@ class Machine(NamedTuple):
         return Setup(config=config, times=self.times, workload=Workload(retrieval=False), slos=slos)
 
     def arrivals(self, rate: float, count: int, documents: float) -> list[Arrival]:
-        """Chats, of which a share bring a document."""
+        """Return arrivals of chats, of which a share contain a document."""
         random, at_s, found = Random(1), 0.0, []
         prompt, answer, document = self.lengths
         for _ in range(count):
-            tokens = document if random.random() < documents else _drawn(random, prompt, 8, document // 2)
-            found.append(Arrival(at_s, tokens, _drawn(random, answer, 2, 10 * answer)))
+            tokens = document if random.random() < documents else _draw_length(random, prompt, 8, document // 2)
+            found.append(Arrival(at_s, tokens, _draw_length(random, answer, 2, 10 * answer)))
             at_s += random.expovariate(rate)
         return found
 
     def alone(self, tokens: int) -> tuple[float, float]:
-        """TTFT and TPOT of one request, always apart."""
+        """Return TTFT and TPOT of a single request, disaggregated."""
         simulation = Simulation(self.setup((1, 1, "always"), Slos()), [Arrival(0.0, tokens, self.lengths[1])])
         simulation.run()
         (one,) = simulation.requests
         return one.ttft_s, one.tpot_s
 
 
-def _drawn(random: Random, mean: int, least: int, most: int) -> int:
+def _draw_length(random: Random, mean: int, least: int, most: int) -> int:
     return min(most, max(least, int(mean * random.lognormvariate(-0.32, 0.8))))
 
 
@@ -86,7 +87,7 @@ EIGHT = Machine(
 def goodput(
     machine: Machine, split: Split, limits: tuple[float, float, float], count: int, documents: float
 ) -> tuple[int, float, float]:
-    """The greatest rate of those tried; at it the P99 of TPOT in ms, and the share of prompts that decode computes."""
+    """Return the highest rate that meets the goal, and its P99 TPOT in ms and share of prompts computed by decode."""
     ttft_s, tpot_s, document_s = limits
     best = (0, 0.0, 0.0)
     for rate in machine.rates:
@@ -105,7 +106,7 @@ def goodput(
 
 
 def measured(path: Path) -> Machine:
-    """Two workers with the times that a run on a machine has fitted."""
+    """Return two workers with the service times fitted in a measured run."""
     (found,) = [s for s in json.loads(path.read_text())["sections"] if s["name"] == "curves"]
     return Machine(
         "2 cores",
@@ -118,7 +119,7 @@ def measured(path: Path) -> Machine:
 
 
 def run(machine: Machine, limits: tuple[float, float, float], count: int) -> list[dict[str, Any]]:
-    """Every split, without documents and with them."""
+    """Measure every split, without and with documents."""
     found = []
     for split in machine.splits:
         one: dict[str, Any] = {"machine": machine.name, "split": split}
@@ -129,11 +130,11 @@ def run(machine: Machine, limits: tuple[float, float, float], count: int) -> lis
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--curves", type=Path, help="what benchmarks.serve --only curves --out wrote (.json)")
-    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    parser.add_argument("--curves", type=Path, help="output of benchmarks.serve --only curves --out (.json)")
+    parser.add_argument("--out", type=Path, help="output path without extension")
     options = parser.parse_args()
     found = run(EIGHT, (0.5, 0.025, 0.5), options.requests)
     if options.curves:

@@ -1,8 +1,8 @@
-"""What the hand-over of a long prompt's KV is of the time to its first token, by how busy decode is.
+"""Share of the KV hand-over in the TTFT of long prompts, by the load on decode.
 
-`python -m benchmarks.handover` runs a node whose prompts are all handed over. Long prompts that nobody has seen come
-one after the other, while so many answers are being written; times are the node's own (`timings`), medians: from the
-first token drawn in prefill until decode has found room and pulled the KV, beside prefill and all of TTFT. Writes
+`python -m benchmarks.handover` runs a node that hands all prompts over. It sends new long prompts one at a time, while
+a number of other answers are generated in the background. Times are medians of the node's own `timings`: prefill, the
+hand-over (from the first token sampled in prefill until decode has reserved blocks and pulled the KV), and TTFT. Writes
 handover.json and handover.md.
 """
 
@@ -40,41 +40,41 @@ host_mib = 0
 STAGES = ("prefill", "room", "pull", "handover", "ttft")
 
 
-def asked(model: str, random: np.random.Generator, tokens: int, most: int) -> dict[str, Any]:
-    """A prompt that nobody has seen."""
+def request_body(model: str, random: np.random.Generator, tokens: int, max_tokens: int) -> dict[str, Any]:
+    """Return a request with a new random prompt."""
     prompt = random.integers(100, 250, tokens).tolist()
-    return {"model": model, "prompt": prompt, "max_tokens": most, "temperature": 0, "ignore_eos": True}
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
-def busy(node: Node, model: str, seed: int, until: Background) -> None:
-    """One answer after the other, until the block ends."""
+def generate_answers(node: Node, model: str, seed: int, until: Background) -> None:
+    """Generate answers one at a time until the block ends."""
     random = np.random.default_rng(seed)
     while not until.ended.is_set():
-        status, answer = node.post("/v1/completions", asked(model, random, 16, 200))
+        status, answer = node.post("/v1/completions", request_body(model, random, 16, 200))
         assert status == 200, answer
 
 
-def beside(node: Node, model: str, rows: int, tokens: int, prompts: int) -> dict[str, list[float]]:
-    """Each long prompt's times in seconds, beside so many answers."""
+def measure_load(node: Node, model: str, rows: int, tokens: int, prompts: int) -> dict[str, list[float]]:
+    """Return the times of each long prompt in seconds, with `rows` answers generated in the background."""
     random = np.random.default_rng(rows)
-    found: dict[str, list[float]] = {name: [] for name in (*STAGES, "tpot")}
+    times: dict[str, list[float]] = {name: [] for name in (*STAGES, "tpot")}
 
     def answers(number: int) -> Callable[[], None]:
-        return lambda: busy(node, model, 1000 + number, background)
+        return lambda: generate_answers(node, model, 1000 + number, background)
 
     background = Background([answers(number) for number in range(rows)])
     with background:
-        node.wait(lambda: node.metric(str(DecodeMetrics.RUNNING)) >= rows, what="all answers to be written")
+        node.wait(lambda: node.metric(str(DecodeMetrics.RUNNING)) >= rows, what="all background answers to run")
         for _ in range(prompts):
-            status, answer = node.post("/v1/completions", asked(model, random, tokens, 8))
+            status, answer = node.post("/v1/completions", request_body(model, random, tokens, 8))
             assert status == 200, answer
-            for name, values in found.items():
+            for name, values in times.items():
                 values.append(answer["timings"][name])
-    return found
+    return times
 
 
 def measure(model: str, tokens: int, prompts: int, rows: list[int]) -> list[dict[str, Any]]:
-    """All loads of one model."""
+    """Measure all loads with one model."""
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
             model = str(make_tiny_llama(Path(folder) / model, layers=4, hidden=256))
@@ -82,7 +82,7 @@ def measure(model: str, tokens: int, prompts: int, rows: list[int]) -> list[dict
         config.write_text(CONFIG.format(run_dir=Path(folder) / "run", model=model))
         info = ModelInfo.read(model)
         with running(config) as node:
-            times = {count: beside(node, info.name, count, tokens, prompts) for count in rows}
+            times = {count: measure_load(node, info.name, count, tokens, prompts) for count in rows}
     found = []
     for count, values in times.items():
         median = {name: statistics.median(one) for name, one in values.items()}

@@ -1,9 +1,9 @@
-"""What a prefix costs after its workers have died: loaded from a KV tier, beside computed.
+"""TTFT of a prompt after its workers were killed: KV loaded from a tier, compared with a new prompt.
 
-`python -m benchmarks.kv_tiers` runs a node with a host tier. Each round asks for a prompt (its KV is computed, and
-written through), kills the prefill and the decode worker, and asks, in turn first, for that prompt again and for one of
-the same length that nobody has seen. Times are those to the first token, by the client; answers must be the same tokens
-before and after. Writes kv-tiers.json and kv-tiers.md.
+`python -m benchmarks.kv_tiers` runs a node with a host tier. Each round sends a prompt (its KV is computed and written
+to the tier), kills the prefill and the decode worker, and sends that prompt again and a new one of the same length, in
+alternating order. Times to the first token are measured by the client; the answers before and after must be the same
+tokens. Writes kv-tiers.json and kv-tiers.md.
 """
 
 import argparse
@@ -36,20 +36,20 @@ disaggregate = "{disaggregate}"
 
 
 def visit(node: Node, model: str, prompt: list[int]) -> tuple[float, list[int]]:
-    """Seconds until the answer of one token is there, and the tokens of a longer one."""
-    asked: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
-    asked |= {"return_token_ids": True}
+    """Return the seconds of a one-token answer, and the tokens of a longer answer."""
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True}
     begin = time.perf_counter()
-    status, answer = node.post("/v1/completions", asked | {"max_tokens": 1})
+    status, answer = node.post("/v1/completions", body | {"max_tokens": 1})
     took_s = time.perf_counter() - begin
     assert status == 200, answer
-    status, answer = node.post("/v1/completions", asked | {"max_tokens": 16})
+    status, answer = node.post("/v1/completions", body | {"max_tokens": 16})
     assert status == 200, answer
     return took_s, answer["choices"][0]["token_ids"]
 
 
 def run_round(node: Node, model: str, tokens: int, number: int) -> dict[str, float]:
-    """One round's times to the first token, in seconds."""
+    """Run one round. Return its times to the first token in seconds."""
     known, fresh = np.random.default_rng(number).integers(100, 250, (2, tokens)).tolist()
     first_s, before = visit(node, model, known)
     node.wait_idle()
@@ -59,12 +59,12 @@ def run_round(node: Node, model: str, tokens: int, number: int) -> dict[str, flo
     times, prompts = {"first": first_s}, [("loaded", known), ("computed", fresh)]
     for name, prompt in prompts if number % 2 else reversed(prompts):
         times[name], answer = visit(node, model, prompt)
-        assert name != "loaded" or answer == before, "the same tokens as before the kill"
+        assert name != "loaded" or answer == before, "the answer is the same as before the kill"
     return times
 
 
 def measure(model: str, tokens: int, rounds: int, disaggregate: str) -> dict[str, Any]:
-    """All rounds of one model."""
+    """Run all rounds with one model."""
     with tempfile.TemporaryDirectory() as folder:
         if model == "tiny":
             model = str(make_tiny_llama(Path(folder) / model, layers=4, hidden=256))

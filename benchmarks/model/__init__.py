@@ -1,1 +1,1 @@
-"""The language model alone: `python -m benchmarks.model`."""
+"""Language model benchmark: `python -m benchmarks.model`."""

@@ -1,12 +1,12 @@
-"""The language model alone, against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
+"""Language model benchmark against transformers' `generate()`: `python -m benchmarks.model [--model NAME_OR_DIR]`.
 
-Both run the same weights in the same process, turn by turn, with the same number of threads. Reported are:
-prefill (tokens/s by prompt length, by chunk size, and of several prompts in one pass against a pass each), decode
-(ms a step by rows; also with rows of very different lengths, where `generate()` pads all to the longest), and the
-copy of a prompt's KV between two models against one plain copy of as many bytes. Greedy tokens of all runs are
-compared; a difference ends the benchmark with an error. All that is float32; `weights` is bfloat16 and int8 against
-it: their speed, and how often they choose the same token. `--vllm PYTHON` adds a table beside vLLM's build for CPUs,
-in bfloat16; ours with `--weights`.
+Both run the same weights in the same process, alternating, with the same number of threads. Measured are prefill
+(tokens/s by prompt length, by chunk size, and several prompts in one pass against one pass each), decode (ms per step
+by rows; also with rows of very different lengths, which `generate()` pads to the longest), and the copy of a prompt's
+KV between two models against a plain copy of as many bytes. Greedy tokens of all runs are compared; a difference ends
+the benchmark with an error. These tables are float32; `weights` compares bfloat16 and int8 with it: their speed, and
+how often they choose the same token. `--vllm PYTHON` adds a comparison with vLLM's CPU build in bfloat16, against our
+`--weights`.
 """
 
 import argparse
@@ -36,7 +36,7 @@ QUESTIONS = (
 
 
 class Theirs:
-    """transformers' own model; ragged prompts are padded on the left, as `generate()` wants it."""
+    """transformers' implementation; ragged prompts are padded on the left, as `generate()` requires."""
 
     def __init__(self, directory: Any) -> None:
         self.network: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -117,7 +117,7 @@ def measure_decode(
 
 
 def measure_weights(ours: Ours, others: Sequence[Ours], random: np.random.Generator, rounds: int, steps: int) -> None:
-    """`others`: the same model with weights bfloat16, and int8."""
+    """`others`: the same model with bfloat16 and with int8 weights."""
     every = (ours, *others)
     print(f"\n{'weights':24}{'float32 ms':>12}{'bfloat16 ms':>16}{'int8 ms':>12}   bfloat16 to int8")
 
@@ -139,14 +139,14 @@ def measure_weights(ours: Ours, others: Sequence[Ours], random: np.random.Genera
     answers = ours.decode(chats, ours.prefill(chats), ANSWER)
     for name, other in zip(("bfloat16", "int8"), others, strict=True):
         same = [token == answer[0] for token, answer in zip(other.prefill(chats), answers, strict=True)]
-        for number in range(ANSWER):  # behind float32's own tokens, where one difference does not make others
+        for number in range(ANSWER):  # after float32's tokens, so that one difference does not cause others
             chunks = [
                 Chunk(other.tables[row], len(chat) + number, [answers[row][number]]) for row, chat in enumerate(chats)
             ]
             chosen = other.model.forward(chunks).argmax(-1)
             same += [int(token) == answer[number + 1] for token, answer in zip(chosen, answers, strict=True)]
         free = other.decode(chats, other.prefill(chats), ANSWER)
-        print(f"{name}: the same greedy token behind float32's: {sum(same)} of {len(same)}")
+        print(f"{name}: the same greedy token after float32's: {sum(same)} of {len(same)}")
         print(f"{name}: the same answer of {ANSWER} tokens: {sum(map(list.__eq__, answers, free))} of {len(chats)}")
 
 
@@ -168,13 +168,13 @@ def measure_copy(model: LanguageModel, target: LanguageModel, lengths: Sequence[
 
 
 def check(ours: object, theirs: object) -> None:
-    """End the benchmark if two greedy runs differ: the speed of a wrong answer is worth nothing."""
+    """Exit if two greedy runs differ: the speed of a wrong answer is meaningless."""
     if ours != theirs:
         raise SystemExit(f"greedy tokens differ:\n  ours     {ours}\n  generate {theirs}")
 
 
 def main() -> None:
-    """Run all and print the tables."""
+    """Run the benchmark and print the tables."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--model", default="smollm2-135m-instruct", help="known name, or a directory with a Llama")
     options.add_argument("--threads", type=int, default=1)
@@ -182,14 +182,16 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=8, help="decode steps a round")
     options.add_argument("--seed", type=int, default=0)
     parts = ["prefill", "chunks", "packing", "decode", "copy", "weights", "vllm"]
-    options.add_argument("--part", choices=parts, help="this table alone")
+    options.add_argument("--part", choices=parts, help="only this table")
     options.add_argument(
         "--weights",
         choices=["float32", "bfloat16", "int8"],
         default=weights_type("auto", "cpu"),
-        help="beside vLLM's",
+        help="weights for the vLLM table",
     )
-    options.add_argument("--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, for its table")
+    options.add_argument(
+        "--vllm", metavar="PYTHON", help="Python interpreter of an environment with vLLM; adds the vLLM table"
+    )
     given = options.parse_args()
     if given.part == "vllm" and not given.vllm:
         options.error("--part vllm needs --vllm PYTHON")

@@ -1,4 +1,4 @@
-"""Our model, driven for a benchmark, and runs timed in turn."""
+"""Driver of the model for benchmarks, and alternating timing of functions."""
 
 import statistics
 import time
@@ -30,8 +30,8 @@ class Times:
 
 
 def paired(runs: Sequence[Callable[[], object]], rounds: int, rest_s: float = 0.0) -> list[Times]:
-    """Time functions turn by turn, so that a noisy neighbour meets all of them; one round first is not counted. Before
-    each run this process sleeps for `rest_s`."""
+    """Time functions in alternation, so that other load affects all of them alike. The first round is a warm-up.
+    Sleeps for `rest_s` before each run."""
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(rounds + 1):
         for run, kept in zip(runs, seconds, strict=True):
@@ -44,7 +44,7 @@ def paired(runs: Sequence[Callable[[], object]], rounds: int, rest_s: float = 0.
 
 
 class Ours:
-    """The paged model, driven as a worker drives it: every row has blocks for the whole context."""
+    """The paged model, used as a worker uses it; every row has blocks for the whole context."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -74,5 +74,5 @@ class Ours:
 
 
 def random_prompts(lengths: Sequence[int], model: LanguageModel, random: np.random.Generator) -> list[Tokens]:
-    """Prompts of ordinary tokens."""
+    """Return random prompts without special tokens."""
     return [random.integers(3, model.info.vocabulary, length).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""What the model must agree with: transformers' own `generate()`, one prompt at a time, greedy."""
+"""Reference for the model's output: transformers' `generate()`, greedy, one prompt at a time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Reference:
-    """A model as transformers loads and runs it."""
+    """A model loaded and run by transformers."""
 
     def __init__(self, directory: Path, device: str = "cpu") -> None:
         import torch
@@ -19,9 +19,9 @@ class Reference:
         self._generated: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The `tokens` greedy tokens after `prompt`; the end token is a token like any other.
+        """Return the `tokens` greedy tokens after `prompt`; the end token does not end the answer.
 
-        What was generated for a prompt is kept: its first tokens are those of a shorter answer.
+        Answers are cached: the first tokens of a longer answer are a shorter answer.
         """
         kept = self._generated.get(tuple(prompt), [])
         if len(kept) >= tokens:
@@ -39,6 +39,6 @@ class Reference:
         return generated[:]
 
     def logits(self, tokens: Sequence[int]) -> Any:
-        """Logits [len(tokens), vocabulary] of one pass over a whole sequence."""
+        """Return the logits [len(tokens), vocabulary] of one pass over a sequence."""
         with self._torch.inference_mode():
             return self._network(input_ids=self._torch.tensor([list(tokens)], device=self._device)).logits[0]

@@ -1,7 +1,8 @@
-"""vLLM, asked by lines of JSON: run by the interpreter of vLLM's own environment, by its path, without our packages.
+"""vLLM subprocess with a JSON-lines protocol. Run by path with the interpreter of vLLM's environment, without our
+packages.
 
-`python vllm_process.py ENGINE_ARGUMENTS` (JSON) loads the model, says `{}`, and answers each line of its input,
-`{"prompts": [[id, …], …], "tokens": n}`, with a list of tokens for each: greedy, all at once, exactly n of them.
+`python vllm_process.py ENGINE_ARGUMENTS` (JSON) loads the model and writes `{}`. It answers each input line
+`{"prompts": [[id, …], …], "tokens": n}` with a list of exactly n greedy tokens per prompt, computed in one batch.
 """
 
 import json
@@ -18,11 +19,11 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     print("{}", file=answers)
     for line in sys.stdin:
-        asked = json.loads(line)
-        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
-        parameters = SamplingParams(temperature=0, max_tokens=asked["tokens"], ignore_eos=True, detokenize=False)
-        found = llm.generate(prompts, parameters, use_tqdm=False)
-        print(json.dumps([list(one.outputs[0].token_ids) for one in found]), file=answers)
+        request = json.loads(line)
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
+        parameters = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        print(json.dumps([list(one.outputs[0].token_ids) for one in outputs]), file=answers)
 
 
 if __name__ == "__main__":
