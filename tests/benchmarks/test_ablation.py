@@ -7,7 +7,7 @@ from benchmarks.ablation import ROOT, VARIANTS, Variant, effects
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_what_a_variant_changes_stands_once_in_the_source(variant: Variant) -> None:
-    assert (ROOT / variant.file).read_text(encoding="utf-8").count(variant.was) == 1
+    assert (ROOT / variant.file).read_text(encoding="utf-8").count(variant.old) == 1
 
 
 def test_an_effect_is_the_mean_over_seeds_and_shows_if_it_is_a_twentieth_beyond_the_spread() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.paper.planner import Change, Request, kept, requests
+from benchmarks.paper.planner import Change, Request, attainments, requests
 from benchmarks.paper.serving import lengths, node
 from runtime.simulator.node import simulate
 from runtime.simulator.traces import Arrival
@@ -20,13 +20,13 @@ def sent() -> list[Request]:
 
 @pytest.mark.parametrize("prefill", [4, 5])
 def test_no_fixed_split_serves_both_chats_and_documents(prefill: int, sent: list[Request]) -> None:
-    day, night, moves = kept(node(prefill, "auto", CHATS_THEN_DOCUMENTS.slos), sent)
+    day, night, moves = attainments(node(prefill, "auto", CHATS_THEN_DOCUMENTS.slos), sent)
     assert min(day, night) < 0.9
     assert moves == 0
 
 
 def test_with_the_planner_nine_tenths_of_both_keep_what_is_promised(sent: list[Request]) -> None:
-    day, night, moves = kept(node(4, "auto", CHATS_THEN_DOCUMENTS.slos, "act"), sent)
+    day, night, moves = attainments(node(4, "auto", CHATS_THEN_DOCUMENTS.slos, "act"), sent)
     assert min(day, night) >= 0.9
     assert 4 <= moves <= 12
 
