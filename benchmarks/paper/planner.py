@@ -157,7 +157,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def planner(options: Namespace) -> Result:
-    """Alternating workloads: by day chats (400 tokens, answers of 600), by night documents (10,000 and 60, or Mooncake's).
+    """Alternating workloads: chats by day (400 tokens, answers of 600), documents by night (10,000, 60; or Mooncake's).
 
     Both rates are the same share of what the best fixed split serves of that kind alone (TTFT; TPOT); they cross over
     in 300 of 900 s. The result is the highest share at which 90% of the day's and 90% of the night's requests meet both
