@@ -24,7 +24,7 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.connections import HttpConfig
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.routes.drain import Readiness
-from runtime.serving.http.service import Catalogue, NoCollections, SearchSource, Service, Settings
+from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
 from runtime.serving.messages import (
     Role,
 )
@@ -89,7 +89,7 @@ class Cluster:
         settings: Settings | None = None,
         answers: AnswerCache | None = None,
         search: SearchSource | None = None,
-        catalogue: Catalogue | None = None,
+        catalogue: CollectionCatalogue | None = None,
         writes: WriterService | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
         readiness: Readiness | None = None,

@@ -104,7 +104,7 @@ def test_a_body_that_does_not_arrive_is_given_up() -> None:
     with Cluster(settings=replace(SETTINGS, body_timeout_s=0.3)) as cluster:
         answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert b" 408 " in answer
-    assert b"the body did not arrive within 0.3 s; 1 bytes did" in answer
+    assert b"the body did not arrive within 0.3 s; 1 bytes received" in answer
     assert b"connection: close" in answer.lower()
 
 

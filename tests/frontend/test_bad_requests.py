@@ -101,7 +101,11 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says
             "retrieval.probe_trigger",
             "'drift' or 'unsure'",
         ),
-        ({"retrieval": {"collection": "docs", "probe_threshold": 0.4}}, "retrieval.probe_threshold", "name it"),
+        (
+            {"retrieval": {"collection": "docs", "probe_threshold": 0.4}},
+            "retrieval.probe_threshold",
+            "requires probe_trigger",
+        ),
         ({"retrieval": {"collection": "docs", "probe_tokens": 193}}, "retrieval.probe_tokens", "the limit is 192"),
         ({"ignore_eos": "no"}, "ignore_eos", "not 'no'"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
@@ -233,7 +237,7 @@ def test_the_type_of_a_body_may_name_its_charset(http: httpx.Client) -> None:
 def test_an_unknown_model_is_not_found(http: httpx.Client) -> None:
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
         answer = http.post(path, json=body | {"model": "gpt-17"})
-        problem(answer, 404, "model_not_found", "model", "'gpt-17' is not served here, 'tiny' is")
+        problem(answer, 404, "model_not_found", "model", "'gpt-17' is not served; served: 'tiny'")
 
 
 def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Cluster, http: httpx.Client) -> None:
@@ -401,6 +405,6 @@ def test_hybrid_is_yes_no_or_the_words_share(kind: Any, body: dict[str, Any], at
     assert [parsed(told) for told in (True, False, 1, 0, 0.25)] == [0.5, 0.0, 1.0, 0.0, 0.25]
     wrongs: list[Any] = ["yes", 1.5, -1, [], {}]
     for wrong in wrongs:
-        with pytest.raises(InvalidRequest, match="share between 0 and 1") as caught:
+        with pytest.raises(InvalidRequest, match="between 0 and 1") as caught:
             parsed(wrong)
         assert caught.value.param == f"{at}.hybrid".removeprefix(".")

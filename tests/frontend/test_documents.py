@@ -115,8 +115,8 @@ def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"documents": []}, "one element at least"),
-        ({"documents": [{"id": "a"}] * 4097}, "4097 in one request; the limit is 4096"),
+        ({"documents": []}, "at least one element"),
+        ({"documents": [{"id": "a"}] * 4097}, "4097 elements in one request; the limit is 4096"),
         ({"documents": [{"text": "no id"}]}, "documents[0].id is missing"),
         ({"documents": [{"id": "a", "texts": "?"}]}, "texts"),
         ({"documents": [{"id": "a"}, {"id": "a"}]}, "contains the id 'a' twice"),

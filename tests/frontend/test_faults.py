@@ -316,7 +316,9 @@ def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
 
 @pytest.mark.parametrize("key", ["", " ", " key", "key\n", "schl\xfcssel", "a\x00b"])
 def test_a_key_that_no_header_could_carry_is_refused_without_showing_it(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"API key 1 is empty, or has blanks around it or characters beyond ASCII$"):
+    with pytest.raises(
+        ConfigError, match=r"API key 1 is empty, or has surrounding whitespace or non-ASCII characters$"
+    ):
         Settings(api_keys=("good", key))
 
 

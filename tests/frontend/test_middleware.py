@@ -40,7 +40,7 @@ def guarded() -> Iterator[Cluster]:
 def test_a_compressed_body_is_refused_with_what_may_be_sent(http: httpx.Client, path: str, encoding: str) -> None:
     answer = http.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
-    assert answer.json()["error"]["message"] == f"the body is encoded as {encoding!r}: send it as it is"
+    assert answer.json()["error"]["message"] == f"the body has Content-Encoding {encoding!r}: send it uncompressed"
     assert answer.headers["accept-encoding"] == "identity"
 
 

@@ -178,7 +178,7 @@ def test_retrieval_can_be_left_out(cluster: Cluster, client: openai.OpenAI, off:
 def test_models_are_listed_and_looked_up(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "trinity"
-    with pytest.raises(openai.NotFoundError, match="model 'big/one' is not served here, 'tiny' is"):
+    with pytest.raises(openai.NotFoundError, match="model 'big/one' is not served; served: 'tiny'"):
         client.models.retrieve("big/one")
 
 

@@ -27,7 +27,7 @@ from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, 
 async def remote(tmp_path: Path, *nodes: str, **options: Any) -> AsyncIterator[CollectionRouter]:
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", nodes, "docs", api_key_file=str(tmp_path / "key"), **options)
-    found = CollectionRouter(NoCollections(), NoCollections(), [section])
+    found = CollectionRouter(NoCollections(), [section])
     looking = asyncio.create_task(found.remote.run())
     try:
         yield found
@@ -205,7 +205,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
     _, even = part(DOCUMENTS[::2])
 
     async def test() -> None:
-        found = CollectionRouter(NoCollections(), NoCollections(), [RemoteSection("all", (even,), "docs")])
+        found = CollectionRouter(NoCollections(), [RemoteSection("all", (even,), "docs")])
         looking = asyncio.create_task(found.remote.run())
         with pytest.raises(TrinityError, match="API key"):
             await ask(found)
@@ -214,9 +214,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(p
 
     run(test())
     with pytest.raises(ConfigError, match="remote all: the key cannot be read"):
-        CollectionRouter(
-            NoCollections(), NoCollections(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))]
-        )
+        CollectionRouter(NoCollections(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))])
 
 
 def test_over_http_an_answer_without_some_nodes_says_partial() -> None:

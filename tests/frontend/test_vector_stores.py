@@ -246,7 +246,7 @@ def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stan
 @pytest.mark.parametrize(
     ("fields", "status", "param", "message"),
     [
-        ({"model": "other"}, 404, "model", "embedded by 'other'; there are: hashing-64"),
+        ({"model": "other"}, 404, "model", "embedder 'other'; available: hashing-64"),
         ({"input": [1, 2, 3]}, 400, "input", "token ids are not supported"),
         ({"input": []}, 400, "input", "0 texts, allowed are 1 to 2048"),
         ({"input": ["a"] * 2049}, 400, "input", "2049 texts"),

@@ -1,7 +1,7 @@
-"""What the HTTP interface takes: bodies as pydantic models, strict, and how they become the workers' messages.
+"""Request bodies as strict pydantic models, and their conversion to the workers' messages.
 
-A field that is null counts as absent. What becomes of OpenAI's fields that Trinity does not have stands in
-`unsupported_fields.py`; a field that nobody has is refused with the name of the nearest one.
+A null field counts as absent. `unsupported_fields.py` lists the fields of OpenAI and vLLM that Trinity does not
+support; any other unknown field is refused with the name of the nearest known one.
 """
 
 import difflib
@@ -24,29 +24,29 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _CUSTOM = "trinity"
-DEFAULT_HYBRID = 0.5  # of the ranks are the words', where nothing else is said
+DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
 FLOAT32_MAX = 3.4028234663852886e38
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
-    """A JSON body as a model. Raises InvalidRequest that names the parameter."""
+def parse(model: type[Body], body: bytes) -> Body:
+    """Parse a JSON body into a model. Raises InvalidRequest that names the parameter."""
     known = {name: value for name, value in parse_object(body).items() if value is not None}
-    for name in [name for name in known if name not in kind.model_fields]:
+    for name in [name for name in known if name not in model.model_fields]:
         if not unsupported_fields.accept(name, known.pop(name)):
-            raise InvalidRequest(f"unknown field {name[:64]!r}{_suggestion(name, kind.model_fields)}", name[:64])
-    return validate(kind, known)
+            raise InvalidRequest(f"unknown field {name[:64]!r}{_suggestion(name, model.model_fields)}", name[:64])
+    return validate(model, known)
 
 
-def check_bytes(size: int, most: int, param: str) -> None:
-    """Raises InvalidRequest for a text of more bytes than `most`."""
-    if size > most:
-        raise InvalidRequest(f"{param} has {size} bytes, the limit is {most}", param)
+def check_bytes(size: int, limit: int, param: str) -> None:
+    """Raise InvalidRequest for a text of more than `limit` bytes."""
+    if size > limit:
+        raise InvalidRequest(f"{param} has {size} bytes, the limit is {limit}", param)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body as JSON. Raises InvalidRequest unless it is an object."""
+    """Parse a JSON object. Raises InvalidRequest for anything else."""
     try:
         data = from_json(body)
     except ValueError as error:
@@ -56,10 +56,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def validate(kind: type[Body], fields: dict[str, Any]) -> Body:
-    """Fields as a model. Raises InvalidRequest that names the parameter."""
+def validate(model: type[Body], fields: dict[str, Any]) -> Body:
+    """Validate fields as a model. Raises InvalidRequest that names the parameter."""
     try:
-        return kind.model_validate(fields)
+        return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         param = _param(first["loc"])
@@ -72,19 +72,19 @@ def _suggestion(name: str, fields: Iterable[str]) -> str:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content")` → `messages[0].content`."""
+    """Format a location: `("messages", 0, "content")` → `messages[0].content`."""
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:64]}" for step in location)
     return path.removeprefix(".")
 
 
-def _error_message(kind: str, message: str, value: object, param: str) -> str:
-    if kind == _CUSTOM:
+def _error_message(error_type: str, message: str, value: object, param: str) -> str:
+    if error_type == _CUSTOM:
         return message
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         return f"unknown field {param[:128]}"
-    if kind == "missing":
+    if error_type == "missing":
         return f"{param} is missing"
-    if kind in ("too_short", "string_too_short"):
+    if error_type in ("too_short", "string_too_short"):
         return f"{param} is empty"
     given = repr(value) if isinstance(value, str | int | float) else _json_name(value)
     return f"{param} {message.removeprefix('Input ')}, not {given if len(given) <= 64 else given[:61] + '...'}"
@@ -96,16 +96,16 @@ def _json_name(value: object) -> str:
 
 
 def field_error(message: str) -> PydanticCustomError:
-    """For validators: an error with a message of our own."""
-    # The message is a template to pydantic: braces of the caller's own must not be taken for its fields.
+    """Return an error for validators to raise, with a custom message."""
+    # pydantic takes the message for a template: braces in it must not be interpreted.
     return PydanticCustomError(_CUSTOM, "{message}", {"message": message})
 
 
-# ---- fields that take more than one form
+# ---- validators of fields with several formats
 
 
 def filter_at(param: str) -> Callable[[object], object]:
-    """A validator of the filter in this parameter: parsed, None where it is null. It raises InvalidFilter."""
+    """Return a validator that parses the filter in `param` (None if null) and raises InvalidFilter."""
 
     def validate(value: object) -> object:
         if value is None:
@@ -129,7 +129,7 @@ def _validate_hybrid(value: object) -> object:
 
 
 Hybrid = Annotated[float, BeforeValidator(_validate_hybrid)]
-"""The share of what a text's words find, beside what its vector finds; 0 for none."""
+"""Weight of the keyword search in a hybrid search; 0 for vector search only."""
 
 
 def _validate_stop(value: object) -> object:
@@ -147,7 +147,7 @@ def _validate_stop(value: object) -> object:
 def _validate_prompt(value: object) -> object:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            raise field_error(f"prompt has {len(value)} prompts, the limit is 1 a request")
+            raise field_error(f"prompt has {len(value)} prompts, the limit is 1 per request")
         value = value[0]
     if isinstance(value, list):
         for token in value:
@@ -177,7 +177,7 @@ def _validate_content(value: object) -> object:
 
 
 def _validate_role(value: object) -> object:
-    if value == "developer":  # OpenAI's newer word for it
+    if value == "developer":  # OpenAI's newer name of it
         return "system"
     if value not in ("system", "user", "assistant"):
         raise field_error(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
@@ -185,7 +185,7 @@ def _validate_role(value: object) -> object:
 
 
 def chat_message(value: object) -> object:
-    """A turn with what Trinity reads of it; what would change the answer is refused."""
+    """Validate a turn: keep role and content, refuse other fields that would change the answer."""
     if not isinstance(value, dict):
         raise field_error(f"a message must be an object, not {_json_name(value)}")
     for name, entry in value.items():
@@ -225,7 +225,7 @@ def _validate_vector(value: object) -> object:
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
             raise field_error(f"vector[{index}] must be a number, not {_json_name(number)}")
-        if abs(number) > FLOAT32_MAX:  # first: an integer may be beyond any float
+        if abs(number) > FLOAT32_MAX:  # before isnan: an integer may exceed any float
             raise field_error(f"vector[{index}] is beyond float32")
         if math.isnan(number):
             raise field_error(f"vector[{index}] is not a number (NaN)")
@@ -236,25 +236,25 @@ def _validate_vector(value: object) -> object:
 
 
 class StrictModel(BaseModel):
-    """Takes no value for another type's, nor NaN."""
+    """Base of bodies: no conversion between types, no NaN."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(StrictModel):
-    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` the usage so far to each before it."""
+    """`include_usage` adds a last chunk with the usage, `continuous_usage_stats` the usage so far to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class RetrievalOptions(StrictModel):
-    """Search `collection` for `k` passages before prefill, and again every `every_tokens` tokens (0: never).
+    """Retrieval of `k` passages of `collection` before prefill, and by a probe every `every_tokens` tokens (0: never).
 
-    Then the answer waits, or goes on and takes passages in when they come ("prefetch"); at most `probe_tokens` tokens
-    of them. A node with one collection needs no name of it. Only passages that pass `filter` are found, by their words
-    too if `hybrid`. `probe_trigger` and its `probe_threshold` say when to ask again, `passages` where they
-    stand in a chat, in place of the node's `[probes]` and `[prompts]`.
+    During a probe the answer waits, or continues and inserts the passages when they arrive ("prefetch"); a probe
+    inserts at most `probe_tokens` tokens. `collection` is optional on a node with one collection. `filter` restricts
+    the passages by attributes, `hybrid` adds a keyword search. `probe_trigger` with `probe_threshold` (when to probe)
+    and `passages` (their position in a chat) override the node's `[probes]` and `[prompts]`.
     """
 
     collection: str | None = None
@@ -270,14 +270,14 @@ class RetrievalOptions(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One turn of a chat; content parts are joined."""
+    """One turn of a chat; content parts are concatenated."""
 
     role: Annotated[str, BeforeValidator(_validate_role)]
     content: Annotated[str, BeforeValidator(_validate_content)]
 
 
 class GenerateBody(StrictModel):
-    """What both endpoints share. `answer_cache` false: not a stored answer, and do not store this one."""
+    """Fields of both endpoints. `answer_cache` false: neither read nor store an answer in the cache."""
 
     model: str
     stream: bool = False
@@ -293,11 +293,12 @@ class GenerateBody(StrictModel):
     retrieval: Annotated[RetrievalOptions | None, BeforeValidator(_validate_retrieval)] = None
 
     def token_limit(self, default: int) -> int:
-        """How many tokens the answer may have; `default` when the body does not say."""
+        """Return the maximum number of answer tokens; `default` if the body has none."""
         return self.max_tokens if self.max_tokens is not None else default
 
     def to_sampling(self, default_max_tokens: int, random_seed: int) -> Sampling:
-        """For the workers; a body without a seed gets `random_seed`, negative ones are folded into 0..2^63-1."""
+        """Convert to the workers' message. Without a seed `random_seed` is used; negative seeds are mapped to
+        0..2^63-1."""
         return Sampling(
             max_tokens=self.token_limit(default_max_tokens),
             temperature=float(self.temperature),
@@ -308,15 +309,17 @@ class GenerateBody(StrictModel):
         )
 
     def to_retrieval(self, probes: ProbesSection, place: PassagePlace) -> Retrieval | None:
-        """For the workers, with the node's own trigger, and place of passages, where it names none; None without
-        retrieval. Raises InvalidRequest for a threshold that no trigger has."""
+        """Convert to the workers' message; None without retrieval. `probes` and `place` are the node's defaults.
+
+        Raises InvalidRequest for a threshold without a trigger that uses it.
+        """
         options = self.retrieval
         if options is None:
             return None
         trigger = options.probe_trigger or probes.trigger
         if options.probe_threshold is not None and options.probe_trigger in (None, "every"):
             raise InvalidRequest(
-                'probe_threshold is one of probe_trigger "drift" or "unsure": name it', "retrieval.probe_threshold"
+                'probe_threshold requires probe_trigger "drift" or "unsure"', "retrieval.probe_threshold"
             )
         return Retrieval(
             options.collection or "",
@@ -334,12 +337,12 @@ class GenerateBody(StrictModel):
 
 
 class ChatLimits(GenerateBody):
-    """A chat's limit has two names."""
+    """Token limit of a chat, which has two names."""
 
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
 
     def token_limit(self, default: int) -> int:
-        """`max_completion_tokens` is the newer name of `max_tokens`. Raises InvalidRequest when the two disagree."""
+        """Return the limit; `max_completion_tokens` is its newer name. Raises InvalidRequest if the two differ."""
         new = self.max_completion_tokens
         if new is None:
             return super().token_limit(default)
@@ -357,7 +360,7 @@ class ChatBody(ChatLimits):
     messages: list[Annotated[ChatMessage, BeforeValidator(chat_message)]] = Field(min_length=1)
 
     def to_messages(self) -> tuple[Message, ...]:
-        """For the workers."""
+        """Convert to the workers' messages."""
         return tuple(Message(message.role, message.content) for message in self.messages)
 
 
@@ -368,7 +371,7 @@ class CompletionBody(GenerateBody):
 
 
 class RetrievalBody(StrictModel):
-    """POST /v1/retrieval: `query` (text) or `vector`; of the passages that pass `filter`. `hybrid`: by words too."""
+    """POST /v1/retrieval: search by `query` (text) or `vector`, with an optional `filter` and `hybrid` search."""
 
     collection: str | None = None
     query: str | None = Field(None, min_length=1)

@@ -1,7 +1,7 @@
-"""The HTTP interface: OpenAI's completions and models, search alone, health and metrics.
+"""The HTTP application: completions, models, retrieval, traces, health and metrics.
 
-An error before the first token is an HTTP error with its status; after it, an error event ends the stream. When the
-client goes away, the request is cancelled everywhere, streaming or not.
+An error before the first token is an HTTP error with its status; afterwards an error event ends the stream. If the
+client disconnects, the request is cancelled, streaming or not.
 """
 
 import asyncio
@@ -81,8 +81,8 @@ def create_app(
     now: Callable[[], float] = time.time,
     seeds: random.Random | None = None,
 ) -> Starlette:
-    """The application. `new_id` gives ids (the server around it has the same), `now` the `created` times, `seeds` the
-    seeds of requests that bring none."""
+    """Return the application. `new_id` generates request ids (the server around it shares it), `now` returns the
+    `created` times, `seeds` generates seeds for requests without one."""
     app = Starlette()
     app.router.redirect_slashes = False
     app.add_middleware(
@@ -92,7 +92,7 @@ def create_app(
         host=settings.host,
         access=settings.access,
     )
-    if settings.cors_origins:  # around the guard: a browser asks without the key whether it may send it
+    if settings.cors_origins:  # outside AuthMiddleware: a browser's preflight has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -124,7 +124,7 @@ def create_app(
         ("/ready", routes.health),
         ("/metrics", routes.metrics),
     ):
-        app.add_route(path, route, methods=["GET"])  # and HEAD with it
+        app.add_route(path, route, methods=["GET"])  # and HEAD
     routes.add_collection_routes(app)
     TokenizeRoute(
         service.tokens, routes.read_bytes, context_tokens=settings.context_tokens, max_bytes=settings.max_prompt_bytes
@@ -145,24 +145,24 @@ class _Routes:
             service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s
         )
 
-    # ---- answers
+    # ---- completions
 
     async def chat(self, http: Request) -> Response:
         body, sent = await self._read_for_engine(http, ChatBody, PassthroughChat)
         turns = body.to_messages()
         self._check_prompt_bytes(sum(len(turn.content.encode()) for turn in turns), "messages")
-        answer = ChatResponse(**self._answer_options(http, body))
-        return await self._generate(http, body, answer, self._settings.default_max_tokens, messages=turns, sent=sent)
+        response = ChatResponse(**self._response_options(http, body))
+        return await self._generate(http, body, response, self._settings.default_max_tokens, messages=turns, sent=sent)
 
     async def complete(self, http: Request) -> Response:
         body, sent = await self._read_for_engine(http, CompletionBody, PassthroughCompletion)
         prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
         if isinstance(prompt, str):
             self._check_prompt_bytes(len(prompt.encode()), "prompt")
-        answer = CompletionResponse(**self._answer_options(http, body))
-        return await self._generate(http, body, answer, COMPLETION_TOKENS, prompt=prompt, sent=sent)
+        response = CompletionResponse(**self._response_options(http, body))
+        return await self._generate(http, body, response, COMPLETION_TOKENS, prompt=prompt, sent=sent)
 
-    def _answer_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
+    def _response_options(self, http: Request, body: GenerateBody) -> dict[str, Any]:
         self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
@@ -182,52 +182,52 @@ class _Routes:
         self,
         http: Request,
         body: GenerateBody,
-        answer: GenerationResponse,
+        response: GenerationResponse,
         default_max_tokens: int,
         *,
         prompt: str | tuple[int, ...] = "",
         messages: tuple[Message, ...] = (),
         sent: dict[str, Any] | None = None,
     ) -> Response:
-        link, answers = self._service.engine, self._service.answers
-        received_ns = link.now_ns()
+        engine, cache = self._service.engine, self._service.answers
+        received_ns = engine.now_ns()
         deadline_ns = received_ns + int(self._settings.request_timeout_s * 1e9)
         sampling = body.to_sampling(default_max_tokens, self._seeds.getrandbits(63))
-        store: Callable[[], None] = _nothing
+        store: Callable[[], None] = _discard
         if (
-            answers is not None
+            cache is not None
             and body.answer_cache
             and (sent is None or is_cacheable(sent))
-            and (asked := self._cache_key(http, body, answer.retrieval, sampling, messages or prompt))
+            and (key := self._cache_key(http, body, response.retrieval, sampling, messages or prompt))
         ):
-            vector, hit = await answers.find(asked)
+            vector, hit = await cache.find(key)
             if hit is not None:
-                return self._cached_response(answer, hit, body.stream)
-            store = lambda: answers.store(asked, vector, answer.to_pieces())  # noqa: E731
-        request = link.submit(
-            answer.id,
-            Generation(sampling, received_ns, deadline_ns, messages, prompt, answer.retrieval, access_of(http).salt),
+                return self._cached_response(response, hit, body.stream)
+            store = lambda: cache.store(key, vector, response.to_pieces())  # noqa: E731
+        request = engine.submit(
+            response.id,
+            Generation(sampling, received_ns, deadline_ns, messages, prompt, response.retrieval, access_of(http).salt),
             client_id=client_id_of(http),
             sent=sent,
         )
-        watch = asyncio.create_task(_cancel_on_disconnect(http, link, request))
+        watch = asyncio.create_task(_cancel_on_disconnect(http, engine, request))
 
         def release() -> None:
             watch.cancel()
-            link.cancel(request)
+            engine.cancel(request)
 
         try:
-            first = await first_tokens(answer, request)  # until here errors are HTTP errors: no status is sent yet
+            first = await first_tokens(response, request)  # its errors are HTTP errors: no status has been sent
             if body.stream:
-                return EventStream(events(answer, request, first, store), release)
-            while answer.last is None:
-                answer.add(await request.next())
+                return EventStream(events(response, request, first, store), release)
+            while response.last is None:
+                response.add(await request.next())
         except BaseException:
             release()
             raise
         release()
         store()
-        return json_response(answer.body())
+        return json_response(response.body())
 
     def _cache_key(
         self,
@@ -237,23 +237,23 @@ class _Routes:
         sampling: Sampling,
         prompt: str | tuple[int, ...] | tuple[Message, ...],
     ) -> CacheKey | None:
-        """What to look up; None if the answer cannot be a stored one. With API keys each has answers of its own."""
+        """Return the cache key, None if the cache does not apply. Every API key has a cache of its own."""
         tenant = http.headers.get("authorization", "") if self._settings.api_keys else ""
         return CacheKey.of(tenant, self._settings.model, prompt, sampling, retrieval, seeded=body.seed is not None)
 
-    def _cached_response(self, answer: GenerationResponse, hit: CacheHit, stream: bool) -> Response:
-        """An answer from the cache; it says so."""
-        answer.cached = {"similarity": round(hit.similarity, 4), "age_s": round(hit.age_s, 3)}
+    def _cached_response(self, response: GenerationResponse, hit: CacheHit, stream: bool) -> Response:
+        """Return an answer from the cache, marked as such."""
+        response.cached = {"similarity": round(hit.similarity, 4), "age_s": round(hit.age_s, 3)}
         for piece in hit.pieces:
-            answer.add(piece)
+            response.add(piece)
         headers = {"x-trinity-cache": "hit"}
         if not stream:
-            return json_response(answer.body(), headers)
-        assert answer.last is not None, "only whole answers are stored"
-        content = answer.opening() + answer.chunk(answer.last) + answer.closing()
+            return json_response(response.body(), headers)
+        assert response.last is not None, "only complete answers are stored"
+        content = response.opening() + response.chunk(response.last) + response.closing()
         return Response(content, headers=headers, media_type="text/event-stream; charset=utf-8")
 
-    # ---- search alone
+    # ---- retrieval
 
     async def retrieve(self, http: Request) -> Response:
         body = await self._read(http, RetrievalBody)
@@ -269,11 +269,11 @@ class _Routes:
             )
         passages = await self._searches.run(body, collection, access_of(http), request_id(http), client_id_of(http))
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
-        told: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return json_response(told | {"partial": True} if isinstance(passages, PartialPassages) else told)
+        result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
+        return json_response(result | {"partial": True} if isinstance(passages, PartialPassages) else result)
 
     def add_collection_routes(self, app: Starlette) -> None:
-        """Add the routes of collections and their embedders."""
+        """Add the routes of collections, documents and embedders."""
         settings, catalogue = self._settings, self._service.catalogue
         StoreRoutes(
             catalogue, self._searches, self.read_bytes, settings.collections,
@@ -302,38 +302,40 @@ class _Routes:
         if not missing and not readiness.draining:
             readiness.record_ready()
             return json_response({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
-        why = f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
+        reason = (
+            f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
+        )
         status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
-        return json_response(error_json(Unavailable(why)) | status, {"Retry-After": "1"}, status=503)
+        return json_response(error_json(Unavailable(reason)) | status, {"Retry-After": "1"}, status=503)
 
     async def metrics(self, http: Request) -> Response:
         return PlainTextResponse(await self._service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- checks
 
-    async def _read(self, http: Request, kind: type[Body]) -> Body:
-        return parse(kind, await self.read_bytes(http))
+    async def _read(self, http: Request, model: type[Body]) -> Body:
+        return parse(model, await self.read_bytes(http))
 
     async def _read_for_engine(
-        self, http: Request, ours: type[Body], forwarded: type[Passthrough]
+        self, http: Request, strict: type[Body], forwarded: type[Passthrough]
     ) -> tuple[Body | Passthrough, dict[str, Any] | None]:
-        """The body as `ours`, or, for an engine that takes it as it was sent, as `forwarded` and as it was sent."""
+        """Return the body as `strict`, or, for a passthrough engine, as `forwarded` with the fields to forward."""
         if self._service.engine.passthrough:
             return parse_passthrough(forwarded, await self.read_bytes(http))
-        return await self._read(http, ours), None
+        return await self._read(http, strict), None
 
     async def read_bytes(self, http: Request) -> bytes:
-        """A request's body, within its limits. Raises `ClientDisconnected`."""
+        """Return a request's body, within the limits. Raises `ClientDisconnected`."""
         try:
             return await read_body(http, self._settings.max_body_bytes, self._settings.body_timeout_s)
         except ClientDisconnect:
-            raise ClientDisconnected("the client closed the connection within its request") from None
+            raise ClientDisconnected("the client closed the connection before its body was complete") from None
 
     def _check_model(self, model: str) -> None:
         served = self._settings.model
         if not served or model != served:
-            instead = f"{served!r} is" if served else "nor is any other"
-            raise UnknownModel(f"model {model[:128]!r} is not served here, {instead}", "model")
+            served = repr(served) if served else "none"
+            raise UnknownModel(f"model {model[:128]!r} is not served; served: {served}", "model")
 
     def _check_prompt_bytes(self, size: int, param: str) -> None:
         check_bytes(size, self._settings.max_prompt_bytes, param)
@@ -342,24 +344,24 @@ class _Routes:
         if retrieval is None:
             return None
         collection = self._collection(retrieval, access, "retrieval.")
-        most = self._settings.max_probe_tokens
-        if retrieval.probe_tokens > most:
+        limit = self._settings.max_probe_tokens
+        if retrieval.probe_tokens > limit:
             raise InvalidRequest(
-                f"probe_tokens is {retrieval.probe_tokens}, the limit is {most}", "retrieval.probe_tokens"
+                f"probe_tokens is {retrieval.probe_tokens}, the limit is {limit}", "retrieval.probe_tokens"
             )
         return replace(retrieval, collection=collection, filter=access.restrict_bytes(collection, retrieval.filter))
 
-    def _collection(self, asked: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
-        """The collection that is meant: the only one that the key reaches, where none is named. Raises Forbidden."""
+    def _collection(self, retrieval: Retrieval | RetrievalBody, access: Access, prefix: str = "") -> str:
+        """Return the collection: the named one, or the only one that the key may access. Raises Forbidden."""
         names = access.visible(known := self._settings.collections)
         if not known:
             raise UnknownCollection("this node has no collections", f"{prefix}collection")
-        if not asked.collection and len(names) != 1:
+        if not retrieval.collection and len(names) != 1:
             loaded = ", ".join(names) or "none"
             raise InvalidRequest(f"{prefix}collection is missing; loaded: {loaded}", f"{prefix}collection")
-        collection = access.resolve(asked.collection or names[0], known, f"{prefix}collection")
-        if asked.k > self._settings.max_k:
-            raise InvalidRequest(f"k is {asked.k}, the limit is {self._settings.max_k}", f"{prefix}k")
+        collection = access.resolve(retrieval.collection or names[0], known, f"{prefix}collection")
+        if retrieval.k > self._settings.max_k:
+            raise InvalidRequest(f"k is {retrieval.k}, the limit is {self._settings.max_k}", f"{prefix}k")
         return collection
 
     def _model_json(self) -> Json:
@@ -368,15 +370,15 @@ class _Routes:
         return model | {"max_model_len": context} if context else model
 
 
-async def _cancel_on_disconnect(http: Request, link: Engine, request: InFlight) -> None:
-    """The body is read, so what still comes from the client is nothing but its disconnect."""
+async def _cancel_on_disconnect(http: Request, engine: Engine, request: InFlight) -> None:
+    """Cancel the request when its client disconnects: the only message left after the body."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    link.cancel(request)
+    engine.cancel(request)
 
 
-def _nothing() -> None:
-    """What is done with an answer that is not kept."""
+def _discard() -> None:
+    """Do nothing with an answer that is not cached."""
 
 
 async def _trinity_error(http: Request, error: Exception) -> Response:
@@ -389,7 +391,7 @@ async def _trinity_error(http: Request, error: Exception) -> Response:
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
-    """What the framework refuses by itself: unknown paths and methods."""
+    """Convert the framework's own errors: unknown paths and methods."""
     assert isinstance(error, HTTPException), "registered for this class"
     wrapped = InvalidRequest(f"{error.detail}: {http.method} {http.url.path[:128]}")
     wrapped.status = error.status_code

@@ -1,7 +1,7 @@
-"""What stands before the routes: a request's id, API keys or host names, the type, size and time of a body, and the
-answer to a fault of our own.
+"""Middleware and checks before the routes: request ids, API keys and what they may access, the Host header, limits on
+bodies, and responses to unexpected exceptions.
 
-Every answer has an `x-request-id`, errors and refusals too: the client's own, if it sent one, or else ours.
+Every response has an `x-request-id`, errors included: the client's own if it sent one, else a generated one.
 """
 
 import asyncio
@@ -34,73 +34,74 @@ from runtime.retrieval.attributes.filters import (
 from runtime.serving.frontend.observability import CLIENT_ID, trace_context, trace_context_of
 from runtime.serving.http.responses import error_json, to_json
 
-# ---- what the API key of a request may reach: every collection, or some, of which it may be bound to one tenant's part
+# ---- authorization: an API key has access to all collections, or to some, possibly restricted to one tenant's
+# documents
 
 
 @dataclass(frozen=True)
 class Access:
-    """grants: by collection, what its searches and writes are bound to, None for all of it; None: everything."""
+    """Access rights of an API key. `grants`: collection → restriction, None for all of it; no grants: full access."""
 
     grants: Mapping[str, AttributeBinding | None] | None = None
 
     @property
     def salt(self) -> bytes:
-        """Equal for keys that reach the same, which share KV; b"" for those that reach everything."""
+        """KV cache salt: keys with the same access rights share cached prefixes; b"" for full access."""
         if self.grants is None:
             return b""
         return blake2b(repr(sorted(self.grants.items())).encode(), digest_size=16).digest()
 
     def visible(self, collections: Iterable[str]) -> list[str]:
-        """Those of some collections that may be reached."""
+        """Return those of the collections that the key may access."""
         return [name for name in collections if self.grants is None or name in self.grants]
 
     def restriction(self, collection: str) -> AttributeBinding | None:
-        """What has to hold of each document that is found or written. Raises `Forbidden`."""
+        """Return the attribute value that documents found or written must have. Raises `Forbidden`."""
         if self.grants is None:
             return None
         if collection not in self.grants:
-            raise Forbidden(f"this API key may not reach collection {collection[:128]!r}", "collection")
+            raise Forbidden(f"this API key has no access to collection {collection[:128]!r}", "collection")
         return self.grants[collection]
 
     def resolve(self, name: str, loaded: Iterable[str], param: str, what: str = "collection") -> str:
-        """The name of a collection that is loaded and may be reached. Raises `UnknownCollection`, `Forbidden`."""
+        """Return the name of a loaded collection that the key may access. Raises `UnknownCollection`, `Forbidden`."""
         if name not in loaded:
-            reached = ", ".join(self.visible(loaded)) or "none"
-            raise UnknownCollection(f"no {what} {name[:128]!r} is loaded; loaded: {reached}", param)
+            visible = ", ".join(self.visible(loaded)) or "none"
+            raise UnknownCollection(f"no {what} {name[:128]!r} is loaded; loaded: {visible}", param)
         self.restriction(name)
         return name
 
     def require_whole_collection(self, collection: str) -> None:
-        """Raises `Forbidden` unless all of a collection may be reached."""
+        """Raise `Forbidden` unless the key may access the entire collection."""
         if self.restriction(collection) is not None:
-            raise Forbidden(f"this API key reaches a part of collection {collection!r} alone", "collection")
+            raise Forbidden(f"this API key has access only to a part of collection {collection!r}", "collection")
 
     def require_operator(self) -> None:
-        """Raises `Forbidden` for a key that is bound to collections: those of tenants do not steer the node."""
+        """Raise `Forbidden` for a key restricted to collections: tenants may not operate the node."""
         if self.grants is not None:
-            raise Forbidden("this API key is bound to collections, and does not steer the node")
+            raise Forbidden("this API key is restricted to collections and may not operate the node")
 
-    def restrict(self, collection: str, asked: Filter | None) -> Filter | None:
-        """The filter of a search. Raises `Forbidden` for a collection or a value that is not the key's own."""
+    def restrict(self, collection: str, requested: Filter | None) -> Filter | None:
+        """Return the search filter combined with the key's restriction. Raises `Forbidden`."""
         own = self.restriction(collection)
         if own is None:
-            return asked
-        if asked is not None and excludes(asked, own):
-            raise Forbidden(f"this API key may ask for no other {own.key!r} than its own", "filter")
-        return both_filters(own.filter(), asked)
+            return requested
+        if requested is not None and excludes(requested, own):
+            raise Forbidden(f"this API key may not filter for another {own.key!r} than its own", "filter")
+        return both_filters(own.filter(), requested)
 
-    def restrict_bytes(self, collection: str, asked: bytes) -> bytes:
-        """`restrict` of a filter as it travels to a pool; b"": none."""
+    def restrict_bytes(self, collection: str, requested: bytes) -> bytes:
+        """`restrict` of an encoded filter; b"": none."""
         if self.grants is None:
-            return asked
-        return filter_bytes(self.restrict(collection, decode_filter(asked) if asked else None))
+            return requested
+        return filter_bytes(self.restrict(collection, decode_filter(requested) if requested else None))
 
 
 FULL_ACCESS = Access()
 
 
 def access_by_key(keys: Iterable[ApiKey]) -> dict[str, Access]:
-    """What keys may reach, of those that may not reach everything."""
+    """Return the access rights of the keys without full access."""
     return {
         one.key: Access({name: bound and AttributeBinding(*bound) for name, bound in one.grants.items()})
         for one in keys
@@ -109,7 +110,7 @@ def access_by_key(keys: Iterable[ApiKey]) -> dict[str, Access]:
 
 
 def access_of(http: Request) -> Access:
-    """What the request's key may reach, as the guard has found it."""
+    """Return the access rights that the middleware has determined for a request."""
     found = http.state.access
     assert isinstance(found, Access)
     return found
@@ -121,14 +122,14 @@ REQUEST_ID_HEADER = "x-request-id"
 _PREFIXES = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl", "/v1/retrieval": "ret"}
 _DEFAULT_PREFIX = "req"
 
-# What still comes of a body that is too large is thrown away after the answer, up to so many bytes and seconds: one
-# who sends on when the connection closes would see a broken pipe instead of the answer.
+# The rest of a body that is too large is read and discarded after the response, up to these limits: a client that is
+# still sending when the connection closes would see a broken pipe instead of the response.
 DISCARD_BYTES = 8 << 20
 DISCARD_S = 10.0
 
 
 class _EarlyResponse(Response):
-    """An answer that does not wait for the request's body, and throws away what comes of it."""
+    """A response that is sent before the request's body has arrived, which is then discarded."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -144,15 +145,15 @@ class _EarlyResponse(Response):
 
 
 def error_response(error: TrinityError, headers: Mapping[str, str] | None = None) -> Response:
-    """OpenAI's error object under the error's status."""
-    kind = _EarlyResponse if isinstance(error, BodyTooLarge) and error.more else Response
-    if isinstance(error, RequestTooSlow):  # what still comes of its body is no request
+    """Return OpenAI's error object with the error's status."""
+    response_class = _EarlyResponse if isinstance(error, BodyTooLarge) and error.more else Response
+    if isinstance(error, RequestTooSlow):  # the rest of its body is not a request
         headers = {**(headers or {}), "Connection": "close"}
-    return kind(to_json(error_json(error)), error.status, headers, media_type="application/json")
+    return response_class(to_json(error_json(error)), error.status, headers, media_type="application/json")
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body has more bytes than the limit. `more`: some of it may still come."""
+    """The body exceeds the limit. `more`: a part of it may still arrive."""
 
     code = "request_too_large"
     status = 413
@@ -167,7 +168,7 @@ class NotJson(InvalidRequest):
 
 
 class CompressedBody(NotJson):
-    """The body is compressed: its size would be known too late."""
+    """The body is compressed: its size is unknown before it is decompressed."""
 
 
 class RequestTooSlow(InvalidRequest):
@@ -178,7 +179,7 @@ class RequestTooSlow(InvalidRequest):
 
 
 class HostNotAllowed(InvalidRequest):
-    """A server without keys was asked under a name that is not its own."""
+    """The Host header of a request to a server without keys is not one of the server's names."""
 
     code = "host_not_allowed"
     status = 403
@@ -186,28 +187,28 @@ class HostNotAllowed(InvalidRequest):
 
 MAX_BODY_BYTES = 1 << 20
 BODY_TIMEOUT_S = 30.0
-ReadBody = Callable[[Request], Awaitable[bytes]]  # a request's body, within the limits of its node
+ReadBody = Callable[[Request], Awaitable[bytes]]  # reads a request's body, within the limits of the node
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body, of at most `limit` bytes.
+    """Return the body, at most `limit` bytes.
 
     Raises CompressedBody, NotJson, BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
-        raise CompressedBody(f"the body is encoded as {encoding[:64]!r}: send it as it is")
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        # Not only for order's sake: a browser sends any other type to us from any web page, without asking first.
-        raise NotJson(f"the body's type is {kind[:64]!r}: send the header 'Content-Type: application/json'")
+        raise CompressedBody(f"the body has Content-Encoding {encoding[:64]!r}: send it uncompressed")
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        # Against CSRF: a web page may send other types across origins without a CORS preflight.
+        raise NotJson(f"the body's type is {content_type[:64]!r}: send the header 'Content-Type: application/json'")
     return await bounded_body(request, limit, timeout_s)
 
 
 async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
-    """The whole body, whatever it is. Raises BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect."""
+    """Return the body of any type. Raises BodyTooLarge, RequestTooSlow or starlette's ClientDisconnect."""
     declared = request.headers.get("content-length", "")
-    size = int(declared[:20]) if declared.isdecimal() else 0  # what it says; what comes is counted below
+    size = int(declared[:20]) if declared.isdecimal() else 0  # as declared; received bytes are counted below
     parts: list[bytes] = []
     received, more = 0, True
     try:
@@ -220,7 +221,7 @@ async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s:
                 received += len(parts[-1])
                 more = message.get("more_body", False)
     except TimeoutError:
-        raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes did") from None
+        raise RequestTooSlow(f"the body did not arrive within {timeout_s:g} s; {received} bytes received") from None
     if max(received, size) > limit:
         refusal = BodyTooLarge(f"the body has {max(received, size)} bytes or more, the limit is {limit}")
         refusal.more = more
@@ -229,14 +230,14 @@ async def bounded_body(request: Request, limit: int = MAX_BODY_BYTES, timeout_s:
 
 
 class AuthMiddleware:
-    """ASGI middleware: all but `open_paths` need one of the keys as a bearer token; `access_of` has what it reaches.
+    """ASGI middleware for authentication: all paths but `open_paths` require a key as bearer token (see `access_of`).
 
-    Without keys everything is open, to requests whose Host is this machine's loopback or `host`, the configured one: a
-    page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) is of our origin to the browser, and only the
-    Host header tells.
+    Without keys every path is open to requests whose Host is a loopback name or the configured `host`. This prevents
+    DNS rebinding: a page whose own name resolves to 127.0.0.1 has this server's origin, and only the Host header
+    differs.
 
-    An exception that no route foresaw is logged here and answered without its traceback. (The framework's own handler
-    would raise on, and the server would close the connection under a client that means to go on using it.)
+    An unexpected exception is logged and answered without a traceback. (The framework's own handler re-raises it, and
+    the server then closes a connection that the client may reuse.)
     """
 
     def __init__(
@@ -250,19 +251,19 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})["access"] = FULL_ACCESS
-        if scope["type"] == "http" and (problem := self._check(scope)) is not None:
-            headers = {"WWW-Authenticate": "Bearer"} if isinstance(problem, Unauthorized) else {}
-            await error_response(problem, headers)(scope, receive, send)
+        if scope["type"] == "http" and (refusal := self._check(scope)) is not None:
+            headers = {"WWW-Authenticate": "Bearer"} if isinstance(refusal, Unauthorized) else {}
+            await error_response(refusal, headers)(scope, receive, send)
             return
         started = False
 
-        async def sending(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            await self._app(scope, receive, send_and_note)
         except Exception:
             if started or scope["type"] != "http":
                 raise
@@ -276,12 +277,12 @@ class AuthMiddleware:
         return None if scope["path"] in self._open_paths else self._check_key(scope)
 
     def _check_host(self, scope: Scope) -> TrinityError | None:
-        """HTTP/1.0 may send no Host; every browser sends one."""
+        """A request without Host passes: HTTP/1.0 clients may omit it, browsers always send it."""
         for name, value in scope["headers"]:
             if name == b"host" and not self._is_own_host(host := value.decode("latin-1")):
                 return HostNotAllowed(
-                    f"the request's Host is {host[:128]!r}: a server without API keys answers to localhost, a loopback "
-                    f"address and its http.host ({self._host}) alone"
+                    f"the request's Host is {host[:128]!r}: a server without API keys accepts only localhost, loopback "
+                    f"addresses and its http.host ({self._host})"
                 )
         return None
 
@@ -300,9 +301,9 @@ class AuthMiddleware:
         scheme, _, token = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":
             return Unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
-        given = hashlib.sha256(token.strip()).digest()
-        # Every key is compared, whole, so that the time taken tells nothing of any.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        digest = hashlib.sha256(token.strip()).digest()
+        # Every key is compared in constant time, so the timing reveals nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             return Unauthorized("the API key is wrong")
         scope["state"]["access"] = self._access[matches.index(True)]
@@ -310,25 +311,27 @@ class AuthMiddleware:
 
 
 def id_source(epoch: int) -> Callable[[str], str]:
-    """Gives a request's id by its path, unlike that of any other request of the node (`epoch`: the frontend's)."""
+    """Return a generator of request ids by path, unique within the node (`epoch`: the frontend's)."""
     count = itertools.count(1)
     return lambda path: f"{_PREFIXES.get(path, _DEFAULT_PREFIX)}-{epoch:x}-{next(count)}"
 
 
 def request_id(http: Request) -> str:
-    """The node's id of a request."""
+    """Return the generated id of a request."""
     return str(http.state.request_id)
 
 
 def client_id_of(http: Request) -> str:
-    """What the client calls it; "" if it sent no id, or one that is longer or has other characters than it may."""
+    """Return the client's id of a request; "" if it sent none or an invalid one."""
     return str(http.state.client_id)
 
 
 class RequestContextMiddleware:
-    """ASGI middleware around everything that answers: each request gets its id and each answer the header; a node that
-    drains ends its connections, so that none which a balancer keeps for later is closed just when a request is sent
-    over it; `on_response` is told of every answer's path, status and seconds, from the request's head to its last byte.
+    """Outermost ASGI middleware: request ids, trace context and response metrics.
+
+    While the node drains, responses close their connection, so a load balancer does not send a request over a kept one
+    that is just being closed. `on_response` is called with every response's path, status and seconds, from the
+    request's head to the last byte.
     """
 
     def __init__(
@@ -347,25 +350,25 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         begin, status = self._clock(), 500
-        own, sent = self._new_id(scope["path"]), _client_id(scope)
-        scope.setdefault("state", {}).update(request_id=own, client_id=sent)
+        own_id, client_id = self._new_id(scope["path"]), _client_id(scope)
+        scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
         trace_context.set(trace_context_of(Headers(scope=scope)))
 
-        async def answer(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = sent or own
+                headers[REQUEST_ID_HEADER] = client_id or own_id
                 if self._draining():
                     headers["connection"] = "close"
             await send(message)
 
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, receive, send_with_id)
         finally:
             self._on_response(scope["path"], status, self._clock() - begin)
 
 
 def _client_id(scope: Scope) -> str:
-    given = Headers(scope=scope).getlist(REQUEST_ID_HEADER)
-    return given[0] if len(given) == 1 and CLIENT_ID.fullmatch(given[0]) else ""
+    values = Headers(scope=scope).getlist(REQUEST_ID_HEADER)
+    return values[0] if len(values) == 1 and CLIENT_ID.fullmatch(values[0]) else ""

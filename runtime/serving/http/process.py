@@ -1,4 +1,5 @@
-"""The frontend's process: HTTP in, requests out to the engine, streamed answers back. Its loop is asyncio's."""
+"""Frontend process: an HTTP server that submits requests to the engine and streams the answers. Its loop is
+asyncio's."""
 
 import asyncio
 import contextlib
@@ -52,13 +53,13 @@ log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.1
 _READY_POLL_S = 0.01
-_REPORT_S = 2.0  # how often the table is told of live collections
-_FINAL_ERRORS_S = 1.0  # before the end of the drain, for telling clients of it
-_RESERVED_DESCRIPTORS = 256  # beside those of connections: sockets to workers, memory, files
+_REPORT_S = 2.0  # interval of the live collections' metrics
+_FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
+_RESERVED_DESCRIPTORS = 256  # besides connections: sockets to workers, shared memory, files
 
 
 class SupervisorLink:
-    """What the frontend asks of its supervisor."""
+    """Requests of the frontend to its supervisor."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -67,12 +68,12 @@ class SupervisorLink:
         return (await asyncio.to_thread(admin_request, self._endpoint, "metrics")).decode()
 
     async def drain(self, wanted: bool) -> None:
-        """Have the node drain, or no longer. Raises Unavailable."""
+        """Store the node's drain state. Raises Unavailable."""
         await asyncio.to_thread(admin_request, self._endpoint, "draining on" if wanted else "draining off")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves it to the worker what a signal means: `_heartbeat` has it end."""
+    """uvicorn with the worker's signal handling: `_heartbeat` ends the server."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
@@ -83,7 +84,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
-        # uvicorn would raise the signal again after its own end; this process has an end of its own.
+        # uvicorn would raise the signal again after its shutdown; this process exits by itself.
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self.handle_exit)
         yield
@@ -99,23 +100,23 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     registry = CollectionRegistry(plan)
     worker.startup.mark("embedder")
     search = AsyncRetriever(registry, SearchClient.of_plan(plan, worker.name)) if config.collections else None
-    here = search or NoCollections()
-    everywhere: CollectionRouter | None = None
+    local = search or NoCollections()
+    router: CollectionRouter | None = None
     if config.remote:
-        from runtime.serving.http import remote_collections  # few have need of HTTP to other nodes
+        from runtime.serving.http import remote_collections  # optional: HTTP to other nodes
 
-        everywhere = remote_collections.CollectionRouter(here, here, config.remote)
-    source = everywhere or here
-    link = await make_engine(worker, metrics, source)
+        router = remote_collections.CollectionRouter(local, config.remote)
+    source = router or local
+    engine = await make_engine(worker, metrics, source)
     own, served = config.own_model, config.model
     model = ModelInfo.read(own.name).name if own else served.name if served else ""
     spans = _spans(config.node.name, model) if config.tracing.enabled else None
-    link.traces.spans = spans
+    engine.traces.spans = spans
     keys = read_api_keys(config)
     settings = Settings(
         model=model,
         context_tokens=served.context_tokens if served else 0,
-        collections=registry.dims if everywhere is None else ChainMap(dict(everywhere.dims), registry.dims),  # type: ignore[arg-type]
+        collections=registry.dims if router is None else ChainMap(dict(router.dims), registry.dims),  # type: ignore[arg-type]
         host=config.http.host,
         api_keys=tuple(one.key for one in keys),
         access=access_by_key(keys),
@@ -143,16 +144,16 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         client = search.client if search else AsyncSearchClient(SearchClient.of_plan(plan, worker.name))
         answers = _open_answer_cache(worker, client)
     service = Service(
-        link, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
+        engine, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
         supervisor.drain, metrics.record_response,
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     _raise_descriptor_limit(config.http.max_connections)
 
-    def refused(status: int) -> None:
+    def on_refused(status: int) -> None:
         metrics.record_response("", status, 0.0)
 
-    http = HttpConfig(app, config.http, new_id, config.node.drain_s, refused)
+    http = HttpConfig(app, config.http, new_id, config.node.drain_s, on_refused)
     server = _Server(http, worker)
 
     async def serve() -> None:
@@ -165,8 +166,8 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
 
     serving = asyncio.create_task(serve())
     loops = [
-        asyncio.create_task(link.run()),
-        asyncio.create_task(_heartbeat(worker, link, server, readiness, search, writes, answers)),
+        asyncio.create_task(engine.run()),
+        asyncio.create_task(_heartbeat(worker, engine, server, readiness, search, writes, answers)),
     ]
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
@@ -174,10 +175,10 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         loops.append(asyncio.create_task(client.run()))
     if answers is not None:
         loops.append(asyncio.create_task(answers.run()))
-    if everywhere is not None:
-        loops.append(asyncio.create_task(everywhere.remote.run()))
+    if router is not None:
+        loops.append(asyncio.create_task(router.remote.run()))
     try:
-        # None of the loops ends by itself: if one does, it is with a fault, and the process must end with it.
+        # No loop ends by itself: if one does, it has failed, and the process must end.
         done, _ = await asyncio.wait([serving, *loops], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -185,7 +186,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         for task in loops:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
-        link.close()
+        engine.close()
         if writes is not None:
             writes.close()
         if answers is not None:
@@ -195,27 +196,27 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
 
 
 async def _wait_for_workers(worker: Worker, missing: Callable[[], list[str]]) -> None:
-    """A frontend that takes another's place accepts nothing before a worker of each role has said Hello to it.
+    """Accept no connection in a restarted frontend until it knows a worker of each role.
 
-    Until then connections wait in the socket's queue, where they have been since the last one's death. After
-    `restart_wait_s` they are taken as things are, and refused what is still missing.
+    Meanwhile connections wait in the listening socket's backlog, where they have been since the last frontend ended.
+    After `restart_wait_s` they are accepted regardless, and requests for a missing role are refused.
     """
     config = worker.plan.config
     until = time.monotonic() + min(config.http.restart_wait_s, config.node.start_s / 2)
-    lacking = await wait_until_ready(missing, lambda: worker.stopping or time.monotonic() >= until)
-    if lacking:
-        log.warning("takes connections without a worker of each role; missing: %s", ", ".join(lacking))
+    still_missing = await wait_until_ready(missing, lambda: worker.stopping or time.monotonic() >= until)
+    if still_missing:
+        log.warning("accepting connections without a worker of each role; missing: %s", ", ".join(still_missing))
 
 
-async def wait_until_ready(missing: Callable[[], list[str]], given_up: Callable[[], bool]) -> list[str]:
-    """Wait until nothing is missing, or it is given up; what is missing then."""
-    while (lacking := missing()) and not given_up():
+async def wait_until_ready(missing: Callable[[], list[str]], give_up: Callable[[], bool]) -> list[str]:
+    """Wait until nothing is missing or `give_up` returns true; return what is still missing."""
+    while (still_missing := missing()) and not give_up():
         await asyncio.sleep(_READY_POLL_S)
-    return lacking
+    return still_missing
 
 
 def _raise_descriptor_limit(connections: int) -> None:
-    """Have as many as so many connections take, if the process's hard limit lets it."""
+    """Raise the limit of open files to what so many connections need, up to the process's hard limit."""
     wanted = connections + _RESERVED_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -226,19 +227,19 @@ def _raise_descriptor_limit(connections: int) -> None:
 
 
 def _spans(node: str, model: str) -> "RequestSpans":
-    from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an extra, of which few have need
+    from runtime.serving.frontend.spans import RequestSpans, otlp_provider  # an optional extra
 
     return RequestSpans(otlp_provider(node), model)
 
 
 def _tokenizer(model: str) -> "Tokenizer":
-    from runtime.serving.model.tokenizer import Tokenizer  # few are asked for tokens
+    from runtime.serving.model.tokenizer import Tokenizer  # loaded on first use
 
     return Tokenizer.load(model_directory(model))
 
 
 def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache:
-    """The cache of answers. Raises ModelError for an embedder that is not there."""
+    """Return the answer cache. Raises ModelError for an unknown embedder."""
     limits = worker.plan.config.answer_cache
     embedder = load_embedder(limits.embedder)
 
@@ -249,7 +250,7 @@ def _open_answer_cache(worker: Worker, client: AsyncSearchClient) -> AnswerCache
 
 
 def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterState]) -> None:
-    """How the live collections are that are written to: of all together."""
+    """Set the metrics of live collections: sums over those open for writing."""
     states = list(writers.values())
     builds = [state.build for state in states if state.build is not None]
     table.set(FrontendMetrics.LIVE_DOCUMENTS, sum(state.documents for state in states))
@@ -266,43 +267,43 @@ def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterStat
 
 async def _heartbeat(
     worker: Worker,
-    link: Engine,
+    engine: Engine,
     server: _Server,
     readiness: Readiness,
     search: AsyncRetriever | None,
     writes: WriterService | None,
     answers: AnswerCache | None,
 ) -> None:
-    """The loop's sign of life, written by the loop itself."""
+    """Write the heartbeat and metrics, follow new builds, and end the server when the worker stops."""
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
-    told_at = 0.0
+    next_report = 0.0
     follower = None if search is None else BuildFollower(search.registry, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:
             follower.step(time.monotonic_ns())
-        if writes is not None and time.monotonic() >= told_at:
-            told_at = time.monotonic() + _REPORT_S
+        if writes is not None and time.monotonic() >= next_report:
+            next_report = time.monotonic() + _REPORT_S
             report_live_collections(worker.table, writes.states())
-        node_stops = worker.stopping and not worker.awaits_release  # else another frontend takes this one's place
+        node_stops = worker.stopping and not worker.awaits_release  # otherwise a successor takes over
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:
-            if answers is not None:  # the frontend that comes next may write then
+            if answers is not None:  # so that a successor may write
                 answers.close()
-            # A signal that came before the server listened to signals counts too.
+            # Also covers a signal received before the server installed its handlers.
             server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
             stopping_at = stopping_at or time.monotonic()
-            if time.monotonic() > stopping_at + drain_s:  # killed soon: what did not end by itself ends with an error
-                link.end_all(Unavailable("the node has stopped before the answer was whole"))
-        found = link.statistics()
-        worker.table.set(FrontendMetrics.IN_FLIGHT, found.in_flight)
-        worker.table.total(FrontendMetrics.RESTARTED, found.restarts)
-        worker.table.total(FrontendMetrics.MALFORMED, found.malformed)
+            if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
+                engine.end_all(Unavailable("the node stopped before the answer was complete"))
+        statistics = engine.statistics()
+        worker.table.set(FrontendMetrics.IN_FLIGHT, statistics.in_flight)
+        worker.table.total(FrontendMetrics.RESTARTED, statistics.restarts)
+        worker.table.total(FrontendMetrics.MALFORMED, statistics.malformed)
         await asyncio.sleep(_HEARTBEAT_S)
 
 
 def run(worker: Worker, make_engine: EngineFactory) -> None:
-    """The process: serve until told to stop, then finish what is in flight (the supervisor bounds that)."""
+    """Serve until stopped, then finish the requests in flight, within the supervisor's drain timeout."""
     uvloop.run(_serve(worker, make_engine))

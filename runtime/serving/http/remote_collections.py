@@ -1,6 +1,7 @@
-"""The collections that the frontend searches: the node's own, in its pools, and remote ones, on other nodes."""
+"""Routing of searches to local collections, in this node's pools, or to remote ones, on other nodes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -8,38 +9,42 @@ from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.remote_collections import RemoteCollections
 from runtime.retrieval.search.query import PassageQuery
-from runtime.serving.http.service import Catalogue, SearchSource
+from runtime.serving.http.service import CollectionCatalogue, SearchSource
+
+
+class LocalCollections(SearchSource, CollectionCatalogue, Protocol):
+    """The collections of this node."""
 
 
 class CollectionRouter:
-    """A `SearchSource` and a `Catalogue`: asks the nodes of a remote collection, and `own` for every other."""
+    """Routes searches of remote collections to their nodes, and all others to `local`."""
 
-    def __init__(self, own: SearchSource, catalogue: Catalogue, sections: Sequence[RemoteSection]) -> None:
-        """Raises `ConfigError` for a key that cannot be read."""
-        self._own, self._catalogue = own, catalogue
+    def __init__(self, local: LocalCollections, sections: Sequence[RemoteSection]) -> None:
+        """Raises `ConfigError` for an API key file that cannot be read."""
+        self._local = local
         self.remote = RemoteCollections(sections)
-        self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # a vector's length is the nodes' to check
+        self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # 0: the remote nodes check the length
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
-        """See `SearchSource`. A remote collection's texts are embedded by its nodes; the stage stays here."""
-        if asked.collection not in self.dims:
-            return await self._own.search(asked, on_embedded=on_embedded, timeout_s=timeout_s)
+    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+        """See `SearchSource`. Queries of a remote collection are embedded by its nodes; the stage ends at once here."""
+        if query.collection not in self.dims:
+            return await self._local.search(query, on_embedded=on_embedded, timeout_s=timeout_s)
         on_embedded()
-        return await self.remote.search(asked, timeout_s)
+        return await self.remote.search(query, timeout_s)
 
     def missing(self) -> list[str]:
-        return self._own.missing()
+        return self._local.missing()
 
     def unavailable(self) -> dict[str, str]:
         remote = {name: found.unavailable for name, found in self.remote.by_name.items()}
-        return self._own.unavailable() | {name: why for name, why in remote.items() if why}
+        return self._local.unavailable() | {name: reason for name, reason in remote.items() if reason}
 
     def summary(self, collection: str) -> CollectionSummary:
         remote = self.remote.by_name.get(collection)
-        return self._catalogue.summary(collection) if remote is None else remote.summary
+        return self._local.summary(collection) if remote is None else remote.summary
 
     def embedders(self) -> Mapping[str, Embedder]:
-        return self._catalogue.embedders()
+        return self._local.embedders()
 
     async def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> tuple[Vectors, int]:
-        return await self._catalogue.embed(embedder, texts, kind)
+        return await self._local.embed(embedder, texts, kind)

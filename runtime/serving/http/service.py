@@ -1,7 +1,5 @@
-"""What the HTTP interface is given: the parts of the process that its routes stand on, and its own settings.
-
-A search alone, behind /v1/retrieval, is one of so many at once, takes so long at most, and has its trace and its line
-in the log (`Searches`).
+"""Dependencies and settings of the HTTP application, and searches without generation (`Searches`), which are limited in
+number and time, traced and logged.
 """
 
 import asyncio
@@ -39,23 +37,23 @@ log = logging.getLogger(__name__)
 
 
 class SearchSource(Protocol):
-    """What searches."""
+    """Interface for searches in collections."""
 
     def search(
-        self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float
+        self, query: PassageQuery, /, *, on_embedded: Callable[[], None], timeout_s: float
     ) -> Awaitable[list[Passage]]:
-        """The passages, nearest first. `on_embedded` is called once, when the query's vector is there; the pool is told
-        what is left of `timeout_s`. Raises TrinityError."""
+        """Return the passages, nearest first. `on_embedded` is called once, when the query's vector is computed; the
+        pool receives the remainder of `timeout_s`. Raises TrinityError."""
 
     def missing(self) -> list[str]:
-        """What is not there to search with, by name; empty when searches are served."""
+        """Return the names of missing roles; empty when searches are served."""
 
     def unavailable(self) -> dict[str, str]:
-        """The collections that cannot be searched though others can, and why."""
+        """Return the collections that cannot be searched although others can → reason."""
 
 
 class NoCollections:
-    """The `SearchSource` and `Catalogue` of a node without collections."""
+    """The `SearchSource` and `CollectionCatalogue` of a node without collections."""
 
     def missing(self) -> list[str]:
         return []
@@ -63,7 +61,7 @@ class NoCollections:
     def unavailable(self) -> dict[str, str]:
         return {}
 
-    async def search(self, asked: object, **options: object) -> list[Passage]:
+    async def search(self, query: object, **options: object) -> list[Passage]:
         raise Unavailable("this node has no collections")
 
     def summary(self, collection: str) -> CollectionSummary:
@@ -77,7 +75,7 @@ class NoCollections:
 
 
 class Searches:
-    """Asks a `SearchSource`. At most `limit` searches are in flight, each for `timeout_s` at most."""
+    """Runs searches without generation: at most `limit` at a time, each for at most `timeout_s`."""
 
     def __init__(self, source: SearchSource, traces: Traces, limit: int, timeout_s: float) -> None:
         self._source = source
@@ -89,19 +87,19 @@ class Searches:
     async def run(
         self, body: RetrievalBody, collection: str, access: Access, request_id: str, client_id: str = ""
     ) -> list[Passage]:
-        """The passages, from what of `collection` the key may reach.
+        """Return the passages from the part of `collection` that the key may access.
 
-        Raises Forbidden or Overloaded (then nothing was begun), DeadlineExceeded, or what the source raises.
+        Raises Forbidden or Overloaded (before the search starts), DeadlineExceeded, or errors of the source.
         """
         wanted = access.restrict(collection, body.filter)
-        asked = PassageQuery(collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid)
+        query = PassageQuery(collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid)
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
         self._traces.start_search(request_id, client_id, Retrieval(collection, body.k))
         state, found = "internal_error", 0
         self._running += 1
         try:
-            passages = await self._ask(asked, request_id)
+            passages = await self._search(query, request_id)
             self._traces.stamp(request_id, stages.SEARCHED)
             state, found = "found", len(passages)
             return passages
@@ -114,58 +112,58 @@ class Searches:
         finally:
             self._running -= 1
             took_ms = self._traces.end_search(request_id, state, found) / 1e6
-            told = f"{found} passages" if state == "found" else state
-            log.info("search ended: %s, %.1f ms", told, took_ms, extra={"request": request_id})
+            result = f"{found} passages" if state == "found" else state
+            log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
-    async def _ask(self, asked: PassageQuery, request_id: str) -> list[Passage]:
+    async def _search(self, query: PassageQuery, request_id: str) -> list[Passage]:
         def on_embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._source.search(asked, on_embedded=on_embedded, timeout_s=self._timeout_s)
+                return await self._source.search(query, on_embedded=on_embedded, timeout_s=self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
 
-class Catalogue(Protocol):
-    """The node's collections and their embedders."""
+class CollectionCatalogue(Protocol):
+    """Interface for descriptions of collections, and for their embedders."""
 
     def summary(self, collection: str) -> CollectionSummary:
-        """Raises UnknownCollection."""
+        """Return the description of a collection. Raises UnknownCollection."""
 
     def embedders(self) -> Mapping[str, Embedder]:
-        """By the names that requests use."""
+        """Return the embedders by the names that requests use."""
 
     def embed(self, embedder: Embedder, texts: Sequence[str], kind: TextKind) -> Awaitable[tuple[Vectors, int]]:
-        """The texts' vectors, and how many tokens they have. Raises TrinityError."""
+        """Return the texts' vectors and their number of tokens. Raises TrinityError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the routes stand on."""
+    """Dependencies of the routes."""
 
     engine: Engine
     search: SearchSource
-    metrics: Callable[[], Awaitable[str]]  # all of them, in Prometheus' text format
+    metrics: Callable[[], Awaitable[str]]  # of the node, in Prometheus' text format
     answers: AnswerCache | None = None
-    tokens: Tokens | None = None  # of the model that the node itself runs
-    catalogue: Catalogue = field(default_factory=NoCollections)
+    tokens: Tokens | None = None  # None if the node runs no model itself
+    catalogue: CollectionCatalogue = field(default_factory=NoCollections)
     writes: WriterService | None = None  # None on a node without collections
     readiness: Readiness = field(default_factory=Readiness)
-    drain: Callable[[bool], Awaitable[None]] | None = None  # has the supervisor keep that the node drains, or does not
-    on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None  # told of every answer
+    drain: Callable[[bool], Awaitable[None]] | None = None  # stores the drain state in the supervisor
+    on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The HTTP interface's own settings: names, keys, limits, default deadlines.
+    """Settings of the HTTP application: names, keys, limits, default timeouts.
 
-    `model` is "" on a node that only searches; `collections` gives each collection's dimension, 0 while it is unknown.
-    A prompt's bytes count its text as UTF-8. `access` has the keys that may not reach everything. `open_paths` need no
-    key; without keys a request's Host must be loopback's or `host`. Browsers let pages from `cors_origins` ask. A body
-    that names no limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
-    Raises ConfigError for a key that no header could carry, or that an empty one would.
+    `model` is "" on a node without generation; `collections`: name → dimension, 0 while it is unknown. Prompt bytes
+    count UTF-8 text. `access` contains the keys without full access. `open_paths` require no key; without keys the Host
+    header of a request must be a loopback name or `host`. `cors_origins` are allowed by CORS. A body without a token
+    limit gets `default_max_tokens` (a chat) or OpenAI's 16 (a completion).
+    Raises ConfigError for a key that is empty or cannot be sent in a header.
     """
 
     model: str = ""
@@ -186,16 +184,16 @@ class Settings:
     request_timeout_s: float = 300.0
     search_timeout_s: float = 10.0
     body_timeout_s: float = BODY_TIMEOUT_S
-    context_tokens: int = 0  # told with the model; 0: not known
+    context_tokens: int = 0  # of the model; 0: unknown
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.api_keys):
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-                # Not shown: it may be all but the secret.
-                raise ConfigError(f"API key {position} is empty, or has blanks around it or characters beyond ASCII")
+                # Not shown: it may be the secret except for a typo.
+                raise ConfigError(f"API key {position} is empty, or has surrounding whitespace or non-ASCII characters")
 
 
 def missing_roles(service: Service, settings: Settings) -> list[str]:
-    """The roles without a worker that takes requests; empty when the node is ready."""
+    """Return the roles without a worker that accepts requests; empty when the node is ready."""
     workers = service.engine.missing() if settings.model else []
     return [*workers, *service.search.missing()]

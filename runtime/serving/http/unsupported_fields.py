@@ -1,6 +1,6 @@
-"""OpenAI's and vLLM's body fields that Trinity does not have: refused where they ask for something, else let pass.
+"""Body fields of OpenAI and vLLM that Trinity does not support: refused unless they have a neutral value.
 
-`docs/http.md` shows the same two tables; a test compares them with `unsupported_table` and `ignored_table`.
+`docs/http.md` contains the same two tables; a test compares them with `unsupported_table` and `ignored_table`.
 """
 
 import json
@@ -11,27 +11,27 @@ from runtime.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class UnsupportedField:
-    """A field that would change the answer, or what is kept of it. `neutral` are the values with which it does not."""
+    """A field that would change the answer or its storage. `neutral`: the values with which it has no effect."""
 
     reason: str
     neutral: tuple[object, ...] = ()
 
 
-_SINGLE = "a request has one answer"
-_SAMPLING = "sampling has temperature and top_p alone"
-_TOOLS = "there are no tools"
-_LOGPROBS = "probabilities are not returned"
+_SINGLE = "a request has one choice"
+_SAMPLING = "sampling supports temperature and top_p only"
+_TOOLS = "tools are not supported"
+_LOGPROBS = "log probabilities are not returned"
 _TEXT = "answers are text"
-_TEMPLATE = "the model's own chat template is applied, once, to all turns"
-_TOKENS = "special tokens are left out of the text, and spaces are the tokenizer's"
+_TEMPLATE = "the model's own chat template is applied to all turns"
+_TOKENS = "the text excludes special tokens, and the tokenizer determines spaces"
 
 UNSUPPORTED: dict[str, UnsupportedField] = {
     "n": UnsupportedField(_SINGLE, (1,)),
     "best_of": UnsupportedField(_SINGLE, (1,)),
     "use_beam_search": UnsupportedField(_SINGLE, (False,)),
-    "length_penalty": UnsupportedField("there is no beam search", (1,)),
-    "echo": UnsupportedField("the prompt is not given back", (False,)),
-    "suffix": UnsupportedField("nothing is inserted before a text", ("",)),
+    "length_penalty": UnsupportedField("beam search is not supported", (1,)),
+    "echo": UnsupportedField("the prompt is not returned", (False,)),
+    "suffix": UnsupportedField("insertion before a suffix is not supported", ("",)),
     "logprobs": UnsupportedField(_LOGPROBS, (False,)),
     "top_logprobs": UnsupportedField(_LOGPROBS, (0,)),
     "prompt_logprobs": UnsupportedField(_LOGPROBS),
@@ -41,8 +41,8 @@ UNSUPPORTED: dict[str, UnsupportedField] = {
     "repetition_penalty": UnsupportedField(_SAMPLING, (1,)),
     "top_k": UnsupportedField(_SAMPLING, (0, -1)),
     "min_p": UnsupportedField(_SAMPLING, (0,)),
-    "min_tokens": UnsupportedField("an answer may end at its first token; ignore_eos has it go on to max_tokens", (0,)),
-    "stop_token_ids": UnsupportedField("answers stop at strings", ([],)),
+    "min_tokens": UnsupportedField("an answer may end at any token; with ignore_eos it continues to max_tokens", (0,)),
+    "stop_token_ids": UnsupportedField("only stop strings are supported", ([],)),
     "include_stop_str_in_output": UnsupportedField("an answer ends before its stop string", (False,)),
     "bad_words": UnsupportedField(_SAMPLING, ([],)),
     "allowed_token_ids": UnsupportedField(_SAMPLING, ([],)),
@@ -51,23 +51,23 @@ UNSUPPORTED: dict[str, UnsupportedField] = {
     "tool_choice": UnsupportedField(_TOOLS, ("none",)),
     "function_call": UnsupportedField(_TOOLS, ("none",)),
     "parallel_tool_calls": UnsupportedField(_TOOLS, (False,)),
-    "response_format": UnsupportedField("answers are not constrained", ({"type": "text"},)),
-    "structured_outputs": UnsupportedField("answers are not constrained"),
+    "response_format": UnsupportedField("structured output is not supported", ({"type": "text"},)),
+    "structured_outputs": UnsupportedField("structured output is not supported"),
     "modalities": UnsupportedField(_TEXT, (["text"],)),
     "audio": UnsupportedField(_TEXT),
-    "reasoning_effort": UnsupportedField("the model's effort is not set", ("none",)),
-    "verbosity": UnsupportedField("the answer's length is max_tokens' alone", ("medium",)),
-    "web_search_options": UnsupportedField("the web is not searched; retrieval searches the node's collections"),
-    "documents": UnsupportedField("passages come from a collection, by retrieval", ([],)),
-    "prediction": UnsupportedField("no predicted text speeds up the answer"),
-    "moderation": UnsupportedField("nothing is moderated"),
-    "store": UnsupportedField("no answer is kept to be asked for later", (False,)),
-    "service_tier": UnsupportedField("there is one tier", ("auto", "default")),
-    "priority": UnsupportedField("requests go in order of their deadlines", (0,)),
-    "prompt_cache_retention": UnsupportedField("cached prefixes last while there is room", ("in_memory",)),
-    "prompt_cache_options": UnsupportedField("prefixes are cached by themselves", ({}, {"mode": "implicit"})),
-    "cache_salt": UnsupportedField("all who hold a key share the prefix cache"),
-    "truncate_prompt_tokens": UnsupportedField("prompts are not cut"),
+    "reasoning_effort": UnsupportedField("reasoning effort cannot be set", ("none",)),
+    "verbosity": UnsupportedField("only max_tokens limits the answer's length", ("medium",)),
+    "web_search_options": UnsupportedField("web search is not supported; retrieval searches the node's collections"),
+    "documents": UnsupportedField("use retrieval to search a collection", ([],)),
+    "prediction": UnsupportedField("predicted outputs are not supported"),
+    "moderation": UnsupportedField("moderation is not supported"),
+    "store": UnsupportedField("answers are not stored for later requests", (False,)),
+    "service_tier": UnsupportedField("there is only one tier", ("auto", "default")),
+    "priority": UnsupportedField("requests are ordered by deadline", (0,)),
+    "prompt_cache_retention": UnsupportedField("cached prefixes are evicted by LRU", ("in_memory",)),
+    "prompt_cache_options": UnsupportedField("prefix caching is automatic", ({}, {"mode": "implicit"})),
+    "cache_salt": UnsupportedField("the API key determines the sharing of the prefix cache"),
+    "truncate_prompt_tokens": UnsupportedField("prompts are not truncated"),
     "chat_template": UnsupportedField(_TEMPLATE),
     "chat_template_kwargs": UnsupportedField(_TEMPLATE, ({},)),
     "add_generation_prompt": UnsupportedField(_TEMPLATE, (True,)),
@@ -75,33 +75,33 @@ UNSUPPORTED: dict[str, UnsupportedField] = {
     "skip_special_tokens": UnsupportedField(_TOKENS, (True,)),
     "spaces_between_special_tokens": UnsupportedField(_TOKENS, (True,)),
     "no_stop_trim": UnsupportedField("an answer ends before its stop string", (False,)),
-    "return_hidden_states": UnsupportedField("the model's states are not returned", (False,)),
-    "request_id": UnsupportedField("the header x-request-id names a request"),
+    "return_hidden_states": UnsupportedField("hidden states are not returned", (False,)),
+    "request_id": UnsupportedField("use the header x-request-id"),
     "stream_options.include_obfuscation": UnsupportedField("events are not padded", (False,)),
 }
 
 IGNORED: dict[str, str] = {
-    "user": "who asks is the API key's matter",
-    "safety_identifier": "the same",
-    "metadata": "for answers that are stored, and none is",
-    "separate_reasoning": "answers have no part that is reasoning",
-    "stream_reasoning": "the same",
-    "include_reasoning": "the same",
-    "prompt_cache_key": "a prompt goes to the worker that has most of its prefix anyway",
-    "messages[].name": "chat templates know roles alone",
-    "messages[].content[].cache_control": "prefixes are cached by themselves",
-    "messages[].content[].prompt_cache_breakpoint": "the same",
+    "user": "clients are identified by their API keys",
+    "safety_identifier": "clients are identified by their API keys",
+    "metadata": "answers are not stored",
+    "separate_reasoning": "answers have no separate reasoning",
+    "stream_reasoning": "answers have no separate reasoning",
+    "include_reasoning": "answers have no separate reasoning",
+    "prompt_cache_key": "routing is prefix-aware anyway",
+    "messages[].name": "chat templates use only roles",
+    "messages[].content[].cache_control": "prefix caching is automatic",
+    "messages[].content[].prompt_cache_breakpoint": "prefix caching is automatic",
 }
 
 
 def is_set(value: object, neutral: tuple[object, ...]) -> bool:
-    """Whether a value is none of the neutral ones. A boolean is not a number here: `logprobs: 0` asks for something,
-    `logprobs: false` does not."""
+    """Return whether a value differs from all neutral ones. Booleans are not numbers: `logprobs: 0` is a request,
+    `logprobs: false` is not."""
     return not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def accept(name: str, value: object) -> bool:
-    """Whether this is one of the fields above, at most a hint. Raises InvalidRequest for what there is not."""
+    """Return whether the field is known and has no effect. Raises InvalidRequest if it is unsupported."""
     if name in IGNORED:
         return True
     refused = UNSUPPORTED.get(name)
@@ -116,8 +116,8 @@ def accept(name: str, value: object) -> bool:
 
 
 def unsupported_table() -> str:
-    """Markdown: field, the values that pass, why others are refused."""
-    rows = ["| field | passes | anything else is refused: |", "|---|---|---|"]
+    """Return Markdown: field, accepted values, reason for refusing others."""
+    rows = ["| field | accepted | other values are refused: |", "|---|---|---|"]
     for name, field in UNSUPPORTED.items():
         passes = ", ".join(f"`{json.dumps(neutral)}`" for neutral in field.neutral) or "–"
         rows.append(f"| `{name}` | {passes} | {field.reason} |")
@@ -125,5 +125,5 @@ def unsupported_table() -> str:
 
 
 def ignored_table() -> str:
-    """Markdown: field, why it changes nothing."""
+    """Return Markdown: field, why it has no effect."""
     return "\n".join(["| field | |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in IGNORED.items())]) + "\n"

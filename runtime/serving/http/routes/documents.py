@@ -1,4 +1,4 @@
-"""PUT and DELETE /v1/collections/{name}/documents: writing to live collections; and how they are."""
+"""Routes of live collections: PUT and DELETE documents, flush, and state."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -18,14 +18,14 @@ from runtime.serving.http.responses import Json, json_response
 
 def _validate_batch(value: object) -> object:
     if not isinstance(value, list) or not value:
-        raise field_error("an array is needed, with one element at least")
+        raise field_error("must be an array with at least one element")
     if len(value) > MAX_BATCH:
-        raise field_error(f"{len(value)} in one request; the limit is {MAX_BATCH}")
+        raise field_error(f"{len(value)} elements in one request; the limit is {MAX_BATCH}")
     return value
 
 
 class Document(StrictModel):
-    """A document to store. Without a `vector` it is embedded from its title and text."""
+    """A document to store. Without a `vector` its title and text are embedded."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -43,20 +43,20 @@ class PutBody(StrictModel):
 
 
 class DeleteBody(StrictModel):
-    """DELETE /v1/collections/{name}/documents: by `ids`, or what passes `filter`."""
+    """DELETE /v1/collections/{name}/documents: by `ids` or by `filter`."""
 
     ids: Annotated[list[str], BeforeValidator(_validate_batch)] | None = None
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
 
 
 class DocumentRoutes:
-    """The routes. `collections` are the names, `read` reads a request's body."""
+    """The routes. `collections` contains the names, `read` reads a request's body."""
 
     def __init__(self, writes: WriterService, read: ReadBody, collections: Mapping[str, int]) -> None:
         self._writes, self._read, self._collections = writes, read, collections
 
     def add_to(self, app: Starlette) -> None:
-        """Serve them."""
+        """Register the routes."""
         app.add_route("/v1/collections/{name}/documents", self.put, methods=["PUT"])
         app.add_route("/v1/collections/{name}/documents", self.delete, methods=["DELETE"])
         app.add_route("/v1/collections/{name}/flush", self.flush, methods=["POST"])
@@ -66,8 +66,10 @@ class DocumentRoutes:
         name = self._name(http)
         body = parse(PutBody, await self._read(http))
         owner = access_of(http).restriction(name)
-        own = {} if owner is None else {owner.key: owner.value}
-        documents = [UpsertDocument(d.id, d.text, d.title, own | d.attributes, d.vector) for d in body.documents]
+        owner_attributes = {} if owner is None else {owner.key: owner.value}
+        documents = [
+            UpsertDocument(d.id, d.text, d.title, owner_attributes | d.attributes, d.vector) for d in body.documents
+        ]
         count = await self._writes.upsert(name, documents, owner)
         return json_response({"object": "documents.stored", "collection": name, "count": count})
 
@@ -94,8 +96,8 @@ class DocumentRoutes:
         name = self._name(http)
         access_of(http).require_whole_collection(name)
         found = self._writes.states().get(name)
-        told: Json = {"object": "collection", "id": name, "writing": found is not None}
-        return json_response(told if found is None else told | found._asdict())
+        state: Json = {"object": "collection", "id": name, "writing": found is not None}
+        return json_response(state if found is None else state | found._asdict())
 
     def _name(self, http: Request) -> str:
         return access_of(http).resolve(str(http.path_params["name"]), self._collections, "collection")

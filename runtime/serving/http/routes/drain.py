@@ -37,16 +37,13 @@ class Readiness:
     def __init__(self, notice_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._notice_s, self._clock = notice_s, clock
         self._reported_ready: deque[float] = deque(maxlen=2)
-        self._notice_until: float | None = None  # set while the node drains
-
-    @property
-    def draining(self) -> bool:
-        return self._notice_until is not None
+        self._notice_until = 0.0
+        self.draining = False
 
     @property
     def notice_elapsed(self) -> bool:
         """Whether the node drains and its watchers have had time to notice."""
-        return self._notice_until is not None and self._clock() >= self._notice_until
+        return self.draining and self._clock() >= self._notice_until
 
     def record_ready(self) -> None:
         """Record that a client was told that the node is ready."""
@@ -54,12 +51,11 @@ class Readiness:
 
     def drain(self, wanted: bool) -> None:
         """Start or cancel draining. Idempotent."""
-        if not wanted:
-            self._notice_until = None
-        elif self._notice_until is None:
+        if wanted and not self.draining:
             now = self._clock()
             watched = len(self._reported_ready) == 2 and now - self._reported_ready[0] <= WATCHED_S
             self._notice_until = now + (self._notice_s if watched else 0.0)
+        self.draining = wanted
 
 
 class DrainRoute:

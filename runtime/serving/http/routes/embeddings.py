@@ -16,10 +16,10 @@ from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, field_error, parse
 from runtime.serving.http.middleware import ReadBody
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.service import Catalogue
+from runtime.serving.http.service import CollectionCatalogue
 
 MAX_INPUTS = 2048
-_BATCH = 16  # texts; between two such batches queries of searches are embedded
+_BATCH = 16  # texts embedded at a time; queries of searches are embedded between batches
 
 
 def _validate_input(value: object) -> object:
@@ -34,7 +34,7 @@ def _validate_input(value: object) -> object:
 
 
 class EmbeddingsBody(StrictModel):
-    """POST /v1/embeddings. `input_type`: what prefix the texts get, where the model has any."""
+    """POST /v1/embeddings. `input_type` selects the prefix of the texts, if the model has prefixes."""
 
     model: str
     input: Annotated[list[str], BeforeValidator(_validate_input)]
@@ -44,23 +44,23 @@ class EmbeddingsBody(StrictModel):
 
 
 class EmbeddingsRoute:
-    """The route. At most `limit` requests are embedded at once, each for `timeout_s` at most."""
+    """The route. At most `limit` requests are embedded concurrently, each for at most `timeout_s`."""
 
-    def __init__(self, source: Catalogue, read: ReadBody, *, limit: int, timeout_s: float) -> None:
+    def __init__(self, source: CollectionCatalogue, read: ReadBody, *, limit: int, timeout_s: float) -> None:
         self._source, self._read = source, read
         self._limit, self._timeout_s = limit, timeout_s
         self._running = 0
 
     def add_to(self, app: Starlette) -> None:
-        """Serve it."""
+        """Register the route."""
         app.add_route("/v1/embeddings", self.embed, methods=["POST"])
 
     async def embed(self, http: Request) -> Response:
         body = parse(EmbeddingsBody, await self._read(http))
         known = self._source.embedders()
         if body.model not in known:
-            there = ", ".join(known) or "none"
-            raise UnknownModel(f"no collection here is embedded by {body.model[:128]!r}; there are: {there}", "model")
+            names = ", ".join(known) or "none"
+            raise UnknownModel(f"no collection uses the embedder {body.model[:128]!r}; available: {names}", "model")
         embedder = known[body.model]
         if body.dimensions not in (None, embedder.dim):
             raise InvalidRequest(

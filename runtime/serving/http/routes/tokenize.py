@@ -1,6 +1,6 @@
-"""POST /tokenize: the token ids of a text or a chat, in vLLM's dialect.
+"""POST /tokenize: the token ids of a text or a chat, in vLLM's format.
 
-Whoever goes on with an answer in another request needs them: another node in front of this one (`runtime.engines`).
+Another node in front of this one (`runtime.engines`) needs them to continue an answer in another request.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class TokenizeBody(StrictModel):
-    """`prompt` or `messages`. A prompt gets the tokens that the model wants at its ends, unless it is the middle of one
-    (`add_special_tokens` false): then nothing in it becomes a control token either."""
+    """`prompt` or `messages`. With `add_special_tokens` false, a prompt gets no special tokens at its ends, and special
+    tokens written in it are not parsed."""
 
     prompt: str | None = None
     messages: list[Annotated[ChatMessage, BeforeValidator(chat_message)]] | None = Field(None, min_length=1)
@@ -33,7 +33,7 @@ class TokenizeBody(StrictModel):
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
-        """From JSON; fields that others have beside these are ignored. Raises InvalidRequest."""
+        """Parse JSON and ignore unknown fields. Raises InvalidRequest."""
         fields = parse_object(body)
         read = validate(cls, {name: value for name, value in fields.items() if name in cls.model_fields})
         if (read.prompt is None) == (read.messages is None):
@@ -42,12 +42,12 @@ class TokenizeBody(StrictModel):
 
     @property
     def param(self) -> str:
-        """Which of the two it has."""
+        """The name of the parameter that is set."""
         return "prompt" if self.messages is None else "messages"
 
 
 class Tokens:
-    """A model's tokenizer in a thread of its own, loaded at its first use."""
+    """A model's tokenizer in a thread of its own, loaded on first use."""
 
     def __init__(self, load: "Callable[[], Tokenizer]") -> None:
         self._load = load
@@ -55,7 +55,7 @@ class Tokens:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
     async def of(self, body: TokenizeBody) -> list[int]:
-        """Token ids. Raises InvalidRequest if the model has no chat template, or it refuses the messages."""
+        """Return token ids. Raises InvalidRequest without a chat template, or if it refuses the messages."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._of, body)
 
     def _of(self, body: TokenizeBody) -> list[int]:
@@ -67,14 +67,14 @@ class Tokens:
 
 
 class TokenizeRoute:
-    """The route; without `tokens` the node runs no model of its own. `max_bytes`: of a text, or of a chat's."""
+    """The route; `tokens` is None if the node runs no model itself. `max_bytes` limits the text."""
 
     def __init__(self, tokens: Tokens | None, read: ReadBody, *, context_tokens: int, max_bytes: int) -> None:
         self._tokens, self._read = tokens, read
         self._context_tokens, self._max_bytes = context_tokens, max_bytes
 
     def add_to(self, app: Starlette) -> None:
-        """Serve it."""
+        """Register the route."""
         app.add_route("/tokenize", self.tokenize, methods=["POST"])
 
     async def tokenize(self, http: Request) -> Response:
@@ -82,7 +82,7 @@ class TokenizeRoute:
         texts = [body.prompt or ""] if body.messages is None else [turn.content for turn in body.messages]
         check_bytes(sum(len(text.encode()) for text in texts), self._max_bytes, body.param)
         if self._tokens is None:
-            raise Unavailable("this node runs no model of its own, and has no tokenizer")
+            raise Unavailable("this node runs no model itself and has no tokenizer")
         tokens = await self._tokens.of(body)
         content = {"count": len(tokens), "max_model_len": self._context_tokens, "tokens": tokens}
         return json_response(content)

@@ -1,7 +1,7 @@
-"""GET /v1/vector_stores, POST /v1/vector_stores/{name}/search: the node's collections as OpenAI's client knows them.
+"""GET /v1/vector_stores, POST /v1/vector_stores/{name}/search: collections as OpenAI's vector stores.
 
-A collection is a store, its name is the store's id. A result is a passage; its file is the one that it was read from,
-or, where there are no files, the document itself.
+A collection is a store, and its name the store's id. A result is a passage; its file is the one it was ingested from,
+or the document itself.
 """
 
 import math
@@ -28,7 +28,7 @@ from runtime.serving.http.api_types import (
 )
 from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
 from runtime.serving.http.responses import Json, json_response
-from runtime.serving.http.service import Catalogue, Searches
+from runtime.serving.http.service import CollectionCatalogue, Searches
 
 MAX_QUERIES = 16
 MAX_LISTED = 100
@@ -50,35 +50,36 @@ def _validate_query(value: object) -> object:
 def _validate_ranking(value: object) -> object:
     if not isinstance(value, dict):
         raise field_error("ranking_options must be an object")
-    for name, given in value.items():
-        if name not in RankingOptions.model_fields and given is not None:
+    for name, option in value.items():
+        if name not in RankingOptions.model_fields and option is not None:
             raise field_error(f"ranking_options: {name[:64]!r} is not supported")
     if value.get("ranker", "auto") not in _RANKERS:
-        raise field_error(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; there is no ranker but {_RANKERS}")
-    return {name: given for name, given in value.items() if name in RankingOptions.model_fields and given is not None}
+        raise field_error(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; supported are {_RANKERS}")
+    fields = RankingOptions.model_fields
+    return {name: option for name, option in value.items() if name in fields and option is not None}
 
 
 def _validate_rewriting(value: object) -> object:
     if value is not False:
-        raise field_error("rewrite_query is not supported other than false: a query is searched for as it is")
+        raise field_error("rewrite_query is not supported other than false: queries are not rewritten")
     return value
 
 
 class HybridSearch(StrictModel, extra="forbid"):
-    """The weights of what vectors and of what words find, in the sums of reciprocal ranks."""
+    """Weights of vector and keyword search in reciprocal rank fusion."""
 
     embedding_weight: float = Field(ge=0, le=1e9)
     text_weight: float = Field(ge=0, le=1e9)
 
     @property
     def share(self) -> float:
-        """The words'."""
-        both = self.embedding_weight + self.text_weight
-        return self.text_weight / both if both else 0.0
+        """The weight of the keyword search, 0 to 1."""
+        total = self.embedding_weight + self.text_weight
+        return self.text_weight / total if total else 0.0
 
 
 class RankingOptions(StrictModel):
-    """Results with a lower score than `score_threshold` are left out."""
+    """Results with a score below `score_threshold` are omitted."""
 
     ranker: str = "auto"
     score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
@@ -96,11 +97,11 @@ class StoreSearchBody(StrictModel):
 
 
 class StoreRoutes:
-    """The routes. `collections` are the names, `read` reads a request's body."""
+    """The routes. `collections` contains the names, `read` reads a request's body."""
 
     def __init__(
         self,
-        stores: Catalogue,
+        stores: CollectionCatalogue,
         searches: Searches,
         read: ReadBody,
         collections: Mapping[str, int],
@@ -113,7 +114,7 @@ class StoreRoutes:
         self._max_k, self._max_prompt_bytes = max_k, max_prompt_bytes
 
     def add_to(self, app: Starlette) -> None:
-        """Serve them."""
+        """Register the routes."""
         app.add_route("/v1/vector_stores", self.list_stores, methods=["GET"])
         app.add_route("/v1/vector_stores/{name}", self.get_store, methods=["GET"])
         app.add_route("/v1/vector_stores/{name}/search", self.search, methods=["POST"])
@@ -141,22 +142,22 @@ class StoreRoutes:
         hybrid = ranking.hybrid_search.share if ranking and ranking.hybrid_search else 0.0
         best: dict[str, tuple[tuple[int, float], Passage]] = {}
         for number, query in enumerate(body.query):
-            asked = RetrievalBody.model_construct(
+            search = RetrievalBody.model_construct(
                 query=query, k=body.max_num_results, filter=body.filters, hybrid=hybrid
             )
-            own = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
-            passages = await self._searches.run(asked, name, access_of(http), *own)
+            ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
+            passages = await self._searches.run(search, name, access_of(http), *ids)
             partial |= isinstance(passages, PartialPassages)
             for rank, passage in enumerate(passages):
-                place = rank if hybrid else 0, -score_of(passage.distance, metric)
-                if passage.id not in best or place < best[passage.id][0]:
-                    best[passage.id] = place, passage
-        least = ranking.score_threshold if ranking else -math.inf
-        found = sorted(best.values(), key=lambda placed: placed[0])[: body.max_num_results]
+                order = rank if hybrid else 0, -score_of(passage.distance, metric)
+                if passage.id not in best or order < best[passage.id][0]:
+                    best[passage.id] = order, passage
+        threshold = ranking.score_threshold if ranking else -math.inf
+        found = sorted(best.values(), key=lambda entry: entry[0])[: body.max_num_results]
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
-            "data": [_result(-less, passage) for (_, less), passage in found if -less >= least],
+            "data": [_result(-negated, passage) for (_, negated), passage in found if -negated >= threshold],
             "has_more": False,
             "next_page": None,
         }
@@ -168,7 +169,7 @@ class StoreRoutes:
 
     def _store(self, name: str, http: Request) -> Json:
         about = self._stores.summary(name)
-        if access_of(http).restriction(name) is not None:  # how much others have is not told
+        if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
             about = replace(about, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
         return {
@@ -184,29 +185,31 @@ class StoreRoutes:
         }
 
 
-def _page(names: list[str], asked: Mapping[str, str]) -> tuple[list[str], bool]:
-    """OpenAI's paging, and whether there are more: `limit`, `order`, and the name `after` or `before` which it goes on.
-    Raises InvalidRequest."""
-    limit, order = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc")
+def _page(names: list[str], query: Mapping[str, str]) -> tuple[list[str], bool]:
+    """Return one page of names and whether more follow, by OpenAI's parameters `limit`, `order`, `after` and `before`.
+
+    Raises InvalidRequest.
+    """
+    limit, order = query.get("limit", str(_DEFAULT_LISTED)), query.get("order", "desc")
     if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
         raise InvalidRequest(f"limit is {limit[:32]!r}, allowed are 1 to {MAX_LISTED}", "limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:32]!r}, allowed are asc and desc", "order")
     for edge in ("after", "before"):
-        if edge in asked and asked[edge] not in names:
-            raise InvalidRequest(f"{edge} is {asked[edge][:128]!r}, and no vector store has that id", edge)
+        if edge in query and query[edge] not in names:
+            raise InvalidRequest(f"{edge} is {query[edge][:128]!r}, and no vector store has that id", edge)
     if order == "asc":
         names = names[::-1]
-    if "after" in asked:
-        names = names[names.index(asked["after"]) + 1 :]
-    if "before" in asked:
-        names = names[: names.index(asked["before"])] if asked["before"] in names else []
+    if "after" in query:
+        names = names[names.index(query["after"]) + 1 :]
+    if "before" in query:
+        names = names[: names.index(query["before"])] if query["before"] in names else []
         return names[-int(limit) :], len(names) > int(limit)
     return names[: int(limit)], len(names) > int(limit)
 
 
 def score_of(distance: float, metric: str) -> float:
-    """Higher is nearer: the cosine, the dot product, or for l2 1 / (1 + the squared distance)."""
+    """Return a score that rises with similarity: cosine, dot product, or 1 / (1 + squared distance) for l2."""
     if not math.isfinite(distance):
         return 0.0
     if metric == "l2":
@@ -223,6 +226,6 @@ def _result(score: float, passage: Passage) -> dict[str, Any]:
         "score": score,
         "attributes": passage.attributes,
         "content": [{"type": "text", "text": passage.text}],
-        "id": passage.id,  # what OpenAI does not have: which passage of the file it is
+        "id": passage.id,  # not in OpenAI's API: the passage of the file
         "title": passage.title,
     }
