@@ -44,8 +44,8 @@ def test_the_page_has_the_tables_of_the_code(table: object) -> None:
     ("title", "fields"),
     [
         ("Both completions", set(GenerateBody.model_fields)),
-        ("Chat alone", set(ChatBody.model_fields) - set(GenerateBody.model_fields)),
-        ("Completions alone", set(CompletionBody.model_fields) - set(GenerateBody.model_fields)),
+        ("Chat only", set(ChatBody.model_fields) - set(GenerateBody.model_fields)),
+        ("Completions only", set(CompletionBody.model_fields) - set(GenerateBody.model_fields)),
         ("Search", set(RetrievalBody.model_fields)),
     ],
 )
