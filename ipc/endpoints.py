@@ -1,6 +1,6 @@
-"""ZeroMQ sockets as all of Trinity makes them: abstract names that leave no files, this user only, bounded in size.
+"""ZeroMQ sockets of a node: abstract names without files, restricted to the same user, with bounded messages.
 
-An endpoint reads `ipc://@trinity-<token>-<what>`; the token is random per node, the name vanishes with its process.
+An endpoint is `ipc://@trinity-<token>-<what>`. The token is random per node; the name disappears with its process.
 """
 
 import os
@@ -15,27 +15,27 @@ from ipc.errors import InvalidArgument
 
 ZmqSocket = zmq.Socket[bytes]
 
-_AT_ONCE = 1000  # messages of one look
+_BATCH = 1000  # messages of one call of `receive_all`
 _NAME_LIMIT = 100  # an abstract socket name has 107 bytes
-_RETRY_MS, _MAX_RETRY_MS = 5, 100  # of a peer that is not there yet: the first time, doubled up to ZeroMQ's usual 100
-_FREED_S, _LOOK_S = 1.0, 0.001  # how long ZeroMQ may hold the name of a closed socket; the time between looks
+_RETRY_MS, _MAX_RETRY_MS = 5, 100  # reconnect interval: doubled from the first up to the second, ZeroMQ's default
+_BIND_TIMEOUT_S, _BIND_RETRY_S = 1.0, 0.001  # ZeroMQ holds the name of a closed socket for a while
 _ENDPOINT = re.compile(rf"ipc://@([\x21-\x7e]{{1,{_NAME_LIMIT}}})")
 
 
 def new_token() -> str:
-    """A fresh random token, 16 hex digits: unguessable for the life of a node."""
+    """Return a random token of 16 hex digits."""
     return secrets.token_hex(8)
 
 
 def private_endpoint(token: str, what: str) -> str:
-    """The endpoint of `what` (`pool-0`, `frontend`, …) on the node with this token."""
+    """Return the endpoint of `what` (`pool-0`, `frontend`, …) on the node with this token."""
     return check_endpoint(f"ipc://@trinity-{token}-{what}")
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The endpoint itself, if it is an abstract ipc name of at most 100 printable ASCII characters.
+    """Return the endpoint if it is an abstract ipc name of at most 100 printable ASCII characters.
 
-    Raises `InvalidArgument` for anything else: an endpoint that a peer sends must not make us connect to the network.
+    Raises `InvalidArgument` otherwise: an endpoint sent by a peer must not cause a connection to the network.
     """
     if not isinstance(endpoint, str) or _ENDPOINT.fullmatch(endpoint) is None:
         raise InvalidArgument(f"not an abstract ipc endpoint of at most {_NAME_LIMIT} characters: {endpoint!r:.200}")
@@ -43,12 +43,12 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
-    """A bound socket that closes other users' connections unread, and refuses messages over `max_message_bytes`.
+    """Return a bound socket that closes connections of other users and rejects messages over `max_message_bytes`.
 
-    The kernel asks no permission for abstract names, so another user's connect succeeds; ZeroMQ then looks at the user
-    id that the kernel vouches for (SO_PEERCRED) and closes.
-    `queue` bounds the messages held in each direction and per peer. Raises `InvalidArgument` if the name is taken, and
-    stays so for a second: ZeroMQ frees the name of a closed socket in a thread of its own, some time after `close`.
+    Abstract names have no permissions, so another user's connect succeeds; ZeroMQ then checks the peer's user id
+    (SO_PEERCRED) and closes the connection. `queue` bounds the messages per direction and peer. Raises
+    `InvalidArgument` if the name is still taken after a second: ZeroMQ frees the name of a closed socket in a thread of
+    its own, some time after `close`.
     """
     socket = _socket(kind, max_message_bytes, queue)
     socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
@@ -61,7 +61,7 @@ def bind(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000)
 
 
 def _bind_once_free(socket: ZmqSocket, endpoint: str) -> None:
-    deadline = time.monotonic() + _FREED_S
+    deadline = time.monotonic() + _BIND_TIMEOUT_S
     while True:
         try:
             socket.bind(endpoint)
@@ -69,11 +69,11 @@ def _bind_once_free(socket: ZmqSocket, endpoint: str) -> None:
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
                 raise
-            time.sleep(_LOOK_S)
+            time.sleep(_BIND_RETRY_S)
 
 
 def connect(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 1000) -> ZmqSocket:
-    """A socket connected to a bound one of this host (now, or as soon as that one exists)."""
+    """Return a socket connected to an endpoint of this host, now or once it is bound."""
     socket = _socket(kind, max_message_bytes, queue)
     socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RETRY_MS)
@@ -88,7 +88,7 @@ def connect(kind: int, endpoint: str, *, max_message_bytes: int, queue: int = 10
 def _socket(kind: int, max_message_bytes: int, queue: int) -> ZmqSocket:
     context: Any = zmq.Context.instance()
     socket: ZmqSocket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)  # closing never waits for a peer
+    socket.setsockopt(zmq.LINGER, 0)  # closing never blocks on a peer
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, queue)
     socket.setsockopt(zmq.RCVHWM, queue)
@@ -96,10 +96,10 @@ def _socket(kind: int, max_message_bytes: int, queue: int) -> ZmqSocket:
 
 
 def send_now(socket: ZmqSocket, *frames: bytes) -> bool:
-    """Send one message without blocking. False: the queue to the peer is full.
+    """Send one message without blocking. Return False if the queue to the peer is full.
 
-    ZeroMQ looks for freed room only every millisecond or so while sending, and a plain non-blocking send fails although
-    the peer has read everything; asking for the socket's events makes it look.
+    ZeroMQ checks for freed space only every millisecond or so while sending, so that a plain non-blocking send can fail
+    although the peer has read everything; reading the socket's events makes it check.
     """
     for _ in range(2):
         try:
@@ -111,12 +111,12 @@ def send_now(socket: ZmqSocket, *frames: bytes) -> bool:
 
 
 def receive_all(socket: ZmqSocket) -> list[list[bytes]]:
-    """Messages that wait now, at most 1000, each as its frames. Never blocks.
+    """Return the waiting messages, at most 1000, each as a list of frames. Never blocks.
 
-    A ZeroMQ file descriptor only reports *changes*: read until this returns an empty list before sleeping on one.
+    A ZeroMQ file descriptor is edge-triggered: call this until it returns an empty list before sleeping on it.
     """
     messages: list[list[bytes]] = []
-    while len(messages) < _AT_ONCE:
+    while len(messages) < _BATCH:
         try:
             messages.append(socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:

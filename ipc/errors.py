@@ -1,46 +1,46 @@
-"""The errors of `ipc`: one family. Messages name the value and the limit."""
+"""Errors of `ipc`. Messages contain the value and the limit."""
 
 import msgspec
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding bytes raises that are no message: of msgspec's own, and for bad UTF-8 and too deep nesting Python's."""
+"""Raised by decoding bytes that are no valid message: msgspec's own, and Python's for bad UTF-8 and deep nesting."""
 
 
 class IpcError(Exception):
-    """Base of everything that `ipc` raises on purpose."""
+    """Base class of errors raised by `ipc`."""
 
 
 class RingFull(IpcError):
-    """No free slot: nothing was accepted. Read results (or wait) and try again."""
+    """No free slot; nothing was sent. Read results or wait, then retry."""
 
 
 class Draining(IpcError):
-    """The peer finishes what it has and takes nothing new."""
+    """The peer finishes outstanding requests and accepts no new ones."""
 
 
 class PeerLost(IpcError):
-    """The peer died, closed the session, or put an end to it; its outstanding requests end with status 'lost'."""
+    """The peer died, closed or ended the session; outstanding requests end with status 'lost'."""
 
 
 class AttachTimeout(PeerLost):
-    """Nobody answered at the endpoint in time."""
+    """No answer from the endpoint before the timeout."""
 
 
 class AttachRefused(IpcError):
-    """The peer answered, and declined; the message is its reason."""
+    """The peer refused the session; the message is its reason."""
 
 
 class StaleEpoch(IpcError):
-    """A request, result or hand-over belongs to another life of its process."""
+    """A request, result or hand-over belongs to another epoch: its process has been restarted."""
 
 
 class ProtocolViolation(IpcError):
-    """The peer wrote what no correct peer writes: a foreign header, a position or size out of bounds."""
+    """The peer wrote invalid data: a foreign header, a position or size out of bounds."""
 
 
 class MemoryRefused(IpcError):
-    """Shared memory cannot be opened: gone, unsealed, of another size than announced, or over the limit."""
+    """Shared memory cannot be opened: gone, unsealed, not of the announced size, or over the limit."""
 
 
 class InvalidArgument(IpcError, ValueError):
-    """The caller passed a value out of its range."""
+    """The caller passed a value that is out of range."""

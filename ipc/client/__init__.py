@@ -1,1 +1,1 @@
-"""A session as its client has it."""
+"""Client end of sessions."""

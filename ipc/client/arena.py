@@ -1,4 +1,4 @@
-"""A client's part of its pool's arena: opened by the first vector that can go there."""
+"""A client's leased slots of its pool's arena, opened by the first vector that can be written there."""
 
 import contextlib
 
@@ -14,8 +14,8 @@ from ipc.session.messages import Grant
 class ClientArena:
     """Slots that a pool has granted for one session. One thread: the one that submits.
 
-    A GPU is touched only when a vector comes that lies on one, and from that one: a client without such vectors makes
-    no context there. What cannot be (a MIG device, memory that is this process's own) is tried once a session.
+    The arena is opened from the GPU of the first vector, so a client without vectors on GPUs creates no CUDA context.
+    A failure to open it (a MIG device, memory of this process) disables the arena for the session.
     """
 
     def __init__(self, grant: Grant) -> None:
@@ -23,14 +23,14 @@ class ClientArena:
         self.slots: LeasedSlots | None = None
         self._device = ""
         self.on_gpu = grant.gpu is not None
-        """Where the arena lies, and so the vectors that can go there."""
+        """Whether the arena is in a GPU's memory; only vectors of the same kind of memory can be written to it."""
         self.error = ""
-        """Why the last vector could not go there."""
+        """Why the last vector could not be written."""
         self.disabled = False
-        """Whether nothing will ever go there."""
+        """Whether the arena has failed for this session."""
 
     def write(self, row: Source) -> Float32s | None:
-        """Queue a copy of a vector into a free slot; what its request carries instead. None: see `refusal`."""
+        """Queue a copy of a vector into a free slot. Return its request's handle; None on failure, see `error`."""
         device = f"cuda:{row.device}" if isinstance(row, DeviceSpan) else "cpu"
         try:
             slots = self.slots or self._open_slots(device)
@@ -61,7 +61,7 @@ class ClientArena:
         return self.slots
 
     def close(self) -> None:
-        """Let go of the arena, which the pool frees once the session is over. Idempotent."""
+        """Close the arena, which the pool frees at the end of the session. Idempotent."""
         if self.slots is not None:
             with contextlib.suppress(IpcError):  # a device that has failed must not keep the session
                 self.slots.close()

@@ -1,4 +1,4 @@
-"""One attachment of a client to one life of a pool: what is made by attaching and given back by closing."""
+"""Attachment of a client to a pool process: the resources of one session."""
 
 import contextlib
 import os
@@ -28,11 +28,11 @@ from ipc.session.messages import (
 )
 
 MAX_SESSION_BYTES = 1 << 32
-SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
+SLEEP_NS = 100_000_000  # longest sleep, in case a doorbell is missed
 
 
 class Attachment:
-    """Rings, doorbells and the pidfd of one life of the pool. Made whole or not at all; raises as `RingClient` says."""
+    """Rings, doorbells and the pidfd of a pool process. All or nothing; raises as `RingClient` documents."""
 
     def __init__(self, endpoint: str, name: str, doorbell: str, timeout_ms: float, arena: bool) -> None:
         deadline = time.monotonic_ns() + int(timeout_ms * 1e6)
@@ -46,7 +46,7 @@ class Attachment:
                 bell = f"{endpoint[:60]}-{new_token()}"
                 self.sleeper: Sleeper = ZmqSleeper(bell)
                 undo.callback(self.sleeper.close)
-            answer = _ask(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell, arena), deadline)
+            answer = _request_attach(endpoint, Attach(VERSION, name, os.getpid(), doorbell, bell, arena), deadline)
             self.answer = answer
             self.ringer: Ringer
             if mailbox is not None:
@@ -69,14 +69,14 @@ class Attachment:
             self._epoll = select.epoll()
             self._epoll.register(self.sleeper.fileno(), select.EPOLLIN)
             self._epoll.register(self.pidfd, select.EPOLLIN)
-            # Last: from here on the pool keeps the place until the session ends, before it takes it back.
+            # Last: from here on the pool keeps the session; one that is not joined in time is removed.
             self.results.join()
             undo.pop_all()
         if mailbox is not None:
             mailbox.close()
 
     def map_rings(self, answer: Attached) -> None:
-        """Open the rings that the pool has announced. Raises `ProtocolViolation` for impossible ones."""
+        """Map the rings that the pool has announced. Raises `ProtocolViolation` for inconsistent sizes."""
         layouts, max_k, max_dim = (answer.requests, answer.results), answer.max_k, answer.catalogue.max_dim
         if 4 * max_dim != layouts[0].payload_bytes:
             raise ProtocolViolation(f"dimension {max_dim} does not fit payloads of {layouts[0].payload_bytes} bytes")
@@ -100,7 +100,7 @@ class Attachment:
         return any(fd == self.pidfd for fd, _ in self._epoll.poll(0))
 
     def ignore_death(self) -> None:
-        """It is known: a dead process would keep `fileno()` readable for ever."""
+        """Stop watching the pool: a dead process would keep `fileno()` readable forever."""
         with contextlib.suppress(OSError):
             self._epoll.unregister(self.pidfd)
 
@@ -109,14 +109,14 @@ class Attachment:
         return self._epoll.fileno()
 
     def arm(self) -> bool:
-        """Ask the pool to ring. False: a result is there already."""
+        """Request a doorbell. False: a result is already available."""
         if self.watch.arm():
             return True
         self.watch.disarm()
         return False
 
     def sleep(self, at_most_ns: int) -> bool:
-        """Until a result comes, the pool dies, or the time is over. Whether there is a result."""
+        """Sleep until a result arrives, the pool dies, or the timeout. Return whether there is a result."""
         self.sleeper.silence()
         return self.watch.sleep(self.fileno(), min(at_most_ns, SLEEP_NS))
 
@@ -131,12 +131,12 @@ class Attachment:
         os.close(self.pidfd)
         self.sleeper.close()
         self.ringer.close()
-        # The mapping goes with the last view of it.
+        # The last view of the mapping unmaps it.
         del self.requests, self.results, self.watch, self.filters
         self.memory.close()
 
 
-def _ask(endpoint: str, attach: Attach, deadline: int) -> Attached:
+def _request_attach(endpoint: str, attach: Attach, deadline: int) -> Attached:
     socket = connect(zmq.DEALER, endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
     try:
         socket.send(encode(attach))
@@ -146,7 +146,7 @@ def _ask(endpoint: str, attach: Attach, deadline: int) -> Attached:
                 try:
                     answer: Attached | Refused = decode_answer(frames[-1])
                 except MALFORMED as error:
-                    raise ProtocolViolation(f"the pool at {endpoint} answers nonsense: {error}") from error
+                    raise ProtocolViolation(f"the pool at {endpoint} sent a malformed answer: {error}") from error
                 if isinstance(answer, Refused):
                     raise AttachRefused(f"the pool at {endpoint} refuses: {answer.reason}")
                 if answer.version != VERSION:

@@ -1,4 +1,4 @@
-"""A client's side of a session: submit vectors to a pool, poll results."""
+"""Client end of a session: submits vectors to a pool and polls their results."""
 
 import time
 from typing import NoReturn
@@ -32,41 +32,40 @@ from ipc.ring.ring import RingConsumer
 from ipc.session.messages import ClientStatistics
 
 FLOAT32 = np.dtype(np.float32)
-PEER_CHECK_NS = 1_000_000  # how often an empty poll looks whether the pool lives
-COLD_NS = 1_000_000  # a pause after which caches may be empty
+PEER_CHECK_NS = 1_000_000  # how often an empty poll checks that the pool is alive
+COLD_NS = 1_000_000  # a pause after which the CPU's caches may be cold
 
 
 class RingClient(ClientSession):
     """Submits searches to the pool at `endpoint` and polls their results. One thread; only `wait` sleeps.
 
-    Attaches at once: raises `AttachTimeout` (nobody there within `timeout_ms`), `AttachRefused`, or another `IpcError`.
-    `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is how long `wait` looks at
-    the ring, at most, before it sleeps: longer than most queries take, because being woken takes as long again, and
-    yielding the core all the while (`SpinBudget` learns whether it is worth it). `arena`: ask for slots of the pool's
-    arena, into which `submit` then puts the vectors that lie in the same kind of memory; all others go into the ring.
-    `top_m` is that of specs that name none.
+    The constructor attaches: it raises `AttachTimeout` (no answer within `timeout_ms`), `AttachRefused`, or another
+    `IpcError`. `name` appears in the pool's statistics; `doorbell` is 'eventfd' or 'zeromq'; `spin_us` is the longest
+    spin of `wait` before it sleeps: longer than most queries take, because a wake-up takes as long again. It yields the
+    core while it spins, and `SpinBudget` adapts it. `arena`: request slots of the pool's arena, into which `submit`
+    writes vectors in the same kind of memory; all others go into the ring. `top_m`: default of specs without one.
 
-    Every submitted request comes back from `poll` exactly once. When the pool dies, closes, or evicts this client, what
-    was already published is returned first, then the rest with status 'lost'; from then on `submit` raises `PeerLost`.
+    `poll` returns every submitted request exactly once. When the pool dies, closes, or evicts this client, it returns
+    the results published before, then the remaining requests with status 'lost'; `submit` raises `PeerLost` then.
 
-    asyncio: `loop.add_reader(client.fileno(), wake)`, and whenever there is nothing left to do: `if client.arm():` go
-    back to the loop, else poll again; on wake-up `client.disarm()` and poll. `zmq.Poller` takes `fileno()` too.
+    asyncio: `loop.add_reader(client.fileno(), wake)`, and when there is nothing left to do: `if client.arm():` return
+    to the loop, else poll again; on wake-up `client.disarm()` and poll. `zmq.Poller` accepts `fileno()` too.
     """
 
     # ---- requests
 
     def submit(self, vector: npt.ArrayLike | DeviceSpan, spec: SearchSpec, block_ms: float = 0.0) -> int:
-        """Ask for what is nearest to `vector` [dim] (copied as float32); returns the request id, rising from 1.
+        """Submit a search for `vector` [dim] (copied as float32). Return the request id, rising from 1.
 
-        A `DeviceSpan` is dim float32 in a GPU's memory; it must stay as it is until the request has ended. When as many
-        requests are outstanding as the ring has slots: waits up to `block_ms` for one to end, then raises `RingFull`;
-        nothing was accepted. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range),
-        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot go into the pool's arena now: copy it to
-        the host.
+        A `DeviceSpan` is dim float32 in a GPU's memory, which must not change until the request has ended. With as many
+        outstanding requests as the ring has slots, wait up to `block_ms` for one to end, then raise `RingFull`; the
+        request is not sent. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range),
+        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that does not fit into the pool's arena now: copy it
+        to the host.
         """
         deadline_ns = spec.deadline_ns
-        asked = replace(spec, deadline_ns=0) if deadline_ns else spec
-        packed = self._packed[asked]
+        key = replace(spec, deadline_ns=0) if deadline_ns else spec
+        packed = self._packed[key]
         words, dim = packed
         row: DeviceSpan | Float32s
         on_gpu = isinstance(vector, DeviceSpan)
@@ -81,16 +80,16 @@ class RingClient(ClientSession):
         if self._lost is not None:
             raise PeerLost(self._lost)
         ring, outstanding, arena = self.attachment.requests, self.pending, self.arena
-        if outstanding.unsent or len(outstanding) >= self.slots or ring.room() <= 0:
-            self._make_room(block_ms)
+        if outstanding.unsent_cancels or len(outstanding) >= self.slots or ring.room() <= 0:
+            self._wait_for_room(block_ms)
         if arena is not None and arena.on_gpu is on_gpu and (handle := arena.write(row)) is not None:
-            packed = self._packed_in_arena[asked]
+            packed = self._packed_in_arena[key]
             words, row = packed.words, handle
         elif on_gpu:
             reason = "this client has none" if arena is None else arena.error or "it is in host memory"
             raise MemoryRefused(f"a vector in a GPU's memory needs a slot of the pool's arena: {reason}")
-        if asked.filter:
-            words = packed.with_filter(self._filter_slot(asked.filter, 1))
+        if spec.filter:
+            words = packed.with_filter(self._filter_slot(spec.filter, 1))
         request_id, now = outstanding.next_id, time.monotonic_ns()
         outstanding.next_id = request_id + 1
         outstanding[request_id] = now
@@ -104,9 +103,9 @@ class RingClient(ClientSession):
         return request_id
 
     def submit_many(self, vectors: npt.ArrayLike, spec: SearchSpec) -> range:
-        """`submit` for as many of `vectors` [n, dim] as there is room for, from the first on, published together.
+        """Submit as many of `vectors` [n, dim] as fit, from the first on, in one publication. Return their request ids.
 
-        Returns their request ids. Raises as `submit` does; `RingFull` only if there is no room for the first.
+        Raises as `submit` does; `RingFull` only if the first does not fit.
         """
         words, dim = packed = self._packed[replace(spec, deadline_ns=0)]
         rows = as_float32(vectors)
@@ -116,7 +115,7 @@ class RingClient(ClientSession):
         if self._lost is not None:
             raise PeerLost(self._lost)
         if len(rows):
-            self._make_room(0.0)
+            self._wait_for_room(0.0)
         ring = self.attachment.requests
         count = min(len(rows), self.slots - len(self.pending), ring.free())
         if spec.filter and count:
@@ -135,27 +134,27 @@ class RingClient(ClientSession):
         return ids
 
     def _filter_slot(self, wanted: bytes, count: int) -> int:
-        """Where a filter stands that the next `count` requests name. Raises `InvalidArgument`, `RingFull`."""
+        """Return the slot of a filter for the next `count` requests. Raises `InvalidArgument`, `RingFull`."""
         ring = self.attachment.requests
         read = ring.position - ring.layout.slots + ring.free()
         return self.attachment.filters.slot_of(wanted, ring.position + count, read)
 
     def _check_sent(self, sent: int, ids: range) -> None:
-        """Ring the pool, whose doorbell is not an eventfd; or say why nothing was sent."""
+        """Ring a doorbell that is not an eventfd, or raise the error if nothing was sent."""
         if sent < 0:
             self.pending.withdraw(ids)
-            self._refuse(sent)
+            self._raise_send_error(sent)
         self.attachment.ringer.ring()
 
     def cancel(self, request_id: int) -> bool:
-        """Tell the pool that this result is not wanted any more. The request still ends once, as 'cancelled' or not.
+        """Cancel a request. It still ends exactly once, as 'cancelled' or otherwise.
 
-        False: it is not outstanding. If the ring is full, the word goes out with the next submit, poll or wait.
+        False: it is not outstanding. If the ring is full, the next submit, poll or wait sends the cancellation.
         """
         if request_id not in self.pending:
             return False
         self._counts["cancelled"] += 1
-        self.pending.unsent.append(request_id)
+        self.pending.unsent_cancels.append(request_id)
         self._send_cancellations()
         return True
 
@@ -165,15 +164,15 @@ class RingClient(ClientSession):
         if self.pending.send_cancellations(self.attachment.requests, self.epoch):
             self.attachment.ringer.ring()
 
-    def _make_room(self, block_ms: float) -> None:
-        """Have a free request slot, with the promise that its result will have one too."""
-        if self.pending.unsent:
+    def _wait_for_room(self, block_ms: float) -> None:
+        """Wait for a free request slot, with a free slot for its result."""
+        if self.pending.unsent_cancels:
             self._send_cancellations()
         if self._has_room():
             return
         end = time.monotonic_ns() + int(block_ms * 1e6)
         while (left := end - time.monotonic_ns()) > 0:
-            self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots: look often
+            self._sleep(min(left, 1_000_000))  # the request ring's reader does not ring for freed slots
             if self._lost is None:
                 self._read_ring()
             if self._lost is not None:
@@ -186,59 +185,59 @@ class RingClient(ClientSession):
     def _has_room(self) -> bool:
         return len(self.pending) < self.slots and self.attachment.requests.free() > 0
 
-    def _refuse(self, code: int) -> NoReturn:
-        """Nothing was sent: the pool is gone, or drains, or wrote what it must not."""
-        refusal = self.attachment.requests.send_error(code)
-        if isinstance(refusal, ProtocolViolation):
-            self._lose(str(refusal))
+    def _raise_send_error(self, code: int) -> NoReturn:
+        """Raise the error of a request that was not sent: the pool is gone, drains, or has violated the protocol."""
+        error = self.attachment.requests.send_error(code)
+        if isinstance(error, ProtocolViolation):
+            self._end_session(str(error))
         self._check_peer()
         if self._lost is not None:
             raise PeerLost(self._lost)
-        raise Draining("the pool is draining and takes no new requests") if isinstance(refusal, Draining) else refusal
+        raise Draining("the pool is draining and takes no new requests") if isinstance(error, Draining) else error
 
     # ---- results
 
     def _read_ring(self) -> None:
-        """Move what the pool has published from the ring to what has ended."""
+        """Move published results from the ring to `pending.results`."""
         try:
-            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.ended)
+            read_results(self.attachment.results, self.epoch, self.max_k, self.pending, self.pending.results)
         except StaleEpoch:
             self._counts["stale"] += 1
             raise
         except ProtocolViolation as error:
-            self._lose(str(error), read=False)
+            self._end_session(str(error), read=False)
             raise
 
     def poll(self) -> list[Result]:
-        """All results that are there, in the order in which the pool published them. Never blocks.
+        """Return the available results in the order of their publication. Never blocks.
 
-        Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for one no
-        correct pool writes (the session is over then, outstanding requests are 'lost').
+        Raises `StaleEpoch` for a result of another epoch (it is skipped; poll again) and `ProtocolViolation` for an
+        invalid one (the session has ended then, outstanding requests are 'lost').
         """
-        if self.pending.unsent:
+        if self.pending.unsent_cancels:
             self._send_cancellations()
         if self._lost is None:
             self._read_ring()
         outstanding = self.pending
-        results = outstanding.ended
+        results = outstanding.results
         if not results:
             now = time.monotonic_ns()
             if now >= self._next_peer_check:
                 self._next_peer_check = now + PEER_CHECK_NS
                 self._check_peer()
-                results = outstanding.ended
-        outstanding.ended = []
+                results = outstanding.results
+        outstanding.results = []
         self._returned += len(results)
         return results
 
     def wait(self, timeout_ms: float) -> bool:
-        """Sleep until `poll` has something to return, or the time is over. True in the former case."""
+        """Sleep until `poll` has a result to return (True) or until the timeout (False)."""
         begin = time.monotonic_ns()
         if begin >= self._cold_ns and self.pending and not self.attachment.results.ready(1):
             prefetch_result(self.attachment.results)
         self._cold_ns = begin + COLD_NS
-        while self.pending and not self.pending.ended:
-            if self.pending.unsent:
+        while self.pending and not self.pending.results:
+            if self.pending.unsent_cancels:
                 self._send_cancellations()
             left = max(begin + int(timeout_ms * 1e6) - time.monotonic_ns(), 0)
             if self._sleep(left):
@@ -248,10 +247,10 @@ class RingClient(ClientSession):
                 break
         if not self.pending:
             self._check_peer()
-        return bool(self.pending.ended)
+        return bool(self.pending.results)
 
     def statistics(self) -> ClientStatistics:
-        """Counters; cheap."""
+        """Return counters; cheap."""
         outstanding = self.pending
         changing = {
             "submitted": outstanding.next_id - 1, "returned": self._returned, "outstanding": len(outstanding),
@@ -261,28 +260,30 @@ class RingClient(ClientSession):
 
 
 def as_float32(vectors: npt.ArrayLike) -> Float32s:
-    """As a ring takes them: float32, C-contiguous, aligned; a copy only if they are not so already."""
+    """Return the vectors as float32, C-contiguous and aligned; a copy only if needed."""
     if type(vectors) is np.ndarray and vectors.dtype is FLOAT32 and vectors.flags.carray:
         return vectors
     return np.require(vectors, FLOAT32, ["C", "A"])
 
 
 def check_deadline(deadline_ns: int) -> None:
-    """Raises `InvalidArgument` for what does not fit a request's header."""
+    """Raise `InvalidArgument` for a deadline that does not fit a request's header."""
     if type(deadline_ns) is not int or not 0 <= deadline_ns <= MAX_I64:
         raise InvalidArgument(f"deadline_ns must be an integer within 0..{MAX_I64}, got {deadline_ns!r}")
 
 
-# ---- results as the pool wrote them: nothing in a slot is trusted
+# ---- reading results
 
 _LOST_CODE = STATUS_CODES[LOST]
 
 
-def read_results(ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[int, int], ended: list[Result]) -> None:
-    """Append all results that are in the ring to `ended`; each ends its request in `outstanding` (id → enqueue_ns).
+def read_results(
+    ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[int, int], results: list[Result]
+) -> None:
+    """Append all results in the ring to `results`, and remove their requests from `outstanding` (id → enqueue_ns).
 
-    Nothing in a slot is trusted. Raises `StaleEpoch`, or `ProtocolViolation` for what no correct pool writes; such a
-    slot is given back and ends nothing, the ones before it count.
+    Nothing in a slot is trusted. Raises `StaleEpoch`, or `ProtocolViolation` for an invalid result; its slot is
+    released and ends no request, earlier results are kept.
     """
     slots = ring.layout.slots
     while count := ring.ready(slots):
@@ -290,10 +291,10 @@ def read_results(ring: RingConsumer, epoch: int, max_k: int, outstanding: dict[i
         try:
             for slot in range(first, first + count):
                 done += 1
-                ended.append(_read(ring, slot, epoch, max_k, outstanding))
+                results.append(_read(ring, slot, epoch, max_k, outstanding))
         finally:
             ring.release(done)
-        if first + count < slots:  # what is ready ends here, or at the last slot
+        if first + count < slots:  # otherwise the ready slots may continue at the ring's start
             return
 
 
@@ -303,7 +304,7 @@ def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: di
     if found_epoch != epoch:
         raise StaleEpoch(f"a result of epoch {found_epoch} in a session of epoch {epoch}")
     if request_id not in outstanding or status >= _LOST_CODE or found > max_k:
-        raise ProtocolViolation(f"the pool wrote result {request_id}, status {status}, {found} ids: not what was asked")
+        raise ProtocolViolation(f"the pool wrote an invalid result: request {request_id}, status {status}, {found} ids")
     ids, distances = np.empty(found, np.int64), np.empty(found, np.float32)
     ring.take_pairs(slot, ids, distances)
     enqueue_ns = outstanding.pop(request_id)
@@ -311,8 +312,10 @@ def _read(ring: RingConsumer, slot: int, epoch: int, max_k: int, outstanding: di
 
 
 def prefetch_result(ring: RingConsumer) -> None:
-    """Read the next result before it is there, for nothing: who does so while it waits reads the real one in half the
-    time if there was a pause before, for the code and its memory are back in the caches."""
+    """Read the next result's slot before the result arrives, to warm the caches.
+
+    After a pause this halves the time of reading the actual result.
+    """
     slot = ring.first
     RESULT_HEADER.unpack_from(ring.view, ring.header_offsets[slot])
     ids, distances = np.empty(1, np.int64), np.empty(1, np.float32)

@@ -1,4 +1,4 @@
-"""A client's session with a pool: attached, looked after, slept in, lost."""
+"""Session of a client with a pool: attachment, pending requests, liveness checks and sleeping."""
 
 import contextlib
 import time
@@ -29,75 +29,77 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V]):
-    """memo[key] is `work_out(key)`, done once; after `most` different keys all are forgotten and worked out anew."""
+    """Cache of a function: memo[key] is `compute(key)`. After `most` different keys the cache is cleared."""
 
-    def __init__(self, work_out: Callable[[K], V], most: int = 4096) -> None:
+    def __init__(self, compute: Callable[[K], V], most: int = 4096) -> None:
         super().__init__()
-        self._work_out = work_out
+        self._compute = compute
         self._most = most
 
     def __missing__(self, key: K) -> V:
         if len(self) >= self._most:
             self.clear()
-        value = self[key] = self._work_out(key)
+        value = self[key] = self._compute(key)
         return value
 
 
-# ---- what a client has asked and was not told yet: its requests, results not yet returned, cancellations not yet sent
-
+# ---- pending requests
 
 _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
-class Outstanding(dict[int, int]):
-    """Request id → enqueue_ns, from submission to result."""
+class PendingRequests(dict[int, int]):
+    """Request id → enqueue_ns of requests without a result; with results not yet returned and cancels not yet sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.next_id = 1
-        self.ended: list[Result] = []
-        """Read or lost, not yet returned."""
-        self.unsent: deque[int] = deque()
-        """Cancellations for which the ring has had no room yet."""
+        self.results: list[Result] = []
+        """Results that `poll` has not returned yet."""
+        self.unsent_cancels: deque[int] = deque()
+        """Cancellations that did not fit into the ring yet."""
 
     def withdraw(self, ids: range) -> None:
-        """They were not sent."""
+        """Remove requests that could not be sent."""
         for request_id in ids:
             del self[request_id]
         self.next_id = ids.start
 
     def send_cancellations(self, ring: RingProducer, epoch: int) -> bool:
-        """As many of those unsent as there is room for; whether the pool must be rung."""
+        """Send the unsent cancellations that fit into the ring. Return whether the pool must be rung."""
         ring_it = False
-        while self.unsent:
-            request_id = self.unsent[0]
+        while self.unsent_cancels:
+            request_id = self.unsent_cancels[0]
             if request_id in self:
                 if ring.free() < 1:
                     break
                 offset = ring.header_offsets[ring.loan()]
                 REQUEST_HEADER.pack_into(ring.view, offset, request_id, 0, 0, pack_cancel(epoch))
                 ring_it |= ring.send()
-            self.unsent.popleft()
+            self.unsent_cancels.popleft()
         return ring_it
 
-    def lose(self) -> int:
-        """All of them end with status 'lost'; how many."""
+    def fail_all(self) -> int:
+        """End all requests with status 'lost'. Return their number."""
         now, count = time.monotonic_ns(), len(self)
         for request_id, enqueue_ns in self.items():
-            self.ended.append(Result(request_id, LOST, _NO_IDS, _NO_DISTANCES, 0, enqueue_ns, 0, 0, now))
+            self.results.append(Result(request_id, LOST, _NO_IDS, _NO_DISTANCES, 0, enqueue_ns, 0, 0, now))
         self.clear()
-        self.unsent.clear()
+        self.unsent_cancels.clear()
         return count
 
 
-_ENDS = {CLOSED: "the pool closed the session", EVICTED: "the pool evicted this client: it broke the protocol"}
+_END_REASONS = {
+    CLOSED: "the pool closed the session",
+    EVICTED: "the pool evicted this client for a protocol violation",
+}
 
 
 class ClientSession:
-    """What of a `RingClient` is not about requests and results; see there.
+    """Base of `RingClient`: everything but requests and results.
 
-    Its parts, for those who look into it: `attachment`, the rings and doorbells of this session; `pending`, what is
-    outstanding; `arena`, its slots of the pool's arena or None; `spin`, how long `wait` looks at the ring.
+    `attachment`: rings and doorbells of this session; `pending`: requests without a result; `arena`: leased slots of
+    the pool's arena, or None; `spin`: the spin budget of `wait`.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class ClientSession:
         self.endpoint = endpoint
         self.name = name
         self.spin = SpinBudget(int(spin_us * 1000))
-        self.pending = Outstanding()
+        self.pending = PendingRequests()
         self._lost: str | None = None
         self._next_peer_check = self._cold_ns = 0
         self._returned = 0
@@ -135,11 +137,11 @@ class ClientSession:
             return Memo(lambda spec: pack(spec, answer.epoch, limits, top_m, kind))
 
         self._packed, self._packed_in_arena = packed(SEARCH), packed(SEARCH_ARENA)
-        fits = self.attachment.requests.layout.payload_bytes >= 8  # what stands for a vector in the arena
+        fits = self.attachment.requests.layout.payload_bytes >= 8  # for a handle of an arena slot
         self.arena = None if answer.arena is None or not fits else ClientArena(answer.arena)
 
     def _read_ring(self) -> None:
-        """Move what the pool has published from the ring to what has ended."""
+        """Move published results from the ring to `pending.results`."""
         raise NotImplementedError
 
     def _check_peer(self) -> None:
@@ -148,49 +150,49 @@ class ClientSession:
         try:
             state = self.attachment.requests.consumer_state
         except ProtocolViolation as error:
-            self._lose(str(error))
+            self._end_session(str(error))
             return
         if state >= CLOSED:
-            self._lose(_ENDS[state])
+            self._end_session(_END_REASONS[state])
         elif self.attachment.pool_died():
-            self._lose(f"the pool (process {self.attachment.answer.pid}) died")
+            self._end_session(f"the pool (process {self.attachment.answer.pid}) died")
 
-    def _lose(self, reason: str, *, read: bool = True) -> None:
-        if read:  # what it managed to publish still counts
+    def _end_session(self, reason: str, *, read: bool = True) -> None:
+        if read:  # results published before the end are still valid
             with contextlib.suppress(IpcError):
                 self._read_ring()
         if self._lost is not None:
             return
         self._lost = reason
         self._counts["rung"] += self.attachment.requests.rung
-        self._counts["lost"] += self.pending.lose()
+        self._counts["lost"] += self.pending.fail_all()
         self.attachment.ignore_death()
 
     # ---- sleeping
 
     def _sleep(self, left_ns: int) -> bool:
-        """Spin, then sleep, both bounded. True: there is news in the ring."""
+        """Spin, then sleep, both bounded. Return whether a result is in the ring."""
         if self.attachment.watch.spin(min(self.spin.ns, left_ns)) >= 0:
             return True
         begin = time.monotonic_ns() - self.spin.ns
         self._check_peer()
-        news = not self.pending.ended and self.attachment.sleep(left_ns)
+        ready = not self.pending.results and self.attachment.sleep(left_ns)
         self.spin.learn(time.monotonic_ns() - begin)
-        return news
+        return ready
 
     def fileno(self) -> int:
-        """Readable when armed and results came, or when the pool died; level-triggered."""
+        """Readable when armed and a result has arrived, or when the pool has died; level-triggered."""
         return self.attachment.fileno()
 
     def arm(self) -> bool:
-        """Ask to be rung when a result comes. False: `poll` has something to return already, do not sleep."""
+        """Request a doorbell for the next result. False: `poll` already has something to return, do not sleep."""
         self._check_peer()
-        if self.pending.ended:
+        if self.pending.results:
             return False
         return self._lost is not None or self.attachment.arm()
 
     def disarm(self) -> None:
-        """Awake again: no need to ring. Call it before polling after each sleep."""
+        """Cancel the doorbell request. Call this after each sleep, before polling."""
         if self._open:
             self.attachment.disarm()
 
@@ -198,17 +200,17 @@ class ClientSession:
 
     @property
     def lost(self) -> str | None:
-        """Why the session is over, or None while it lasts (as far as was noticed)."""
+        """Why the session has ended, or None while it is open (as far as known)."""
         return self._lost
 
     @property
     def draining(self) -> bool:
-        """Whether the pool has asked this client to leave: it takes nothing more here, and may let it attach anew."""
+        """Whether the pool drains this session: it accepts no requests here, but possibly in a new session."""
         return self._lost is None and self.attachment.requests.consumer_state == DRAINING
 
     @property
     def outstanding(self) -> int:
-        """Requests submitted and not yet read back."""
+        """Number of requests without a result."""
         return len(self.pending)
 
     def close(self) -> None:
@@ -216,15 +218,15 @@ class ClientSession:
         if self._open:
             self._open = False
             if self._lost is None:
-                self._lose("the client was closed")
-            if self.arena is not None:  # before the pool can free it: it does so when the session is over
+                self._end_session("the client was closed")
+            if self.arena is not None:  # before the end of the session, at which the pool may free it
                 self.arena.close()
                 self.arena = None
             self.attachment.close()
 
     @property
     def has_arena(self) -> bool:
-        """Whether the pool has granted slots of its arena, and they can be reached as far as is known."""
+        """Whether the pool has granted slots of its arena, and they are reachable as far as known."""
         return self.arena is not None and not self.arena.disabled
 
     def __enter__(self) -> Self:

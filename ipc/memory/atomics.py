@@ -1,15 +1,15 @@
-"""Acquire loads, release stores and full fences on 64-bit words of shared memory, and the loops built of them.
+"""Acquire loads, release stores and full fences on 64-bit words of shared memory, and ring operations built on them.
 
-Words are named by their address (int64), so that a call from Python costs about 0.1 µs: boxing an array would cost
-more than the work. An address must stay mapped during the call: that is for `ring.py` and `exchange.py` to see to.
+Words are passed by address (int64): a call from Python costs about 0.1 µs, and boxing an array would cost more than the
+work. An address must stay mapped during the call, which `ring.py` and `exchange.py` ensure.
 
-The loops read a *watch table*, int64 [rings, 5], one row per ring that a process consumes, in its private memory:
+Polling reads a *watch table*, int64 [rings, 5], one row per ring that a process consumes, in its private memory:
 address of slot 0, stride in bytes, slots, position (slots consumed so far), address of the sleeping word.
 A row whose `slots` is 0 is skipped.
 
-What sends works on a *producer's end*, int64 [8], in private memory too: address of slot 0, stride in bytes, slots,
-address of the ring, position (slots sent so far), the reader position that was seen last, the eventfd that wakes the
-consumer (-1: only Python can wake it), and how often it was woken.
+Sending uses a *producer's end*, int64 [8], also in private memory: address of slot 0, stride in bytes, slots, address
+of the ring, position (slots sent so far), the reader position read last, the eventfd that wakes the consumer (-1: it
+can be woken from Python only), and how often it was woken.
 """
 
 from collections.abc import Callable
@@ -27,41 +27,41 @@ WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WA
 _ROW_BYTES = 8 * WATCH_COLUMNS
 
 WRITER, READER, SLEEPING, CONSUMER_STATE = 64, 128, 192, 256
-"""Where a ring has these words, from its first byte on: see `ring.py`."""
+"""Byte offsets of these words in a ring, see `ring.py`."""
 
 END_COLUMNS = 8
 END_BASE, END_STRIDE, END_SLOTS, END_WORDS, END_POSITION, END_READER, END_BELL, END_RUNG = range(END_COLUMNS)
 FULL, NOT_OPEN, TOO_LARGE, IMPOSSIBLE_READER = -1, -2, -3, -4
-_LOOKS_PER_YIELD = 32
+_POLLS_PER_YIELD = 32
 
 
 def _helper(function: F) -> F:
-    return cast(F, numba.njit(error_model="numpy", _nrt=False)(function))  # compiled into its callers
+    return cast(F, numba.njit(error_model="numpy", _nrt=False)(function))  # inlined into its callers
 
 
 @entry_point("int64(int64)")
 def load_acquire(address: int) -> int:
-    """The word at `address`; what its writer stored before a release store of it is visible afterwards."""
+    """Load a word with acquire semantics: the writer's stores before its release store are visible afterwards."""
     return intrinsics.load_acquire(address)
 
 
 @entry_point("void(int64, int64)")
 def store_release(address: int, value: int) -> None:
-    """Store a word after everything this thread stored before."""
+    """Store a word with release semantics: after all earlier stores of this thread."""
     intrinsics.store_release(address, value)
 
 
 @entry_point("void()")
 def fence() -> None:
-    """A full fence: no load or store moves over it in either direction."""
+    """Full memory fence."""
     intrinsics.fence()
 
 
 @_helper
 def publish_slots(end: Any, count: int) -> int:
-    """Make the next `count` slots visible, and ring a consumer that sleeps. 1: it must be rung, which Python alone can.
+    """Publish the next `count` slots, and ring a sleeping consumer. Return 1 if the caller must ring it from Python.
 
-    The sleeping word is taken back here, so only one of many sends rings.
+    The sleeping word is cleared here, so only one of many sends rings.
     """
     base, stride, slots, words, position = (
         end[END_BASE], end[END_STRIDE], end[END_SLOTS], end[END_WORDS], end[END_POSITION],
@@ -71,33 +71,33 @@ def publish_slots(end: Any, count: int) -> int:
         # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_news`.
         intrinsics.store_release(base + (i % slots) * stride, i + 1)
     intrinsics.store_release(words + WRITER, position + count)
-    # SYNC POINT: sleeping. Publish, fence, look at the flag; `arm` sets the flag, fences, looks at the slot. Without
-    # both fences each side may miss the other and the consumer sleeps over a full slot.
+    # SYNC POINT: sleeping. Publish, fence, read the flag; `arm` sets the flag, fences, reads the slot. Without both
+    # fences each side may miss the other's store, and the consumer would sleep with a published slot.
     intrinsics.fence()
     if intrinsics.load_acquire(words + SLEEPING) == 0 or intrinsics.exchange(words + SLEEPING, 0) == 0:
         return 0
     end[END_RUNG] += 1
     if end[END_BELL] < 0:
         return 1
-    intrinsics.write_word(end[END_BELL], 1)  # if the counter is full, it rings already
+    intrinsics.write_word(end[END_BELL], 1)  # if the counter is full, the bell already rings
     return 0
 
 
 @entry_point("int64(int64[::1])")
 def room(end: Any) -> int:
-    """At least so many slots are free, by the reader position that was seen last."""
+    """Return a lower bound of free slots, by the reader position read last."""
     return int(end[END_SLOTS] - end[END_POSITION] + end[END_READER])
 
 
 @entry_point("int64(int64[::1], int64)")
 def publish(end: Any, count: int) -> int:
-    """Make the next `count` slots, filled by the caller, visible in order. 1: see `publish_slots`."""
+    """Publish the next `count` slots, filled by the caller. Return as `publish_slots`."""
     return publish_slots(end, count)
 
 
 @_helper
 def send_error(end: Any, count: int, payload_bytes: int) -> int:
-    """Why `count` slots with so large payloads cannot be sent now, or 0."""
+    """Return why `count` slots with payloads of this size cannot be sent now, or 0."""
     if 64 + payload_bytes > end[END_STRIDE]:
         return TOO_LARGE
     if intrinsics.load_acquire(end[END_WORDS] + CONSUMER_STATE) != 0:
@@ -121,7 +121,7 @@ def _fill(slot: int, a: int, b: int, c: int, d: int, e: int, f: int, source: int
 
 @entry_point(f"int64(int64[::1], float32[::1], {'int64, ' * 5}int64)")
 def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
-    """Fill the next slot with the header words a … f and the payload `row`, and `publish` it; or a refusal below 0."""
+    """Fill the next slot with the header words a … f and the payload `row`, and publish it. Below 0: an error."""
     error = send_error(end, 1, 4 * row.size)
     if error < 0:
         return error
@@ -132,7 +132,7 @@ def send_row(end: Any, row: Any, a: int, b: int, c: int, d: int, e: int, f: int)
 
 @entry_point(f"int64(int64[::1], float32[:, ::1], {'int64, ' * 5}int64)")
 def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
-    """`send_row` for each of `rows`, published together. Word a rises by one from slot to slot."""
+    """Send each of `rows`, published together; word a rises by one from slot to slot. Return as `send_row`."""
     count, row_bytes = rows.shape[0], 4 * rows.shape[1]
     error = send_error(end, count, row_bytes)
     if error < 0:
@@ -148,7 +148,7 @@ def send_rows(end: Any, rows: Any, a: int, b: int, c: int, d: int, e: int, f: in
 def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: Any) -> None:
     """Copy the ids and, from byte 8·most of its payload on, the values out of `slot`.
 
-    As many as `ids` and `values`, of one length up to `most`, have room for.
+    `ids` and `values` have equal lengths, up to `most`, and are filled.
     """
     payload = base + slot * stride + 64
     intrinsics.copy(ids.ctypes.data, payload, 8 * len(ids))
@@ -157,7 +157,7 @@ def take_pairs(base: int, stride: int, most: int, slot: int, ids: Any, values: A
 
 @entry_point("int64(int64, int64, int64, int64, int64)")
 def ready(base: int, stride: int, slots: int, position: int, limit: int) -> int:
-    """How many slots from `position` on are published: at most `limit`, and none beyond the end of the slot array."""
+    """Return how many slots from `position` on are published: at most `limit`, up to the end of the slot array."""
     limit = min(limit, slots - position % slots)
     address = base + (position % slots) * stride
     count = 0
@@ -189,20 +189,20 @@ def _first_ready(table: int, rows: int, start: int) -> int:
 
 @entry_point("int64(int64, int64, int64)")
 def poll(table: int, rows: int, start: int) -> int:
-    """The first watched ring with news, from row `start` on and around, or -1."""
+    """Return the first watched ring with a message, from row `start` on and around, or -1."""
     return _first_ready(table, rows, start)
 
 
 @entry_point("int64(int64, int64, int64)", nogil=True)
 def spin(table: int, rows: int, spin_ns: int) -> int:
-    """Look at all watched rings for up to `spin_ns`. Returns the ns until there was news, or -1.
+    """Poll all watched rings for up to `spin_ns`. Return the ns until a message, or -1.
 
-    The core is yielded every few looks: without that the ZeroMQ threads of both processes starve where cores are few.
-    (Yielding every 10 µs only was tried: where producer and consumer share a core, round trips took 4 times as long.)
+    The core is yielded every few polls: otherwise the ZeroMQ threads of both processes starve on few cores. (Yielding
+    every 10 µs was measured: with producer and consumer on one core, round trips took 4 times as long.)
     """
     start = intrinsics.monotonic_ns()
     while True:
-        for _ in range(_LOOKS_PER_YIELD):
+        for _ in range(_POLLS_PER_YIELD):
             for row in range(rows):
                 if has_message(table + row * _ROW_BYTES):
                     return intrinsics.monotonic_ns() - start
@@ -230,21 +230,21 @@ def _disarm(table: int, rows: int) -> None:
 
 @entry_point("int64(int64, int64)")
 def arm(table: int, rows: int) -> int:
-    """Announce sleep on all watched rings, then look once more: a row with news, or -1 when sleep is safe."""
+    """Set the sleeping words of all watched rings, then poll. Return a row with a message, or -1: sleep is safe."""
     return _arm(table, rows)
 
 
 @entry_point("void(int64, int64)")
 def disarm(table: int, rows: int) -> None:
-    """Awake again: no need to ring."""
+    """Clear the sleeping word of all watched rings."""
     _disarm(table, rows)
 
 
 @_helper
 def sleep_on(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
-    """Sleep until a watched ring has news, or `descriptor`, which its producer makes readable, or the time is over.
+    """Sleep until `descriptor`, which producers make readable, is readable, or until the timeout.
 
-    The first ring with news, or -1; also after a signal, so that Python can look at it.
+    Return the first ring with a message, or -1; also after a signal, which Python then handles.
     """
     if _arm(table, rows) < 0:
         intrinsics.wait_readable(descriptor, timeout_ms)
@@ -254,5 +254,5 @@ def sleep_on(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
 
 @entry_point("int64(int64, int64, int64, int64)", nogil=True)
 def sleep(table: int, rows: int, descriptor: int, timeout_ms: int) -> int:
-    """See `sleep_on`. One call, so that whoever is woken has no Python between the doorbell and the news."""
+    """`sleep_on` as one call from Python: no Python runs between the doorbell and the poll."""
     return sleep_on(table, rows, descriptor, timeout_ms)

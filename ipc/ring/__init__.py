@@ -1,1 +1,1 @@
-"""The rings: fixed slots with one writer and one reader each, what lies in them, and how a sleeper is woken."""
+"""Rings of fixed slots with one producer and one consumer, their messages, and the doorbells that wake a consumer."""

@@ -1,14 +1,14 @@
-"""What a session's slots hold: the 56 header bytes of a request and of a result, and the words for their codes.
+"""Layout of a session's slots: the 56 header bytes of a request and of a result, and their codes.
 
 ```
 request     q id | q deadline_ns | q enqueue_ns | 24 bytes parameters | 8 spare     payload: dim float32, or, for a
-            vector that lies in the pool's arena (`device_arena.py`), its place: I slot | I generation
-parameters  I epoch | B kind | B stage | H collection | H k | H filter's place (0: none; `filters.py`) |
+            vector in the pool's arena (`device_arena.py`), its slot handle: I slot | I generation
+parameters  I epoch | B kind | B stage | H collection | H k | H filter slot (0: none; `filters.py`) |
             I top_m | H search_width | H patience (0: none) | I dim
 result      q id | I epoch | B status | 3 spare | I count | I extends | q receive_ns | q begin_ns | q end_ns | 8 spare
             payload: count int64 ids, then, from byte 8·max_k on, count float32 distances
 ```
-A client asks with the same few specs again and again, so it keeps them packed and checked: `session/parameters.py`.
+A client reuses the same few specs, so it caches them validated and packed: `session/parameters.py`.
 """
 
 import struct
@@ -30,8 +30,8 @@ Stage = Literal["prefill", "decode"]
 STAGES: tuple[Stage, ...] = ("prefill", "decode")
 LOST = "lost"
 STATUSES = ("ok", "cancelled", "overloaded", "deadline_exceeded", "invalid_request", "stale_epoch", "failed", LOST)
-"""How a request ended. 'lost' is the client's own verdict when the pool died; 'stale_epoch' refuses a descriptor of
-another epoch; the others are the pool's."""
+"""How a request ended. 'lost' is set by the client when the session ends; 'stale_epoch' refuses a descriptor of another
+epoch; the pool sets the others."""
 
 STAGE_CODES = {name: code for code, name in enumerate(STAGES)}
 STATUS_CODES = {name: code for code, name in enumerate(STATUSES)}
@@ -45,11 +45,11 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SearchSpec(msgspec.Struct, frozen=True):
-    """What a search asks for, besides its vector: the one form of it from the caller to the pool.
+    """Parameters of a search besides its vector, used from the caller to the pool.
 
-    The `k` nearest of `collection`, for a `stage`, with a `top_m` of so many (None: as many as the client usually asks
-    for), a `search_width`, a `patience` (None: the index's own stopping rule), by `deadline_ns`, monotonic (0: none).
-    `filter`: which rows may be found, in words of which nothing is known here; empty: any.
+    `k` neighbours in `collection`, for a `stage`, with `top_m` (None: the client's default), `search_width`, `patience`
+    (None: the index's own stopping rule) and `deadline_ns`, monotonic (0: none). `filter`: an encoded filter, opaque
+    here; empty: none.
     """
 
     collection: str

@@ -1,12 +1,12 @@
-"""Doorbells: how a process that sleeps on an empty ring is woken. Two kinds, one contract.
+"""Doorbells, which wake a process that sleeps on an empty ring: by eventfd or by ZeroMQ.
 
 A *sleeper* owns the bell: it polls `fileno()` for reading and calls `silence()` when awake. A *ringer*, usually in
-another process, calls `ring()`: it never blocks, and however often it is called before the sleeper looks, the bell
-rings once or more. After `silence()` the next `ring()` makes `fileno()` readable again; a ring just before `silence`
-may be swallowed by it, so look at the rings after it.
+another process, calls `ring()`, which never blocks; several rings before the sleeper wakes may be merged into one.
+After `silence()` the next `ring()` makes `fileno()` readable again; `silence` may clear a ring just before it, so poll
+the rings after it.
 
 - **eventfd**: about 0.8 µs to ring. Descriptors travel as SCM_RIGHTS in one datagram to an abstract Unix socket that
-  the receiver holds for this moment (`FdMailbox`); the kernel names the sender's uid, any other is dropped.
+  the receiver opens for it (`FdMailbox`); the kernel reports the sender's uid, and other users' are dropped.
 - **ZeroMQ**: PUSH to PULL; works wherever sessions do, and costs about 100 µs more per wake-up.
 """
 
@@ -27,13 +27,13 @@ from ipc.errors import AttachTimeout, InvalidArgument, PeerLost
 from ipc.memory.compiled import compiled
 from ipc.memory.intrinsics import words
 
-_BELL_BYTES = 1024  # a bell is empty, but the limit holds for the handshake of a connection too
+_BELL_BYTES = 1024  # a bell's message is empty, but the limit also applies to the connection's handshake
 _MAILBOX_NAME_LIMIT = 100
 _FDS_LIMIT = 8
 
 
 class Sleeper(Protocol):
-    """The owner's end of a doorbell."""
+    """Owner's end of a doorbell."""
 
     def fileno(self) -> int: ...
 
@@ -43,7 +43,7 @@ class Sleeper(Protocol):
 
 
 class Ringer(Protocol):
-    """The other end of a doorbell."""
+    """Other end of a doorbell."""
 
     def ring(self) -> None: ...
 
@@ -60,7 +60,7 @@ class EventfdBell:
         return self._fd
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the counter is full: it rings already
+        with contextlib.suppress(BlockingIOError):  # the counter is full: the bell already rings
             os.eventfd_write(self._fd, 1)
 
     def silence(self) -> None:
@@ -74,7 +74,7 @@ class EventfdBell:
 
 
 class ZmqSleeper:
-    """The owner's end of a ZeroMQ doorbell, bound at `endpoint`."""
+    """Owner's end of a ZeroMQ doorbell, bound at `endpoint`."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket = bind(zmq.PULL, endpoint, max_message_bytes=_BELL_BYTES)
@@ -92,20 +92,20 @@ class ZmqSleeper:
 
 
 class ZmqRinger:
-    """The other end of a ZeroMQ doorbell, connected to `endpoint`. A bell that nobody answers is dropped."""
+    """Other end of a ZeroMQ doorbell, connected to `endpoint`. Rings without a sleeper are dropped."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket = connect(zmq.PUSH, endpoint, max_message_bytes=_BELL_BYTES, queue=16)
 
     def ring(self) -> None:
-        send_now(self._socket, b"")  # if the queue is full, a bell is on its way
+        send_now(self._socket, b"")  # if the queue is full, a ring is already on its way
 
     def close(self) -> None:
         self._socket.close()
 
 
 class FdMailbox:
-    """An abstract datagram socket through which another process of this user sends us descriptors."""
+    """Abstract datagram socket that receives file descriptors from another process of this user."""
 
     def __init__(self) -> None:
         self.name = f"trinity-fds-{new_token()}"
@@ -114,7 +114,7 @@ class FdMailbox:
         self._socket.bind("\0" + self.name)
 
     def receive(self, token: bytes, count: int, timeout_ms: float) -> list[int]:
-        """The `count` descriptors sent with this token; the caller owns them. Raises `AttachTimeout`.
+        """Return the `count` descriptors sent with this token; the caller owns them. Raises `AttachTimeout`.
 
         Datagrams of other users, with another token or another count are dropped, their descriptors closed.
         """
@@ -129,7 +129,7 @@ class FdMailbox:
                 return fds
             for fd in fds:
                 os.close(fd)
-        raise AttachTimeout(f"no descriptors came within {timeout_ms:.0f} ms")
+        raise AttachTimeout(f"no file descriptors were received within {timeout_ms:.0f} ms")
 
     def _receive_datagram(self) -> tuple[bytes, int, list[int]]:
         room = socket.CMSG_SPACE(4 * _FDS_LIMIT) + socket.CMSG_SPACE(12)
@@ -148,7 +148,7 @@ class FdMailbox:
 
 
 def send_fds(mailbox: str, token: bytes, fds: list[int]) -> None:
-    """Send descriptors to the `FdMailbox` of this name; never blocks. Raises `PeerLost` if nobody takes them."""
+    """Send descriptors to the `FdMailbox` of this name; never blocks. Raises `PeerLost` if it does not exist."""
     if not 0 < len(mailbox) <= _MAILBOX_NAME_LIMIT or "\0" in mailbox:
         raise InvalidArgument(f"a mailbox name has 1..{_MAILBOX_NAME_LIMIT} characters, got {mailbox!r:.200}")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -159,33 +159,33 @@ def send_fds(mailbox: str, token: bytes, fds: list[int]) -> None:
             raise PeerLost(f"cannot send descriptors to {mailbox!r}: {error}") from error
 
 
-# ---- whether to look at a ring before sleeping: yes if the last waits were short, hardly if they were long
+# ---- spinning before a sleep
 
 
-_LOOK_NS = 2_000
-_LONG_WAITS = 2
-(_LIMIT_NS, _LONG, _NOW_NS) = range(3)  # words of a budget: the most, long waits in a row, what the next wait may spin
+_MIN_SPIN_NS = 2_000
+_LONG_WAITS = 2  # in a row, after which the spin is shortened
+(_LIMIT_NS, _LONG, _NOW_NS) = range(3)  # words of a budget: limit, long waits in a row, spin of the next wait
 
 
 @compiled
 def spin_ns(budget: int) -> int:
-    """How long the next wait may spin, by the budget at this address."""
+    """Return how long the next wait may spin, by the budget at this address."""
     return words(budget, 3)[_NOW_NS]  # type: ignore[no-any-return]
 
 
 @compiled
 def learn_wait(budget: int, waited_ns: int) -> None:
-    """See `SpinBudget.learn`; for compiled code, which has the budget's address."""
+    """`SpinBudget.learn` for compiled code, by the budget's address."""
     own = words(budget, 3)
     own[_LONG] = own[_LONG] + 1 if waited_ns > own[_LIMIT_NS] else 0
-    own[_NOW_NS] = min(_LOOK_NS, own[_LIMIT_NS]) if own[_LONG] >= _LONG_WAITS else own[_LIMIT_NS]
+    own[_NOW_NS] = min(_MIN_SPIN_NS, own[_LIMIT_NS]) if own[_LONG] >= _LONG_WAITS else own[_LIMIT_NS]
 
 
 class SpinBudget:
-    """How long the next wait may spin: `limit_ns`, but only a token look after two waits in a row that took longer.
+    """Adaptive limit of the next spin: `limit_ns`, but only 2 µs after two waits in a row that took longer.
 
-    So an idle process does not burn its core, and a busy one does not fall asleep over a reply that is late for once:
-    being woken takes longer than most waits of a busy phase (a budget of twice the usual wait was tried and lost).
+    So an idle process does not burn its core, and a busy one does not sleep because of a single late reply: a wake-up
+    takes longer than most waits of a busy phase (a budget of twice the usual wait was measured, and slower).
     """
 
     def __init__(self, limit_ns: int) -> None:
@@ -198,5 +198,5 @@ class SpinBudget:
         return int(self._words[_NOW_NS])
 
     def learn(self, waited_ns: int) -> None:
-        """A wait that had to sleep took `waited_ns` in all. (One that ended while spinning changes nothing.)"""
+        """Record a wait that had to sleep and took `waited_ns` in all. (One that ends while spinning has no effect.)"""
         learn_wait(self.address, waited_ns)

@@ -2,19 +2,19 @@
 
 ```
 byte    0  magic | version | slots | stride | payload bytes | epoch | 0 | 0     written once by the creator
-       64  writer position                                                      producer, for onlookers
-      128  reader position                                                      consumer: slots given back
-      192  sleeping: 1 while the consumer sleeps and wants to be rung           consumer sets, producer takes back
+       64  writer position                                                      producer, for statistics
+      128  reader position                                                      consumer: slots released
+      192  sleeping: 1 while the consumer sleeps and waits for a doorbell       consumer sets, producer clears
       256  consumer state: OPEN, DRAINING, CLOSED, EVICTED                      consumer
       320  producer state: OPEN, CLOSED                                         producer
-      384  joined: 1 once the consumer has its end                              consumer
+      384  joined: 1 once the consumer has opened its end                       consumer
       512  slot 0:  sequence (8) | header (56) | payload (a multiple of 64)
            slot 1 …
 ```
-All words are little-endian int64. Positions count slots since the beginning and never wrap; the slot of position p is
+All words are little-endian int64. Positions count slots since the creation and never wrap; the slot of position p is
 p mod slots. A slot's sequence is p + 1 once p is published in it, stored last with release; the consumer trusts nothing
-else. Each side keeps its own position in private memory: what a peer scribbles into the words it does not own can
-confuse that peer only, and a reader position out of bounds is a `ProtocolViolation`.
+else. Each side keeps its own position in private memory: a peer that writes to words of the other side harms only
+itself, and a reader position out of bounds is a `ProtocolViolation`.
 
 When full, `loan` raises `RingFull` and nothing is overwritten.
 """
@@ -38,7 +38,7 @@ _PAIR_BYTES = 12  # an id and a value
 
 OPEN, DRAINING, CLOSED, EVICTED = range(4)
 
-_PRODUCER_STATE, _JOINED = 320, 384  # where a ring has these words; the others: `atomics.py`
+_PRODUCER_STATE, _JOINED = 320, 384  # byte offsets of these words; the others: `atomics.py`
 
 MAX_SLOTS = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 24
@@ -46,7 +46,7 @@ MAX_EPOCH = (1 << 32) - 1
 
 
 class RingLayout(msgspec.Struct, frozen=True):
-    """How many slots, and how many payload bytes in each. Raises `InvalidArgument` out of bounds, also when decoded."""
+    """Number of slots and payload bytes of each. Raises `InvalidArgument` out of bounds, also when decoded."""
 
     slots: int
     payload_bytes: int
@@ -79,7 +79,7 @@ class RingStatistics(msgspec.Struct, frozen=True):
 
 
 def format_ring(view: memoryview, layout: RingLayout, epoch: int) -> None:
-    """Make an empty ring of zeroed memory (`layout.size` bytes). Once, by the creator, before anyone attaches."""
+    """Format zeroed memory (`layout.size` bytes) as an empty ring. Once, by the creator, before a peer attaches."""
     if not 0 <= epoch <= MAX_EPOCH:
         raise InvalidArgument(f"epoch must be within 0..{MAX_EPOCH}, got {epoch}")
     words = view[:64].cast("q")
@@ -88,7 +88,7 @@ def format_ring(view: memoryview, layout: RingLayout, epoch: int) -> None:
 
 
 class _End:
-    """What both ends share: the checked header, addresses, and arrays over the payload."""
+    """Base of both ends: the validated header, addresses, and arrays over the payload."""
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         if len(view) != layout.size:
@@ -107,10 +107,10 @@ class _End:
         self._stride = layout.stride
         self._slots = layout.slots
         self.header_offsets = [HEADER_BYTES + slot * layout.stride + 8 for slot in range(layout.slots)]
-        """Where in `view` the 56 header bytes of each slot begin."""
+        """Offsets in `view` of each slot's 56 header bytes."""
 
     def payload(self, dtype: npt.DTypeLike, offset: int, count: int) -> npt.NDArray[Any]:
-        """All payloads as one array [slots, count] of `dtype`, from byte `offset` of each payload on."""
+        """Return all payloads as one array [slots, count] of `dtype`, from byte `offset` of each payload on."""
         kind = np.dtype(dtype)
         if offset < 0 or count < 0 or offset + count * kind.itemsize > self.layout.payload_bytes:
             raise InvalidArgument(
@@ -127,12 +127,12 @@ class _End:
 
     @property
     def consumer_state(self) -> int:
-        """OPEN, DRAINING, CLOSED or EVICTED, as the consumer says; any other value is a `ProtocolViolation`."""
+        """The consumer's state: OPEN, DRAINING, CLOSED or EVICTED. Raises `ProtocolViolation` for any other value."""
         return self._state(atomics.CONSUMER_STATE, EVICTED)
 
     @property
     def producer_state(self) -> int:
-        """OPEN or CLOSED, as the producer says; any other value is a `ProtocolViolation`."""
+        """The producer's state: OPEN or CLOSED. Raises `ProtocolViolation` for any other value."""
         return self._state(_PRODUCER_STATE, CLOSED)
 
     def _state(self, offset: int, largest: int) -> int:
@@ -143,7 +143,7 @@ class _End:
 
 
 class RingProducer(_End):
-    """The writing end: `loan` a slot, fill header and payload in place, `send` it.
+    """Writing end of a ring: `loan` a slot, fill header and payload in place, `send` it.
 
     One thread of one process. Raises `ProtocolViolation` if the memory is not an empty ring of this layout and epoch.
     """
@@ -153,40 +153,40 @@ class RingProducer(_End):
         self._full = 0
         end = np.zeros(atomics.END_COLUMNS, np.int64)
         self.end_address = int(end.ctypes.data)
-        """Of the end that compiled functions work on (`atomics.py`)."""
+        """Address of the end's words for compiled functions (`atomics.py`)."""
         self._end = end.data
         for i, word in enumerate((self._base, self._stride, self._slots, self._address)):
             self._end[i] = word
         self.ring_with(-1)
-        # Bound once: looking attributes up costs more than the call.
+        # Bound once: attribute lookups would cost more than the calls.
         self._publish = partial(atomics.publish, end)
         self.room: Callable[[], int] = partial(atomics.room, end)
-        """room(): at least so many slots are free, by the reader position seen last. Cheap; `free` looks again."""
+        """room(): lower bound of free slots, by the last read reader position. Cheap; `free` reads it again."""
         self.send_row: Callable[..., int] = partial(atomics.send_row, end)
         """send_row(row, a, b, c, d, e, f): fill the next slot, the first 48 header bytes with six integers and the
-        payload with a C-contiguous float32 array, and send it. 1: as `send` says True; below 0: see `send_error`."""
+        payload with a C-contiguous float32 array, and send it. 1: see `send`; below 0: see `send_error`."""
         self.send_rows: Callable[..., int] = partial(atomics.send_rows, end)
         """send_rows(rows, a, …, f): `send_row` for each of `rows` [n, d], sent together or not at all; a rises by one
         from slot to slot."""
 
     def ring_with(self, eventfd: int) -> None:
-        """Wake the consumer by writing to this from now on; -1: its doorbell is the caller's to ring."""
+        """Ring the consumer with this eventfd from now on; -1: the caller rings its doorbell."""
         self._end[atomics.END_BELL] = eventfd
 
     @property
     def position(self) -> int:
-        """Slots sent so far."""
+        """Number of slots sent so far."""
         return self._end[atomics.END_POSITION]
 
     @property
     def rung(self) -> int:
-        """How often the consumer slept and was woken."""
+        """Number of times that the consumer was woken."""
         return self._end[atomics.END_RUNG]
 
     def free(self) -> int:
-        """Slots that can be loaned now."""
-        # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: we must not
-        # overwrite a slot before the consumer's reads of it are done.
+        """Return the number of slots that can be loaned now."""
+        # SYNC POINT: reader position. The acquire pairs with the release in `RingConsumer.release`: a slot must
+        # not be overwritten before the consumer has read it.
         reader = atomics.load_acquire(self._address + atomics.READER)
         if not self._end[atomics.END_READER] <= reader <= self.position:
             raise self.send_error(atomics.IMPOSSIBLE_READER)
@@ -194,7 +194,7 @@ class RingProducer(_End):
         return self.room()
 
     def loan(self) -> int:
-        """The slot to fill next. Raises `RingFull`. Loaning again without `send` gives the same slot."""
+        """Return the slot to fill next. Raises `RingFull`. Repeated calls without `send` return the same slot."""
         if self.room() <= 0 and self.free() <= 0:
             self._full += 1
             raise self.send_error(atomics.FULL)
@@ -208,20 +208,20 @@ class RingProducer(_End):
         return self._publish(count) != 0
 
     def send_error(self, code: int) -> IpcError:
-        """What a `send_…` that returned less than 0 says. Nothing was sent."""
+        """Return the error for a negative result of `send_row` or `send_rows`. Nothing was sent."""
         match code:
             case atomics.FULL:
                 return RingFull(f"all {self._slots} slots of the ring are taken")
             case atomics.NOT_OPEN:
                 return Draining(f"the consumer's state is {self.consumer_state}")
             case atomics.TOO_LARGE:
-                return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload, or not a pair")
+                return InvalidArgument(f"more than the {self.layout.payload_bytes} bytes of a payload")
             case _:
                 reader, seen = self._word(atomics.READER), self._end[atomics.END_READER]
                 return ProtocolViolation(f"reader position {reader} is not within {seen}..{self.position}")
 
     def close(self) -> None:
-        """Tell the consumer that nothing more will come. (It notices when it looks; ring it.)"""
+        """Set the producer's state to CLOSED. (Ring the consumer to make it read the state.)"""
         atomics.store_release(self._address + _PRODUCER_STATE, CLOSED)
 
     @property
@@ -230,27 +230,27 @@ class RingProducer(_End):
         return self._word(_JOINED) != 0
 
     def statistics(self) -> RingStatistics:
-        """Counters; cheap."""
+        """Return counters; cheap."""
         return RingStatistics(self._slots, self.position, self._slots - self.room(), self._full, self.rung)
 
 
 class RingConsumer(_End):
-    """The reading end: ask how many are `ready`, read headers and payloads in place, `release` them.
+    """Reading end of a ring: read the headers and payloads of `ready` slots in place, then `release` them.
 
-    One thread of one process. Slots are given out in order and never beyond the end of the slot array, so what is
-    ready is always the contiguous run of slots `first, first + 1, …`.
+    One thread of one process. `ready` never counts beyond the end of the slot array, so ready slots are always the
+    contiguous run `first, first + 1, …`.
     """
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self._row = np.array(self._watch_words(0), np.int64).data  # of a `Watch`, once there is one
+        self._row = np.array(self._watch_words(0), np.int64).data  # replaced by a row of a `Watch`, see `watch_in`
         self._ready = partial(atomics.ready, self._base, self._stride, self._slots)
         self.take_pairs: Callable[[int, npt.NDArray[np.int64], npt.NDArray[np.float32]], None] = partial(
             atomics.take_pairs, self._base, self._stride, layout.payload_bytes // _PAIR_BYTES
         )
-        """take_pairs(slot, ids, values): copy from a ready slot the results of a query, as much as
-        the arrays (C-contiguous, of one length, no longer than what a slot has room for) take."""
-        self._tell_reader = partial(atomics.store_release, self._address + atomics.READER)
+        """take_pairs(slot, ids, values): copy results out of a ready slot into C-contiguous arrays of equal length, at
+        most a slot's capacity."""
+        self._publish_position = partial(atomics.store_release, self._address + atomics.READER)
 
     def _watch_words(self, position: int) -> tuple[int, ...]:
         return self._base, self._stride, self._slots, position, self._address + atomics.SLEEPING
@@ -263,54 +263,54 @@ class RingConsumer(_End):
 
     @property
     def position(self) -> int:
-        """Slots given back so far."""
+        """Number of slots released so far."""
         return int(self._row[atomics.WATCH_POSITION])
 
     @property
     def first(self) -> int:
-        """The slot of the first unread position."""
+        """Slot of the first unread position."""
         return self.position % self._slots
 
     def pause(self) -> None:
-        """Hide news from the `Watch` until `resume`."""
+        """Hide this ring's messages from the `Watch` until `resume`."""
         self._row[atomics.WATCH_SLOTS] = 0
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Undo `pause`."""
         self._row[atomics.WATCH_SLOTS] = self._slots
 
     def ready(self, limit: int) -> int:
-        """How many published slots, at most `limit`, can be read from `first` on."""
+        """Return how many published slots, at most `limit`, can be read from `first` on."""
         return self._ready(self.position, limit)
 
     def release(self, count: int) -> None:
-        """Give the first `count` ready slots back to the producer; their views must not be read any more."""
+        """Release the first `count` ready slots to the producer; their views must not be read any more."""
         self._row[atomics.WATCH_POSITION] = position = self.position + count
         # SYNC POINT: reader position, see `RingProducer.free`.
-        self._tell_reader(position)
+        self._publish_position(position)
 
     def set_state(self, state: int) -> None:
-        """Tell the producer: OPEN, DRAINING, CLOSED or EVICTED. (It notices when it looks; ring it.)"""
+        """Set the consumer's state: OPEN, DRAINING, CLOSED or EVICTED. (The producer reads it when rung.)"""
         atomics.store_release(self._address + atomics.CONSUMER_STATE, state)
 
     def join(self) -> None:
-        """Tell the producer that this end is open."""
+        """Report to the producer that this end is open."""
         atomics.store_release(self._address + _JOINED, 1)
 
     def statistics(self) -> RingStatistics:
-        """Counters; cheap. `used` is what the producer claims to have written and is not yet released."""
+        """Return counters; cheap. `used`: slots written, by the producer's word, and not released."""
         used = min(max(self._word(atomics.WRITER) - self.position, 0), self._slots)
         return RingStatistics(self._slots, self.position, used, 0, 0)
 
 
 class Watch:
-    """All rings that one process consumes, looked at together. Replaces any earlier `Watch` over the same rings.
+    """Poll set of all rings that a process consumes. It replaces any earlier `Watch` over the same rings.
 
-    A ring is known by its place among `rings`; None leaves a place empty. `address`: of the watch table.
+    A ring is identified by its index in `rings`; None leaves an index unused. `address`: of the watch table.
     """
 
     def __init__(self, rings: Sequence[RingConsumer | None]) -> None:
-        self._rings = list(rings)  # keeps the memory behind the addresses mapped
+        self._rings = list(rings)  # keeps the memory at the addresses mapped
         self._rows = len(self._rings)
         table = np.zeros((max(self._rows, 1), atomics.WATCH_COLUMNS), np.int64)
         self._table = table
@@ -319,18 +319,18 @@ class Watch:
             if ring is not None:
                 ring.watch_in(memoryview(table[i]))
         self.spin: Callable[[int], int] = partial(atomics.spin, self._address, self._rows)
-        """spin(ns): look for up to that long, without the GIL and yielding the core. The ns until news, or -1."""
+        """spin(ns): poll for up to `ns` without the GIL, yielding the core. Returns the ns until a message, or -1."""
         self.poll: Callable[[int], int] = partial(atomics.poll, self._address, self._rows)
-        """look(start): the index of the first ring with news, from `start` on and around, or -1."""
+        """poll(start): returns the index of the first ring with a message, from `start` on and around, or -1."""
 
     def arm(self) -> bool:
-        """Ask the producers to ring. False: there is news already, do not sleep."""
+        """Request doorbells from the producers. False: a message is already there, do not sleep."""
         return atomics.arm(self._address, self._rows) < 0
 
     def sleep(self, descriptor: int, timeout_ns: int) -> bool:
-        """Arm, sleep until `descriptor` can be read, disarm. Whether there is news. Without the GIL; a signal wakes."""
+        """Arm, sleep until `descriptor` is readable, disarm. Return whether a message is there. Without the GIL."""
         return atomics.sleep(self._address, self._rows, descriptor, -(-timeout_ns // 1_000_000)) >= 0
 
     def disarm(self) -> None:
-        """Awake: no need to ring any more."""
+        """Cancel the doorbell requests."""
         atomics.disarm(self._address, self._rows)

@@ -1,1 +1,1 @@
-"""Sessions as their pool has them."""
+"""Server end of sessions."""

@@ -1,1 +1,1 @@
-"""What a client and a pool say to open a session, and on what terms."""
+"""Opening of sessions between clients and pools: messages, request parameters, and the arena of vectors."""

@@ -1,19 +1,18 @@
-"""The arena of query vectors: one piece of memory a pool device, into which clients write from where their vectors are.
+"""Arena of query vectors: memory of a pool's device, into which clients copy vectors directly from their own device.
 
 ```
 byte 0      magic | version | slots | stride | payload bytes | epoch | payload offset | 0     int64, written once
 64 + 128·i  ready word of slot i: the generation that its client has written               uint32, stored by the client
-128 + 128·i ack word of slot i: the generation that the pool has taken out                 uint32, stored by the pool
+128 + 128·i ack word of slot i: the generation that the pool has copied out                uint32, stored by the pool
 offset      payload of slot 0 | of slot 1 | …                                               stride bytes each
 ```
-A client leases some slots for its session and has them to itself. It counts a generation for each use of a slot: it
-writes the payload, then stores the generation in `ready`, and tells the pool (slot, generation) in a descriptor. The
-pool copies the word out, then the payload; if the word was the generation, the payload is whole, and the pool stores
-the generation in `ack`: the slot is free again. If not, the client's device is still at it, and the pool copies anew.
-Words and copies of either side are ordered by the queue that they are put on (a CUDA stream), so nobody's host waits
-for a device.
+A client leases slots exclusively for its session. Each use of a slot has a generation: the client writes the payload,
+stores the generation in `ready`, and sends the handle (slot, generation) in a descriptor. The pool copies the word,
+then the payload; if the word has reached the generation, the payload is complete, and the pool stores the generation in
+`ack`, which frees the slot. Otherwise the client's device has not finished, and the pool copies again. Words and copies
+of either side are ordered by the queue that they are put on (a CUDA stream), so no host waits for a device.
 
-Generations go round 2³². A pool in its next life has another epoch and another arena: leases of the old one are stale.
+Generations wrap at 2³². A restarted pool has another epoch and another arena: leases of the old one are stale.
 """
 
 from collections import deque
@@ -35,11 +34,11 @@ MAX_PAYLOAD_BYTES = 1 << 20
 _WORDS = 64
 _LINE = 64
 _PAGE = 4096
-_JUMP = 1 << 20  # more uses of a slot than a client has under way
+_JUMP = 1 << 20  # more uses of a slot than a client can have in flight
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Slots first … first + count - 1 of the arena of one epoch; `generations` are those that they had when leased."""
+    """Slots first … first + count - 1 of an epoch's arena, and their `generations` at the time of the lease."""
 
     epoch: int
     first: int
@@ -51,31 +50,31 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class SlotHandle(NamedTuple):
-    """One use of a slot: what a descriptor carries instead of a vector."""
+    """One use of a slot; a descriptor carries it instead of a vector."""
 
     slot: int
     generation: int
 
 
 def arena_bytes(slots: int, payload_bytes: int) -> int:
-    """Bytes of an arena. Raises InvalidArgument."""
+    """Return the bytes of an arena. Raises InvalidArgument."""
     return _offset(slots, payload_bytes) + slots * _stride(payload_bytes)
 
 
 class DeviceArena:
-    """The pool's end: makes the arena, leases slots, takes payloads out. One thread."""
+    """Pool's end of an arena: formats it, leases slots, copies payloads out. One thread."""
 
     def __init__(
         self, memory: DeviceMemory, slots: int, payload_bytes: int, epoch: int, *, generation: int = 0
     ) -> None:
-        """Lay out `memory`, at least `arena_bytes(slots, payload_bytes)` of zeros. Raises InvalidArgument.
+        """Format `memory`, at least `arena_bytes(slots, payload_bytes)` of zeros. Raises InvalidArgument.
 
-        `generation`: that its slots begin with.
+        `generation`: initial generation of the slots.
         """
         needed = arena_bytes(slots, payload_bytes)
         if memory.size < needed or not 0 <= epoch <= MAX_EPOCH:
             raise InvalidArgument(
-                f"{needed} bytes are needed, {memory.size} are there; epoch {epoch} must be within 0..{MAX_EPOCH}"
+                f"needs {needed} bytes, the memory has {memory.size}; epoch {epoch} must be within 0..{MAX_EPOCH}"
             )
         self.memory, self.slots, self.payload_bytes, self.epoch = memory, slots, payload_bytes, epoch
         self._stride, self._offset = _stride(payload_bytes), _offset(slots, payload_bytes)
@@ -83,7 +82,7 @@ class DeviceArena:
         memory.write(0, np.array(header, np.int64))
         memory.flush()
         self._copies = memory.staging(slots * (_LINE + self._stride)).reshape(slots, _LINE + self._stride)
-        self._claimed = [generation] * slots  # generation that was claimed last
+        self._claimed = [generation] * slots  # generation claimed last, by slot
         if generation:
             for slot in range(slots):
                 memory.store_word(_ready(slot), generation)
@@ -91,9 +90,9 @@ class DeviceArena:
         self._next_lease = 1
 
     def lease(self, count: int) -> tuple[int, Lease]:
-        """`count` neighbouring slots for one client: a number for `end_lease`, and what the client needs.
+        """Lease `count` consecutive slots to one client. Return the lease's number for `end_lease`, and the lease.
 
-        Raises InvalidArgument for a count that no arena could have, RingFull where no such run of slots is free.
+        Raises InvalidArgument for a count that the arena cannot have, RingFull if no such run of slots is free.
         """
         if not 1 <= count <= self.slots:
             raise InvalidArgument(f"a lease of {count} slots, from an arena of {self.slots}")
@@ -106,32 +105,32 @@ class DeviceArena:
                 self._owner[first : first + count] = [number] * count
                 return number, Lease(self.epoch, first, tuple(self._claimed[first : first + count]))
         free = self._owner.count(0)
-        raise RingFull(f"{count} neighbouring slots are wanted, {free} of {self.slots} are free, in pieces")
+        raise RingFull(f"no {count} consecutive slots are free ({free} of {self.slots} are free)")
 
     def claim(self, lease: int, handle: SlotHandle) -> None:
-        """A descriptor names this handle: it is to be taken out, once.
+        """Claim a handle from a descriptor, to be copied out once.
 
-        Raises ProtocolViolation for a place outside of the client's lease or not its slot's next generation.
+        Raises ProtocolViolation if the slot is not in the client's lease or the generation is not the slot's next one.
         """
         slot, generation = handle
         if not 0 <= slot < self.slots or self._owner[slot] != lease:
-            raise ProtocolViolation(f"slot {slot} is not of lease {lease}")
+            raise ProtocolViolation(f"slot {slot} is not in lease {lease}")
         expected = _next_generation(self._claimed[slot])
         if generation != expected:
             raise ProtocolViolation(f"generation {generation} of slot {slot}: the next one is {expected}")
         self._claimed[slot] = generation
 
     def copy_out(self, handle: SlotHandle) -> None:
-        """Queue: copy what a claimed place holds. Look at it with `taken_out` when the memory is idle."""
+        """Queue a copy of a claimed handle's payload. Call `copied` when the memory is idle."""
         copy = self._copies[handle.slot]
         # SYNC POINT: arena word. The payload is read after the word; the client stores the word after the payload.
         self.memory.read(_ready(handle.slot), copy[:4])
         self.memory.read(self._offset + handle.slot * self._stride, copy[_LINE : _LINE + self.payload_bytes])
 
     def copied(self, handle: SlotHandle) -> npt.NDArray[np.uint8] | None:
-        """A place's payload, as long as nothing else is copied out of its slot; the client may have the slot again.
+        """Return a handle's payload, valid until the slot's next copy, and free the slot.
 
-        None: its device had not written it when it was copied.
+        None: the client's device had not written it when it was copied.
         """
         copy = self._copies[handle.slot]
         if not reached(int(copy[:4].view(np.uint32)[0]), handle.generation):
@@ -141,31 +140,31 @@ class DeviceArena:
         return payload
 
     def end_lease(self, lease: int) -> None:
-        """The client is gone, and its slots are free.
+        """Free the slots of a client that is gone.
 
-        Their generations jump, so that what its device may still write never passes for the next client's.
+        Their generations jump, so that late writes of its device never match a generation of the next client.
         """
         for slot in range(self.slots):
             if self._owner[slot] == lease:
                 self._owner[slot] = 0
                 self._claimed[slot] = (self._claimed[slot] + _JUMP) & MAX_WORD
-                self.memory.store_word(_ready(slot), self._claimed[slot])  # never far behind
+                self.memory.store_word(_ready(slot), self._claimed[slot])  # keeps comparisons modulo 2³² valid
 
     @property
     def free_slots(self) -> int:
-        """Slots that no client has."""
+        """Number of slots that are not leased."""
         return self._owner.count(0)
 
     def close(self) -> None:
-        """Give the memory back. Who has it open must close first: on a GPU the order matters. Idempotent."""
+        """Free the memory. On a GPU all clients must have closed it before. Idempotent."""
         self.memory.close()
 
 
 class LeasedSlots:
-    """The client's end of a lease: loans a free slot, writes a payload into it. One thread."""
+    """Client's end of a lease: writes payloads into free slots. One thread."""
 
     def __init__(self, memory: DeviceMemory, lease: Lease) -> None:
-        """Check the arena's header. Raises ProtocolViolation, and StaleEpoch for the arena of another life."""
+        """Validate the arena's header. Raises ProtocolViolation, and StaleEpoch for an arena of another epoch."""
         header = np.zeros(8, np.int64)
         memory.read(0, header)
         memory.flush()
@@ -188,9 +187,9 @@ class LeasedSlots:
         self._used: deque[SlotHandle] = deque()
 
     def write(self, payload: Source) -> SlotHandle:
-        """Queue: copy a payload into a free slot and mark it as written. Returns what the descriptor must carry.
+        """Queue a copy of a payload into a free slot and the store of its ready word. Return the handle.
 
-        Raises RingFull when the pool has not taken out any of the slots in use, InvalidArgument for too many bytes.
+        Raises RingFull if the pool has not copied out any of the slots in use, InvalidArgument for too many bytes.
         """
         if payload.nbytes > self.payload_bytes:
             raise InvalidArgument(f"a payload of {payload.nbytes} bytes; a slot has {self.payload_bytes}")
@@ -204,7 +203,7 @@ class LeasedSlots:
 
     def _loan(self) -> int:
         if not self._free:
-            # The pool takes out in any order: look through all that are in use.
+            # The pool copies out in any order: check all slots in use.
             acks = self.memory.words(_ack(self._first), len(self._generations), _ack(1) - _ack(0))
             for _ in range(len(self._used)):
                 handle = self._used.popleft()
@@ -217,7 +216,7 @@ class LeasedSlots:
         return self._free.popleft()
 
     def close(self) -> None:
-        """Let go of the arena, before the pool does. Idempotent."""
+        """Close the arena, before the pool frees it. Idempotent."""
         self.memory.close()
 
 
@@ -249,7 +248,7 @@ def _offset(slots: int, payload_bytes: int) -> int:
 
 
 def open_memory(reference: Reference, device: str) -> DeviceMemory:
-    """Open what another process announced; `device` is the GPU to work from. Raises MemoryRefused."""
+    """Open the memory that another process has announced, from the GPU `device`. Raises MemoryRefused."""
     if isinstance(reference, MemoryReference):
         return HostMemory.open(reference)
     from ipc.memory.cuda import CudaMemory

@@ -1,4 +1,4 @@
-"""What client and pool say over ZeroMQ to open a session. Everything after that goes through the rings."""
+"""Messages by which a client and a pool open a session over ZeroMQ. All later communication uses the rings."""
 
 import msgspec
 
@@ -18,9 +18,9 @@ DOORBELLS = (EVENTFD, ZEROMQ)
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """A client asks for rings, and maybe for slots of the arena of query vectors.
+    """A client's request for a session: rings, and with `arena` slots of the arena of query vectors.
 
-    `bell` is its FdMailbox's name (eventfd) or its doorbell's endpoint (zeromq).
+    `bell`: name of its FdMailbox (eventfd) or endpoint of its doorbell (zeromq).
     """
 
     version: int
@@ -36,11 +36,10 @@ MAX_REASON = 500
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A collection that a pool serves: its vectors' dimension, and which of its `shards` this pool has.
+    """A collection that a pool serves: the dimension of its vectors, and which of its `shards` this pool has.
 
-    `identity` names its content: ids of an answer are those of this content and no other. `attributes`: what a filter
-    may name, and of which kind each is; `demanded`: the one that every filter must bind, or "". Raises
-    `InvalidArgument`.
+    `identity` identifies the build: ids in results refer to it. `attributes`: the names that filters may use, with
+    their types; `demanded`: the attribute that every filter must bind, or "". Raises `InvalidArgument`.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Served(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.dim < 1:
-            raise InvalidArgument(f"collection {self.name!r} has dimension {self.dim}, 1 is the least")
+            raise InvalidArgument(f"collection {self.name!r} has dimension {self.dim}; the minimum is 1")
         if not 0 <= self.shard < self.shards:
             raise InvalidArgument(f"collection {self.name!r} has no shard {self.shard} of {self.shards}")
         if len(self.identity) > MAX_IDENTITY:
@@ -61,7 +60,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Unserved(msgspec.Struct, frozen=True):
-    """A collection that a pool would serve if it could, and why it cannot. Raises `InvalidArgument`."""
+    """A configured collection that a pool cannot serve, and the reason. Raises `InvalidArgument`."""
 
     name: str
     reason: str
@@ -72,9 +71,9 @@ class Unserved(msgspec.Struct, frozen=True):
 
 
 class Catalogue(msgspec.Struct, frozen=True):
-    """What a pool offers; a session keeps the one it was opened with.
+    """The collections of a pool; a session keeps the catalogue that it was opened with.
 
-    Raises `InvalidArgument` for a name used twice, or none.
+    Raises `InvalidArgument` for duplicate names, or without any.
     """
 
     served: tuple[Served, ...]
@@ -83,16 +82,16 @@ class Catalogue(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         names = [*(one.name for one in self.served), *(one.name for one in self.unserved)]
         if not names or len(set(names)) < len(names):
-            raise InvalidArgument(f"at least one collection, each with a name of its own; got {names}")
+            raise InvalidArgument(f"a catalogue needs at least one collection, and unique names; got {names}")
 
     @property
     def max_dim(self) -> int:
-        """Of the longest vector; 1 if nothing is served."""
+        """Largest dimension; 1 without a served collection."""
         return max((served.dim for served in self.served), default=1)
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Slots of the pool's arena of query vectors for this client. The arena lies in `host` or in `gpu` memory."""
+    """Lease of slots in the pool's arena of query vectors, which is in `host` or in `gpu` memory."""
 
     lease: Lease
     host: MemoryReference | None = None
@@ -100,18 +99,18 @@ class Grant(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if (self.host is None) == (self.gpu is None):
-            raise InvalidArgument("an arena lies in host memory or in a GPU's: one of both")
+            raise InvalidArgument("an arena is either in host memory or in a GPU's")
 
     @property
     def memory(self) -> Reference:
-        """Where the arena lies."""
+        """Reference to the arena's memory."""
         found = self.host or self.gpu
         assert found is not None
         return found
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Here they are: both rings lie in `memory`, requests first. `bell` is the pool's end for a zeromq doorbell."""
+    """The reply that opens a session: both rings are in `memory`, requests first. `bell`: a zeromq endpoint."""
 
     version: int
     epoch: int
@@ -129,7 +128,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """No rings, and why."""
+    """The reply that refuses a session."""
 
     reason: str
 
@@ -140,25 +139,25 @@ decode_answer = msgspec.msgpack.Decoder(Attached | Refused).decode
 
 
 def result_offset(requests: RingLayout) -> int:
-    """Where in a session's memory the result ring begins: the first page after the request ring."""
+    """Return the offset of the result ring in a session's memory: the first page after the request ring."""
     return -(-requests.size // _PAGE) * _PAGE
 
 
 def filter_offset(requests: RingLayout, results: RingLayout) -> int:
-    """Where in a session's memory the places of filters begin: the first page after the result ring."""
+    """Return the offset of the filter slots in a session's memory: the first page after the result ring."""
     return -(-(result_offset(requests) + results.size) // _PAGE) * _PAGE
 
 
 def session_bytes(requests: RingLayout, results: RingLayout) -> int:
-    """A session's memory: both rings and the filters."""
+    """Return the bytes of a session's memory: both rings and the filter slots."""
     return filter_offset(requests, results) + FILTERS_BYTES
 
 
-# ---- what the two sides of a session count
+# ---- statistics
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
-    """Counters of a client since it was made.
+    """Counters of a client since its creation.
 
     `submitted` requests; `returned` results (of them `lost`); `outstanding` now; submissions refused because the ring
     was `full`; doorbells `rung`; `cancelled` requests; results of a `stale` epoch.
@@ -175,7 +174,7 @@ class ClientStatistics(msgspec.Struct, frozen=True):
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
-    """Counters of a server since it was made.
+    """Counters of a server since its creation.
 
     `clients` now; `attached`, `refused`, `lost` (closed or died) and `evicted` (broke the protocol) clients so far;
     requests `received` and `outstanding`; results `published` and `dropped` (their client was gone); requests refused

@@ -1,6 +1,6 @@
-"""A `SearchSpec` as a request's header takes it: checked and packed by the client, checked again by the pool.
+"""Packing of a `SearchSpec` into a request's header, with the client's validation; the pool validates it again.
 
-Neither trusts the other: what the client refuses at once is what the pool would refuse after the trip.
+The client applies the same limits as the pool, so that invalid requests fail before they are sent.
 """
 
 import struct
@@ -20,42 +20,41 @@ from ipc.session.messages import Catalogue
 
 
 class Limits(NamedTuple):
-    """What a session's requests may ask for: a collection's code is its place in `catalogue.served`."""
+    """Limits of a session's requests. A collection's code is its index in `catalogue.served`."""
 
     catalogue: Catalogue
     max_k: int
     max_top_m: int
 
     def code(self, collection: str) -> int:
-        """Of a collection that is served. Raises `InvalidArgument`."""
+        """Return the code of a served collection. Raises `InvalidArgument`."""
         for code, served in enumerate(self.catalogue.served):
             if served.name == collection:
                 return code
         raise InvalidArgument(
-            f"no collection {collection!r}; there are {sorted(served.name for served in self.catalogue.served)}"
+            f"no collection {collection!r}; available: {sorted(served.name for served in self.catalogue.served)}"
         )
 
 
 class Packed(NamedTuple):
-    """A spec but for its deadline and its filter, as three words of a request's header, and the dimension its vector
-    must have."""
+    """A spec without its deadline and filter, as three words of a request's header, and the dimension of its vector."""
 
     words: tuple[int, int, int]
     dim: int
 
-    def with_filter(self, place: int) -> tuple[int, int, int]:
-        """The words of a request whose filter stands in this place."""
+    def with_filter(self, slot: int) -> tuple[int, int, int]:
+        """Return the words of a request whose filter is in this slot."""
         a, b, c = self.words
-        return a, b | place << 16, c
+        return a, b | slot << 16, c
 
 
-def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kind: int = SEARCH) -> Packed:
-    """For a client; `kind` SEARCH or SEARCH_ARENA. Raises `InvalidArgument` that names the value and the limit.
+def pack(spec: SearchSpec, epoch: int, limits: Limits, default_top_m: int = 1, kind: int = SEARCH) -> Packed:
+    """Validate and pack a spec; `kind`: SEARCH or SEARCH_ARENA. Raises `InvalidArgument` with the value and the limit.
 
-    A spec that names no top_m gets the usual one, or k if that is more, as far as the pool allows.
+    A spec without top_m gets `default_top_m`, or k if that is larger, up to the pool's limit.
     """
     code, k = limits.code(spec.collection), spec.k
-    top_m = min(max(usual_top_m, k), limits.max_top_m) if spec.top_m is None else spec.top_m
+    top_m = min(max(default_top_m, k), limits.max_top_m) if spec.top_m is None else spec.top_m
     if spec.stage not in STAGE_CODES:
         raise InvalidArgument(f"stage must be one of {STAGES}, got {spec.stage!r}")
     for name, value, most in (
@@ -73,5 +72,5 @@ def pack(spec: SearchSpec, epoch: int, limits: Limits, usual_top_m: int = 1, kin
 
 
 def pack_cancel(epoch: int) -> bytes:
-    """The 24 bytes of a cancellation."""
+    """Return the 24 parameter bytes of a cancellation."""
     return PARAMETERS.pack(epoch, CANCEL, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -184,14 +184,14 @@ def test_a_place_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
     arena, client, lease = ends(slots=6, count=4)
     other, _ = arena.lease(2)
     place = client.write(vector(1))
-    with pytest.raises(ProtocolViolation, match=f"slot {place.slot} is not of lease {other}"):
+    with pytest.raises(ProtocolViolation, match=f"slot {place.slot} is not in lease {other}"):
         taken(arena, other, place)
     with pytest.raises(ProtocolViolation, match="the next one is 1"):
         taken(arena, lease, SlotHandle(place.slot, 2))
     assert taken(arena, lease, place) == vector(1).tolist()
     with pytest.raises(ProtocolViolation, match="the next one is 2"):
         taken(arena, lease, place)
-    with pytest.raises(ProtocolViolation, match="slot 6 is not of lease"):
+    with pytest.raises(ProtocolViolation, match="slot 6 is not in lease"):
         taken(arena, lease, SlotHandle(6, 1))
 
 
@@ -271,7 +271,7 @@ def test_sizes_are_bounded_before_anything_is_made() -> None:
     with pytest.raises(InvalidArgument, match=r"payload 1048577 within 1\.\.1048576"):
         arena_bytes(1, (1 << 20) + 1)
     small = HostMemory.create(4096)
-    with pytest.raises(InvalidArgument, match="bytes are needed, 4096 are there"):
+    with pytest.raises(InvalidArgument, match="bytes, the memory has 4096"):
         DeviceArena(small, 16, 4 * DIM, EPOCH)
     small.close()
 

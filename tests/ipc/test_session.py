@@ -200,7 +200,7 @@ def test_a_result_that_does_not_fit_is_refused_and_the_request_stays(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"collection": "nope"}, "no collection 'nope'; there are"),
+        ({"collection": "nope"}, "no collection 'nope'; available:"),
         ({"collection": "code"}, r"shape \(3,\), got \(8,\)"),
         ({"stage": "later"}, "stage must be one of"),
         ({"k": 0}, r"k 0 must be within 1\.\.6"),

@@ -334,7 +334,7 @@ def test_the_lease_of_a_killed_client_comes_back(pool: tuple[RingServer, DeviceA
 
 
 def test_a_grant_is_of_host_memory_or_of_a_gpus() -> None:
-    with pytest.raises(InvalidArgument, match="one of both"):
+    with pytest.raises(InvalidArgument, match="either in host memory or"):
         Grant(Lease(1, 0, (0,)))
     reference = CudaReference(1, "cuda:0", bytes(64), 4096)
     assert Grant(Lease(1, 0, (0,)), gpu=reference).memory == reference
