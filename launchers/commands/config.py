@@ -126,7 +126,7 @@ def doctor(
     worst = 0
     for finding in diagnose(load_config(config) if config else None):
         colour = _COLOURS[finding.level]
-        console.print(f"[{colour}]{finding.level:7}[/{colour}] {escape(finding.what)}: {escape(finding.text)}")
+        console.print(f"[{colour}]{finding.level:7}[/{colour}] {escape(finding.subject)}: {escape(finding.text)}")
         if finding.advice:
             console.print(f"        → {escape(finding.advice)}")
         worst = max(worst, int(finding.level == "error"))

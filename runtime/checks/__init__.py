@@ -1,1 +1,1 @@
-"""What is looked at before a node starts: its needs, its machine, its GPUs' memory between processes."""
+"""Checks before a node starts: configuration, machine, memory, and CUDA IPC between processes."""

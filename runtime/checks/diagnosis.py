@@ -1,6 +1,6 @@
-"""What stands in the way of a node on this machine, looked for before it starts: `trinity doctor`.
+"""Diagnosis of a machine and a configuration before a node starts: `trinity doctor`.
 
-Every finding says what was looked at, how it is, and what to do about it if it is not well.
+Every finding names what was checked, the result, and what to do if it is not "ok".
 """
 
 import importlib.metadata
@@ -31,11 +31,11 @@ from runtime.retrieval.live.collection import collection_info
 from runtime.serving.model.packages import torch_cuda
 
 _NOFILE = 4096
-_MORE_FILES = f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client holds descriptors"
-_MEMLOCK = 1 << 30  # pinned host buffers of a node are of this order
-_MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: a driver may refuse to pin memory"
+_MORE_FILES = f"ulimit -n {_NOFILE}, or LimitNOFILE= in the unit: every client session holds file descriptors"
+_MEMLOCK = 1 << 30  # order of magnitude of a node's pinned host buffers
+_MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: the driver may refuse to pin memory"
 _SHM = 1 << 30
-_MORE_SHM = "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity's own memory is not there"
+_MORE_SHM = "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity itself does not use it"
 _PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
@@ -52,9 +52,8 @@ def diagnose(
     probe: Probe | None = None,
     torch_probe: TorchProbe | None = None,
 ) -> Iterator[Finding]:
-    """All findings, cheap ones first. The probes say "" if something works, else why not: `probe` CUDA IPC from one GPU
-    to another, `torch_probe` torch on a GPU.
-    """
+    """Yield all findings, cheap checks first. `probe` tests CUDA IPC from one GPU to another, `torch_probe` tests torch
+    on a GPU; both return "" on success, else the error."""
     gpus = gpus or Gpus()
     machine = Machine.read(gpus)
     yield from _versions()
@@ -102,29 +101,27 @@ def _versions() -> Iterator[Finding]:
 
 def _compiled_code() -> Finding:
     if can_cache():
-        return Finding("ok", "compiled code", "is kept for the next process")
+        return Finding("ok", "compiled code", "is cached")
     return Finding(
         "warning",
         "compiled code",
-        "cannot be kept: every process compiles for itself, some 20 s and 650 MiB at each start",
-        "set NUMBA_CACHE_DIR to a directory of this user's own (CacheDirectory= in the unit), or let it write its home",
+        "cannot be cached: every process compiles it at every start, for about 20 s and 650 MiB",
+        "set NUMBA_CACHE_DIR to a directory that this user owns (CacheDirectory= in the unit), or make $HOME writable",
     )
 
 
 def _limits() -> Iterator[Finding]:
-    for kind, least, what, unit, advice in (
+    for kind, minimum, subject, unit, advice in (
         (resource.RLIMIT_NOFILE, _NOFILE, "open files", "", _MORE_FILES),
         (resource.RLIMIT_MEMLOCK, _MEMLOCK, "locked memory", " bytes", _MORE_LOCKED),
     ):
         soft, hard = resource.getrlimit(kind)
-        enough = soft == resource.RLIM_INFINITY or soft >= least
-        yield Finding.of(enough, what, f"{_limit(soft)}{unit} (hard limit {_limit(hard)})", advice)
+        enough = soft == resource.RLIM_INFINITY or soft >= minimum
+        yield Finding.of(enough, subject, f"{_limit(soft)}{unit} (hard limit {_limit(hard)})", advice)
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        yield Finding(
-            "warning", "/dev/shm", f"not there: {error.strerror}", "mount a tmpfs: torch's workers may want it"
-        )
+        yield Finding("warning", "/dev/shm", f"missing: {error.strerror}", "mount a tmpfs: torch's workers may need it")
         return
     yield Finding.of(free >= _SHM, "/dev/shm", f"{free >> 20} MiB free", _MORE_SHM)
 
@@ -134,7 +131,7 @@ def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
         advice = "install NVIDIA's driver and pip install 'trinity-runtime[cuda]'"
         yield Finding(
             "error" if wanted else "warning", "driver", gpus.missing,
-            advice if wanted else f"nothing to do for a node on CPUs; else {advice}",
+            advice if wanted else f"not needed for a node on CPUs; otherwise {advice}",
         )  # fmt: skip
         return
     yield Finding("ok", "driver", f"{gpus.driver()}, {len(machine.gpus)} devices")
@@ -143,7 +140,7 @@ def _driver(gpus: Gpus, machine: Machine, wanted: bool) -> Iterator[Finding]:
             gpu.free_bytes / gpu.memory_bytes > 0.9,
             f"GPU {gpu.index}",
             f"{gpu.name}, {gpu.uuid}, {gpu.free_bytes >> 20} of {gpu.memory_bytes >> 20} MiB free",
-            "something else uses it: nvidia-smi shows what",
+            "other processes use it: see nvidia-smi",
         )
 
 
@@ -152,11 +149,16 @@ def _numa(machine: Machine) -> Iterator[Finding]:
         if gpu.is_mig:
             continue
         if gpu.numa_node is None:
-            advice = "nothing to do on one NUMA node; else set pool.cores by hand (nvidia-smi topo -m)"
+            advice = "not needed on a machine with one NUMA node; otherwise set pool.cores (nvidia-smi topo -m)"
             yield Finding("warning", f"GPU {gpu.index} NUMA", f"unknown for {gpu.pci_bus}", advice)
         elif gpu.numa_node not in machine.node_cores:
-            advice = "give this process cores of that node (taskset, CPUAffinity=, cpuset)"
-            yield Finding("warning", f"GPU {gpu.index} NUMA", f"node {gpu.numa_node}: no core of it is ours", advice)
+            advice = "allow this process cores of that node (taskset, CPUAffinity=, cpuset)"
+            yield Finding(
+                "warning",
+                f"GPU {gpu.index} NUMA",
+                f"node {gpu.numa_node}: this process may use none of its cores",
+                advice,
+            )
         else:
             count = len(machine.node_cores[gpu.numa_node])
             yield Finding("ok", f"GPU {gpu.index} NUMA", f"node {gpu.numa_node}, {count} cores")
@@ -167,7 +169,7 @@ def _model_roles(config: NodeConfig) -> tuple[KvWorkerSection, ...]:
 
 
 def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[Finding]:
-    """Whether torch can compute where the model shall run."""
+    """Check that torch can compute on the model's GPUs."""
     advice = "install a build of torch for this driver's CUDA: https://pytorch.org/get-started/locally"
     try:
         built = torch_cuda()
@@ -175,72 +177,72 @@ def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[
         yield Finding("error", "torch CUDA", error.message, advice)
         return
     if built is None:
-        yield Finding("error", "torch CUDA", "the installed torch has none", advice)
+        yield Finding("error", "torch CUDA", "the installed torch has no CUDA", advice)
         return
     yield Finding("ok", "torch CUDA", f"built for {built}")
     named = {device for role in _model_roles(config) for device in role.devices}
     for gpu in machine.gpus:
         if any(gpu.matches(name) for name in named):
-            trouble = probe(gpu)
-            yield Finding.of(not trouble, f"GPU {gpu.index} torch", trouble or "works", advice, "error")
+            failure = probe(gpu)
+            yield Finding.of(not failure, f"GPU {gpu.index} torch", failure or "works", advice, "error")
 
 
 def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator[Finding]:
     whole = [gpu for gpu in machine.gpus if not gpu.is_mig]
     if any(gpu.is_mig for gpu in machine.gpus):
         advice = "run models on whole GPUs or CPUs (nvidia-smi -mig 0): KV cannot be handed over between instances"
-        yield Finding("warning", "CUDA IPC", "MIG instances have none", advice)
+        yield Finding("warning", "CUDA IPC", "not available between MIG instances", advice)
         return
     for one, other in itertools.combinations(whole, 2):
-        what = f"GPU {one.index} ↔ {other.index}"
-        near = gpus.peers(one.index, other.index)
+        subject = f"GPU {one.index} ↔ {other.index}"
+        direct = gpus.peers(one.index, other.index)
         advice = "copies go through host memory: check PCIe ACS and the IOMMU (nvidia-smi topo -p2p r)"
-        yield Finding.of(near, f"{what} peers", "direct" if near else "none", advice)
+        yield Finding.of(direct, f"{subject} peers", "direct" if direct else "none", advice)
     for one, other in itertools.permutations(whole, 2) if len(whole) > 1 else [(gpu, gpu) for gpu in whole]:
-        trouble = probe(one, other)
+        error = probe(one, other)
         advice = (
-            "a model on these GPUs cannot hand its KV over, and query vectors go through host memory; containers must "
+            "KV cannot be handed over between these GPUs, and query vectors go through host memory; containers must "
             "share one PID namespace (--pid=host)"
         )
         otherwise: Level = "error" if models else "warning"
-        what = f"GPU {one.index} → {other.index} CUDA IPC"
-        yield Finding.of(not trouble, what, trouble or "works", advice, otherwise)
+        subject = f"GPU {one.index} → {other.index} CUDA IPC"
+        yield Finding.of(not error, subject, error or "works", advice, otherwise)
 
 
 def _engine(section: OpenAiSection) -> Iterator[Finding]:
-    """Whether the servers that run the model do what is wanted of them."""
+    """Check that the model's servers can be reached and support what the node needs."""
     for url, found in check_servers(section):
-        what = f"engine {url}"
+        subject = f"engine {url}"
         if isinstance(found, ConfigError):
-            yield Finding("error", what, found.message, "mend [model], or the server")
+            yield Finding("error", subject, found.message, "fix [model], or the server")
         elif isinstance(found, TrinityError):
-            yield Finding("error", what, found.message, "start it; a node that runs already takes it when it answers")
+            yield Finding("error", subject, found.message, "start it; a running node uses it as soon as it answers")
         else:
-            yield Finding("ok", what, f"{section.name}, {found}")
+            yield Finding("ok", subject, f"{section.name}, {found}")
             for missing in found.limitations():
-                yield Finding(
-                    "warning", what, missing, "nothing to do if nobody needs it; docs/engines.md has the rest"
-                )
+                yield Finding("warning", subject, missing, "not needed by every client; see docs/engines.md")
 
 
 def _embedders(config: NodeConfig) -> Iterator[Finding]:
-    """Whether the servers that embed the collections' queries answer, with vectors of the right length."""
+    """Check that the embedding servers answer, with vectors of the right dimension."""
     for collection in config.collections:
         try:
             embedder = collection_info(Path(collection.path)).embedder
         except TrinityError:
-            continue  # told by those who look at collections
+            continue  # reported by `preflight`
         if not isinstance(embedder, ServerSpec):
             continue
-        what, location = f"embedder of {collection.name}", embedder_location(collection)
+        subject, location = f"embedder of {collection.name}", embedder_location(collection)
         try:
             load_embedder(embedder, location=location).embed(["a first text"])
         except EmbedderUnreachable as error:
-            yield Finding("warning", what, error.message, "start it; until it answers queries must be vectors")
+            yield Finding("warning", subject, error.message, "start it; until it answers, only query vectors work")
         except TrinityError as error:
-            yield Finding("error", what, error.message, "mend the server, or `embedder` and its key of the collection")
+            yield Finding(
+                "error", subject, error.message, "fix the server, or `embedder` and its key of the collection"
+            )
         else:
-            yield Finding("ok", what, f"{embedder.name} at {location.override or embedder.url}")
+            yield Finding("ok", subject, f"{embedder.name} at {location.override or embedder.url}")
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:
@@ -248,7 +250,7 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
     try:
         listen(config.http).close()
     except TrinityError as error:
-        yield Finding("error", f"port {where}", error.message, "stop what listens there, or set http.port")
+        yield Finding("error", f"port {where}", error.message, "stop the process that listens there, or set http.port")
     else:
         yield Finding("ok", f"port {where}", "free")
 
@@ -258,11 +260,9 @@ def _files(config: NodeConfig, machine: Machine) -> Finding:
         plan = lay_out(config, machine)
         preflight.check(plan, machine=machine)
     except TrinityError as error:
-        return Finding(
-            "error", "model, index and placement", error.message, "mend the configuration or the files named"
-        )
-    near = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
-    return Finding("ok", "model, index and placement", f"all there, and they fit{near}")
+        return Finding("error", "model, index and placement", error.message, "fix the configuration or the named files")
+    pairs = "".join(f"; {pool.name} beside {pool.paired_with}" for pool in plan.of_role("pool") if pool.paired_with)
+    return Finding("ok", "model, index and placement", f"complete, and they fit{pairs}")
 
 
 def _limit(value: int) -> str:
@@ -270,7 +270,7 @@ def _limit(value: int) -> str:
 
 
 def cuda_ipc(one: Gpu, other: Gpu) -> str:
-    """Have a process on `one` share memory that a process on `other` reads; each sees its own GPU alone."""
+    """Test whether a process on `other` can read memory that a process on `one` shares; each sees only its own GPU."""
     command = [sys.executable, "-m", "runtime.checks.cuda_ipc_probe"]
     with subprocess.Popen(
         [*command, "export"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_seeing(one)
@@ -296,7 +296,7 @@ def cuda_ipc(one: Gpu, other: Gpu) -> str:
 
 
 def torch_works(gpu: Gpu) -> str:
-    """Have a process that sees this GPU alone multiply on it with torch."""
+    """Test a matrix product with torch in a process that sees only this GPU."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH], capture_output=True, timeout=_PROBE_S, env=_seeing(gpu), check=False
@@ -313,4 +313,4 @@ def _seeing(gpu: Gpu) -> dict[str, str]:
 
 def _last_line(stderr: bytes) -> str:
     lines = stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "the process ended without a word"
+    return lines[-1] if lines else "the process ended without output"

@@ -1,4 +1,4 @@
-"""What `trinity doctor` says."""
+"""Findings of `trinity doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` says what to do, "" when all is well."""
+    """One line of the report. `advice`: what to do, "" if nothing is wrong."""
 
     level: Level
-    what: str
+    subject: str
     text: str
     advice: str = ""
 
     @classmethod
-    def of(cls, well: bool, what: str, text: str, advice: str, otherwise: Level = "warning") -> "Finding":
-        """What is well, or else at this level, with what to do."""
-        return cls("ok", what, text) if well else cls(otherwise, what, text, advice)
+    def of(cls, ok: bool, subject: str, text: str, advice: str, otherwise: Level = "warning") -> "Finding":
+        """Return an "ok" finding if `ok`, else one of level `otherwise` with the advice."""
+        return cls("ok", subject, text) if ok else cls(otherwise, subject, text, advice)

@@ -1,8 +1,8 @@
-"""How much memory each worker of a plan will take: what its process, its embedders, its index or its model and KV need.
+"""Memory estimate of each worker of a plan: process, embedders, index, or model and KV.
 
-On the host that is Pss, proportional set size: what several processes map counts for each by its share. What a process
-takes by itself was measured on a node of one worker of each role alone on its machine (torch 2.13, numba 0.68,
-onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a node that runs.
+On the host it is the proportional set size (Pss): memory mapped by several processes counts for each by its share. The
+base size of a process was measured on a node with one worker per role, alone on its machine (torch 2.13, numba 0.68,
+onnxruntime 1.31); `tests/e2e/test_memory.py` compares the sum with a running node.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ _PROCESS: dict[Role, int] = {
     "pool": 94 * _MIB,
     "prefill": 260 * _MIB,
     "decode": 260 * _MIB,
-    "engine": 60 * _MIB,  # what looks after vLLM
+    "engine": 60 * _MIB,  # the supervisor of vLLM's server
     "frontend": 96 * _MIB,
 }
-"""The interpreter, libraries and compiled code; of what a worker of each role maps, its share.
+"""Base size of a process of each role: interpreter, libraries and compiled code, mapped memory by its share.
 
 A worker that has compiled code itself, at the first start after an installation, holds up to 650 MiB more."""
 _EMBEDDERS = {MINILM: 122 * _MIB}
-"""onnxruntime and the network; feature hashing and a server elsewhere need next to nothing."""
+"""onnxruntime and the network; feature hashing and embedding servers need almost nothing."""
 _ONNXRUNTIME = 96 * _MIB
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Bytes of one worker: of its process, of what it writes or copies, and of files that it maps."""
+    """Bytes of one worker: of its process, of private data, and of mapped files."""
 
     process: int
     data: int
@@ -47,10 +47,11 @@ class _Parts:
 
 
 def estimate_device_bytes(plan: NodePlan, machine: Machine | None = None) -> dict[str, int]:
-    """Bytes by worker: on its GPU, if it has one, its index, or weights and KV; on the host all that it takes.
+    """Return bytes by worker: on its GPU, if it has one, those of its index, or of weights and KV; on the host, all of
+    them.
 
-    KV that decode maps to pull it counts for prefill. What vLLM takes of a GPU is a share of what `machine` says that
-    it has. Raises `CollectionError`, `ConfigError` and `ModelError`.
+    KV that decode maps to pull it counts for prefill. vLLM allocates a share of the GPU memory that `machine` has.
+    Raises `CollectionError`, `ConfigError` and `ModelError`.
     """
     needed = {}
     for place in plan.processes:
@@ -63,7 +64,8 @@ def estimate_device_bytes(plan: NodePlan, machine: Machine | None = None) -> dic
 
 
 def estimate_host_bytes(plan: NodePlan) -> dict[str, int]:
-    """Bytes of the host's memory, by worker and shared, that must be free: all but the pages of a mapped index."""
+    """Return the bytes of host memory that must be free, by worker and shared part: all but the pages of a mapped
+    index."""
     needed = {}
     for place in plan.processes:
         parts = _parts_of(place, plan)
@@ -94,13 +96,13 @@ def _parts_of(worker: WorkerPlan, plan: NodePlan) -> _Parts:
     info, size = ModelInfo.read(config.own_model.name), config.own_model.kv_block_tokens
     weights = weights_type(config.own_model.weights, worker.device)
     if weights == "int8" and worker.role == "prefill":
-        weights = "bfloat16"  # it has passes of many tokens only
+        weights = "bfloat16"  # prefill only has passes of many tokens
     kv = info.kv_bytes(section.blocks(config.own_model), size, kv_type(weights, kernels_on(worker.device)))
     return _Parts(process, _weights_bytes(info, weights, on_host=worker.device == "cpu") + kv)
 
 
 def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
-    """Bytes of those that every client of the pool loads."""
+    """Return the bytes of the embedders that every client of the pool loads."""
     found: dict[EmbedderSpec | None, int] = {}
     for collection in plan.config.collections:
         info = _info(collection)
@@ -113,7 +115,7 @@ def _embedders(plan: NodePlan) -> dict[EmbedderSpec | None, int]:
 
 
 def _info(collection: CollectionSection) -> CollectionInfo | None:
-    """None for a collection that the node can do without and that is not there. Raises `CollectionError`."""
+    """Return None for an optional collection that does not exist. Raises `CollectionError`."""
     try:
         return collection_info(Path(collection.path))
     except CollectionError:
@@ -123,8 +125,8 @@ def _info(collection: CollectionSection) -> CollectionInfo | None:
 
 
 def _weights_bytes(info: ModelInfo, weights: WeightsType, *, on_host: bool) -> int:
-    """Of `weights`, whatever the files have, and the embedding as float32, which on a host stays in its file: only rows
-    that are used are read."""
+    """Return the bytes of weights of this type, and of the embedding as float32. On a host the embedding stays in its
+    file, of which only the used rows are read."""
     each, table = {"float32": 4, "int8": 1 + 2}.get(weights, 2), info.vocabulary * info.hidden
     shared = info.tied and weights == "float32"
     return each * (info.layer_weights + table) + (0 if on_host or shared else 4 * table)

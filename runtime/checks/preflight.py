@@ -1,5 +1,4 @@
-"""What a node needs, looked for before anything of it starts: devices, collections, embedders, a place for logs, the
-model and its KV."""
+"""Preflight checks of a plan: devices, collections, embedders, log directory, model, memory."""
 
 import contextlib
 import importlib
@@ -33,10 +32,11 @@ log = logging.getLogger("supervisor")
 
 
 def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Machine | None = None) -> None:
-    """Raise `ConfigError`, `CollectionError` or `ModelError` for what is missing, `ResourceBusy` for too little memory.
+    """Raise `ConfigError`, `CollectionError` or `ModelError` if something is missing, `ResourceBusy` if memory is too
+    small.
 
-    A packaged model that was never used before is converted here, once, and not by every worker's start. `machine`:
-    the one that the plan was laid out on, by default this one as it is now.
+    A packaged model that was never used is converted here, once, and not by every worker. `machine`: the one that the
+    plan was laid out on, by default this machine.
     """
     check_without_start(plan)
     own_model = plan.config.own_model
@@ -50,10 +50,10 @@ def check(plan: NodePlan, progress: smollm.Progress | None = None, machine: Mach
 
 
 def check_without_start(plan: NodePlan) -> None:
-    """The part of `check` that converts no model and asks for no memory: what `serve --dry-run` looks at too.
+    """Run the part of `check` that neither converts a model nor needs free memory, as `serve --dry-run` does.
 
-    A collection that is not required may be missing or damaged: that is logged. Files are not compared with their
-    checksums: `unverified_collections` has the collections of which a start does that.
+    An optional collection that is missing or damaged is logged. Files are not compared with their checksums: see
+    `unverified_collections`.
     """
     for worker in plan.workers:
         try:
@@ -65,17 +65,17 @@ def check_without_start(plan: NodePlan) -> None:
     for collection in plan.config.collections:
         try:
             info = collection_info(Path(collection.path))
-            if not is_live(Path(collection.path)):  # `info` has opened all of that
-                Collection.open(Path(collection.path)).close()  # a file that is short, or of another version
+            if not is_live(Path(collection.path)):  # `collection_info` has opened all of it
+                Collection.open(Path(collection.path)).close()  # detects truncated files and other versions
         except CollectionError as error:
             if collection.required:
                 raise
-            log.warning("collection %s is not served: %s", collection.name, error.message)
+            log.warning("collection %s is unavailable: %s", collection.name, error.message)
             continue
         if info.shards != collection.shards:
             raise ConfigError(
                 f"collections: {collection.name!r}: shards = {collection.shards}, but {collection.path} was built with "
-                f"{info.shards}: say so here, or make it with "
+                f"{info.shards}: set shards = {info.shards}, or rebuild it with "
                 f"`trinity {'live create' if is_live(info.directory) else 'index build'} --shards {collection.shards}`"
             )
         if info.embedder:
@@ -116,9 +116,9 @@ def _check_embedder(collection: CollectionSection, embedder: EmbedderSpec) -> No
 
 
 def unverified_collections(config: NodeConfig) -> list[str]:
-    """A line for each collection whose files a start compares with their checksums, which no check does."""
+    """Return one line per collection whose checksums are compared at start, which the checks do not do."""
     return [
-        f"collection {collection.name}: its checksums were not compared; the start does that, and so does "
+        f"collection {collection.name}: its checksums were not compared; the start compares them, as does "
         f"`trinity index verify {collection.path}`"
         for collection in config.collections
         if collection.verify == "start"
@@ -131,19 +131,19 @@ def _check_model(plan: NodePlan, model: ModelSection) -> None:
         if worker.device != "cpu" and torch_cuda() is None:
             raise ConfigError(
                 f"{worker.role}.devices: {worker.name} cannot run on {worker.device!r}: the installed torch has no "
-                "CUDA; install a build of it that has (https://pytorch.org/get-started/locally)"
+                "CUDA; install a build with CUDA (https://pytorch.org/get-started/locally)"
             )
     info = ModelInfo.read(model.name)
     if model.context_tokens > info.max_context_tokens:
         raise ConfigError(
-            f"model.context_tokens = {model.context_tokens}: {info.name} was made for at most {info.max_context_tokens}"
+            f"model.context_tokens = {model.context_tokens}: {info.name} supports at most {info.max_context_tokens}"
         )
     if model.name != smollm.NAME:
         check_files(model.name, Path(model.name))
 
 
 def _check_log_directory(directory: Path) -> None:
-    """Try it: whether a file can be made there is not always for permissions to say. Nothing is left behind."""
+    """Try to create a file: permissions alone do not tell whether that is possible. Nothing is left behind."""
     missing: list[Path] = []
     try:
         missing += (path for path in (directory, *directory.parents) if not path.exists())
@@ -151,22 +151,22 @@ def _check_log_directory(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"log.directory = {str(directory)!r}: log files cannot be written there: {reason}") from error
+        raise ConfigError(f"log.directory = {str(directory)!r}: cannot create log files there: {reason}") from error
     finally:
-        for path in missing:  # the innermost first
+        for path in missing:  # innermost first
             with contextlib.suppress(OSError, ValueError):
                 path.rmdir()
 
 
 def check_files(name: str, directory: Path) -> None:
-    """Raise `ModelError` unless a model's directory has what only its workers read."""
+    """Raise `ModelError` unless a model's directory has the files that only its workers read."""
     for pattern in ("tokenizer.json", "*.safetensors"):
         if not any(directory.glob(pattern)):
             raise ModelError(f"model.name = {name!r}: no {pattern} in {directory}")
 
 
 def _check_host_memory(plan: NodePlan) -> None:
-    """What the workers take of the host's memory must be free."""
+    """Check that the host has the estimated memory free."""
     needed, free = estimate_host_bytes(plan), psutil.virtual_memory().available
     if sum(needed.values()) > free:
         advice = "lower kv_blocks or slots of prefill or decode, kv.host_mib, model.context_tokens or spares"
@@ -174,7 +174,7 @@ def _check_host_memory(plan: NodePlan) -> None:
             advice = LESS_ON_CPU if plan.config.model.on_cpu else "run fewer instances"
         raise ResourceBusy(
             f"the node needs {sum(needed.values()) / 2**30:.1f} GiB of memory ({_parts(needed)}), "
-            f"{free / 2**30:.1f} are free: {advice}"
+            f"but {free / 2**30:.1f} GiB are free: {advice}"
         )
 
 
@@ -183,7 +183,7 @@ def _parts(needed: Mapping[str, int]) -> str:
 
 
 def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
-    """What is known to be needed must be free. What libraries take for themselves comes on top, and is not guessed."""
+    """Check that each GPU has the estimated memory free. The allocations of CUDA's libraries are not included."""
     needed = estimate_device_bytes(plan, machine)
     for gpu in machine.gpus:
         there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
@@ -192,6 +192,6 @@ def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
             if isinstance(plan.config.model, VllmSection):
                 advice = LESS_ON_GPU
             raise ResourceBusy(
-                f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, needed are {_parts(there)}: "
-                f"{advice}"
+                f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, but the node needs "
+                f"{_parts(there)}: {advice}"
             )

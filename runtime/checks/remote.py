@@ -1,4 +1,4 @@
-"""For `trinity doctor`: whether the nodes of collections that lie elsewhere are there, and fit together."""
+"""Checks of `trinity doctor` for `[[remote]]`: whether the nodes answer, and whether their collections match."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,29 +9,31 @@ from runtime.node.config import NodeConfig
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.remote_collections import RemoteCollections
 
-_START = "start it; a node that runs already takes it when it answers"
+_START = "start it; a running node uses it as soon as it answers"
 
 
 def findings(config: NodeConfig) -> Iterator[Finding]:
-    """A line for each node of each collection."""
+    """Yield one finding per node of each collection."""
     try:
-        found, about = asyncio.run(_looked(config))
-    except ConfigError as error:
-        yield Finding("error", "remote", error.message, "mend [[remote]]")
+        errors, summaries = asyncio.run(_probe_nodes(config))
+    except ConfigError as invalid:
+        yield Finding("error", "remote", invalid.message, "fix [[remote]]")
         return
     for section in config.remote:
-        for url, trouble in found[section.name].items():
-            what = f"remote {section.name} at {url}"
-            if trouble:
-                partly = section.missing == "partial" and not all(found[section.name].values())
-                yield Finding("warning" if partly else "error", what, trouble, _START)
+        for url, error in errors[section.name].items():
+            subject = f"remote {section.name} at {url}"
+            if error:
+                partial = section.missing == "partial" and not all(errors[section.name].values())
+                yield Finding("warning" if partial else "error", subject, error, _START)
             else:
-                one = about[section.name]
-                yield Finding("ok", what, f"{one.embedder or 'no embedder'}, {one.dim} dimensions, {one.metric}")
+                summary = summaries[section.name]
+                embedder = summary.embedder or "no embedder"
+                yield Finding("ok", subject, f"{embedder}, {summary.dim} dimensions, {summary.metric}")
 
 
-async def _looked(config: NodeConfig) -> tuple[dict[str, dict[str, str]], dict[str, CollectionSummary]]:
-    """By collection, its nodes' troubles, and what it is. Raises `ConfigError` for a key that cannot be read."""
+async def _probe_nodes(config: NodeConfig) -> tuple[dict[str, dict[str, str]], dict[str, CollectionSummary]]:
+    """Return, by collection, the errors of its nodes, and its properties. Raises `ConfigError` if a key cannot be
+    read."""
     collections = RemoteCollections(config.remote)
     try:
         await collections.probe()

@@ -1,4 +1,4 @@
-"""vLLM on this machine: whether it is there with what is configured, and how much memory its instances take."""
+"""Checks of `engine = "vllm"`: whether vLLM is installed and supports the configuration, and its memory."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,36 +18,36 @@ from runtime.serving.model.model_info import ModelInfo
 
 _GIB = 1 << 30
 _PROCESSES = 2000 << 20
-"""Of an instance's server, core and worker, measured without weights and KV (0.32's build for CPUs)."""
+"""Server, core and worker of an instance, measured without weights and KV (vLLM 0.32, build for CPUs)."""
 _KV_ON_CPU = "VLLM_CPU_KVCACHE_SPACE"
-LESS_ON_CPU = f'give vLLM less: environment = {{ {_KV_ON_CPU} = "1" }}, GiB of KV an instance'
-LESS_ON_GPU = 'give vLLM less: extra_args = ["--gpu-memory-utilization", "0.8"]'
+LESS_ON_CPU = f'reduce its memory: environment = {{ {_KV_ON_CPU} = "1" }}, GiB of KV per instance'
+LESS_ON_GPU = 'reduce its memory: extra_args = ["--gpu-memory-utilization", "0.8"]'
 
 
 def findings(section: VllmSection, machine: Machine) -> Iterator[Finding]:
-    """For `trinity doctor`."""
+    """Yield the findings of `trinity doctor`."""
     try:
         check_arguments(section)
         found = find_vllm(section)
         check_transfer(section, nixl=found.nixl)
     except ConfigError as error:
-        yield Finding("error", "vLLM", error.message, "mend [model], or install it there")
+        yield Finding("error", "vLLM", error.message, "fix [model], or install it there")
         return
     counts = " and ".join(f"{stage.instances} {name}".rstrip() for name, stage in section.stages.items())
-    way = f", KV by {select_connector(section, nixl=found.nixl)}" if section.prefill is not None else ""
-    yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{way}")
+    connector = f", KV by {select_connector(section, nixl=found.nixl)}" if section.prefill is not None else ""
+    yield Finding("ok", "vLLM", f"{found.version}, {counts} × {section.loads}{connector}")
     if section.on_cpu:
         yield from _on_cpu(section)
     yield from _on_gpus(section, machine)
 
 
 def host_bytes(section: VllmSection, stage: Stage) -> int:
-    """Of the host's memory that an instance takes: on a CPU weights and KV too, as far as they can be told (a model of
-    the hub has its weights there). Raises `ConfigError`."""
+    """Return the bytes of host memory of an instance: on a CPU with weights and KV, as far as they are known (the
+    weights of a model of the hub are not). Raises `ConfigError`."""
     if not section.on_cpu:
         return _PROCESSES
     given = section.environment.get(_KV_ON_CPU) or extra_argument(section, stage, "--kv-cache-memory-bytes")
-    if not given:  # then vLLM takes all that is left of its share
+    if not given:  # vLLM then uses all that is left of its share
         return int(gpu_memory_share(section, stage) * psutil.virtual_memory().total)
     try:
         kv = int(given) * (_GIB if section.environment.get(_KV_ON_CPU) else 1)
@@ -57,7 +57,7 @@ def host_bytes(section: VllmSection, stage: Stage) -> int:
 
 
 def gpu_bytes(section: VllmSection, place: WorkerPlan, machine: Machine) -> int:
-    """Of each of its GPUs' memory that an instance takes: weights, KV and all. 0 where there is no such GPU."""
+    """Return the bytes that an instance allocates on each of its GPUs, for weights and KV. 0 without such a GPU."""
     total = next((gpu.memory_bytes for gpu in machine.gpus if gpu.uuid == place.gpu), 0)
     return int(gpu_memory_share(section, place.stage) * total)
 
@@ -74,12 +74,12 @@ def _weights(section: VllmSection, stage: Stage) -> int:
 def _on_cpu(section: VllmSection) -> Iterator[Finding]:
     needed = sum(stage.instances * host_bytes(section, name) for name, stage in section.stages.items())
     free = psutil.virtual_memory().available
-    said = f"{free / _GIB:.1f} GiB free, vLLM takes about {needed / _GIB:.1f}"
-    yield Finding.of(needed <= free, "memory for vLLM", said, f"free it, or {LESS_ON_CPU}", "error")
+    text = f"{free / _GIB:.1f} GiB free, vLLM needs about {needed / _GIB:.1f}"
+    yield Finding.of(needed <= free, "memory for vLLM", text, f"free it, or {LESS_ON_CPU}", "error")
 
 
 def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
-    """Whether its GPUs have as much free memory as it will ask for."""
+    """Check that its GPUs have enough free memory."""
     names = iter(section.gpus)
     for stage, of_stage in section.stages.items():
         share = gpu_memory_share(section, stage)
@@ -90,6 +90,6 @@ def _on_gpus(section: VllmSection, machine: Machine) -> Iterator[Finding]:
                 yield Finding("error", f"model.devices {name}", error.message, "nvidia-smi -L lists them")
                 continue
             wanted = int(share * gpu.memory_bytes)
-            said = f"{gpu.free_bytes / _GIB:.0f} GiB free, vLLM takes {wanted / _GIB:.0f} ({share:g} of all)"
+            text = f"{gpu.free_bytes / _GIB:.0f} GiB free, vLLM needs {wanted / _GIB:.0f} ({share:g} of the GPU)"
             advice = f"free it, or {LESS_ON_GPU}"
-            yield Finding.of(gpu.free_bytes >= wanted, f"GPU {gpu.index} for vLLM", said, advice, "error")
+            yield Finding.of(gpu.free_bytes >= wanted, f"GPU {gpu.index} for vLLM", text, advice, "error")

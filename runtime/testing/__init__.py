@@ -1,1 +1,1 @@
-"""What tests and benchmarks start: a node, a pool, workers that step, a tiny model; and a virtual clock."""
+"""Test harness of tests and benchmarks: nodes, in-process pools, workers, a tiny model, a virtual clock."""

@@ -1,14 +1,14 @@
-"""What goes on beside a test or a benchmark until a block ends: load, mostly."""
+"""Background threads of a test or benchmark, mostly load generators."""
 
 import threading
 from collections.abc import Callable, Iterable
 from typing import Self
 
-_JOIN_S = 330.0  # bounds the wait for a request that is still under way
+_JOIN_S = 330.0  # timeout for requests that are still running
 
 
 class Background:
-    """Runs each function in a thread of its own while its block lasts; they look at `ended` and return."""
+    """Runs each function in its own thread for the duration of the block; they return when `ended` is set."""
 
     def __init__(self, runs: Iterable[Callable[[], None]]) -> None:
         self.ended = threading.Event()

@@ -1,8 +1,8 @@
-"""A clock that stands still until it is told to move."""
+"""A virtual clock."""
 
 
 class Clock:
-    """Called, it tells the time in ns, as `time.monotonic_ns` does."""
+    """Virtual replacement for `time.monotonic_ns`: returns the time in ns, which only `advance` changes."""
 
     def __init__(self) -> None:
         self.now = 1_000_000_000

@@ -1,4 +1,4 @@
-"""A whole node in processes of its own: `trinity serve` with a TOML file, asked over HTTP, stopped at the end."""
+"""A whole node in processes of its own: `trinity serve` with a TOML file, queried over HTTP, stopped at the end."""
 
 import contextlib
 import functools
@@ -24,22 +24,22 @@ from runtime.node.placement.plan import default_run_dir
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.node.supervisor.admin import NodeStatus, node_status
 
-_START_S = 600.0  # bounds a wait that would never end, not a start on a busy machine
+_START_S = 600.0  # generous: it only ends tests that would hang
 _END_S = 120.0
 
 
 class Node:
-    """A started node. `run_dir` is where it keeps what it has while it runs, `log` what it has said."""
+    """A running node. `run_dir` is its run directory, `log` its output."""
 
     def __init__(self, config: Path, *arguments: str, look_s: float = 0.02) -> None:
-        """Start it and wait until every worker is ready; raises `RuntimeError` with its log if it ends before.
+        """Start the node and wait until every worker is ready; raises `RuntimeError` with its log if it ends before.
 
-        `arguments`: of `trinity serve`. `look_s`: how often `wait` looks; who looks more often slows the start down.
+        `arguments`: of `trinity serve`. `look_s`: polling interval of `wait`; shorter ones slow the start down.
         """
         self.config, self._look_s = config, look_s
         self.run_dir = self.run_dir_of(config)
         self.log = config.with_suffix(".log")
-        self.log.unlink(missing_ok=True)  # another node that runs here goes on writing into its own
+        self.log.unlink(missing_ok=True)  # another running node keeps writing to its own file
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), *arguments],
@@ -54,15 +54,15 @@ class Node:
 
     @staticmethod
     def run_dir_of(config: Path) -> Path:
-        """Where the node of a TOML file keeps what it has while it runs."""
+        """Return the run directory of the node of a TOML file."""
         section = load_config(config).node
         return Path(section.run_dir) if section.run_dir else default_run_dir(section.name)
 
-    # ---- its state
+    # ---- state
 
     @functools.cached_property
     def info(self) -> NodeInfo:
-        """Raises `Unavailable` as long as it has not started."""
+        """Endpoints of the node. Raises `Unavailable` until it has started."""
         found = find_node(self.run_dir)
         if found.pid != self.process.pid:
             raise Unavailable(f"another node, of process {found.pid}, runs in {self.run_dir}")
@@ -72,14 +72,14 @@ class Node:
         return node_status(self.info)
 
     def ready(self) -> bool:
-        """Whether every worker is, and /health says so."""
+        """Whether every worker is ready and /health returns 200."""
         with contextlib.suppress(TrinityError, OSError):
             status = self.status()
             return status.ready and self._get(status.info, "/health")[0] == 200
         return False
 
     def pids(self) -> dict[str, int]:
-        """Every process by name, the supervisor and standby workers too."""
+        """Return the process ids by name, including the supervisor and standby workers."""
         status = self.status()
         return {"supervisor": self.process.pid} | {w.name: w.pid for w in (*status.workers, *status.spares) if w.pid}
 
@@ -87,7 +87,8 @@ class Node:
         return next(found.pid for found in self.status().workers if found.name == worker)
 
     def wait(self, condition: Callable[[], object], within_s: float = _START_S, what: str = "it") -> float:
-        """Seconds until `condition()` held. Raises `TimeoutError`, and `RuntimeError` if the node has ended."""
+        """Wait until `condition()` holds; returns the seconds. Raises `TimeoutError`, and `RuntimeError` if the node
+        has ended."""
         begin = time.monotonic()
         while not condition():
             if self.process.poll() is not None:
@@ -101,17 +102,17 @@ class Node:
         self.wait(self.ready, what="the node to be ready")
 
     def wait_idle(self) -> None:
-        """Until no worker and no frontend has a request."""
+        """Wait until no worker and no frontend has a request."""
         for gauge in (DecodeMetrics.RUNNING, PrefillMetrics.RUNNING, FrontendMetrics.IN_FLIGHT):
             self.wait(lambda gauge=gauge: self.metric(str(gauge)) == 0, 60, f"{gauge} to be 0")  # type: ignore[misc]
 
-    # ---- what is asked of it
+    # ---- requests
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a counter or gauge over all workers, of its series with these labels."""
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        """Return the sum of a counter or gauge over all series with these labels."""
+        matching = [f'{label}="{value}"' for label, value in labels.items()]
         lines = [line for line in self.metrics_text().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted)]
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in matching)]
         assert values, f"no metric {name}"
         return sum(values)
 
@@ -119,7 +120,7 @@ class Node:
         return self._get(self.info, "/metrics")[1].decode()
 
     def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of a POST; `body` is sent as it is if it is bytes."""
+        """Return status and JSON of a POST; bytes are sent unchanged."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, answer = self._ask(
             urllib.request.Request(self.info.url + path, data, {"Content-Type": "application/json"}, method="POST")
@@ -138,16 +139,16 @@ class Node:
             with error:
                 return error.code, error.read()
 
-    # ---- its end
+    # ---- stopping
 
     def kill(self, worker: str) -> None:
-        """kill -9, and wait until the process is gone."""
+        """Kill a worker with SIGKILL, and wait until the process is gone."""
         pid = self.pid(worker)
         os.kill(pid, signal.SIGKILL)
         self.wait(lambda: not psutil.pid_exists(pid), 60, f"{worker} to be gone")
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Drain it; the exit code."""
+        """Drain the node and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         try:
@@ -159,7 +160,7 @@ class Node:
 
 @contextlib.contextmanager
 def running(config: Path, *arguments: str) -> Iterator[Node]:
-    """The node of a TOML file, for as long as the block runs."""
+    """Run the node of a TOML file for the duration of the block."""
     node = Node(config, *arguments)
     try:
         yield node
@@ -168,12 +169,12 @@ def running(config: Path, *arguments: str) -> Iterator[Node]:
 
 
 def token_of(info: NodeInfo) -> str:
-    """What all endpoints of a node have in common."""
+    """Return the common part of a node's endpoints."""
     return info.control.removeprefix("ipc://@").removesuffix("-control")
 
 
 def leftovers(token: str, pids: Iterable[int], *directories: Path) -> list[str]:
-    """What a node that has ended left behind: processes, abstract sockets, these directories."""
+    """Return what an ended node has left behind: processes, abstract sockets, these directories."""
     found = [f"process {pid}" for pid in pids if psutil.pid_exists(pid)]
     found += [f"socket {line}" for line in Path("/proc/net/unix").read_text().splitlines() if token in line]
     return found + [f"directory {directory}" for directory in directories if directory.exists()]

@@ -1,4 +1,4 @@
-"""Pool workers inside the caller's process: real rings, real engine, real tables."""
+"""Pool workers in the caller's process: real rings, real engine, real tables."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from runtime.testing.worker import make_worker
 
 
 def plan_of(collection: Path, *others: dict[str, Any], shards: int = 1, demand: str = "", **pool: Any) -> NodePlan:
-    """A plan with the collection `docs`, other collections, and these settings of the pool."""
+    """Return a plan with the collection `docs`, other collections, and these settings of the pool."""
     docs = {"name": "docs", "path": str(collection), "shards": shards, "demand": demand}
     return lay_out(parse_config({"pool": pool, "collections": [docs, *others]}))
 
@@ -39,13 +39,13 @@ class InProcessPool:
         make_arena: MakeArena | None = None,
         **spec: Any,
     ) -> None:
-        """`opener`, `make_arena`: as of `Pool`. `told`: what else its supervisor says, of `WorkerSpec`."""
+        """`opener`, `make_arena`: as in `Pool`. `spec`: other fields of `WorkerSpec`."""
         self.table = WorkerTable.create("pool", name, plan.config.slo)
         self.worker = make_worker(plan, name, epoch, self.table, **spec)
         self.pool = Pool(self.worker, timing, opener=opener, make_arena=make_arena)
         self.endpoint = plan.endpoint(name)
-        self._turn = threading.RLock()
-        self._wanted = threading.Event()
+        self._step_lock = threading.RLock()
+        self._running = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -60,28 +60,28 @@ class InProcessPool:
         self.pool.step()
 
     def start(self) -> "InProcessPool":
-        self._wanted.set()
+        self._running.set()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         return self
 
     def _serve(self) -> None:
-        while self._wanted.is_set():
-            with self._turn:
-                if self._wanted.is_set():
+        while self._running.is_set():
+            with self._step_lock:
+                if self._running.is_set():
                     self.pool.step()
-            time.sleep(0)  # lets `held` have its turn
+            time.sleep(0)  # lets `held` acquire the lock
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The pool does nothing meanwhile."""
-        with self._turn:
+        """Suspend the pool's thread for the duration of the block."""
+        with self._step_lock:
             yield
 
     def die(self) -> None:
-        """End every session at once. What the pool has is lost."""
-        with self._turn:
-            self._wanted.clear()
+        """End every session at once; the pool's queries are lost."""
+        with self._step_lock:
+            self._running.clear()
             self.pool.close()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class InProcessPool:
             self._thread.join(timeout=60)
 
     def attach(self, name: str = "test") -> RingClient:
-        """A client; the pool steps until it is attached."""
+        """Return an attached client; the pool is stepped until it is."""
         made: list[RingClient] = []
         thread = threading.Thread(target=lambda: made.append(RingClient(self.endpoint, name, timeout_ms=60_000.0)))
         thread.start()
@@ -99,6 +99,6 @@ class InProcessPool:
         return made[0]
 
     def metric(self, metric: Metric) -> float:
-        """A counter's or gauge's value, a histogram's count."""
+        """Return the value of a counter or gauge, or the count of a histogram."""
         *counts, last = self.table.read(metric)
         return sum(counts) if isinstance(metric, Histogram) else last

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, for load and for tests: written to a directory as transformers would have it."""
+"""A tiny Llama with random weights for tests and load, written to a directory in transformers' format."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def make_tiny_llama(directory: Path, seed: int = 0, *, layers: int = 2, hidden: 
 
 
 def _weights(seed: int, vocabulary: int, layers: int, hidden: int) -> "dict[str, torch.Tensor]":
-    """As transformers' LlamaForCausalLM draws them; importing that takes more than a second."""
+    """Initialize weights as transformers' LlamaForCausalLM does, whose import takes more than a second."""
     import torch
     from torch import nn
 
@@ -79,14 +79,14 @@ def _weights(seed: int, vocabulary: int, layers: int, hidden: int) -> "dict[str,
         for layer in range(layers):
             for name, size in sizes.items():
                 parts[f"model.layers.{layer}.{name}"] = nn.Linear(*size, bias=False)
-        found = {f"{name}.weight": _drawn(part) for name, part in parts.items()}
-        found["lm_head.weight"] = _drawn(nn.Linear(hidden, vocabulary, bias=False))
-    found["model.embed_tokens.weight"][2] = 0.0  # what pads
+        found = {f"{name}.weight": _initialized(part) for name, part in parts.items()}
+        found["lm_head.weight"] = _initialized(nn.Linear(hidden, vocabulary, bias=False))
+    found["model.embed_tokens.weight"][2] = 0.0  # the padding token
     norms = [f"layers.{n}.{name}_layernorm" for n in range(layers) for name in ("input", "post_attention")]
     return found | {f"model.{name}.weight": torch.ones(hidden) for name in (*norms, "norm")}
 
 
-def _drawn(part: Any) -> "torch.Tensor":
-    """Far enough apart that greedy choices are no coin tosses."""
+def _initialized(part: Any) -> "torch.Tensor":
+    """Draw weights far enough apart that greedy decoding is unambiguous."""
     weight: torch.Tensor = part.weight.detach().normal_(0.0, 0.2)
     return weight

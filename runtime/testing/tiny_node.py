@@ -1,7 +1,6 @@
-"""A node of workers that do nothing but what they are told: how the supervisor is tested.
+"""A node with scripted workers, for tests of the supervisor.
 
-The supervisor runs in a process of its own that is forked from one where all is imported; its workers are
-`tiny_worker.py`.
+The supervisor runs in a process that is forked from one with all imports done; its workers run `tiny_worker.py`.
 """
 
 import itertools
@@ -49,7 +48,7 @@ path = "."
 
 
 class TinyNode:
-    """A node of a pool worker and a frontend that do nothing but what the orders say."""
+    """A node of a scripted pool worker and frontend."""
 
     def __init__(
         self,
@@ -60,8 +59,9 @@ class TinyNode:
         more: str = "",
         **times: float,
     ) -> None:
-        """`orders`: what each worker's lives do, see `tiny_worker.py`. `command`: what runs a worker. `process`: what
-        runs the supervisor, `serve` or one of the others here. `more`: of the TOML file; `times`: of its [node]."""
+        """`orders`: script of each worker's processes, see `tiny_worker.py`. `command`: starts a worker. `process`:
+        runs the supervisor, `serve` or a variant below. `more`: appended to the TOML file; `times`: timeouts of its
+        [node]."""
         self.home = home
         self.log = home / "log"
         self.orders = home / "orders.json"
@@ -74,7 +74,7 @@ class TinyNode:
         self.process.start()
 
     def eventually(self, condition: Callable[[NodeStatus], bool], what: str) -> NodeStatus:
-        """The first status for which `condition` holds. The bound only ends a test that would hang."""
+        """Return the first status for which `condition` holds. The timeout only ends a test that would hang."""
         end = time.monotonic() + 60
         while True:
             assert time.monotonic() < end, f"waited for {what}; {self.log.read_text()}"
@@ -99,31 +99,31 @@ class TinyNode:
         os.kill(self.process.pid, kind)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the supervisor."""
         self.process.kill()
         self.ended()
 
     def ended(self) -> int:
-        """Its exit code."""
+        """Wait for its end and return the exit code."""
         self.process.join(timeout=60)
         assert self.process.exitcode is not None, "the node still runs"
         return self.process.exitcode
 
     def stopped(self) -> list[str]:
-        """The workers that stopped by themselves, in that order."""
+        """Return the workers that stopped after a signal, in that order."""
         path = Path(f"{self.orders}.stopped")
         return path.read_text().split() if path.exists() else []
 
 
 def worker(status: NodeStatus, name: str = "pool-0") -> WorkerStatus:
-    """What the node says of one worker."""
+    """Return the status of one worker."""
     return next(found for found in status.workers if found.name == name)
 
 
 def gone(pid: int) -> bool:
     """Whether a process has ended."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # its new parent has yet to notice
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # not reaped yet by its new parent
     except psutil.NoSuchProcess:
         return True
 
@@ -136,8 +136,8 @@ def serve(
     gpus: int = 0,
     handlers: Mapping[signal.Signals, signal.Handlers] = {},
 ) -> None:
-    """The process. `command` is what runs a worker; with `gpus` the layout is that of so many simulated ones; it begins
-    with these `handlers` of signals."""
+    """Main function of the supervisor's process. `command` starts a worker; with `gpus` the node is laid out on so many
+    simulated GPUs; `handlers` are signal handlers set at the start."""
     for kind, handler in handlers.items():
         signal.signal(kind, handler)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -156,13 +156,15 @@ def serve(
 
 
 serve_eight_gpus = partial(serve, gpus=8)
-serve_where_sigint_is_ignored = partial(serve, handlers={signal.SIGINT: signal.SIG_IGN})  # as a script's background
-serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # wherever the tests were begun
+serve_where_sigint_is_ignored = partial(
+    serve, handlers={signal.SIGINT: signal.SIG_IGN}
+)  # as in a script's background job
+serve_in_a_terminal = partial(serve, handlers={signal.SIGHUP: signal.SIG_DFL})  # however the tests were started
 serve_under_nohup = partial(serve, handlers={signal.SIGHUP: signal.SIG_IGN})
 
 
 def serve_stopped_as_soon_as_it_is_found(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process, which gets SIGTERM at the moment at which it has said where it is."""
+    """Variant of `serve` that receives SIGTERM as soon as it has written `node.json`."""
     write = RunDir.write
 
     def and_stop(self: RunDir, info: NodeInfo) -> None:
@@ -174,7 +176,7 @@ def serve_stopped_as_soon_as_it_is_found(config: str, orders: str, log: str, com
 
 
 def serve_with_a_wall_clock_that_jumps(config: str, orders: str, log: str, command: tuple[str, ...]) -> None:
-    """The same process, with a `time.time` that is a day ahead or behind with every look at it."""
+    """Variant of `serve` in which `time.time` jumps a day forwards or backwards with every call."""
     wall, days = time.time, itertools.cycle((86_400.0, -86_400.0, 0.0))
     time.time = lambda: wall() + next(days)
     serve(config, orders, log, command)

@@ -1,9 +1,9 @@
-"""A worker process without a role: it beats, and does what the test's orders say.
+"""A scripted worker process without a role: it writes heartbeats and follows the test's orders.
 
-A supervisor runs this file instead of `python -m runtime.node.worker`. The orders are a JSON file, the environment's
-TINY_ORDERS: by the worker's name, a list of what its lives do, the last one for all later. It writes its table by the
-layout of `runtime.node.metrics.table` and imports nothing of Trinity, so that it starts in a moment; a life "real …"
-is the real `main` with the tiny loop.
+A supervisor runs this file instead of `python -m runtime.node.worker`. The orders are a JSON file named by the
+environment variable TINY_ORDERS: for each worker the behaviours of its processes, of which the last one repeats. It
+writes its table by the layout of `runtime.node.metrics.table` and imports nothing of Trinity, so that it starts fast; a
+behaviour "real …" runs the real `main` with the scripted loop.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ READY = 1
 
 
 def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], None], stop: list[bool]) -> None:
-    """One life, until it ends or `stop` is not empty."""
+    """Run one behaviour until it ends or `stop` is not empty."""
     if life == "crash":
         os._exit(3)
     if life == "with child":
@@ -48,7 +48,7 @@ def live(life: str, name: str, ready: Callable[[], None], beat: Callable[[], Non
 
 
 def tiny(life: str, spec: dict[str, Any]) -> None:
-    """A life with a table and a signal handler, and nothing else."""
+    """Run a behaviour with a table and a signal handler only."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != spec["supervisor_pid"]:
         os._exit(1)
@@ -67,7 +67,7 @@ def tiny(life: str, spec: dict[str, Any]) -> None:
 
 
 def table_of(spec: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Take over a worker's table: what writes its heartbeat, and what says that it is ready."""
+    """Take over a worker's table. Returns functions that write a heartbeat, and that report readiness."""
     place = spec["table"]
     fd = os.open(f"/proc/{place['pid']}/fd/{place['fd']}", os.O_RDWR)
     words = memoryview(mmap.mmap(fd, place["size"])).cast("Q")
@@ -84,13 +84,13 @@ def table_of(spec: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], Non
 
 
 def life_of(spec: dict[str, Any]) -> str:
-    """What the orders have for this life of a worker."""
+    """Return the behaviour of this process of the worker."""
     lives: list[str] = json.loads(Path(os.environ["TINY_ORDERS"]).read_text()).get(spec["worker"], ["serve"])
     return lives[min(int(spec["epoch"]), len(lives)) - 1]
 
 
 def real(life: str, line: bytes) -> int:
-    """The same life inside the real worker."""
+    """Run the same behaviour inside the real worker."""
     from runtime.errors import ConfigError
     from runtime.node import worker as module
 
@@ -109,7 +109,7 @@ def real(life: str, line: bytes) -> int:
 
 
 class Unread:
-    """Standard input, with its first line as if nobody had read it."""
+    """Standard input whose first line, already read, is returned again."""
 
     def __init__(self, line: bytes) -> None:
         self.buffer, self._lines, self._input = self, [line], sys.stdin

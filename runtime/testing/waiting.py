@@ -1,4 +1,4 @@
-"""Waiting for what must come. The bounds only end a test that would hang."""
+"""Waiting for conditions in tests. The timeouts only end tests that would hang."""
 
 import time
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from collections.abc import Callable
 def until(
     condition: Callable[[], object], do: Callable[[], object] = lambda: None, within_s: float = 60.0, what: str = "it"
 ) -> None:
-    """Do something again and again until `condition` holds."""
+    """Call `do` repeatedly until `condition` holds."""
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, f"waited {within_s:.0f} s for {what}"
         do()
-        time.sleep(0.0002)  # two threads that only ever look keep a third from the interpreter's lock for minutes
+        time.sleep(0.0002)  # without it, two polling threads can starve a third of the GIL for minutes
 
 
 def eventually(condition: Callable[[], object], within_s: float, what: str) -> None:
-    """Look from time to time until `condition` holds, of something that others do."""
+    """Poll until `condition` holds, of something that happens in other threads or processes."""
     until(condition, lambda: time.sleep(0.02), within_s, what)

@@ -63,5 +63,5 @@ def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_die
 
 def test_a_node_whose_configuration_says_another_number_of_shards_does_not_start(home: Path) -> None:
     (home / "other.toml").write_text(CONFIG.format(home=home, shards=1))
-    with pytest.raises(RuntimeError, match=r"shards = 1, but .* was built with 2: say so here"):
+    with pytest.raises(RuntimeError, match=r"shards = 1, but .* was built with 2: set shards = 2"):
         Node(home / "other.toml")

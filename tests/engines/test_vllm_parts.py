@@ -162,7 +162,7 @@ def test_metrics_of_all_engines_are_merged_with_their_workers_names(tmp_path: Pa
 
 def test_the_doctor_tells_vllms_version_and_gpus_that_are_not_there(tmp_path: Path) -> None:
     made = config(python=str(fake_python(tmp_path)), devices=["cuda:7"])
-    found = {finding.what: finding for finding in diagnose(made)}
+    found = {finding.subject: finding for finding in diagnose(made)}
     assert found["vLLM"].text == "0.32.0, 1 × m"
     assert found["model.devices cuda:7"].level == "error"
 
@@ -206,7 +206,7 @@ def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_conne
     stages = {"prefill": {}, "decode": {"instances": 2}, "devices": ["cpu"]}
     huge = {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
     made = config(python=str(fake_python(tmp_path)), environment=huge, **stages)
-    found = {finding.what: finding for finding in diagnose(made)}
+    found = {finding.subject: finding for finding in diagnose(made)}
     assert found["vLLM"].text == "0.32.0, 1 prefill and 2 decode × m, KV by TrinityKvFiles"
     assert found["memory for vLLM"].level == "error"
     assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice
@@ -221,7 +221,8 @@ def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_t
     monkeypatch.setattr(preflight, "check_device", lambda device: None)
     gpus = (Gpu("0", "GPU-00000000", "H100", "", 80 << 30, 70 << 30),)
     machine = Machine(gpus, tuple(range(8)), 1 << 40)
-    with pytest.raises(ResourceBusy, match=r"70\.0 GiB free, needed are engine-0 73\.\d: .*--gpu-memory-utilization"):
+    message = r"70\.0 GiB free, but the node needs engine-0 73\.\d: .*--gpu-memory-utilization"
+    with pytest.raises(ResourceBusy, match=message):
         preflight.check(lay_out(config(python=python), machine), machine=machine)
 
 

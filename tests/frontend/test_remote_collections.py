@@ -113,7 +113,7 @@ def test_doctor_tells_which_nodes_of_a_collection_are_there(part: Any, tmp_path:
     section = RemoteSection("all", (even + "/", NOBODY), "docs", api_key_file=str(tmp_path / "key"))
     for missing, level in (("refuse", "error"), ("partial", "warning")):
         told = list(findings(NodeConfig(remote=(replace(section, missing=missing),))))
-        assert [(one.level, one.what) for one in told] == [
+        assert [(one.level, one.subject) for one in told] == [
             ("ok", f"remote all at {even}"),
             (level, f"remote all at {NOBODY}"),
         ]

@@ -31,7 +31,7 @@ def findings(
     torch: TorchProbe = works_too,
 ) -> dict[str, Finding]:
     gpus = Gpus(nvml or FakeNvml([], broken="Driver Not Loaded"))
-    return {finding.what: finding for finding in diagnose(config, gpus, probe, torch)}
+    return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch)}
 
 
 def test_every_finding_that_is_not_well_says_what_to_do() -> None:
@@ -70,7 +70,7 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: 
     config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
     monkeypatch.setattr("runtime.checks.diagnosis.torch_cuda", lambda: None)
     found = findings(config, FakeNvml(CARDS))
-    assert (found["torch CUDA"].level, "has none" in found["torch CUDA"].text) == ("error", True)
+    assert (found["torch CUDA"].level, "has no CUDA" in found["torch CUDA"].text) == ("error", True)
     monkeypatch.setattr("runtime.checks.diagnosis.torch_cuda", lambda: "13.0")
     found = findings(config, FakeNvml(CARDS), torch=lambda gpu: "driver too old" if gpu.index == "1" else "")
     assert (found["torch CUDA"].level, found["GPU 0 torch"].level) == ("ok", "ok")

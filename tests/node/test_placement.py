@@ -284,7 +284,8 @@ def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Pat
     assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 2, "four slots more, of bfloat16"
     preflight.check(found, machine=machine)
     found, machine = on_gpus(tmp_path, free_gib=0.6)
-    with pytest.raises(ResourceBusy, match=r"GPU 1 \(GPU-1\) has 0\.6 GiB free, needed are decode-0 0\.7: lower"):
+    message = r"GPU 1 \(GPU-1\) has 0\.6 GiB free, but the node needs decode-0 0\.7: lower"
+    with pytest.raises(ResourceBusy, match=message):
         preflight.check(found, machine=machine)
 
 
@@ -295,7 +296,7 @@ def test_the_host_tier_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypa
     assert estimate_device_bytes(found)["decode-0"] < 2 << 30
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     with pytest.raises(
-        ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*host tier 130\.0.*\), 1\.0 are free"
+        ResourceBusy, match=r"the node needs 13\d\.\d GiB of memory \(.*host tier 130\.0.*\), but 1\.0 GiB are free"
     ):
         preflight.check(found, machine=machine)
 
@@ -310,7 +311,7 @@ def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
     needed = estimate_device_bytes(found)
     assert needed["decode-spare-0"] == needed["decode-spare-1"] == needed["decode-0"]
     with pytest.raises(
-        ResourceBusy, match=r"needed are decode-0 0\.7, decode-spare-0 0\.7, decode-spare-1 0\.7: lower"
+        ResourceBusy, match=r"but the node needs decode-0 0\.7, decode-spare-0 0\.7, decode-spare-1 0\.7: lower"
     ):
         preflight.check(found, machine=machine)
     with open("/dev/null", "w") as null:
@@ -326,7 +327,7 @@ def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.Monke
     model = {"name": "smollm2-135m-instruct"}
     preflight.check(lay_out(parse_config({"model": model})))
     with pytest.raises(
-        ResourceBusy, match=r"the node needs \d\.\d GiB of memory \(.*decode-spare-0 1\.\d.*\), 4\.0 are free"
+        ResourceBusy, match=r"the node needs \d\.\d GiB of memory \(.*decode-spare-0 1\.\d.*\), but 4\.0 GiB are free"
     ):
         preflight.check(lay_out(parse_config({"model": model, "prefill": {"spares": 2}, "decode": {"spares": 1}})))
 

@@ -27,9 +27,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": OPENAI, "answer_cache": {"enabled": True, "embedder": "nope"}},
         "answer_cache.embedder: unknown embedder 'nope'",
     ),
-    "a log directory under a file": ({"log": {"directory": "file/logs"}}, "log files cannot be written there: "),
-    "a log directory that is a file": ({"log": {"directory": "file"}}, "log files cannot be written there: "),
-    "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': log files cannot"),
+    "a log directory under a file": ({"log": {"directory": "file/logs"}}, "cannot create log files there: "),
+    "a log directory that is a file": ({"log": {"directory": "file"}}, "cannot create log files there: "),
+    "a log directory under /proc": ({"log": {"directory": "/proc/x"}}, "log.directory = '/proc/x': cannot create log"),
 }
 
 
@@ -72,7 +72,7 @@ def test_what_could_start_passes_and_no_log_directory_is_left_behind(tmp_path: P
 def test_a_start_refuses_a_log_directory_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
-    with pytest.raises(ConfigError, match=r"log\.directory = .*: log files cannot be written there: "):
+    with pytest.raises(ConfigError, match=r"log\.directory = .*: cannot create log files there: "):
         preflight.check(lay_out(parse_config(sections)))
 
 
@@ -81,4 +81,4 @@ def test_checksums_that_a_start_compares_are_said_not_to_have_been_compared(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:
     said = ask(tmp_path, {"collections": [{"name": "docs", "path": "docs", "verify": "start"}]}, *command)
-    assert "collection docs: its checksums were not compared; the start does that" in said.output
+    assert "collection docs: its checksums were not compared; the start compares them" in said.output

@@ -31,7 +31,7 @@ def plan_of(home: Path, *lines: str) -> NodePlan:
 
 def diagnosed(home: Path) -> tuple[str, str]:
     """What the doctor says of the collection's embedder."""
-    (found,) = (one for one in diagnose(load_config(home / "node.toml")) if one.what == "embedder of docs")
+    (found,) = (one for one in diagnose(load_config(home / "node.toml")) if one.subject == "embedder of docs")
     return found.level, found.text
 
 
