@@ -114,7 +114,7 @@ def parts() -> dict[str, float]:
     table = RequestTable(lambda ended, request: None)
     table.open(request)
     emitted: list[Any] = []
-    relay = Relay("1", emitted.append, time.monotonic_ns, chat=True, sent={})
+    relay = Relay("1", emitted.append, time.monotonic_ns, chat=True, body={})
     relay.begin()
     answer = ChatResponse("1", MODEL, 0)
     piece = Relayed("1", WORD, (12345,), choices=(choice,))

@@ -70,15 +70,15 @@ def room_for_passages(prompt_bytes: int, answer_tokens: int, passage_tokens: int
     return max(0, min(passage_tokens, context_tokens - prompt - answer_tokens))
 
 
-def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") -> Json:
+def with_passages(body: Json, fitted: Fitted, place: PassagePlace = "system") -> Json:
     """Return the request with passages in its system turn or last question, or in a block before its prompt."""
     if not fitted.used:
-        return sent
+        return body
     block = passages_block(fitted.texts)
-    if "messages" not in sent:
-        return sent | {"prompt": f"{block}\n\n{sent['prompt']}"}
+    if "messages" not in body:
+        return body | {"prompt": f"{block}\n\n{body['prompt']}"}
     if place == "question":
-        turns = list(sent["messages"])
+        turns = list(body["messages"])
         last = last_question_index([turn.get("role", "") for turn in turns])
         content = turns[last].get("content")
         merged_question = (
@@ -87,16 +87,16 @@ def with_passages(sent: Json, fitted: Fitted, place: PassagePlace = "system") ->
             else f"{block}\n\n{content}"
         )
         turns[last] = turns[last] | {"content": merged_question}
-        return sent | {"messages": turns}
-    first, *rest = sent["messages"]
+        return body | {"messages": turns}
+    first, *rest = body["messages"]
     if first.get("role") not in ("system", "developer"):
-        return sent | {"messages": [{"role": "system", "content": block}, first, *rest]}
+        return body | {"messages": [{"role": "system", "content": block}, first, *rest]}
     content = first.get("content")
     if isinstance(content, list):
         merged: object = [*content, {"type": "text", "text": f"\n\n{block}"}]
     else:
         merged = f"{content}\n\n{block}"
-    return sent | {"messages": [first | {"content": merged}, *rest]}
+    return body | {"messages": [first | {"content": merged}, *rest]}
 
 
 def inserted_text(fitted: Fitted) -> str:

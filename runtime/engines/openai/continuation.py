@@ -50,25 +50,25 @@ class Transcript:
         self.ids += ids
 
 
-def continuation_method(capabilities: Capabilities, sent: Json) -> Continuation:
+def continuation_method(capabilities: Capabilities, body: Json) -> Continuation:
     """Return how the request's answer continues in another request; "" if it cannot."""
-    if "messages" in sent:
+    if "messages" in body:
         return capabilities.chat_continuation
     if capabilities.continues_by_tokens:
         return "tokens"
-    return "text" if isinstance(sent.get("prompt"), str) else ""
+    return "text" if isinstance(body.get("prompt"), str) else ""
 
 
-def continuation_request(method: Continuation, sent: Json, transcript: Transcript) -> tuple[str, Json]:
+def continuation_request(method: Continuation, body: Json, transcript: Transcript) -> tuple[str, Json]:
     """Return path and body of the request that continues the answer; `transcript` must not be empty."""
-    chat = "messages" in sent
+    chat = "messages" in body
     if method == "chat":
-        turns = [*sent["messages"], {"role": "assistant", "content": transcript.text}]
-        return "/chat/completions", sent | {"messages": turns} | CONTINUE_LAST_TURN
-    base = {name: sent[name] for name in _CARRIED if name in sent} if chat else sent
+        turns = [*body["messages"], {"role": "assistant", "content": transcript.text}]
+        return "/chat/completions", body | {"messages": turns} | CONTINUE_LAST_TURN
+    base = {name: body[name] for name in _CARRIED if name in body} if chat else body
     if method == "tokens":
         return "/completions", base | {"prompt": [*(transcript.prompt_ids or ()), *transcript.ids]}
-    before = transcript.rendered if chat else sent["prompt"]
+    before = transcript.rendered if chat else body["prompt"]
     return "/completions", base | {"prompt": f"{before}{transcript.text}"}
 
 
@@ -80,22 +80,22 @@ def budget(body: Json, context: int) -> int | None:
     return limit or context or None
 
 
-def unsupported(capabilities: Capabilities, sent: Json, *, probes: bool) -> InvalidRequest | None:
+def unsupported(capabilities: Capabilities, body: Json, *, probes: bool) -> InvalidRequest | None:
     """Return the error for a request that a server cannot run; None if it can."""
-    chat = "messages" in sent
+    chat = "messages" in body
     if not (capabilities.chat if chat else capabilities.completions):
         return InvalidRequest(
             f"the engine has no {'chats' if chat else 'completions'}", "messages" if chat else "prompt"
         )
-    if probes and not continuation_method(capabilities, sent):
+    if probes and not continuation_method(capabilities, body):
         return InvalidRequest(
             "retrieval.every_tokens: the engine cannot continue an answer in a second request; leave it out",
             "retrieval.every_tokens",
         )
-    if sent.get("return_token_ids") and not capabilities.token_ids:
+    if body.get("return_token_ids") and not capabilities.token_ids:
         return InvalidRequest(
             "return_token_ids: the engine does not return token ids; leave it out", "return_token_ids"
         )
-    if (sent.get("stream_options") or {}).get("include_usage") and not capabilities.usage:
+    if (body.get("stream_options") or {}).get("include_usage") and not capabilities.usage:
         return InvalidRequest("stream_options.include_usage: the engine ignores it; leave it out", "stream_options")
     return None

@@ -103,10 +103,6 @@ class Handovers:
                 self._balancer.release(backend)
         return None
 
-    def record_first_token(self, handover: "Handover", decode_ns: int) -> None:
-        """Record the time from the decode request to its first token."""
-        self.costs.record(handover.tokens, handover.prefill_ns, decode_ns)
-
 
 class Handover:
     """A computed prompt: `params` for the decode request, and the number of `tokens` computed in `prefill_ns`."""

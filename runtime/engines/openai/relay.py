@@ -33,23 +33,23 @@ class Relay:
         clock: Callable[[], int],
         *,
         chat: bool,
-        sent: Json,
+        body: Json,
         stops: tuple[str, ...] = (),
     ) -> None:
         self._id, self._emit, self._clock = request_id, emit, clock
         self._chat = chat
-        self._ids_requested = bool(sent.get("return_token_ids"))
-        self._logprobs_requested = sent.get("logprobs") not in (None, False)
-        self._choices = int(sent.get("n", 1))
+        self._ids_requested = bool(body.get("return_token_ids"))
+        self._logprobs_requested = body.get("logprobs") not in (None, False)
+        self._choices = int(body.get("n", 1))
         self._stops = StopStrings(stops)
         self.whole_characters = False
         self.transcript = Transcript()
         self.stamps: dict[str, int] = {}
         self.probes: list[Probe] = []  # ended, to be sent with the next piece
         self.stalled_ns = 0
-        self.sent = 0  # tokens of the first choice; pieces if the server returns no token ids
+        self.sent_tokens = 0  # tokens of the first choice; pieces if the server returns no token ids
         self._prompt_tokens = 0
-        self.sent_before = 0  # `sent` at the start of the current request
+        self.sent_tokens_before = 0  # `sent_tokens` at the start of the current request
         self._last: tuple[str, list[int]] = ("", [])
         self.usage: Json | None = None  # of the current request
         self.requests = 0
@@ -75,7 +75,7 @@ class Relay:
             self._prompt_tokens = int(self.usage.get("prompt_tokens", 0))
         self._held.clear()
         self._finished.clear()
-        self.sent_before = self.sent
+        self.sent_tokens_before = self.sent_tokens
         self.usage = None
         self.requests += 1
 
@@ -186,7 +186,7 @@ class Relay:
             written += piece
             ids += tokens
             choices.append(choice)
-            self.sent += len(tokens) or int(bool(piece))
+            self.sent_tokens += len(tokens) or int(bool(piece))
             if self._stops.stopped:
                 break
         self.transcript.add(written, ids)  # including the start of a possible stop string: the model has written it
@@ -215,10 +215,10 @@ class Relay:
         text, ids = self._last
         if text or ids:
             self._forward([(choice, text, ids)])
-        if self.sent == self.sent_before:
+        if self.sent_tokens == self.sent_tokens_before:
             self.flush()  # sends half a character: otherwise the answer would never advance
         if not self.whole_characters:
-            self.sent = self.sent_before + made  # without token ids, a piece may hold several tokens
+            self.sent_tokens = self.sent_tokens_before + made  # without token ids, a piece may hold several tokens
 
     def flush(self) -> None:
         """Send what was held back."""
@@ -247,7 +247,7 @@ class Relay:
             passed += self._stops.flush()
         if passed != text:
             _set_text(last, passed)
-        self.sent += len(ids) or int(bool(text))
+        self.sent_tokens += len(ids) or int(bool(text))
         self.transcript.add(passed, ids)
         now = self.stamps[stages.END] = self._clock()
         if stages.FIRST_TOKEN not in self.stamps:  # an answer without a token
@@ -263,12 +263,12 @@ class Relay:
                 "length" if "length" in reasons else "stop",
                 int(usage.get("prompt_tokens", 0)) if usage else 0,
                 self.stamps,
-                tuple(self.transcript.prompt_ids or ()) if not self.sent else (),
+                tuple(self.transcript.prompt_ids or ()) if not self.sent_tokens else (),
                 self.stalled_ns,
                 self._take_probes(),
                 choices=(last,),
                 usage=usage,
-                completion_tokens=int(usage.get("completion_tokens", self.sent)) if usage else self.sent,
+                completion_tokens=int(usage.get("completion_tokens", self.sent_tokens)) if usage else self.sent_tokens,
             )
         )
 
@@ -279,7 +279,11 @@ class Relay:
         prompt = self._prompt_count()
         if not prompt:
             return None
-        return {"prompt_tokens": prompt, "completion_tokens": self.sent, "total_tokens": prompt + self.sent}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.sent_tokens,
+            "total_tokens": prompt + self.sent_tokens,
+        }
 
     def _prompt_count(self) -> int:
         """Tokens of the client's prompt with its passages; 0 if not known yet."""
@@ -289,7 +293,7 @@ class Relay:
     def _completion_count(self) -> int:
         """Tokens so far: of all choices if the server reports usage with every chunk, else of the first."""
         now = self.usage if self.usage is not None and self.requests == 1 else {}
-        return int(now.get("completion_tokens", 0)) or self.sent
+        return int(now.get("completion_tokens", 0)) or self.sent_tokens
 
     def _take_probes(self) -> tuple[Probe, ...]:
         probes, self.probes = self.probes, []

@@ -60,16 +60,16 @@ class Dependencies:
 class AnswerWriter:
     """Writes one request's answer. `emit` gets its pieces; `run` returns after the last one, or raises."""
 
-    def __init__(self, request: Request, sent: Json, deps: Dependencies, emit: Callable[[Piece], None]) -> None:
+    def __init__(self, request: Request, body: Json, deps: Dependencies, emit: Callable[[Piece], None]) -> None:
         self._request, self._deps, self._emit = request, deps, emit
-        self._original = self._body = sent  # without and with passages
+        self._original = self._body = body  # without and with passages
         self._generation = generation = request.generation
         retrieval = generation.retrieval
         self._probing = None
         if retrieval is not None and retrieval.every_tokens:
             self._probing = Probing(request.id, emit, deps.search, retrieval, deps.section.probe_tokens, deps.clock)
-        self._chat = "messages" in sent
-        self._max_tokens: int | None = sent.get("max_completion_tokens", sent.get("max_tokens"))
+        self._chat = "messages" in body
+        self._max_tokens: int | None = body.get("max_completion_tokens", body.get("max_tokens"))
         if self._probing is not None and not self._chat:
             self._max_tokens = generation.sampling.max_tokens  # OpenAI's 16 if the client does not say
         self._method: Continuation = ""
@@ -85,13 +85,13 @@ class AnswerWriter:
             emit,
             deps.clock,
             chat=self._chat,
-            sent=sent,
+            body=body,
             stops=generation.sampling.stop if self._probing else (),
         )
         self._relay.stamps[stages.RECEIVED] = generation.received_ns
         if isinstance(generation.prompt, tuple):
             self._relay.transcript.prompt_ids = list(generation.prompt)
-        self._single_request = bool(single_request_field(sent))
+        self._single_request = bool(single_request_field(body))
 
     async def run(self) -> None:
         """Write the answer."""
@@ -146,7 +146,7 @@ class AnswerWriter:
         """Run one request to a server, retried on others if that fails; then the probe that it stopped for."""
         avoid: list[Backend] = []
         while True:
-            if self._max_tokens is not None and self._relay.sent >= self._max_tokens:
+            if self._max_tokens is not None and self._relay.sent_tokens >= self._max_tokens:
                 self._relay.end("length")  # a server failed between the last token and its finish reason
                 return
             backend = await self._choose(avoid)
@@ -161,7 +161,7 @@ class AnswerWriter:
             except ContextLengthExceeded:
                 if self._drop_passages():
                     continue
-                if not self._relay.sent:
+                if not self._relay.sent_tokens:
                     raise
                 self._relay.end("length")  # the probes' passages have filled the context
                 return
@@ -191,7 +191,7 @@ class AnswerWriter:
     def _prefix(self) -> tuple[int, ...]:
         """Return the leading blocks of the next request's prompt."""
         transcript, prompt = self._relay.transcript, self._body.get("prompt")
-        if self._relay.sent and self._method == "tokens":
+        if self._relay.sent_tokens and self._method == "tokens":
             return prefix_blocks([*(transcript.prompt_ids or ()), *transcript.ids], _PREFIX_BLOCKS)
         if isinstance(prompt, list):
             return prefix_blocks(prompt, _PREFIX_BLOCKS)
@@ -199,21 +199,25 @@ class AnswerWriter:
 
     def _reject(self, capabilities: Capabilities) -> InvalidRequest | None:
         rejection = unsupported(capabilities, self._body, probes=self._probing is not None)
-        if rejection is None and self._relay.sent and continuation_method(capabilities, self._body) != self._method:
+        if (
+            rejection is None
+            and self._relay.sent_tokens
+            and continuation_method(capabilities, self._body) != self._method
+        ):
             return InvalidRequest("no server that is up can continue the answer")
         return rejection
 
     def _retry_or_raise(self, error: TrinityError, *, last: bool) -> None:
         """Raise unless the request may be retried."""
         request, limits = self._request, self._deps.restarts
-        can_continue = not self._relay.sent or (self._method and not self._single_request)
+        can_continue = not self._relay.sent_tokens or (self._method and not self._single_request)
         if last or not can_continue or request.resends >= limits.times:
             raise self._failure(error) from error
         request.resends += 1
-        log.info("retried after %d tokens: %s", self._relay.sent, error.message, extra={"request": request.id})
+        log.info("retried after %d tokens: %s", self._relay.sent_tokens, error.message, extra={"request": request.id})
 
     def _failure(self, error: TrinityError) -> TrinityError:
-        sent = self._relay.sent
+        sent = self._relay.sent_tokens
         return WorkerLost(f"after {sent} tokens of the answer: {error.message}") if sent else error
 
     async def _write(self, backend: Backend) -> None:
@@ -232,7 +236,7 @@ class AnswerWriter:
             relay.begin(budget(body, self._context()))
             async for chunk in chunks:
                 if handover is not None:
-                    self._deps.handovers.record_first_token(handover, clock() - begin_ns)
+                    self._deps.handovers.costs.record(handover.tokens, handover.prefill_ns, clock() - begin_ns)
                     handover = None
                 if self._unreported is not None or self._stalled_since_ns:
                     self._report_accepted()
@@ -255,7 +259,7 @@ class AnswerWriter:
 
     async def _next_request(self, backend: Backend, capabilities: Capabilities) -> tuple[str, Json]:
         relay, transcript = self._relay, self._relay.transcript
-        if not relay.sent:
+        if not relay.sent_tokens:
             self._method = continuation_method(capabilities, self._body)
             path, body = "/chat/completions" if self._chat else "/completions", self._body
             relay.whole_characters = self._method == "tokens" and self._may_continue
@@ -271,7 +275,7 @@ class AnswerWriter:
             if "seed" in body:
                 body = body | {"seed": body["seed"] + relay.requests}
             if "min_tokens" in body:
-                body = body | {"min_tokens": max(0, body["min_tokens"] - relay.sent)}
+                body = body | {"min_tokens": max(0, body["min_tokens"] - relay.sent_tokens)}
         body = body | {"model": self._deps.section.name, "stream": True}
         if (limit := self._next_limit()) is not None:
             body.pop("max_completion_tokens", None)
@@ -291,7 +295,10 @@ class AnswerWriter:
 
     def _next_limit(self) -> int | None:
         """Return the token limit of the next request; None: the client's."""
-        sent, left = self._relay.sent, None if self._max_tokens is None else self._max_tokens - self._relay.sent
+        sent, left = (
+            self._relay.sent_tokens,
+            None if self._max_tokens is None else self._max_tokens - self._relay.sent_tokens,
+        )
         if self._probing is None or not self._probing.blocks:
             return left if sent else None
         until_probe = self._probing.due - sent
@@ -301,14 +308,14 @@ class AnswerWriter:
 
     def _stopped_for_probe(self, made: int) -> bool:
         """Whether the request ended after `made` tokens for a probe, and the answer continues."""
-        continues = self._max_tokens is None or self._relay.sent_before + made < self._max_tokens
+        continues = self._max_tokens is None or self._relay.sent_tokens_before + made < self._max_tokens
         return self._probing is not None and self._probing.blocks and continues
 
     async def _probe(self) -> None:
         """Run a probe while the answer waits; append its new passages."""
         assert self._probing is not None, "only answers with probes stop for one"
         self._stalled_since_ns = self._deps.clock()
-        self._probing.start(self._relay.sent, self._query())
+        self._probing.start(self._relay.sent_tokens, self._query())
         await self._insert(*await self._probing.result())
 
     async def _prefetch(self) -> bool:
@@ -322,8 +329,8 @@ class AnswerWriter:
                 await self._insert(new, probe)
                 return True
             relay.probes.append(probe)
-        if relay.sent >= probing.due:
-            probing.start(relay.sent, self._query())
+        if relay.sent_tokens >= probing.due:
+            probing.start(relay.sent_tokens, self._query())
         return False
 
     async def _insert(self, new: list[Passage], probe: Probe) -> None:
@@ -336,7 +343,7 @@ class AnswerWriter:
                 self._deps.balancer.remember(self._backend, self._prefix())  # the next request is routed by it
             self._rollback = (transcript.text, list(transcript.ids))
             transcript.add(inserted_text(fitted), ids)
-            self._unreported = Retrieved(self._request.id, fitted.used, self._relay.sent, tuple(ids))
+            self._unreported = Retrieved(self._request.id, fitted.used, self._relay.sent_tokens, tuple(ids))
 
     async def _fit(self, new: list[Passage]) -> tuple[Fitted, list[int]]:
         """Return the passages that fit; with their token ids, counted exactly, if the answer continues by token ids."""
@@ -399,4 +406,4 @@ class AnswerWriter:
             used = len(transcript.prompt_ids) + len(transcript.ids)
         if not context or not used:
             return self._deps.section.probe_tokens
-        return max(0, context - used - max(1, (self._max_tokens or 0) - self._relay.sent))
+        return max(0, context - used - max(1, (self._max_tokens or 0) - self._relay.sent_tokens))
