@@ -1,1 +1,1 @@
-"""The search engine beside others: `python -m benchmarks.engine`."""
+"""Benchmark of the search engine against others: `python -m benchmarks.engine`."""

@@ -1,12 +1,12 @@
-"""The benchmark on a processor that has AVX-512 as on one that has not: `--no-avx512`.
+"""Disabling AVX-512 for the benchmark: `--no-avx512`.
 
-Nothing hides an instruction from a process, so each library is told in its own way, before it is loaded:
+The CPU cannot hide instructions from a process, so each library is configured separately before it is loaded:
 
-- numba (this engine) compiles for the features that NUMBA_CPU_FEATURES names: the processor's own less these;
-- numpy's matrix products, of builds, follow OPENBLAS_CORETYPE;
-- rabitqlib asks two functions of its own which of its kernels to use. They are called through the linker's table, so a
-  library that is loaded before it (LD_PRELOAD) answers in their stead; its AVX2 kernels are used then;
-- of the other peers nothing is known that reaches all of their kernels: they are left out.
+- numba (this engine) compiles for NUMBA_CPU_FEATURES: the processor's features without AVX-512;
+- numpy's matrix products, used by builds, follow OPENBLAS_CORETYPE;
+- rabitqlib selects its kernels with two functions. They are called through the PLT, so a preloaded library (LD_PRELOAD)
+  overrides them to select its AVX2 kernels;
+- the other peers have no known way to disable all of their AVX-512 kernels: they are skipped.
 """
 
 import atexit
@@ -31,12 +31,12 @@ bool has_avx512_popcnt() { return false; }
 
 
 def is_masked() -> bool:
-    """Whether this process was begun by `mask_avx512`."""
+    """Return whether this process was started by `mask_avx512`."""
     return _SET in os.environ
 
 
 def mask_avx512(module: str) -> None:
-    """Begin this process anew without AVX-512, unless it was. Needs a C++ compiler."""
+    """Restart this process without AVX-512, unless already done. Needs a C++ compiler."""
     if is_masked():
         atexit.register(shutil.rmtree, os.environ[_SET], ignore_errors=True)
         return

@@ -1,17 +1,17 @@
-"""The search engine against its peers: recall@10 and queries per second on real data, in one run.
+"""The search engine against other libraries: recall@10 and queries per second on real data, in one run.
 
     python -m benchmarks.engine --data DIR [--sets NAME …] [--engines NAME …] [--threads 1]
         [--rounds 5] [--clock wall|cpu] [--no-avx512] [--quick] [--keep DIR] [--out benchmarks/results/engine]
 
-Every engine answers all queries at every setting of its one search parameter; the settings of all engines take turns
-within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: between two
-settings the logarithm of the speed is interpolated, below the lowest setting its speed counts.
---clock cpu divides by the processor time spent instead of the time on the wall: for one thread on a shared machine.
+Every engine answers all queries at every setting of its search parameter. The settings of all engines are interleaved
+within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: the logarithm of
+the speed is interpolated between two settings; below the lowest setting its speed is used.
+--clock cpu measures processor time instead of wall-clock time, for one thread on a shared machine.
 --no-avx512 runs this engine and SymphonyQG as on a processor without it (`benchmarks/engine/avx512.py`).
---keep saves what was built, with the time that took, and loads it in later runs.
---quick takes the first 10,000 rows and 300 queries, and ends in two minutes.
-Written: OUT-t1.json, OUT-t1.md and, with matplotlib, OUT-t1.png (t2 for two threads); other data sets that are there
-from the same machine, versions and options stay.
+--keep saves indexes with their build times, and loads them in later runs.
+--quick uses the first 10,000 rows and 300 queries, and takes two minutes.
+Writes OUT-t1.json, OUT-t1.md and, with matplotlib, OUT-t1.png (t2 for two threads). Results of other data sets from the
+same machine, versions and options are kept.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")  # before numpy: the libraries get their threads by name, from --threads
+    os.environ.setdefault(variable, "1")  # before importing numpy: thread counts are set per library from --threads
 
 from benchmarks.common.data import DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.machine import machine  # noqa: E402
@@ -35,13 +35,13 @@ from benchmarks.engine.peers import EFFORTS, Contender, contenders  # noqa: E402
 from benchmarks.engine.report import draw, report, targets  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-SETTLED_S = 0.3  # between engines: threads of OpenMP spin for 0.2 s after their work, on the next one's cores
-LONG, LITTLE = 200, 0.0002  # from this effort on, an engine that gains less recall a step is at its end
+SETTLED_S = 0.3  # between engines: OpenMP threads spin for 0.2 s after their work
+LONG, LITTLE = 200, 0.0002  # from this effort on, an engine that gains less recall per step is stopped
 QUICK_ROWS, QUICK_QUERIES, QUICK_EFFORTS = 10_000, 300, (10, 20, 40, 80)
 
 
 def build(contender: Contender, data: DataSet, threads: int, clock: str, keep: Path | None) -> dict[str, Any]:
-    """Build a contender's index, or load what an earlier run kept. Returns how: seconds, threads, clock."""
+    """Build a contender's index, or load a kept one. Returns the build's seconds, threads and clock."""
     place = None if keep is None else keep / data.name / contender.label.replace(" ", "-")
     if place is not None and (place / "built.json").exists():
         contender.load(place, data)
@@ -66,15 +66,15 @@ def measure(
     efforts: Sequence[int],
     keep: Path | None,
 ) -> list[dict[str, Any]]:
-    """Build every engine, then measure all settings in turns, up to the highest recall asked for: one record each."""
-    enough = max(targets(data.name))
+    """Build every engine, then measure all settings interleaved, up to the highest target recall. Returns records."""
+    target = max(targets(data.name))
     now = CLOCKS[clock]
     records: list[dict[str, Any]] = []
     running: list[tuple[Contender, dict[str, Any]]] = []
     for contender in engines:
         try:
             built = build(contender, data, threads, clock, keep)
-        except Exception as error:  # a peer that cannot run here must not end the run of the others
+        except Exception as error:  # a peer that fails must not stop the others
             print(f"  {contender.label}: left out ({error})", flush=True)
             continue
         record: dict[str, Any] = {
@@ -88,7 +88,7 @@ def measure(
         records.append(record)
         running.append((contender, record))
     for contender, record in running:
-        contender.search(data.queries[:8], 16, threads)  # what is compiled or allocated at first use
+        contender.search(data.queries[:8], 16, threads)  # warm up: compilation and allocation
         record["recall_64"] = data.recall(contender.search(data.queries, 64, threads))
         before = 0.0
         for effort in efforts:
@@ -96,7 +96,7 @@ def measure(
             record["points"].append({"effort": effort, "recall": recall, "rounds": []})
             gained = recall - before
             before = recall
-            if recall >= enough or (effort >= LONG and gained < LITTLE):
+            if recall >= target or (effort >= LONG and gained < LITTLE):
                 break
     for number in range(rounds):
         for effort in efforts:
@@ -116,7 +116,7 @@ def measure(
 
 
 def earlier(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Data sets that an earlier run measured into this very file, if it ran in the same way on the same machine."""
+    """Return the data sets of an earlier run in this file, if machine, versions and options are the same."""
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
@@ -143,7 +143,7 @@ def main() -> None:
         mask_avx512("benchmarks.engine")
     names = options.sets or data_sets(options.data)
     if not names:
-        parser.error(f"{options.data} holds no NAME.base.npy")
+        parser.error(f"{options.data} contains no NAME.base.npy")
     engines, versions = contenders()
     if options.engines is not None:
         engines = [engine for engine in engines if any(fnmatch(engine.label, name) for name in options.engines)]
@@ -157,8 +157,8 @@ def main() -> None:
         "no_avx512": options.no_avx512,
         "sets": {},
     }
-    kind = f"{'-quick' if options.quick else ''}{'-no-avx512' if options.no_avx512 else ''}"
-    out = options.out.with_name(f"{options.out.name}{kind}-t{options.threads}")
+    suffix = f"{'-quick' if options.quick else ''}{'-no-avx512' if options.no_avx512 else ''}"
+    out = options.out.with_name(f"{options.out.name}{suffix}-t{options.threads}")
     result["sets"] = earlier(out.with_suffix(".json"), result)
     for name in names:
         print(name, flush=True)
@@ -167,6 +167,6 @@ def main() -> None:
         efforts = QUICK_EFFORTS if options.quick else EFFORTS
         records = measure(data, engines, options.threads, result["rounds"], options.clock, efforts, options.keep)
         result["sets"][name] = {"size": len(data.base), "dim": data.base.shape[1], "engines": records}
-        keep(result, report(result), out)  # what is known so far
+        keep(result, report(result), out)  # results so far
     print(report(result))
     draw(result, out.with_suffix(".png"))

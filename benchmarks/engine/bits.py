@@ -1,10 +1,10 @@
-"""How many bits a dimension codes of neighbours should have: recall and queries/s of 1 to 4, over one graph.
+"""Recall and queries/s of neighbour codes with 1 to 4 bits per dimension, over one graph.
 
     python -m benchmarks.engine.bits --data DIR [--sets NAME …] [--bits 1 2 3 4] [--rounds 2] [--keep DIR]
         [--out benchmarks/results/engine-bits]
 
-One thread, processor time; all lists of all bits take turns within a round, and the median of rounds counts. --keep
-takes the graph of an index that `benchmarks.engine --keep` has built.
+One thread, processor time; all settings are interleaved within a round, and results are medians over rounds. --keep
+uses the graph of an index built by `benchmarks.engine --keep`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _LIST = 64
 
 
 def with_bits(index: GraphIndex, bits: int) -> GraphIndex:
-    """The index of float32 rows with other codes."""
+    """Return an index of float32 rows with codes of this many bits."""
     data = index.data
     rows = np.ascontiguousarray(data.rows.codes[:, : index.dim])
     codes = make_codes(rows, data.rows.centre, index.metric == "l2", data.graph, data.seeds, 0, bits=bits)
@@ -42,7 +42,7 @@ def with_bits(index: GraphIndex, bits: int) -> GraphIndex:
 
 
 def measure(data: DataSet, index: GraphIndex, bits: list[int], rounds: int) -> list[dict[str, Any]]:
-    """A record for each number of bits: its bytes, its points and its speeds at the set's recalls."""
+    """Return a record for each number of bits: bytes, points and speeds at the target recalls."""
     indexes = {number: with_bits(index, number) for number in bits}
     records: list[dict[str, Any]] = []
     for number, coded in indexes.items():
@@ -68,7 +68,7 @@ def measure(data: DataSet, index: GraphIndex, bits: list[int], rounds: int) -> l
 
 
 def report(found: dict[str, Any]) -> str:
-    """The tables as Markdown."""
+    """Format the tables as Markdown."""
     about = found["machine"]
     lines = [
         f"{about['processor']}, {about['cores']} cores, Python {about['python']}; float32, degree 32, one thread, "

@@ -1,14 +1,14 @@
-"""The floor under the CPU engine: what a query must read, against what the machine can deliver.
+"""Roofline of the CPU engine: the bytes a query must read, against the machine's bandwidth.
 
     python -m benchmarks.engine.floor --data DIR [--sets NAME …] [--top-m 28] [--dtype float32] [--clock wall|cpu]
 
 bytes per query = sketches · 64·lines + rows · row bytes + expanded nodes · degree · 4, counted by running the stages
-one by one. Two rates bound the time: reading memory in order, and gathering whole rows at random, one thread. A data
-set that fits into the caches can go below the floor of memory.
+individually. Two rates bound the time: sequential reads, and random gathers of whole rows, by one thread. A data set
+that fits into the caches can be faster than the memory floor.
 
-A second table says what a query costs that goes through the slots of an engine (32), one extend at a time, in µs:
-preparing it (which a search run to completion does too), the rest of `admit`, its part of the extends, and `result`
-with `release`. `whole` is a query run to completion.
+A second table shows the cost, in µs, of a query in the slots of an engine (32), one extend at a time: preparation
+(which batch search also does), the rest of `admit`, its share of the extends, and `result` with `release`. `whole` is a
+query in batch search.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def counts(index: GraphIndex, queries: Array, top_m: int) -> tuple[float, float, float]:
-    """Sketches (or rows, without sketches), rows and expanded nodes per query, on average."""
+    """Return the means per query of sketches read (or rows, without sketches), rows scored and nodes expanded."""
     state = BatchState([index.data], 1, top_m, 1)
     batch = state.batch
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
@@ -61,7 +61,7 @@ def _tasks(slots: Array) -> int:
 
 
 def rates(rows: Array, now: Callable[[], float]) -> tuple[float, float]:
-    """Bytes per second of reading rows in order, and of gathering them at random; medians of five."""
+    """Return the bandwidths, bytes/s, of sequential reads and random gathers of rows; medians of five."""
     order = np.random.default_rng(0).permutation(len(rows))[: 100_000_000 // (rows.shape[1] * rows.itemsize)]
     out = np.empty((len(order), rows.shape[1]), rows.dtype)
     plain, gathered = [], []
@@ -76,7 +76,7 @@ def rates(rows: Array, now: Callable[[], float]) -> tuple[float, float]:
 
 
 def line(data: DataSet, index: GraphIndex, dtype: str, top_m: int, now: Callable[[], float]) -> list[str]:
-    """One line of the first table."""
+    """Return one line of the first table."""
     index.search(data.queries[:8], top_m=top_m)
     rows = index.data.rows
     met, scored, expanded = counts(index, data.queries[:500], top_m)
@@ -103,7 +103,7 @@ def line(data: DataSet, index: GraphIndex, dtype: str, top_m: int, now: Callable
 
 
 def stepwise_line(data: DataSet, index: GraphIndex, top_m: int) -> list[str]:
-    """One line of the second table: the quietest of five passes, by the clock on the wall."""
+    """Return one line of the second table: the fastest of five passes, wall-clock time."""
     clock, slots = time.perf_counter_ns, 32
     params = SearchParams(10, top_m, 1)
     rows = index.data.rows

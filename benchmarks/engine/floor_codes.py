@@ -1,14 +1,14 @@
-"""The floor under searches by codes of neighbours: what an extend must read and compute, against what it takes.
+"""Roofline of searches with neighbour codes: the bytes and arithmetic of an extend, against its time.
 
     python -m benchmarks.engine.floor_codes --data DIR [--sets NAME …] [--top-m 20 34 64] [--dtype float32]
         [--keep DIR] [--out benchmarks/results/engine-floor-codes]
 
-An extend of one parent reads its row, its block of codes and its edges, once: `bytes`, at the rate at which this
-machine gathers blocks at random. It sums the row (a multiply-add a component) and looks up B · D' / 4 entries for each
-neighbour: `arithmetic` is what these two take with all of it in the caches, measured. A query cannot be sooner than its
-preparation and, for each extend, the longer of the two; what it takes beyond that is inserting neighbours into `top_m`,
-and memory that was asked for too late. --keep takes indexes that `benchmarks.engine --keep` has built.
-One thread, processor time, the quickest of rounds: what else the machine does only adds.
+An extend of one parent reads its row, its block of codes and its edges once: `bytes`, at the bandwidth of random block
+gathers. It sums the row (a multiply-add per component) and looks up B · D' / 4 entries per neighbour: `arithmetic` is
+the measured time of both with all data in the caches. The floor of a query is its preparation plus, for each extend,
+the larger of the two. The remaining time is insertion into `top_m` and late prefetches. --keep uses indexes built by
+`benchmarks.engine --keep`.
+One thread, processor time, the minimum over rounds: other load only adds time.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _ROUNDS, _COUNTED, _HOT_NODES, _HOT_EXTENDS = 7, 500, 4, 20_000
 
 
 def extends_of(index: GraphIndex, queries: Array, top_m: int) -> float:
-    """Extends a query, on average."""
+    """Return the mean number of extends per query."""
     state = BatchState([index.data], 1, top_m, 1)
     active, finished = np.zeros(1, np.int32), np.zeros(1, np.int32)
     made = 0
@@ -59,7 +59,7 @@ def _arithmetic(
     count: int, rows: Any, row_bytes: int, blocks: Any, block_bytes: int, degree: int, dims: int, bits: int, kind: int,
     lanes: int, query: Any, table: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """`count` parents scored and their neighbours estimated, over a few nodes that stay in the caches."""
+    """Score `count` parents and estimate their neighbours, over a few nodes that stay in the caches."""
     total = np.float32(0)
     for number in range(count):
         node = np.uint64(number % _HOT_NODES)
@@ -73,7 +73,7 @@ def _arithmetic(
 
 
 def arithmetic_s(index: GraphIndex, prepared: Array) -> float:
-    """Seconds an extend of one parent takes whose data are in the caches."""
+    """Return the seconds of an extend of one parent with its data in the caches."""
     data, codes = index.data, _codes(index)
     about = BatchState([data], 1, 8, 1).batch.collections[0]
     out, query = np.zeros(GROUP, np.float32), prepared.ctypes.data
@@ -92,12 +92,12 @@ def arithmetic_s(index: GraphIndex, prepared: Array) -> float:
 
 
 def _codes(index: GraphIndex) -> NeighborCodes:
-    assert index.data.codes is not None, "the index has no codes of neighbours"
+    assert index.data.codes is not None, "the index has no neighbour codes"
     return index.data.codes
 
 
 def measure(data: DataSet, index: GraphIndex, lists: list[int]) -> list[dict[str, Any]]:
-    """A record for each length of top_m."""
+    """Return a record for each top_m."""
     rows, codes = index.data.rows, _codes(index)
     size = rows.codes.strides[0] + codes.blocks.shape[1] + 4 * index.degree
     encoding, width = QueryEncoding(rows, codes), prepared_bytes(rows, codes)
@@ -138,7 +138,7 @@ def measure(data: DataSet, index: GraphIndex, lists: list[int]) -> list[dict[str
 
 
 def report(found: dict[str, Any]) -> str:
-    """The table as Markdown."""
+    """Format the table as Markdown."""
     about = found["machine"]
     head = "data, bits, top_m, recall@10, extends, bytes an extend, to read them ns, arithmetic ns, an extend took ns"
     rows = [

@@ -1,12 +1,11 @@
-"""What a large index takes to build and to search: `trinity index build` and `trinity search` over random rows.
+"""Memory and time of building and searching a large index: `trinity index build` and `trinity search` on random rows.
 
     python -m benchmarks.engine.memory [--rows 1000000] [--dim 96] [--dtype float32] [--threads 0]
         [--top-m 64 512] [--out benchmarks/results/engine-memory]
 
-Gaussian rows have no neighbourhoods to find a way by, so that their recall says how hard they are, not how good a
-search is; memory and time are those of any rows. Each command is a process of its own; its peak is the most that was
-resident (`ru_maxrss`), pages of mapped files among it. Beside it stands what `trinity index info` says that the index
-has.
+Gaussian rows are hard for any graph search, so recall is not representative; memory and time are. Each command runs in
+a process of its own; its peak is its maximum resident set (`ru_maxrss`), including pages of mapped files. The report
+also shows the index sizes of `trinity index info`.
 """
 
 import argparse
@@ -29,11 +28,11 @@ _QUERIES, _TRUTH_AT_ONCE = 500, 50
 
 
 class Ran(NamedTuple):
-    """A command's time on its processors, its peak of resident memory, and its last line."""
+    """A command's processor time, peak resident memory, and last line of output."""
 
     cpu_s: float
     peak_bytes: int
-    said: str
+    last_line: str
 
 
 def run(*arguments: object) -> Ran:
@@ -44,14 +43,14 @@ def run(*arguments: object) -> Ran:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
-        said = output.read().decode().strip()
+        text = output.read().decode().strip()
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, said)
-    return Ran(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, said.splitlines()[-1] if said else "")
+        raise subprocess.CalledProcessError(process.returncode, command, text)
+    return Ran(usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, text.splitlines()[-1] if text else "")
 
 
 def truth(rows: Array, queries: Array) -> Array:
-    """The ten nearest rows of each query by squared L2, nearest first."""
+    """Return the ten nearest rows of each query by squared L2, nearest first."""
     norms = np.einsum("ij,ij->i", rows, rows)
     found = []
     for begin in range(0, len(queries), _TRUTH_AT_ONCE):
@@ -73,8 +72,8 @@ def make(folder: Path, rows: int, dim: int) -> None:
 
 
 def measure(folder: Path, rows: int, dim: int, dtype: str, threads: int, lists: list[int]) -> dict[str, Any]:
-    """Build and search; what each took."""
-    # In a process of its own: a command's peak would count what this one has held when it began it.
+    """Build and search. Returns the results of each command."""
+    # In a child process: a command's peak would include this process's memory at the fork.
     maker = multiprocessing.get_context("spawn").Process(target=make, args=(folder, rows, dim))
     maker.start()
     maker.join()
@@ -100,7 +99,7 @@ def measure(folder: Path, rows: int, dim: int, dtype: str, threads: int, lists: 
 
 
 def report(found: dict[str, Any]) -> str:
-    """The table as Markdown."""
+    """Format the table as Markdown."""
     about, index = found["machine"], found["index_bytes"]
     lines = [
         f"{about['processor']}, {about['cores']} cores; {found['rows']:,} random rows of {found['dim']} dimensions, "
@@ -112,7 +111,7 @@ def report(found: dict[str, Any]) -> str:
     head = ["command", "peak, MB", "of the index's bytes", "CPU, s", ""]
     rows = [
         [name, f"{one['peak_bytes'] / 1e6:,.0f}", f"{one['peak_bytes'] / index:.2f}×", f"{one['cpu_s']:.0f}",
-         "" if name == "build" else one["said"]]
+         "" if name == "build" else one["last_line"]]
         for name, one in found["ran"].items()
     ]  # fmt: skip
     return "\n".join([*lines, *table(head, rows)])

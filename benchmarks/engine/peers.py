@@ -1,8 +1,8 @@
-"""The engines under comparison, each behind the same few calls. A peer that is not installed is left out.
+"""The engines under comparison, behind one interface. Peers that are not installed are skipped.
 
-All graphs have 32 edges a node at the bottom: hnswlib, faiss and usearch with M=16 and efConstruction=200, Vamana with
-degree 32, window 200, SymphonyQG with degree 32, ef 200, VSAG with degree 32, ef 300. ScaNN has no graph: four of its
-effort are a leaf.
+All graphs have 32 edges per node in the bottom layer: hnswlib, faiss and usearch with M=16 and efConstruction=200,
+Vamana with degree 32, window 200, SymphonyQG with degree 32, ef 200, VSAG with degree 32, ef 300. ScaNN has no graph:
+it searches effort / 4 leaves.
 """
 
 import importlib
@@ -24,25 +24,25 @@ EFFORTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 50, 64, 80, 100, 130, 160, 200, 2
 
 
 class Contender(Protocol):
-    """An engine. `label` and `compressed` (whether its rows are anything but float32) describe it."""
+    """An engine under comparison. compressed: whether its rows are not float32."""
 
     label: str
     compressed: bool
 
     def build(self, data: DataSet, threads: int) -> None:
-        """Index the data."""
+        """Build an index."""
 
     def bytes(self) -> int:
-        """Size of the index in memory, or on disk where the library does not tell."""
+        """Return the size of the index in memory, or on disk if the library does not report it."""
 
     def save(self, directory: Path) -> None:
-        """Keep the index in an existing directory."""
+        """Save the index to an existing directory."""
 
     def load(self, directory: Path, data: DataSet) -> None:
-        """Take it from there again."""
+        """Load the index from a directory."""
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
-        """Ids [q, 10]. `effort` is the length of the list of candidates (ef, top_m, window)."""
+        """Return ids [q, 10]. effort: length of the candidate list (ef, top_m, window)."""
 
 
 class Hnswlib:
@@ -206,7 +206,7 @@ class Vamana:
 
 
 class VamanaLVQ(Vamana):
-    """The same over LVQ codes: 4 bits a component, and 8 of what these leave, for the last candidates."""
+    """The same over LVQ codes: 4 bits per component, and 8 bits of the residual for reranking."""
 
     label, compressed = "scalable-vs LVQ4x8", True
 
@@ -230,7 +230,7 @@ class VamanaLVQ(Vamana):
 
 
 class Vsag:
-    """VSAG's HGraph over 8-bit codes, float32 for the last candidates. Its package takes one query a call."""
+    """VSAG's HGraph over 8-bit codes, with float32 reranking. Its package takes one query per call."""
 
     label, compressed = "VSAG HGraph SQ8", True
 
@@ -276,9 +276,9 @@ class Vsag:
 
 
 class SymphonyQG:
-    """RaBitQ's authors' graph, whose codes of neighbours ours are like; over float32 rows, or over codes of some bits.
+    """The graph of RaBitQ's authors, with neighbour codes like ours; over float32 rows, or over codes of some bits.
 
-    L2 alone was tried: cosine as L2 of unit vectors.
+    Only L2 is used: cosine as L2 of unit vectors.
     """
 
     compressed = True
@@ -310,7 +310,7 @@ class SymphonyQG:
 
 
 class Scann:
-    """ScaNN as its page recommends: √N leaves, anisotropic 4-bit codes of two dimensions each, exact distances last."""
+    """ScaNN with its recommended settings: √N leaves, anisotropic 4-bit codes of two dimensions, exact reranking."""
 
     label, compressed = "ScaNN", True
 
@@ -340,7 +340,7 @@ class Scann:
 
 
 def contenders() -> tuple[list[Contender], dict[str, str]]:
-    """Everything that can run here, and the versions of the peers."""
+    """Return the available engines, and the versions of the peers."""
     whole = Trinity("float32")
     coded = Trinity("float32", codes=True)
     found: list[Contender] = [coded, TrinityStepwise(coded), Trinity("float16", codes=True)]
@@ -361,7 +361,7 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            print(f"left out: {package} ({error})")
+            print(f"skipped: {package} ({error})")
             continue
         versions[package] = importlib.metadata.version(package)
         found += make()

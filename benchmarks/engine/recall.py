@@ -1,11 +1,11 @@
-"""Recall of codes of neighbours beside int8's: at top_m 64, and with as much work.
+"""Recall of neighbour codes against int8: at top_m 64, and with equal work.
 
     python -m benchmarks.engine.recall --data DIR [--sets NAME …] [--keep DIR] [--out benchmarks/results/engine-recall]
 
-Work is processor time on one thread, the quickest of rounds: the list is taken that is the longest, of those whose
-search takes no longer than int8's with top_m 64. Beside the data sets of the directory stands one like SIFT: of each
-Fashion-MNIST image, where that is there, gradients by 4 · 4 cells and 8 directions, clipped and in bytes as Lowe's
-(IJCV 2004, section 6), under squared L2. --keep takes and leaves indexes as `benchmarks.engine --keep` does.
+Work is processor time on one thread, the minimum over rounds: equal work is the longest list whose search takes no
+longer than int8's with top_m 64. If the directory has Fashion-MNIST, a SIFT-like set is added: for each image,
+gradients by 4 · 4 cells and 8 directions, clipped and quantised to bytes as in Lowe (IJCV 2004, section 6), under
+squared L2. --keep loads and saves indexes as `benchmarks.engine --keep` does.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _SIDE, _CELLS, _DIRECTIONS, _CLIP = 28, 4, 8, 0.2
 
 
 def descriptors(images: Array) -> Array:
-    """Of images float32 [n, 784], descriptors like SIFT's: whole numbers up to 255, float32 [n, 128]."""
+    """Return SIFT-like descriptors of images float32 [n, 784]: integers up to 255, float32 [n, 128]."""
     pixels: Array = images.reshape(-1, _SIDE, _SIDE)
     down, right = (np.gradient(pixels, axis=axis) for axis in (1, 2))
     strength = np.hypot(down, right)
@@ -48,13 +48,13 @@ def descriptors(images: Array) -> Array:
 
 
 def sift_like(images: DataSet) -> DataSet:
-    """The data set of images' descriptors."""
+    """Return the data set of the images' descriptors."""
     base, queries = descriptors(images.base), descriptors(images.queries)
     return DataSet("sift-like-128-l2", "l2", base, queries, nearest(base, queries, 10))
 
 
 def point(own: Trinity, data: DataSet, top_m: int) -> dict[str, float]:
-    """top_m, recall@10 and µs a query."""
+    """Return top_m, recall@10 and µs per query."""
     recall = data.recall(own.search(data.queries, top_m, 1))
     taken = []
     for _ in range(_ROUNDS):
@@ -65,7 +65,7 @@ def point(own: Trinity, data: DataSet, top_m: int) -> dict[str, float]:
 
 
 def compare(data: DataSet, keep: Path | None) -> dict[str, Any]:
-    """Points of int8, and of both dtypes with codes up to the first list that takes longer than int8's."""
+    """Measure int8, and both dtypes with codes up to the first list that takes longer than int8."""
     points: dict[str, list[dict[str, float]]] = {}
     most_us = 0.0
     for own in (Trinity("int8"), Trinity("float32", codes=True), Trinity("float16", codes=True)):
@@ -84,7 +84,7 @@ def compare(data: DataSet, keep: Path | None) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The table as Markdown."""
+    """Format the table as Markdown."""
     about = found["machine"]
     rows = []
     for one in found["sets"]:

@@ -1,4 +1,4 @@
-"""Tables and a plot of what `benchmarks.engine` measured."""
+"""Tables and a plot of the results of `benchmarks.engine`."""
 
 import math
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 def speed_at(record: Record, recall: float) -> float | None:
-    """Queries per second at a recall: interpolated between settings, None if no setting reaches it."""
+    """Return the queries per second at a recall, interpolated between settings; None if no setting reaches it."""
     front: list[tuple[float, float]] = []
     for point in sorted(record["points"], key=lambda point: -point["qps"]):  # fastest first: recall must rise
         if not front or point["recall"] > front[-1][0]:
@@ -38,7 +38,7 @@ def targets(name: str) -> tuple[float, ...]:
 
 
 def report(result: Record) -> str:
-    """The tables as Markdown."""
+    """Format the tables as Markdown."""
     machine, versions = result["machine"], result["versions"]
     clock = "processor time" if result["clock"] == "cpu" else "wall clock"
     lines = [
@@ -75,14 +75,14 @@ def _cell(record: Record, hnswlib: Record | None, recall: float) -> str:
 
 
 def _builds(engines: list[Record]) -> str:
-    """How the indexes were built: an earlier run may have done it, with other threads or another clock."""
+    """Describe how the indexes were built; kept indexes may have other threads or another clock."""
     ways = {(record["built"]["threads"], record["built"]["clock"]) for record in engines}
     words = {"cpu": "processor time", "wall": "wall clock"}
     return "- built with " + "; ".join(f"{threads} thread(s), {words[clock]}" for threads, clock in sorted(ways))
 
 
 def _ratios(engines: list[Record], wanted: tuple[float, ...]) -> list[str]:
-    """What the bars ask for: ours against the best peer, stepwise against whole, int8 against float32."""
+    """Return ratios: ours to the best peer, stepwise to batch, int8 to float32."""
     own = {record["label"].removeprefix("trinity "): record for record in engines if "trinity" in record["label"]}
     peers = [record for record in engines if "trinity" not in record["label"]]
     lines = []
@@ -110,7 +110,7 @@ def _best(records: list[Record], recall: float) -> tuple[float, str] | None:
 
 
 def draw(result: Record, path: Path) -> None:
-    """Recall against queries per second, one panel a data set. Needs matplotlib; without it nothing is drawn."""
+    """Plot recall against queries per second, one panel per data set. Does nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         print("no plot: matplotlib is not installed")
         return

@@ -1,4 +1,4 @@
-"""This engine as a contender: run to completion, and stepwise, as in a node's pool."""
+"""This engine as a contender: batch search, and stepwise, as in a node's pool."""
 
 import functools
 import multiprocessing
@@ -12,11 +12,11 @@ from benchmarks.common.data import Array, DataSet
 from benchmarks.common.stepwise import Stepwise
 from gpu import GraphIndex
 
-STEPWISE_SLOTS = 8  # about what a pool measures for itself on a CPU
+STEPWISE_SLOTS = 8  # about the size that a pool selects on a CPU
 
 
 class Trinity:
-    """This engine, run to completion; with codes of neighbours, as collections are built, or without."""
+    """Batch search of this engine, with neighbour codes, the default of collections, or without."""
 
     def __init__(self, dtype: str, codes: bool = False) -> None:
         self.dtype, self._codes, self.compressed = dtype, codes, codes or dtype != "float32"
@@ -46,7 +46,7 @@ class Trinity:
 
 
 class TrinityStepwise:
-    """The same index through the slots, one extend at a time, by what the pool's loop calls: a process a thread."""
+    """The same index stepwise, through the functions that the pool's loop calls; one process per thread."""
 
     def __init__(self, whole: Trinity) -> None:
         self._whole = whole
@@ -56,14 +56,14 @@ class TrinityStepwise:
         self._asked: Array | None = None
 
     def build(self, data: DataSet, threads: int) -> None:
-        """Nothing to do: the index is the other one's."""
+        """Do nothing: the index is shared."""
         self._processes = self._own = None
 
     def save(self, directory: Path) -> None:
-        """Nothing of its own."""
+        """Do nothing."""
 
     def load(self, directory: Path, data: DataSet) -> None:
-        """Nothing of its own."""
+        """Drop processes of another data set."""
         self._processes = self._own = None
 
     def bytes(self) -> int:
@@ -82,7 +82,7 @@ class TrinityStepwise:
             self._asked = queries
             for number, part in enumerate(np.array_split(queries, threads)):
                 np.save(f"{self._folder.name}/{number}.npy", part)
-            _search(self._processes, self._folder.name, 16, threads)  # starts and compiles
+            _search(self._processes, self._folder.name, 16, threads)  # starts processes, which compile
         return _search(self._processes, self._folder.name, effort, threads)
 
 
@@ -97,5 +97,5 @@ def _opened(folder: str) -> Stepwise:
 
 
 def _stepwise_part(folder: str, number: int, effort: int) -> Array:
-    """In a process of its own."""
+    """Search a part of the queries in a worker process."""
     return _opened(folder).search(np.load(f"{folder}/{number}.npy"), 10, effort)[0]

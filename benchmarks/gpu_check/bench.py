@@ -1,20 +1,20 @@
-"""Search and the model on a GPU: correct? how fast? beside what? One run, one JSON file, one table.
+"""Correctness and speed of search and model on a GPU, next to cuVS: one run, one JSON file, one table.
 
     python -m benchmarks.gpu_check [--rows 1000000] [--device cuda:0] [--out DIR]
     python -m benchmarks.gpu_check --data DIR [--set NAME] [--index DIR]
     python -m benchmarks.gpu_check --dry-run          every section on the CPU backend, at a tiny size
-    python -m benchmarks.gpu_check --carry DIR        the wheels that a machine with torch and CuPy lacks, in pieces
+    python -m benchmarks.gpu_check --carry DIR        pack wheels for an offline machine with torch and CuPy
 
-Without --data two sets are made on the device: a million clustered vectors of 96 and of 768 dims, in float16. DIR holds
-NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.data`); --index is an index directory of that set's
-base (`trinity index build` makes one as COLLECTION/index). Else graphs are built on the GPU, by cuVS and by torch,
-whichever is there, or on the CPU.
+Without --data, two synthetic sets are generated on the device: a million clustered vectors of 96 and of 768 dims, in
+float16. DIR contains NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchmarks.common.data`); --index is an index
+directory over that set's base (`trinity index build` writes one to COLLECTION/index). Otherwise graphs are built on the
+GPU, by cuVS and by torch if available, or on the CPU.
 
-Needs numpy and numba, and on a GPU the extra [cuda]; what else a section needs and is not installed, it says, and is
-skipped. Writes gpu-DEVICE.json and gpu-DEVICE.md, after every section, with a verdict for each bar of `verdicts`. A
-section that cannot be done says why and the others go on; one that fails, or is not done in its time, keeps the lines
-that it has, and it, and a bar that is missed, make the exit code 1. All sections' times together, and what begins after
---seconds is left out, keep a run below nine minutes.
+Needs numpy and numba, and on a GPU the extra [cuda]. A section whose other packages are missing is skipped with a
+message. Writes gpu-DEVICE.json and gpu-DEVICE.md after every section, with a verdict for each target of
+`benchmarks.gpu_check.targets`. A section that fails or exceeds its time limit keeps its lines. Failed sections and
+missed targets make the exit code 1. No section starts after --seconds; with the sections' time limits a run takes less
+than nine minutes.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from benchmarks.gpu_check.wheels import pack_wheels  # noqa: E402
 from gpu import DeviceUnavailable  # noqa: E402
 
 _OURS = ("benchmarks", "gpu", "ipc", "runtime")
-_DRY_RUN_S = 180.0  # a section's time on a CPU that others keep busy
+_DRY_RUN_S = 180.0  # a section's time limit on a busy CPU
 
 Check = Callable[[Setup, Outcome], None]
 
 
 class Section(NamedTuple):
-    """What it does, its seconds on a GPU, and whether it is done for each set."""
+    """A section: its check, its time limit in seconds on a GPU, and whether it runs for each data set."""
 
     check: Check
     seconds: float
@@ -54,7 +54,7 @@ class Section(NamedTuple):
 
 
 def _module(name: str) -> Check:
-    """A module's `check`, imported at its turn: what one section needs is nothing that others should miss."""
+    """Return a module's `check`, imported when it runs: a missing package must not affect other sections."""
 
     def check(setup: Setup, outcome: Outcome) -> None:
         try:
@@ -74,19 +74,19 @@ SECTIONS = {
     "kernels": Section(_module("kernels"), 15, each_set=True),
     "load": Section(_module("load"), 20, each_set=True),
     "cuvs": Section(_module("peers"), 35, each_set=True),
-    "resident": Section(_module("resident"), 20, each_set=True),  # at the rate that cuVS's is known to be
+    "resident": Section(_module("resident"), 20, each_set=True),  # after cuvs, whose measured rate it uses
     "flood": Section(_module("flood"), 24, each_set=True),
     "correctness": Section(_module("correctness"), 34),
     "exchange": Section(_module("exchange"), 12),
     "model": Section(_module("model"), 20),
     "handover": Section(_module("handover"), 16),
     "profile": Section(_module("profile"), 20),
-    "sanitizer": Section(_module("sanitizer"), 20),  # last: it is slow, and nothing needs it
+    "sanitizer": Section(_module("sanitizer"), 20),  # last: slow and optional
 }
 
 
 def schedule(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
-    """Sections in their order, by name: first those of each set, one set after the other, then the others."""
+    """Yield sections in order, by name: first those of each data set, set by set, then the others."""
     for setup in setups:
         for name, section in SECTIONS.items():
             if section.each_set:
@@ -97,9 +97,9 @@ def schedule(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
 
 
 def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> dict[str, Outcome]:
-    """Every section's outcome, by its name. After each, all that is known is written: a later one may end the process.
+    """Run all sections. Returns outcomes by name. Writes results after each: a later section may crash the process.
 
-    No section begins later than `seconds` after `begin`, in `time.monotonic()`, or goes on after that.
+    No section starts or runs later than `seconds` after `begin` (of `time.monotonic()`).
     """
     outcomes: dict[str, Outcome] = {}
     for name, section, setup in schedule(setups):
@@ -109,7 +109,7 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
         left = begin + seconds - at
         try:
             if left <= 0:
-                raise Skipped(f"{at - begin:.0f} s are over, the limit is {seconds:.0f}")
+                raise Skipped(f"{at - begin:.0f} s have passed; the limit is {seconds:.0f} s")
             with within(min(left, _DRY_RUN_S if setup.small else section.seconds)):
                 section.check(setup, outcome)
         except Skipped as reason:
@@ -128,7 +128,7 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
 
 
 def verdicts_of(setups: Sequence[Setup], outcomes: Mapping[str, Outcome]) -> list[tuple[str, str, str]]:
-    """What the bars say of what was found so far, of each set."""
+    """Return the verdicts on the results so far, for each data set."""
     judged = []
     for setup in setups:
         found = {name: outcomes[key].data for name in SECTIONS if (key := f"{name}, {setup.source.name}") in outcomes}
@@ -137,7 +137,7 @@ def verdicts_of(setups: Sequence[Setup], outcomes: Mapping[str, Outcome]) -> lis
 
 
 def write(setups: Sequence[Setup], outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """PATH.json and PATH.md."""
+    """Write PATH.json and PATH.md."""
     judged = verdicts_of(setups, outcomes)
     sections = {
         name: {"seconds": outcome.seconds, "lines": outcome.lines, "data": outcome.data}
@@ -159,9 +159,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--index", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="float16", choices=("float32", "float16", "int8"))
-    parser.add_argument("--rows", type=int, help="of a set that is made; of another one the first so many only")
+    parser.add_argument("--rows", type=int, help="rows of a synthetic set, or the first rows of a given one")
     parser.add_argument("--slots", type=int, default=1024)
-    parser.add_argument("--top-m", type=int, default=0, help="0: the least with a recall@10 of .95")
+    parser.add_argument("--top-m", type=int, default=0, help="0: the smallest with a recall@10 of 0.95")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     parser.add_argument("--dry-run", action="store_true")
@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         outcomes = run(setups, begin, options.seconds, path)
     judged = verdicts_of(setups, outcomes)
     if options.dry_run:
-        print("a dry run: the verdicts say nothing of a GPU")
+        print("dry run: the verdicts do not apply to a GPU")
     for what, figure, verdict in judged:
         print(f"{verdict:12} {what}: {figure}")
     print(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")

@@ -1,7 +1,7 @@
-"""A pool's two clients, compiled: prefill queries at the times at which they arrive, and decode queries that flood it.
+"""Two compiled clients of a pool: prefill queries at given arrival times, and a flood of decode queries.
 
-Both are one thread beside the pool's own, which keeps a core busy and never enters Python, so that it can ask more than
-a GPU answers. Requests and results go through the rings of two real sessions.
+One thread beside the pool's own runs both. It keeps a core busy and never enters Python, so that it can saturate a GPU.
+Requests and results go through the rings of two real sessions.
 """
 
 import threading
@@ -39,17 +39,17 @@ _compiled = compiler_for(PACKAGE, Path(__file__).parent)
 _HEADER, _PAYLOAD = 8, 64  # bytes of a slot before its header, and before its payload
 _IDLE_PER_YIELD = 32
 
-# Words of a run. STOP: 1 ends it; then what it has found: prefill queries asked; decode queries asked, answered, and of
-# these those before the flood ended; answers that are errors; why a ring took no more, below 0; and the ns that the
-# flood lasted.
-(STOP, PREFILL, ATTACH_PENDING, ANSWERED, IN_FLOOD, ERRORS, REFUSAL, LASTED) = range(8)
+# Words of a run's state. STOP: 1 ends it. Counts: PREFILL queries sent; DECODE_SENT; decode queries ANSWERED, and of
+# these IN_FLOOD, before the end of the flood; ERRORS: answers that are errors. REFUSAL: negative error code of a ring
+# that rejected a request. LASTED: duration of the flood in ns.
+(STOP, PREFILL, DECODE_SENT, ANSWERED, IN_FLOOD, ERRORS, REFUSAL, LASTED) = range(8)
 
 
 class Clients:
-    """Two sessions with a pool, whose `step`s are made by the thread that calls `run`."""
+    """Two sessions with a pool, which the thread that calls `run` steps."""
 
     def __init__(self, pool: InProcessPool, params: SearchParams, queries: npt.NDArray[np.float32]) -> None:
-        """`queries` [n, dim]: each client asks them again and again."""
+        """Attach the sessions. queries: [n, dim], sent cyclically by each client."""
         self._pool, self._queries = pool, np.ascontiguousarray(queries, np.float32)
         self._sessions = [pool.attach(stage) for stage in STAGES]
         first = self._sessions[0]
@@ -65,31 +65,31 @@ class Clients:
     def run(
         self, arrivals_s: npt.NDArray[np.float64], most: int, least_s: float, limit_s: float
     ) -> tuple[LoadResult, float]:
-        """Ask a prefill query at each of these times, and have up to `most` decode queries outstanding meanwhile, for
-        `least_s` at least. What became of prefill's, and how many of decode's were answered a second.
+        """Send a prefill query at each of these times, with up to `most` decode queries outstanding, for `least_s` at
+        least. Returns the prefill queries' results and the rate of answered decode queries per second.
 
-        Latency is from the arrival to the answer's publication. After `limit_s` nothing more is asked. Raises
-        AssertionError where the pool answers with an error or refuses a client.
+        Latency is from arrival to publication of the answer. After `limit_s` no more queries are sent. Raises
+        AssertionError if the pool answers with an error or its ring rejects a client.
         """
         count = len(arrivals_s)
         due, took = (arrivals_s * 1e9).astype(np.int64), np.full(count, -1, np.int64)
         ids, state = np.full((count, self._k), -1, np.int64), np.zeros(LASTED + 1, np.int64)
-        self._beside(
+        self._run_pool(
             lambda: _ask(
                 self._ends, self._watches, self._packed, self._next_ids, self._queries, due, took, ids,
                 np.array([most, int(least_s * 1e9), int(limit_s * 1e9)]), state,
             ),
             state,
         )  # fmt: skip
-        self._next_ids += state[[PREFILL, ATTACH_PENDING]]
-        assert not state[REFUSAL], f"the pool's ring refuses a client ({state[REFUSAL]})"
-        assert not state[ERRORS], f"the pool has answered {state[ERRORS]} queries with an error"
+        self._next_ids += state[[PREFILL, DECODE_SENT]]
+        assert not state[REFUSAL], f"the pool's ring rejected a client with error {state[REFUSAL]}"
+        assert not state[ERRORS], f"the pool answered {state[ERRORS]} queries with an error"
         latency, seconds = np.where(took >= 0, took / 1e9, np.nan), float(state[LASTED]) / 1e9
         found = LoadResult(ids, np.empty((count, 0), np.float32), latency, seconds, 0, 0, 0.0)
         return found, float(state[IN_FLOOD]) / max(seconds, 1e-9)
 
-    def _beside(self, ask: Callable[[], None], state: npt.NDArray[np.int64]) -> None:
-        """Run the pool in this thread for as long as the clients ask in theirs."""
+    def _run_pool(self, ask: Callable[[], None], state: npt.NDArray[np.int64]) -> None:
+        """Step the pool in this thread while the clients run in theirs."""
         thread = threading.Thread(target=ask)
         thread.start()
         try:
@@ -113,11 +113,11 @@ def _ask(
     ends: Any, watches: Any, packed: Any, next_ids: Any, vectors: Any, due: Any, took: Any, ids: Any, wanted: Any,
     state: Any,
 ) -> None:  # fmt: skip
-    """See `Clients.run`; `wanted`: most, least_ns, limit_ns. All that was asked is answered when it ends, unless it is
-    stopped, or twice `limit_ns` are over."""
+    """Send and receive; see `Clients.run`. wanted: most, least_ns, limit_ns. Returns when all queries are answered,
+    when stopped, or after twice `limit_ns`."""
     prefill, decode = words(ends[0], END_COLUMNS), words(ends[1], END_COLUMNS)
     prefill_results, decode_results = words(watches[0], WATCH_COLUMNS), words(watches[1], WATCH_COLUMNS)
-    # No more outstanding than results have room for: a pool takes nothing from a client without, for a while.
+    # Keep at most as many outstanding as the result ring holds: with a full ring the pool backs off from the client.
     slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], wanted[0], wanted[1], wanted[2]
     count, size, asked, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
     begin = intrinsics.monotonic_ns()
@@ -126,7 +126,7 @@ def _ask(
         flood = now < limit_ns and (answered < count or now < least_ns)
         if flood:
             state[LASTED] = now
-        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[ATTACH_PENDING]):
+        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[DECODE_SENT]):
             break
         idle += 1
         if flood and asked < count and due[asked] <= now and asked - answered < slots:
@@ -137,11 +137,11 @@ def _ask(
             elif sent != atomics.FULL:
                 state[REFUSAL] = sent
                 break
-        if flood and state[ATTACH_PENDING] - state[ANSWERED] < min(most, slots):
-            vector = vectors.ctypes.data + ((state[ATTACH_PENDING] + len(vectors) // 2) % len(vectors)) * size
-            sent = _send(decode, vector, size, next_ids[1] + state[ATTACH_PENDING], begin + now, packed[1])
+        if flood and state[DECODE_SENT] - state[ANSWERED] < min(most, slots):
+            vector = vectors.ctypes.data + ((state[DECODE_SENT] + len(vectors) // 2) % len(vectors)) * size
+            sent = _send(decode, vector, size, next_ids[1] + state[DECODE_SENT], begin + now, packed[1])
             if sent >= 0:
-                state[ATTACH_PENDING], idle = state[ATTACH_PENDING] + 1, 0
+                state[DECODE_SENT], idle = state[DECODE_SENT] + 1, 0
             elif sent != atomics.FULL:
                 state[REFUSAL] = sent
                 break
@@ -149,7 +149,7 @@ def _ask(
         if slot:
             header = words(slot + _HEADER, 6)
             number = header[0] - next_ids[0]
-            if 0 <= number < asked:  # else of a run before that was given up
+            if 0 <= number < asked:  # else from an earlier run that timed out
                 state[ERRORS] += _is_error(header)
                 if not _is_error(header):
                     took[number] = header[5] - begin - due[number]
@@ -175,7 +175,7 @@ def _ask(
 
 @_compiled
 def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked: Any) -> Any:
-    """A request into a ring; below 0: why not."""
+    """Publish a request to a ring. Returns a negative error code if that fails."""
     refusal = atomics.send_error(end, 1, size)
     if refusal < 0:
         return refusal
@@ -189,7 +189,7 @@ def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked
 
 @_compiled
 def _result(watch: Any) -> Any:
-    """The slot of the next result, 0 where there is none yet."""
+    """Return the address of the next result's slot, 0 if there is none yet."""
     slot = watch[WATCH_BASE] + (watch[WATCH_POSITION] % watch[WATCH_SLOTS]) * watch[WATCH_STRIDE]
     # SYNC POINT: slot sequence, see `atomics.publish_slots`.
     return slot if intrinsics.load_acquire(slot) == watch[WATCH_POSITION] + 1 else 0
@@ -202,7 +202,7 @@ def _is_error(header: Any) -> Any:
 
 @_compiled
 def _release(watch: Any) -> None:
-    """Give the slot back to the pool."""
+    """Release the slot to the pool."""
     watch[WATCH_POSITION] += 1
     # SYNC POINT: reader position, see `RingProducer.free`.
     words_at = watch[WATCH_SLEEPING] - atomics.SLEEPING

@@ -1,7 +1,7 @@
-"""Have what a pool is compiled of in numba's cache, so that the section "flood" does not spend its time on it.
+"""Warm-up of numba's cache for a pool, so that compilation does not count against the section "flood".
 
-`python -m benchmarks.gpu_check.compiling` does that section over a tiny set on the CPU: half a minute where nothing of
-it is there yet. The check runs it beside the making of its data.
+`python -m benchmarks.gpu_check.compiling` runs that section on a tiny data set on the CPU: half a minute with a cold
+cache. The check runs it in the background while it generates its data.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from benchmarks.gpu_check.time_limit import Skipped
 
 
 def main() -> None:
-    """Raises Skipped where a package is missing."""
+    """Run the section. Raises Skipped if a package is missing."""
     try:
         from benchmarks.gpu_check.report import Outcome
         from benchmarks.gpu_check.sections import flood
@@ -29,7 +29,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def compile_in_background() -> Iterator[None]:
-    """`main` in a process of its own, which is ended with the block if it is not over by then."""
+    """Run `main` in a child process, which is killed at the end of the block."""
     command = [sys.executable, "-m", "benchmarks.gpu_check.compiling"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -1,7 +1,6 @@
-"""Queries through an engine at the times at which they arrive, one by one, by a compiled loop over its backend.
+"""Load driver: send queries to an engine at given arrival times, with a compiled loop over its backend.
 
-The loop is the engine's own way of being driven (`gpu.engine.Backend`): Python's cost for a query is no part of what is
-measured.
+The loop uses `gpu.engine.Backend`, as a pool does, so that measurements do not include Python's cost per query.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ _INVALID_QUERY, _ENGINE_FAILED = -1, -2
 
 @dataclass
 class LoadResult:
-    """ids int64 [q, k], distances float32 [q, k], latency_s [q] (NaN: not finished within the limit), and the whole."""
+    """Results of a run: ids int64 [q, k], distances float32 [q, k], latency_s [q] (NaN: unfinished), and totals."""
 
     ids: npt.NDArray[np.int64]
     distances: npt.NDArray[np.float32]
@@ -36,13 +35,13 @@ class LoadResult:
         return int(np.isfinite(self.latency_s).sum())
 
     def percentile(self, share: float) -> float:
-        """Of the latencies of what was finished; NaN if nothing was."""
+        """Return a quantile of the latencies of finished queries; NaN if there are none."""
         known = self.latency_s[np.isfinite(self.latency_s)]
         return float(np.quantile(known, share)) if len(known) else float("nan")
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> npt.NDArray[np.float64]:
-    """Arrival times of a Poisson process, in seconds."""
+    """Return arrival times of a Poisson process, in seconds."""
     return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
 
 
@@ -53,10 +52,10 @@ def run_load(
     arrivals_s: npt.NDArray[np.float64] | None = None,
     limit_s: float = 20.0,
 ) -> LoadResult:
-    """Search for each query from its arrival on (None: all at once), in the collection "docs".
+    """Search each query in the collection "docs" from its arrival time on (None: all at once).
 
-    Latency is from the arrival, so waiting for a slot counts. host_s: time beside waiting for the device.
-    Raises AssertionError for a query that cannot be searched, and what the engine raises where it fails.
+    Latency includes waiting for a slot. host_s: time not spent waiting for the device.
+    Raises AssertionError for an invalid query, and the engine's errors.
     """
     count, slots = len(queries), engine.free_slots
     backend = engine.backend()
@@ -66,15 +65,15 @@ def run_load(
     took = np.full(count, -1, np.int64)
     owners = np.full(MAX_SLOTS, -1, np.int64)
     functions = (backend.admit, backend.extend, backend.read_result, backend.change_state, backend.handle)
-    asked = (backend.number("docs"), params.k, params.top_m, params.search_width, params.patience or 0)
+    spec = (backend.number("docs"), params.k, params.top_m, params.search_width, params.patience or 0)
     waited_ns = getattr(engine, "waited_ns", 0)
     vectors = np.ascontiguousarray(queries, np.float32)
     counts = _drive(
-        functions, vectors, asked, due, int(limit_s * 1e9), slots, ids, distances, took, owners,
+        functions, vectors, spec, due, int(limit_s * 1e9), slots, ids, distances, took, owners,
         np.zeros(2 + 2 * MAX_SLOTS, np.int64), np.zeros(2, np.int64),
     )  # fmt: skip
     done, steps, extends, spent_ns = (int(one) for one in counts)
-    assert done != _INVALID_QUERY, "a query cannot be searched"
+    assert done != _INVALID_QUERY, "a query is invalid"
     if done == _ENGINE_FAILED:
         backend.check()
     waited_s = (getattr(engine, "waited_ns", 0) - waited_ns) / 1e9
@@ -84,12 +83,12 @@ def run_load(
 
 @compiled
 def _drive(
-    functions: Any, vectors: Any, asked: Any, due: Any, limit: int, free: int, ids: Any, distances: Any, took: Any,
+    functions: Any, vectors: Any, spec: Any, due: Any, limit: int, free: int, ids: Any, distances: Any, took: Any,
     owners: Any, report: Any, clock: Any,
 ) -> Any:  # fmt: skip
-    """Queries that were done, or what went wrong; steps; extends of them all; nanoseconds that it took."""
+    """Return the number of finished queries, or an error code; steps; total extends; elapsed ns."""
     admit, extend, read_result, change, handle = functions
-    collection, k, top_m, width, patience = asked
+    collection, k, top_m, width, patience = spec
     count = len(vectors)
     admitted = done = running = steps = extends = 0
     begin = now = monotonic_ns(clock.ctypes.data)

@@ -1,4 +1,4 @@
-"""What a section tells, line by line, and the table that it goes into."""
+"""Outcomes of sections, and the report as Markdown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from benchmarks.gpu_check.setup import Setup
 
 @dataclass
 class Outcome:
-    """What a section has found so far, which stays whatever happens to it.
+    """Results of a section so far; kept if it fails.
 
-    `lines`: (what, value) for the table. `data`: everything that was measured, for the JSON file.
+    `lines`: (description, value) for the table. `data`: all measurements, for the JSON file.
     """
 
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -27,24 +27,24 @@ class Outcome:
 
 
 def markdown(setups: Sequence[Setup], outcomes: Mapping[str, Outcome], verdicts: Sequence[Sequence[str]]) -> str:
-    """The whole run as a page. verdicts: what, figure and verdict of each bar."""
+    """Format the run as a page. verdicts: description, figure and verdict of each target."""
     first = setups[0]
     machine = ", ".join(f"{name}: {value}" for name, value in first.machine.items())
     lines = [f"# Search and the model on {first.device_name}", "", f"{machine}.", ""]
     for setup in setups:
         lines += ["; ".join(f"{name} {value}" for name, value in setup.settings.items()) + ".", ""]
     if first.small:
-        lines += ["A dry run: its figures and verdicts say nothing of a GPU.", ""]
-    lines += [*table(("bar", "figure", "verdict"), verdicts), ""]
+        lines += ["A dry run: its figures and verdicts do not apply to a GPU.", ""]
+    lines += [*table(("target", "figure", "verdict"), verdicts), ""]
     rows = [(name, what, value) for name, outcome in outcomes.items() for what, value in outcome.lines]
     return "\n".join([*lines, *table(("section", "what", "value"), rows)])
 
 
 def rate(per_second: float) -> str:
-    """A rate for the table."""
+    """Format a rate."""
     return f"{per_second:,.0f}/s"
 
 
 def micros(seconds: float) -> str:
-    """A time for the table."""
+    """Format a time in µs."""
     return f"{seconds * 1e6:,.1f} µs"

@@ -1,4 +1,4 @@
-"""What every section works with: a device, an index, queries with their exact neighbours."""
+"""Inputs of the sections: device, index, queries with their exact neighbours."""
 
 import argparse
 import re
@@ -21,7 +21,7 @@ DEFAULT_TOP_M = 64
 
 @dataclass(frozen=True)
 class Source:
-    """Where a set comes from: a directory and its name there, or, made for this run, its dimensions."""
+    """Source of a data set: a directory and a name, or the dimensions of a synthetic set."""
 
     name: str
     dim: int = 0
@@ -32,9 +32,8 @@ class Source:
 
 @dataclass
 class Setup:
-    """`device` is "cpu" in a dry run. `small` asks for tiny amounts of everything. Data and index are there, and
-    `params` are what recall asks for, once the section "data" has given them; `offered_per_s`, at which queries are to
-    arrive, once "cuvs" has: 0 before."""
+    """Inputs for one data set. device: "cpu" in a dry run. small: use tiny sizes. Data, index and `params` (for the
+    target recall) are set by the section "data"; `offered_per_s`, the arrival rate, by "cuvs" (0 before)."""
 
     device: str
     device_name: str
@@ -55,38 +54,38 @@ class Setup:
 
     @property
     def data(self) -> DataSet:
-        """Raises Skipped where there is none."""
+        """The data set. Raises Skipped if there is none."""
         return self._given()[0]
 
     @property
     def index(self) -> GraphIndex:
-        """Raises Skipped where there is none."""
+        """The index. Raises Skipped if there is none."""
         return self._given()[1]
 
     def _given(self) -> tuple[DataSet, GraphIndex]:
         if self.given is None:
-            raise Skipped(f"there is no index of {self.source.name}: see the section data")
+            raise Skipped(f"no index of {self.source.name}: see the section data")
         return self.given
 
     @property
     def file_name(self) -> str:
-        """The device's name as a part of a file name."""
+        """The device's name for file names."""
         name = "dry-run" if self.small else self.device_name
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
     def engine(self, slots: int | None = None) -> Engine:
-        """An engine over the index as "docs", as it ships."""
+        """Open an engine over the index, as "docs", with default options."""
         return open_engine(self.device, {"docs": self.index}, slots=slots or self.slots, max_top_m=512)
 
     def cuda_engine(self, slots: int | None = None, **options: Any) -> "CudaEngine":
-        """The same on a GPU, with `CudaEngine`'s own options."""
+        """Open a `CudaEngine` over the index, as "docs"."""
         from gpu.cuda.engine import CudaEngine
 
         return CudaEngine.open(self.device, {"docs": self.index}, slots=slots or self.slots, max_top_m=512, **options)
 
 
 def prepare(options: argparse.Namespace) -> list[Setup]:
-    """A setup for each set, without its data. Raises DeviceUnavailable for a device that is not there."""
+    """Return a setup for each data set, without its data. Raises DeviceUnavailable for a missing device."""
     device = "cpu" if options.dry_run else options.device
     check_device(device)
     name, where = "CPU", machine()

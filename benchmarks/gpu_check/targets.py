@@ -1,29 +1,29 @@
-"""What was measured against what must be reached: pass, aim (more than must be), FAIL, or not measured."""
+"""Targets of the check and their verdicts: pass, aim (better than required), FAIL, or not measured."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-Results = Mapping[str, Any]  # every section's data, by its name
+Results = Mapping[str, Any]  # data of every section by name
 
 
 class Target(NamedTuple):
-    """A figure, how it is taken from what was found, and the values that pass and that are aimed at."""
+    """A target: a description, how to compute its figure from the results, the values for pass and aim."""
 
     what: str
     figure: Callable[[Results], float]
-    least: bool  # whether more is better
+    least: bool  # whether larger is better
     bar: float
     aim: float
 
 
 def _best(figures: list[float], best: Callable[[list[float]], float]) -> float:
-    """The best of those that are known: who answered nobody in time has no percentile. NaN where none is."""
+    """Return the best of the figures that are not NaN (no percentile without finished queries); NaN if all are."""
     return best([one for one in figures if not math.isnan(one)] or [math.nan])
 
 
 def _ratio(figure: Callable[[Any], float], best: Callable[[list[float]], float]) -> Callable[[Results], float]:
-    """Ours over cuVS's: the better of launches and, where they were measured, of blocks that stay."""
+    """Return the ratio of ours to cuVS's: the better of launches and, if measured, the resident kernel."""
 
     def ratio(found: Results) -> float:
         ours = [figure(found["cuvs"]["ours"])]
@@ -35,7 +35,7 @@ def _ratio(figure: Callable[[Any], float], best: Callable[[list[float]], float])
 
 
 def _resident(figure: Callable[[Any], float], best: Callable[[list[float]], float]) -> Callable[[Results], float]:
-    """Blocks that stay over the better of the other forms."""
+    """Return the ratio of the resident kernel to the better of the other forms."""
 
     def ratio(found: Results) -> float:
         forms = found["resident"]
@@ -57,7 +57,7 @@ def _alone_s(one: Any) -> float:
 
 
 def _flood(form: str) -> Callable[[Results], float]:
-    """Prefill's p99 while decode floods the pool, over the one without."""
+    """Return the ratio of prefill's p99 under a decode flood to its p99 alone."""
 
     def ratio(found: Results) -> float:
         one = found["flood"][form]
@@ -67,7 +67,7 @@ def _flood(form: str) -> Callable[[Results], float]:
 
 
 def _bandwidth(found: Results) -> float:
-    """Bytes of rows a second of the kernel that compares them, of what a copy reads and writes."""
+    """Return the bandwidth of rows in the distance kernel, relative to a copy's reads and writes."""
     kernels = found["kernels"]
     return float(kernels["distance_bytes_s"] / kernels["copy_bytes_s"])
 
@@ -77,17 +77,17 @@ TARGETS = (
     Target("full batch, queries/s against cuVS", _ratio(_per_s, max), True, 0.8, 1.2),
     Target("p99 at 60% of cuVS's batch rate, against its windows of 1 ms", _ratio(_p99_s, min), False, 0.5, 0.15),
     Target("one query alone, p50 against cuVS", _ratio(_alone_s, min), False, 1.0, 0.5),
-    Target("bytes of rows that were compared against a copy's, read and written", _bandwidth, True, 0.5, 0.7),
-    Target("blocks that stay, all at once against staged and fused", _resident(_per_s, max), True, 0.9, 1.0),
-    Target("blocks that stay, p99 of arrivals against staged and fused", _resident(_p99_s, min), False, 1.0, 0.5),
-    Target("blocks that stay, one query alone against staged and fused", _resident(_alone_s, min), False, 1.0, 0.7),
+    Target("row bandwidth of the distance kernel against a copy's reads and writes", _bandwidth, True, 0.5, 0.7),
+    Target("resident kernel, all at once against staged and fused", _resident(_per_s, max), True, 0.9, 1.0),
+    Target("resident kernel, p99 of arrivals against staged and fused", _resident(_p99_s, min), False, 1.0, 0.5),
+    Target("resident kernel, one query alone against staged and fused", _resident(_alone_s, min), False, 1.0, 0.7),
     Target("prefill's p99 under decode's flood against alone, as planned", _flood("auto"), False, 1.3, 1.1),
     Target("prefill's p99 under decode's flood against alone, launches", _flood("launches"), False, 1.3, 1.1),
 )  # fmt: skip
 
 
 def verdicts(found: Results) -> list[tuple[str, str, str]]:
-    """(what, figure beside bar and aim, verdict) for each bar."""
+    """Return (description, figure with bar and aim, verdict) for each target."""
     return [_verdict(bar, found) for bar in TARGETS]
 
 
@@ -95,7 +95,7 @@ def _verdict(bar: Target, found: Results) -> tuple[str, str, str]:
     wanted = f"{'≥' if bar.least else '≤'} {bar.bar:g}, aim {bar.aim:g}"
     try:
         figure = bar.figure(found)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # a section that was skipped, failed or found nothing
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the section was skipped, failed or has no results
         return bar.what, wanted, "not measured"
     reached = [figure >= value if bar.least else figure <= value for value in (bar.bar, bar.aim)]
     return bar.what, f"{figure:.3f} {wanted}", "aim" if reached[1] else "pass" if reached[0] else "FAIL"

@@ -1,4 +1,4 @@
-"""How a section ends early: what it needs is not there, or its time is over, so that the others have theirs."""
+"""Early ends of a section: a missing prerequisite, or its time limit."""
 
 import signal
 import time
@@ -8,19 +8,19 @@ from types import FrameType
 
 
 class Skipped(Exception):
-    """This cannot be done here; the message says why."""
+    """A prerequisite is missing; the message gives the reason."""
 
 
 class OutOfTime(Exception):
-    """A section is not done within its time."""
+    """A section has exceeded its time limit."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the main thread where the block is not done in time: after the call that is under way then."""
+    """Raise OutOfTime in the main thread after `seconds`, once the current call returns."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime(f"not done within {seconds:.0f} s")
+        raise OutOfTime(f"not finished within {seconds:.0f} s")
 
     before, begin = signal.signal(signal.SIGALRM, end), time.monotonic()
     left, every = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -29,5 +29,5 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # somebody else's alarm
+        if left:  # restore an earlier alarm
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begin), 1e-3), every)

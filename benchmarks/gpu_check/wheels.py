@@ -1,7 +1,7 @@
-"""What a machine with torch and CuPy lacks for the check, in pieces that are small enough to be sent one by one.
+"""Packing of the wheels that the check needs on an offline machine with torch and CuPy.
 
-Such a machine may have no way to a package registry. The wheels are fetched here, packed into one archive for the check
-and one for cuVS, without which its comparison is left out, and cut into pieces.
+The wheels are downloaded, packed into one archive for the check and one for cuVS (without which that comparison is
+skipped), and split into pieces for transfer.
 """
 
 import subprocess
@@ -24,19 +24,19 @@ PACKS = {
     ),
     "cuvs": ("cuvs-cu13>=26.2",),
 }
-"""What is fetched, with all that it needs, by the name of the archive."""
+"""Requirements by archive; their dependencies are included."""
 
 Fetch = Callable[[Sequence[str], Path], None]
 
 
 def fetch(requirements: Sequence[str], to: Path) -> None:
-    """Wheels of the requirements, and of what these need, for this Python and machine. Raises CalledProcessError."""
+    """Download wheels of requirements and their dependencies for this Python and machine. Raises CalledProcessError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(to)]
     subprocess.run([*command, *requirements], check=True)
 
 
 def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
-    """Write the pieces of each pack to a directory, and print what they hold and how they are put together again."""
+    """Write the pieces of each pack to a directory, and print their contents and how to install them."""
     directory.mkdir(parents=True, exist_ok=True)
     held: set[str] = set()
     for pack, requirements in PACKS.items():
@@ -54,7 +54,7 @@ def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
         for piece in pieces:
             print(f"{piece}  {piece.stat().st_size / 1e6:.1f} MB")
         print(f"  {', '.join(wheel.name.partition('-')[0] for wheel in own)}")
-    print("there, in the checkout's directory, with the pieces beside it:")
+    print("on the target machine, in the checkout, with the pieces beside it:")
     print(f"  cat {' '.join(f'{pack}-*.piece | tar x; cat' for pack in PACKS).removesuffix('; cat')}")
     print("  python -m pip install --no-index --find-links wheels numba cuda-bindings cuda-core nvidia-cuda-nvrtc \\")
     print("      pyzmq msgspec psutil cuvs-cu13   # cuvs-cu13 only with its pieces")
@@ -62,7 +62,7 @@ def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
 
 
 def cut(archive: Path, directory: Path, name: str) -> list[Path]:
-    """A file as NAME-00.piece, NAME-01.piece …, which in this order are the file."""
+    """Split a file into NAME-00.piece, NAME-01.piece …"""
     pieces: list[Path] = []
     with archive.open("rb") as file:
         while part := file.read(PIECE_BYTES):

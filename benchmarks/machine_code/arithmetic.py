@@ -1,10 +1,10 @@
-"""What the machine's instructions compute: integers, floats, comparisons, memory, exchanges within a warp."""
+"""Instructions of the interpreter: integers, floats, comparisons, memory, warp shuffles and votes."""
 
 from typing import Any
 
 import numpy as np
 
-from benchmarks.machine_code.interpreter import COMPARE, MASK32, WARP, Lanes, Machine, Warp
+from benchmarks.machine_code.interpreter import COMPARE, MASK32, WARP, Interpreter, Lanes, Warp
 from benchmarks.machine_code.listing import Instruction, Operand
 
 _SIGN = np.uint32(0x80000000)
@@ -14,11 +14,11 @@ def _signed(value: Lanes) -> Lanes:
     return value.astype(np.uint32).view(np.int32).astype(np.int64)
 
 
-class Arithmetic(Machine):
+class Arithmetic(Interpreter):
     # ---- integers
 
     def _sum(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """IADD3: up to two carries out and, extended, two in; `~` of a term stands for its share of a difference."""
+        """IADD3: up to two carries out and, with X, two in; an inverted term is part of a subtraction."""
         target, *rest = one.operands
         carries = []
         while rest[0].kind in ("P", "UP"):
@@ -31,7 +31,7 @@ class Arithmetic(Machine):
                 value = ~value
             elif term.negated:
                 value = np.uint32(0) - value
-                # minus zero carries, as the complement and one would
+                # -0 carries, like ~0 + 1
                 total += np.where(value == 0, np.uint64(1) << np.uint64(32), np.uint64(0)) if carries else np.uint64(0)
             total += value.astype(np.uint64)
         for carry in taken:
@@ -58,7 +58,7 @@ class Arithmetic(Machine):
             else:
                 product = (_signed(left) * _signed(right)).view(np.uint64)
             if "HI" in modifiers:
-                total = product + self._wide(w, c)  # as division's first step has it: what is added has 64 bits
+                total = product + self._wide(w, c)  # as in the first step of division: the addend has 64 bits
                 self._put(w, on, target, total >> np.uint64(32))
                 return
             added = self._wide(w, c)
@@ -157,7 +157,7 @@ class Arithmetic(Machine):
             left, right = _signed(left), _signed(right)
         name = next(part for part in modifiers if part in COMPARE)
         value = COMPARE[name](left, right)
-        if "EX" in modifiers:  # equal here: what the lower halves said
+        if "EX" in modifiers:  # if equal, the result of the lower halves
             lower = self._pred(w, more[1])
             equal = left == right
             value = equal & lower if name == "EQ" else ~equal | lower if name == "NE" else np.where(equal, lower, value)
@@ -227,7 +227,7 @@ class Arithmetic(Machine):
         self._put_float(w, on, target, (product + self._float(w, c).astype(np.float64)).astype(np.float32))
 
     def _hadd2(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """As it is used to widen a half: 0 - and minus 0 at that - + one of two halves."""
+        """Widen a half: the only use here is -0 + one of two halves."""
         target, zero, source = one.operands
         assert "F32" in one.modifiers
         assert zero.number == 255
@@ -239,7 +239,7 @@ class Arithmetic(Machine):
         left, right = self._float(w, a), self._float(w, b)
         name = next(part for part in one.modifiers if part[:2] in COMPARE)
         value = COMPARE[name[:2]](left, right)
-        if name.endswith("U"):  # or not to be compared
+        if name.endswith("U"):  # or unordered
             value = value | np.isnan(left) | np.isnan(right)
         self._combine(w, on, one, first, second, value, other)
 
@@ -265,10 +265,10 @@ class Arithmetic(Machine):
         with np.errstate(divide="ignore"):
             self._put_float(w, on, one.operands[0], np.float32(1) / self._float(w, one.operands[1]))
 
-    # ---- exchanges within a warp
+    # ---- warp shuffles and votes
 
     def _vote(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """The lanes that take part are those that are here together."""
+        """The participating lanes are the converged ones."""
         value = self._pred(w, one.operands[-1])
         bits = sum(1 << lane for lane in range(WARP) if value[lane] and on[lane])
         for o in one.operands[:-1]:
@@ -356,7 +356,7 @@ class Arithmetic(Machine):
     _ld, _st = _ldg, _stg
 
     def _ldgsts(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """From global to shared memory, at once."""
+        """Copy from global to shared memory, synchronously."""
         target, source = (
             self._address(w, o, shared) for o, shared in zip(one.operands[:2], (True, False), strict=True)
         )
@@ -392,7 +392,7 @@ def _words(one: Instruction) -> int:
 
 
 def _table3(table: int, a: Lanes, b: Lanes, c: Lanes) -> Lanes:
-    """Of three bits each, the bit of the table that they number."""
+    """Look up three bits in a truth table."""
     value = np.zeros(WARP, np.uint32)
     for row in range(8):
         if table >> row & 1:

@@ -1,16 +1,15 @@
-"""What the kernels' machine code consists of, and what of it runs: instructions, barriers, exchanges.
+"""Instruction counts of the kernels' machine code, static or executed: instructions, barriers, shuffles.
 
     python -m benchmarks.machine_code [--executed] [--nvdisasm PATH] [--arch sm_90 …] [--kernel NAME …]
                                       [--against REVISION]
 
-Compiles the kernels as an engine does (NVRTC, of the extra [cuda]) and reads the code back with nvdisasm, from the PATH
-or the package nvidia-cuda-nvdisasm (of the extra [test]). No GPU is needed. --against: the same of the kernels of a
-revision in git, beside it.
+Compiles the kernels like an engine (NVRTC, extra [cuda]) and disassembles the code with nvdisasm, from the PATH or the
+package nvidia-cuda-nvdisasm (extra [test]). No GPU is needed. --against: compare with the kernels of a git revision.
 
-These are instructions that there are: a loop's body counts once however often it runs, and of two ways both count.
---executed: instead, what a slot's block executes in an extend of a usual search, all of its warps together: the code is
-carried out on the CPU (`machine`; sm_90 alone), the searches of both revisions being the same ones. Of
-extend_fused_near, by a block of 128 threads, that is an extend as a whole.
+Static counts: a loop's body counts once, and both branches of a condition count.
+--executed: instead, the instructions that a slot's block executes in an extend of a typical search, over all warps: the
+code is interpreted on the CPU (`interpreter`; sm_90 only), with the same searches for both revisions. For
+extend_fused_near, with blocks of 128 threads, this covers the whole extend.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from gpu.cuda.compiler import compile_source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 KERNELS = ("gather_tasks", "merge_top_m", "merge_and_gather")
-"""What merges and gathers, by the names of several revisions."""
+"""The merge and gather kernels, by their names in several revisions."""
 BLOCK_KERNEL = "extend_fused_near"
 _ROOT = Path(__file__).parents[2]
 _ROWS, _DIM = 3000, 32
@@ -49,8 +48,8 @@ _SOURCE = "import sys; from gpu.cuda.compiler import kernel_source; sys.stdout.w
 
 
 class Counts(NamedTuple):
-    """Of one kernel: instructions; among them barriers of a block, exchanges in a warp (shuffles, votes), accesses to
-    shared memory, and to global memory."""
+    """Counts of one kernel: all instructions, block barriers, warp exchanges (shuffles, votes), accesses to shared and
+    to global memory."""
 
     instructions: int
     barriers: int
@@ -60,7 +59,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(listing: str) -> dict[str, Counts]:
-    """What nvdisasm -c wrote, by kernel. What fills the code up behind a kernel's end is not counted."""
+    """Count the instructions of nvdisasm -c's output, by kernel, without the padding at a kernel's end."""
     opcodes: dict[str, Counter[str]] = {}
     kernel: Counter[str] | None = None
     for line in listing.splitlines():
@@ -85,7 +84,7 @@ def _counts(opcodes: Counter[str]) -> Counts:
 
 
 def disassemble(image: bytes, nvdisasm: str) -> str:
-    """A cubin's listing. Raises CalledProcessError."""
+    """Disassemble a cubin. Raises CalledProcessError."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
@@ -94,7 +93,7 @@ def disassemble(image: bytes, nvdisasm: str) -> str:
 
 @contextmanager
 def tree_at(revision: str | None) -> Iterator[Path]:
-    """A folder with what the kernels of a revision in git are made of and driven by; None: of the checkout itself."""
+    """Extract the kernels and their tests of a git revision to a folder; None: use the checkout."""
     if revision is None:
         yield _ROOT
         return
@@ -107,12 +106,12 @@ def tree_at(revision: str | None) -> Iterator[Path]:
 
 
 def listing_of(tree: Path, arch: str, nvdisasm: str) -> str:
-    """The kernels' text, as the tree's own code puts it together, compiled and read back. Raises CalledProcessError."""
+    """Compile a tree's kernels and disassemble them. Raises CalledProcessError."""
     return disassemble(compile_source(_run(tree, "-c", _SOURCE), arch)[0], nvdisasm)
 
 
 def _run(tree: Path, *arguments: str) -> str:
-    """A program of Python's in a tree, with the checkout's benchmarks; what it writes."""
+    """Run Python in a tree, with the checkout's benchmarks. Returns its output."""
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{_ROOT}"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -121,7 +120,7 @@ def _run(tree: Path, *arguments: str) -> str:
 def executed(
     tree: Path, listing: str, index: Path, top_m: int, form: str = "stages"
 ) -> tuple[dict[str, list[float]], str]:
-    """By kernel of a form (stages, block), what a slot's block executes in an extend, as in Counts; and what was found.
+    """Return, by kernel of a form (stages, block), the counts executed by a slot's block in an extend; and the results.
 
     Raises CalledProcessError."""
     with tempfile.NamedTemporaryFile("w", suffix=".sass") as file:
@@ -139,7 +138,7 @@ def executed(
 
 
 def usual_index(path: Path, dims: int = _DIM) -> None:
-    """Clustered vectors of whole numbers, so that sums have one value only, with a graph of degree 32, and queries."""
+    """Write clustered integer vectors, whose sums are exact, with a graph of degree 32, and queries."""
     data = random_set(_ROWS, dims, SLOTS, seed=0)
     base, queries = (np.round(4 * vectors).astype(np.float32) for vectors in (data.base, data.queries))
     index = GraphIndex.build(base, metric="l2", degree=32).data
@@ -147,7 +146,7 @@ def usual_index(path: Path, dims: int = _DIM) -> None:
 
 
 def find_nvdisasm() -> str | None:
-    """nvdisasm of the PATH, or of its package."""
+    """Find nvdisasm on the PATH or in its package."""
     beside = [str(path) for path in Path(entry).glob("nvidia/cu*/bin/nvdisasm")] if (entry := _site()) else []
     return shutil.which("nvdisasm") or next(iter(beside), None)
 
@@ -196,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
                         found, answer = executed(tree, listing, index, options.top_m, form)
                         counted[when] = {name: [f"{one:,.1f}" for one in line] for name, line in found.items()}
                         answers.add(answer)
-            assert len(answers) < 2, f"revisions found different rows: {answers}"
+            assert len(answers) < 2, f"revisions have different results: {answers}"
             for kernel in options.kernel:
                 rows += [
                     (f"{when}{kernel}, {arch}", *found[kernel]) for when, found in counted.items() if kernel in found

@@ -1,6 +1,6 @@
-"""Searches of a small index by the machine code of a revision's kernels, carried out on the CPU.
+"""Execution of small searches with the machine code of a revision's kernels, interpreted on the CPU.
 
-A program of its own, run by `counts` with that revision's `gpu` and `tests` on the path, whose workbench it drives:
+`counts` runs this program with that revision's `gpu` and `tests` on the path; it drives their workbench:
 
     python -m benchmarks.machine_code.executed LISTING INDEX.npz TOP_M stages|block
 """
@@ -22,19 +22,19 @@ from benchmarks.machine_code.listing import kernels_of
 
 SLOTS = 2
 ARCHITECTURE = "sm_90"
-BLOCK_THREADS = 128  # where a block serves a slot, as a resident one does on a GPU with many slots
+BLOCK_THREADS = 128  # of a block per slot, like a resident block on a GPU with many slots
 _PARAMETERS_AT = 0x210
 _BYTES = 64 << 20
 
 
-class MachineDriver:
-    """What the workbench asks of a driver; `counts` has each launch's kernel and what it executed."""
+class InterpretedDriver:
+    """The driver interface of the workbench. `counts`: kernel and executed instructions of each launch."""
 
     def __init__(self, listing: str) -> None:
         kernels = kernels_of(listing)
         self._names = list(kernels)
         self._memory = Memory(_BYTES)
-        self._machine = Arithmetic(kernels, self._memory, _PARAMETERS_AT)
+        self._interpreter = Arithmetic(kernels, self._memory, _PARAMETERS_AT)
         self.counts: list[tuple[str, Counter[str], int]] = []
 
     def allocate(self, nbytes: int) -> int:
@@ -67,7 +67,7 @@ class MachineDriver:
             packed = packed.ljust(-(-len(packed) // align) * align, b"\0") + bytes(argument)
         name = self._names[kernel]
         threads = min(block[0], BLOCK_THREADS)
-        found = self._machine.launch(name, grid[0], threads, packed, shared_bytes)
+        found = self._interpreter.launch(name, grid[0], threads, packed, shared_bytes)
         self.counts.append((name, found.opcodes, found.barriers))
 
     def create_stream(self) -> int:
@@ -77,30 +77,30 @@ class MachineDriver:
 
 
 def main(listing: str, index: str, top_m: str, form: str) -> None:
-    """Writes to standard output, as JSON, one line a launch of a search's later extends: kernel, opcodes and how often,
-    barriers, extends of single slots that these were for; then what was found, and in how many extends."""
+    """Print, as JSON, a line per launch of a search's later extends: kernel, counts of opcodes, barriers, extends of
+    single slots; then the results and their numbers of extends."""
     bench = importlib.import_module("tests.cuda.workbench")
-    driver = MachineDriver(Path(listing).read_text())
+    driver = InterpretedDriver(Path(listing).read_text())
     with np.load(index) as stored:
         arrays = dict(stored)
     {"stages": _stages, "block": _block}[form](bench, driver, bench.SearchParams(10, int(top_m), 4), arrays)
 
 
-def _work(bench: Any, driver: MachineDriver, slots: int, dtype: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
+def _work(bench: Any, driver: InterpretedDriver, slots: int, dtype: str, arrays: dict[str, npt.NDArray[Any]]) -> Any:
     rows = importlib.import_module(bench.true_distances.__module__)
     encoded = rows.encode(rows.checked_vectors(arrays["base"], "l2"), "l2", dtype)
     data = bench.IndexData(encoded, arrays["graph"], arrays["seeds"], None)
     return bench.Workbench(driver, [data], bench.Limits(slots=slots, max_top_m=512, max_k=16))
 
 
-def _write(driver: MachineDriver, extends: int) -> None:
+def _write(driver: InterpretedDriver, extends: int) -> None:
     for name, opcodes, barriers in driver.counts:
         print(json.dumps([name, opcodes, barriers, extends]))
     driver.counts.clear()
 
 
-def _stages(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """Gathering and merging of slots side by side, as long as all of them run. Distances are numpy's."""
+def _stages(bench: Any, driver: InterpretedDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Gather and merge several slots while all of them run. Distances are computed by numpy."""
     layout, base, queries = bench.layout, arrays["base"], arrays["queries"]
     work = _work(bench, driver, SLOTS, "float32", arrays)
     for slot in range(SLOTS):
@@ -108,7 +108,7 @@ def _stages(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, np
     number = 0
     while not any(work.done(slot) for slot in range(SLOTS)):
         driver.counts.clear()
-        if hasattr(layout, "GATHER_TASKS"):  # a revision with one list of all slots' tasks, and a kernel that makes it
+        if hasattr(layout, "GATHER_TASKS"):  # older revisions: one task list of all slots, built by a kernel
             work.launch(layout.GATHER_TASKS, SLOTS, work.shape.gather_shared_bytes)
             tasks = work.read("tasks", layout.TASK)[: work.read("counters", layout.COUNTERS)["tasks"][0]]
             nodes, asked, merge = tasks["node"], queries[tasks["slot"]], layout.MERGE_TOP_M
@@ -125,9 +125,9 @@ def _stages(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, np
     print(json.dumps([[*work.result(slot, 10), work.extends(slot)] for slot in range(SLOTS) if work.done(slot)]))
 
 
-def _block(bench: Any, driver: MachineDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """All that a block does for a query that it serves from its second extend to its end, distances to float16 rows and
-    the result among it."""
+def _block(bench: Any, driver: InterpretedDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Execute a block per query from its second extend to its end, including distances to float16 rows and the
+    result."""
     found = []
     for query in arrays["queries"][:SLOTS]:
         work = _work(bench, driver, 1, "float16", arrays)

@@ -1,8 +1,8 @@
-"""Machine code of sm_90 as nvdisasm lists it, carried out on a CPU warp by warp: to count what runs.
+"""Interpreter of sm_90 machine code as listed by nvdisasm, to count executed instructions on a CPU, warp by warp.
 
-Only what the kernels consist of is there; an instruction that is not raises NotImplementedError with its line. Lanes
-of a warp that are at different places take turns, the foremost last, and meet again where the code says so (BSSY,
-BSYNC). That what is carried out is right shows in what the kernels find.
+It supports the instructions that the kernels use; others raise NotImplementedError with their line. Divergent lanes of
+a warp are executed lowest address first, and reconverge at BSSY/BSYNC. Its correctness is checked by the kernels'
+results.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ COMPARE: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
 
 
 class Memory:
-    """A device's memory, in one piece; addresses begin at BASE."""
+    """Device memory as one block; addresses start at BASE."""
 
     BASE = 1 << 32
 
@@ -35,17 +35,17 @@ class Memory:
     def allocate(self, nbytes: int) -> int:
         place = self._used
         self._used += -(-nbytes // 256) * 256
-        assert self._used <= len(self.bytes), "the machine's memory is full"
+        assert self._used <= len(self.bytes), "the interpreter's memory is full"
         return self.BASE + place
 
     def view(self, address: int, nbytes: int) -> npt.NDArray[np.uint8]:
         begin = address - self.BASE
-        assert 0 <= begin <= self._used - nbytes, f"address {address:#x} is nobody's"
+        assert 0 <= begin <= self._used - nbytes, f"address {address:#x} is not allocated"
         return self.bytes[begin : begin + nbytes]
 
 
-class Counted(NamedTuple):
-    """What one launch has carried out: instructions by kind, of all warps together, and barriers that blocks passed."""
+class LaunchCounts(NamedTuple):
+    """Counts of a launch: instructions by opcode over all warps, and block barriers."""
 
     opcodes: Counter[str]
     barriers: int
@@ -60,23 +60,23 @@ class Warp:
         self.up = np.zeros(8, bool)
         self.up[7] = True
         self.pc = np.full(WARP, pc)
-        self.here = np.arange(number * WARP, number * WARP + WARP) < threads  # lanes that have not left
-        self.waits = np.full(WARP, -1)  # the convergence barrier that a lane waits at
+        self.here = np.arange(number * WARP, number * WARP + WARP) < threads  # lanes that have not exited
+        self.waits = np.full(WARP, -1)  # the convergence barrier at which a lane waits
         self.meet = np.zeros((32, WARP), bool)
         self.tid = np.arange(number * WARP, number * WARP + WARP, dtype=np.uint32)
-        self.at_barrier: int | None = None  # the value that it brings to a barrier
+        self.at_barrier: int | None = None  # its operand of a barrier reduction
         self.answer = 0
 
 
-class Machine:
-    """Runs kernels block by block."""
+class Interpreter:
+    """Executes kernels block by block."""
 
     def __init__(self, kernels: dict[str, Kernel], memory: Memory, parameters_at: int) -> None:
-        """parameters_at: where a kernel's arguments begin in the constant bank."""
+        """parameters_at: offset of a kernel's arguments in the constant bank."""
         self._kernels, self._memory, self._parameters_at = kernels, memory, parameters_at
 
-    def launch(self, name: str, blocks: int, threads: int, parameters: bytes, shared_bytes: int) -> Counted:
-        """Carry a kernel out."""
+    def launch(self, name: str, blocks: int, threads: int, parameters: bytes, shared_bytes: int) -> LaunchCounts:
+        """Execute a kernel."""
         self._kernel = self._kernels[name]
         bank = np.zeros(4096, np.uint8)
         bank[self._parameters_at : self._parameters_at + len(parameters)] = np.frombuffer(parameters, np.uint8)
@@ -88,9 +88,9 @@ class Machine:
         for block in range(blocks):
             self._shared = np.full(shared_bytes + 1024, 0xA5, np.uint8)
             self._block, self._threads = block, threads
-            with np.errstate(over="ignore", invalid="ignore"):  # lanes that are off hold anything
+            with np.errstate(over="ignore", invalid="ignore"):  # inactive lanes hold arbitrary values
                 self._run([Warp(number, threads) for number in range(-(-threads // WARP))])
-        return Counted(self._opcodes, self._barriers)
+        return LaunchCounts(self._opcodes, self._barriers)
 
     def _run(self, warps: list[Warp]) -> None:
         while any(warp.here.any() for warp in warps):
@@ -109,7 +109,7 @@ class Machine:
 
     def _step(self, w: Warp) -> None:
         ready = w.here & (w.waits < 0)
-        assert ready.any(), "lanes wait for others that never come"
+        assert ready.any(), "deadlock: all lanes wait at convergence barriers"
         pc = int(w.pc[ready].min())
         lanes = ready & (w.pc == pc)
         one = self._kernel.code[pc]
@@ -154,7 +154,7 @@ class Machine:
         return -value if o.negated else value
 
     def _wide(self, w: Warp, o: Operand) -> Lanes:
-        """64 bits: a register and the next."""
+        """Return 64 bits: a register and the next."""
         if o.kind == "#":
             return np.full(WARP, o.number, np.uint64)
         low = self._raw(w, o).astype(np.uint64)
@@ -187,7 +187,7 @@ class Machine:
     # ---- control
 
     def _bra(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        if "DIV" in one.modifiers:  # where lanes of the mask are not together
+        if "DIV" in one.modifiers:  # if the lanes of the mask have diverged
             together = sum(1 << lane for lane in range(WARP) if on[lane])
             if int(self._int(w, one.operands[0])[0]) & ~together == 0:
                 return
@@ -197,7 +197,7 @@ class Machine:
                 on = on & self._pred(w, o)
         w.pc[on] = target
 
-    _call = _bra  # as it is used here: to a place from which nothing returns
+    _call = _bra  # used only for calls that do not return
 
     def _exit(self, w: Warp, on: Lanes, one: Instruction) -> None:
         w.here = w.here & ~on
@@ -231,7 +231,7 @@ class Machine:
         self._together(w, on)
 
     def _together(self, w: Warp, on: Lanes) -> None:
-        assert (on == w.here).all(), "lanes of a warp are not together"
+        assert (on == w.here).all(), "lanes of a warp have diverged"
 
     def _bar(self, w: Warp, on: Lanes, one: Instruction) -> None:
         if not on.any():
@@ -243,7 +243,7 @@ class Machine:
             w.at_barrier = int((value & on).any())
 
     def _b2r(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """What all threads together brought to the last barrier."""
+        """Read the reduction of the last barrier."""
         self._put_pred(w, on, one.operands[1], np.full(WARP, bool(w.answer)))
 
     def _nop(self, w: Warp, on: Lanes, one: Instruction) -> None: ...
@@ -256,7 +256,7 @@ class Machine:
         self._put(w, on, one.operands[0], self._int(w, one.operands[1]))
 
     def _hfma2(self, w: Warp, on: Lanes, one: Instruction) -> None:
-        """As it is used to load a constant: 0 · 0 + two halves."""
+        """Load a constant: the only use of HFMA2 here is 0 · 0 + two halves."""
         target, a, b, *halves = one.operands
         assert a.number == b.number == 255
         bits = [int(np.float16(half.parts[0] if half.parts else half.number).view(np.uint16)) for half in halves]

@@ -1,4 +1,4 @@
-"""What nvdisasm lists, as instructions and their operands."""
+"""Parser of nvdisasm listings."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _CONSTANT = re.compile(r"^c\[0x0\]\[(0x[0-9a-f]+)\]$")
 
 
 class Operand(NamedTuple):
-    """R, P, UR, UP, c (of the constant bank), # (a number), @ (an address), L (a label) or what else; by number."""
+    """An operand. kind: R, P, UR, UP, c (constant bank), # (immediate), @ (address), L (label) or ? (other)."""
 
     kind: str
     number: int = 0
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(listing: str) -> dict[str, Kernel]:
-    """What nvdisasm -c wrote, by kernel."""
+    """Parse the output of nvdisasm -c, by kernel."""
     found: dict[str, Kernel] = {}
     kernel: Kernel | None = None
     for line in listing.splitlines():

@@ -60,7 +60,7 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
     assert sections["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
     measured = [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]]
     assert measured == [*[True] * 4, False, *[True] * 5] * 2  # bytes of rows are a GPU's alone
-    assert "A dry run: its figures and verdicts say nothing of a GPU." in page
+    assert "A dry run: its figures and verdicts do not apply to a GPU." in page
     assert "FAILED" not in page
     assert "skipped" not in page.replace("skipped: no GPU", "").replace("| skipped: no persistent kernel", "").replace(
         "skipped: cuVS is not installed", ""
@@ -93,7 +93,7 @@ def test_a_section_that_fails_or_is_late_keeps_what_it_has_and_does_not_stop_the
     page = (tmp_path / "gpu-dry-run.md").read_text()
     assert "| first | speed | 1/s |\n| first | | FAILED: AssertionError: an id comes twice |" in page
     assert "| second | | skipped: no such tool |" in page
-    assert "| third | | skipped: there is no index of 32 dims: see the section data |" in page
+    assert "| third | | skipped: no index of 32 dims: see the section data |" in page
     assert "| fourth | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 4
@@ -108,7 +108,7 @@ def test_a_section_that_is_not_done_in_its_time_is_ended(tmp_path: Path, monkeyp
     put_sections(monkeypatch, first=endless, second=speed)
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "0.2"]) == 1
     page = (tmp_path / "gpu-dry-run.md").read_text()
-    assert "| first | speed | 1/s |\n| first | | FAILED: not done within 0 s |" in page
+    assert "| first | speed | 1/s |\n| first | | FAILED: not finished within 0 s |" in page
     assert "| second | | skipped: " in page
 
 
@@ -131,7 +131,7 @@ def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misse
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "gpu-dry-run.md").read_text()
     assert "| flood, 48 dims | | skipped: msgspec is not installed |" in page
-    assert "| exchange | | skipped: the package of the rings needs msgspec |" in page
+    assert "| exchange | | skipped: ipc needs msgspec |" in page
     assert "| model | | skipped: the model needs torch: the extra [llm] |" in page
     assert "| handover | | skipped: msgspec is not installed |" in page
     assert "| data, 48 dims | graph by torch | skipped: torch " in page
@@ -175,9 +175,9 @@ def test_blocks_that_stay_are_judged_by_the_better_of_the_other_forms_and_beside
     forms = {"staged": form(100.0, 0.3, 2.0), "fused": form(50.0, 0.9, 1.0), "resident": form(95.0, 0.2, 1.1)}
     found = {"cuvs": cuvs_found(0.96, 90.0, float("nan"), 3.0), "resident": forms}
     judged = {what: (figure.split()[0], verdict) for what, figure, verdict in verdicts(found)}
-    assert judged["blocks that stay, all at once against staged and fused"] == ("0.950", "pass")
-    assert judged["blocks that stay, p99 of arrivals against staged and fused"] == ("0.667", "pass")
-    assert judged["blocks that stay, one query alone against staged and fused"] == ("1.100", "FAIL")
+    assert judged["resident kernel, all at once against staged and fused"] == ("0.950", "pass")
+    assert judged["resident kernel, p99 of arrivals against staged and fused"] == ("0.667", "pass")
+    assert judged["resident kernel, one query alone against staged and fused"] == ("1.100", "FAIL")
     assert judged["full batch, queries/s against cuVS"] == ("0.095", "FAIL")
     assert judged["p99 at 60% of cuVS's batch rate, against its windows of 1 ms"] == ("0.200", "pass")
     assert judged["one query alone, p50 against cuVS"] == ("1.100", "FAIL")
@@ -264,9 +264,9 @@ def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None
     seconds = {"compute_distances_16": 2.0, "merge_and_gather": 9.0}
     found = [StageTimes(seconds, 4, 30), StageTimes(seconds, 4, 10)]
     outcome = Outcome()
-    kernels.tell(outcome, 4, found)
+    kernels.add_times(outcome, 4, found)
     assert outcome.lines[0] == ("4 slots, compute_distances_16, p50", "2,000,000.0 µs")
-    assert outcome.lines[2] == ("… rows compared in an extend, p50", "20")
+    assert outcome.lines[2] == ("… rows scored in an extend, p50", "20")
     assert kernels.distance_bytes_s(found, 100) == 1000.0
 
 

@@ -104,7 +104,7 @@ def test_on_a_gpu_what_a_pool_is_compiled_of_is_compiled_while_the_data_is_made(
         assert gpu_check.main([*options, "--out", str(tmp_path)]) == 0
     assert begun == ["sections", "compiling", "sections"]
     compiling.main()
-    assert "… of which meanwhile were answered" in capsys.readouterr().out
+    assert "… decode queries answered meanwhile" in capsys.readouterr().out
 
 
 def test_prefill_under_a_flood_is_judged_beside_prefill_alone_and_an_answer_that_is_missing_fails() -> None:

@@ -1,4 +1,4 @@
-"""Is what the engine returns right? Against exact search, against the CPU engine, and out of poisoned memory."""
+"""Correctness of search results: against exact search and the CPU engine, with poisoned result memory."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from gpu import Engine, GraphIndex, SearchParams, open_engine
 
 _POISON_NODE, _POISON_DISTANCE = -77, np.float32(-1e30)
 _LEAST_RECALL = 0.85
-_TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "int8": 1e-4}  # of distances, against those of the vectors themselves
+_TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "int8": 1e-4}  # relative error of distances against exact ones
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Fresh random vectors in every dtype and metric, then the data of this run. Raises AssertionError."""
+    """Check random vectors in several dtypes and metrics, then the run's data. Raises AssertionError."""
     rows, queries = (1000, 60) if setup.small else (5000, 300)
     for number, (metric, dtype, dim) in enumerate(
         (("l2", "float32", 24), ("ip", "float16", 96), ("cosine", "int8", 200), ("l2", "int8", 40))
@@ -48,18 +48,18 @@ def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchPar
     again = run_load(engine, data.queries[::-1].copy(), params)
     assert found.finished == len(data.queries), f"{found.finished} of {len(data.queries)} queries finished"
     ids, distances = found.ids, found.distances
-    assert ids.min() >= 0, "an id is missing or poison"
+    assert ids.min() >= 0, "an id is missing or a poison value"
     assert ids.max() < index.size, f"id {ids.max()} of {index.size}"
     assert np.isfinite(distances).all(), "a distance is not finite"
     assert (np.diff(distances, axis=1) >= 0).all(), "distances are not in order"
-    assert all(len(set(row)) == len(row) for row in ids.tolist()), "an id comes twice"
+    assert all(len(set(row)) == len(row) for row in ids.tolist()), "an id is duplicated"
     true = _distances(data.base, data.queries, ids, data.metric)
     scale = max(float(np.abs(true).max()), 1e-9)
     error = float(np.abs(true - distances).max()) / scale
     assert error < _TOLERANCE[index.dtype], f"distances are off by {error:.2e} of the largest"
     recall = data.recall(ids)
     assert recall > _LEAST_RECALL, f"recall@10 is {recall:.3f}"
-    assert np.array_equal(again.ids[::-1], ids), "the same queries in another order found something else"
+    assert np.array_equal(again.ids[::-1], ids), "results depend on the order of queries"
     cpu = index.search(data.queries, params.k, params.top_m, params.search_width)[0]
     return {
         "recall": recall,
@@ -71,7 +71,7 @@ def _checked(engine: Engine, index: GraphIndex, data: DataSet, params: SearchPar
 
 
 def poison(engine: Engine) -> bool:
-    """Fill the memory that results are read from with what no result can be. False where there is none to get at."""
+    """Fill the memory of results with impossible values. Returns False if it is not accessible."""
     memory = getattr(engine, "_memory", None)
     if memory is None:
         return False
@@ -93,7 +93,7 @@ def _exact(base: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], metr
 def _distances(
     base: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], metric: str
 ) -> npt.NDArray[np.float64]:
-    """The metric's distances of queries to found rows, in double precision."""
+    """Return the metric's distances of queries to found rows, in double precision."""
     rows, asked = base[ids].astype(np.float64), queries[:, None].astype(np.float64)
     if metric == "l2":
         found: npt.NDArray[np.float64] = np.square(rows - asked).sum(axis=2)

@@ -1,6 +1,6 @@
-"""The vectors of a run, their exact neighbours and their graph, made on the device; and the top_m that recall asks for.
+"""Data of a run: vectors, exact neighbours and graph, generated on the device; and the top_m for the target recall.
 
-Where both cuVS and torch can build graphs there, both do, and searches use cuVS's: engines are compared over one graph.
+If both cuVS and torch can build graphs, both do, and searches use cuVS's: engines are compared over one graph.
 """
 
 import time
@@ -20,13 +20,13 @@ from gpu.index.rows import FloatArray, encode
 
 _DEGREE, _SEED = 32, 0
 _TOP_MS = (32, 48, 64, 96, 128, 192, 256)
-_RECALL = 0.955  # a little more than the bar
+_RECALL = 0.955  # slightly above the target
 _ASKED = 500
 _WITHOUT_TORCH = 100_000
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Raises AssertionError where no top_m reaches the recall."""
+    """Generate or load the data and build the graph. Raises AssertionError if no top_m reaches the recall."""
     begin = time.perf_counter()
     data = _data(setup)
     took = time.perf_counter() - begin
@@ -58,7 +58,7 @@ def _data(setup: Setup) -> DataSet:
 
 
 def _built(setup: Setup, data: DataSet, threads: int, outcome: Outcome) -> tuple[GraphIndex, str]:
-    """The index, and who built its graph."""
+    """Return the index and the builder of its graph."""
     rows = encode(data.base, data.metric, setup.dtype)
     seeds = np.random.default_rng(_SEED).permutation(len(data.base))[:128].astype(np.uint32)
     space = neighbor_space(data.base, data.metric)
@@ -100,7 +100,7 @@ def _by_torch(setup: Setup, space: FloatArray, root: int) -> Any:
 
 
 def _torch_device(setup: Setup) -> str | None:
-    """torch's name of the device; None where torch is not there, or has no CUDA for a GPU."""
+    """Return torch's name of the device; None without torch, or without CUDA for a GPU."""
     try:
         import torch
     except ImportError:
@@ -119,7 +119,7 @@ def _recall(index: GraphIndex, data: DataSet, top_m: int, threads: int) -> float
 
 
 def _top_m(index: GraphIndex, data: DataSet, wanted: int, threads: int) -> tuple[int, float]:
-    """What was asked for, or, for 0, the least that reaches the recall; and the recall that the CPU finds with it."""
+    """Return top_m, as given or, for 0, the smallest that reaches the recall; and the recall on the CPU."""
     for top_m in (wanted,) if wanted else _TOP_MS:
         recall = _recall(index, data, top_m, threads)
         if wanted or recall >= _RECALL:

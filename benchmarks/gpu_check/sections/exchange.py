@@ -1,7 +1,7 @@
-"""Two processes: one writes query vectors into the other's arena, which searches for them and answers.
+"""Query vectors through an arena between processes: a client writes them, this process searches and answers.
 
 On a GPU the arena is device memory, opened through CUDA IPC; in a dry run it is a memfd. Descriptors and answers go
-through a pipe: it is the arena that is looked at here, not the way there (see `benchmarks.ring`).
+through a pipe: this section tests the arena, not the rings (see `benchmarks.ring`).
 """
 
 import multiprocessing
@@ -22,12 +22,12 @@ _JOIN_S = 30.0
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Raises AssertionError where an answer differs from that of the same query handed over directly."""
+    """Compare answers with those of the same queries passed directly. Raises AssertionError if they differ."""
     try:
         from ipc.memory.device import DeviceMemory, HostMemory
         from ipc.session.device_arena import DeviceArena, SlotHandle, arena_bytes
     except ImportError as error:
-        raise Skipped(f"the package of the rings needs {error.name}") from None
+        raise Skipped(f"ipc needs {error.name}") from None
     queries = setup.data.queries[: 40 if setup.small else 1000]
     engine = setup.engine(min(64, setup.slots))
     direct = run_load(engine, queries, setup.params).ids
@@ -50,7 +50,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
         found, took = [], []
         for _ in range(len(queries)):
             if not ours.poll(_JOIN_S):
-                raise AssertionError("the client did not write its next query")
+                raise AssertionError("the client did not write its next query in time")
             place = SlotHandle(*ours.recv())
             begin = time.perf_counter()
             arena.claim(number, place)
@@ -85,9 +85,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: np.ndarray) -> None:
-    """Write each query where it belongs and tell its place; the next one when the answer is there.
+    """Write each query to the arena and send its place; wait for the answer before the next one.
 
-    On a GPU the queries are in its memory already, as an embedder there leaves them.
+    On a GPU the queries are in its memory already, like the output of an embedder on the device.
     """
     from ipc.memory.device import CudaReference, Source
     from ipc.session.device_arena import LeasedSlots, open_memory
@@ -110,7 +110,7 @@ def _client(pipe: Connection, device: str, reference: Any, lease: Any, queries: 
 
 
 def _on_gpu(device: str, sources: list[Any]) -> Any:
-    """Put host arrays of one size into a GPU's memory; `sources` are the places there afterwards."""
+    """Copy host arrays of one size to a GPU; `sources` become spans of its memory."""
     from ipc.memory.cuda import CudaMemory
     from ipc.memory.device import DeviceSpan
 

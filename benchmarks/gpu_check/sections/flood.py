@@ -1,10 +1,10 @@
-"""Prefill's queries alone, and while more decode queries wait than the device can serve: through a pool.
+"""Latency of prefill queries through a pool, alone and under a flood of decode queries that exceeds its capacity.
 
-The pool is a node's own, in this process: sessions, rings, compiled loop, policy and number of slots as they ship; its
-index is this run's. Twice: in the form that the plan chooses for a GPU that no other worker is on, blocks that stay,
-and with `pool.form = "launches"`. Prefill queries come at random times, 15% of what the pool answers; the same times
-alone and under the flood, in turns, and the medians of the p99s are compared. A flood is a client of decode's that has
-as many queries outstanding as its ring has slots, all the time.
+The pool is a node's production pool (sessions, rings, compiled loop, policy, number of slots) in this process, over
+this run's index: once in the form that the plan selects for an exclusive GPU, the resident kernel, and once with
+`pool.form = "launches"`. Prefill queries arrive at random times, at 15% of the pool's capacity; runs alone and under
+the flood alternate, with the same arrivals, and the medians of their p99s are compared. The flood is a decode client
+that always has as many queries outstanding as its ring has slots.
 """
 
 import tempfile
@@ -32,13 +32,13 @@ from runtime.testing.pool import InProcessPool
 FORMS = {"auto": "as planned", "launches": "launches"}
 _PREFILL_SHARE = 0.15
 _ROUNDS = 3
-_RING_SLOTS, _SMALL_RING_SLOTS = 2048, 256  # more than an engine has slots, less than a pool lets decode queries wait
-_BEFORE_S = 0.05  # for the flood to come in
+_RING_SLOTS, _SMALL_RING_SLOTS = 2048, 256  # more than an engine's slots, less than a pool's queue of decode queries
+_BEFORE_S = 0.05  # for the flood to build up
 _LIMIT_S = 3.0
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Raises AssertionError where the pool answers a query with an error."""
+    """Measure both forms. Raises AssertionError if the pool answers a query with an error."""
     for form, name in FORMS.items():
         with pool_over(setup, form) as pool:
             resident = bool(getattr(pool.engine, "resident", False))
@@ -51,9 +51,9 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found: dict[str, Any]) -> None:
     seconds, most = (0.02, _SMALL_RING_SLOTS) if setup.small else (0.5, _RING_SLOTS)
-    nobody = poisson(1.0, 0)
-    clients.run(nobody, most, seconds / 2, _LIMIT_S)  # the pool learns what queries cost
-    _, capacity = clients.run(nobody, most, seconds, _LIMIT_S)
+    no_arrivals = poisson(1.0, 0)
+    clients.run(no_arrivals, most, seconds / 2, _LIMIT_S)  # the pool calibrates its cost estimates
+    _, capacity = clients.run(no_arrivals, most, seconds, _LIMIT_S)
     offered = _PREFILL_SHARE * capacity
     outcome.add(f"{name}: decode's flood without prefill", rate(capacity))
     found |= {"capacity_per_s": capacity, "offered_per_s": offered}
@@ -71,11 +71,11 @@ def _measure(setup: Setup, outcome: Outcome, clients: Clients, name: str, found:
             text += f", {late} not answered in time"
         shown = f"{name}: prefill at {rate(offered)} alone" if what == "alone" else "… under decode's flood"
         outcome.add(shown, f"{text}, recall@10 {recall_of(setup, runs[0]):.4f}")
-    outcome.add("… of which meanwhile were answered", rate(median(per_s for _, per_s in ran["flood"])))
+    outcome.add("… decode queries answered meanwhile", rate(median(per_s for _, per_s in ran["flood"])))
 
 
 def p99_of(found: LoadResult) -> float:
-    """Of all that were asked: infinite where more than one in a hundred has no answer."""
+    """Return the p99 over all queries: infinite if more than 1% have no answer."""
     latency = sorted(float("inf") if one != one else float(one) for one in found.latency_s)
     return latency[int(0.99 * len(latency))]
 
@@ -83,13 +83,13 @@ def p99_of(found: LoadResult) -> float:
 def _blocks(resident: bool, setup: Setup, pool: InProcessPool) -> str:
     if not setup.on_gpu:
         return "on the CPU"
-    refused = getattr(pool.engine, "fallback_reason", "")
-    return "blocks that stay" if resident else f"launches{f' ({refused})' if refused else ''}"
+    reason = getattr(pool.engine, "fallback_reason", "")
+    return "resident kernel" if resident else f"launches{f' ({reason})' if reason else ''}"
 
 
 @contextmanager
 def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
-    """A pool over the run's index, of this `pool.form`, until the block ends."""
+    """Open a pool over the run's index with this `pool.form` for the duration of the block."""
     served = Served("docs", setup.index.dim, identity="made")
 
     def opened(section: CollectionSection, worker: int) -> Shard:
@@ -105,7 +105,7 @@ def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
 
 
 def _plan(setup: Setup, form: str, folder: str) -> NodePlan:
-    """Of a node that is no more than this pool, on a GPU that the check knows nobody else on."""
+    """Return the plan of a node with only this pool, on an exclusive GPU."""
     pool = {
         "devices": [setup.device],
         "form": form,

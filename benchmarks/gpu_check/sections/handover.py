@@ -1,6 +1,6 @@
-"""KV of 512 tokens from one process to another: every byte where it belongs, and the time against a plain copy's.
+"""Hand-over of the KV of 512 tokens between processes: correctness, and its time against a plain copy.
 
-On a GPU the way is CUDA IPC, device to device, both processes on the one GPU; in a dry run it is shared memory.
+On a GPU it uses CUDA IPC, device to device, with both processes on one GPU; in a dry run, shared memory.
 """
 
 import json
@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Blocks in order, and scattered. Raises AssertionError where a copy is not what was offered."""
+    """Hand over blocks in order, and scattered. Raises AssertionError if a copy differs from the offer."""
     device = torch_device(setup)
     layers, heads, dim = (2, 2, 16) if setup.small else (32, 8, 128)  # of an 8-billion-parameter Llama
     shape = (layers, 2, 2 * _TOKENS // _BLOCK, heads, _BLOCK, dim)
@@ -48,8 +48,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
             for _ in range(_ROUNDS):
                 source.offer(endpoint, 0, json.dumps(taken).encode())
                 ended = _outcome(source)
-                assert ended.accepted, f"the hand-over was refused: {ended.reason}"
-            assert ours.poll(_LEASE_MS / 1e3), "the other process does not answer"
+                assert ended.accepted, f"the hand-over was rejected: {ended.reason}"
+            assert ours.poll(_LEASE_MS / 1e3), "the other process did not answer in time"
             found[name] = ours.recv()
         puller.join(_LEASE_MS / 1e3)
         assert puller.exitcode == 0, f"the other process ended with {puller.exitcode}"
@@ -83,7 +83,7 @@ def _fill(memory: Any, shape: tuple[int, ...], device: str) -> None:
 
 
 def _content(shape: tuple[int, ...]) -> Any:
-    """The same in both processes."""
+    """Return the KV contents, identical in both processes."""
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -92,13 +92,13 @@ def _content(shape: tuple[int, ...]) -> Any:
 def _outcome(source: Any) -> Any:
     end = time.monotonic() + _LEASE_MS / 1e3
     while not (outcomes := source.poll()):
-        assert time.monotonic() < end, "no word of the other process"
+        assert time.monotonic() < end, "no message from the other process in time"
         source.socket.poll(100)
     return outcomes[0]
 
 
 def _pull(pipe: Connection, endpoint: str, device: str, shape: tuple[int, ...]) -> None:
-    """Take what is offered into other places, compare, and tell how long it took."""
+    """Pull offers into other blocks, compare the contents, and send the times."""
     import torch
 
     from runtime.serving.kv.transport import transport_for
@@ -112,7 +112,7 @@ def _pull(pipe: Connection, endpoint: str, device: str, shape: tuple[int, ...]) 
         pulls, hosts, copies, nbytes = [], [], [], 0
         for _ in range(_ROUNDS):
             while not (offers := sink.receive()):
-                assert sink.socket.poll(int(_LEASE_MS)), "nothing is offered"
+                assert sink.socket.poll(int(_LEASE_MS)), "no offer in time"
             (offer,) = offers
             taken: list[int] = json.loads(offer.payload)
             given = [(block + 3) % shape[2] for block in taken]
@@ -126,7 +126,9 @@ def _pull(pipe: Connection, endpoint: str, device: str, shape: tuple[int, ...]) 
                 done = transfer.step()
             pulls.append(time.perf_counter() - begin)
             nbytes = transfer.bytes
-            assert torch.equal(here[:, :, given].cpu(), expected[:, :, taken]), "what arrived is not what was offered"
+            assert torch.equal(here[:, :, given].cpu(), expected[:, :, taken]), (
+                "the pulled KV differs from the offered one"
+            )
             assert sink.is_current(offer)
             sink.acknowledge(offer)
         medians = (float(np.median(times)) for times in (pulls, hosts, copies))

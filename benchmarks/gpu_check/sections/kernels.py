@@ -1,4 +1,4 @@
-"""What each kernel takes, by CUDA events, and the bytes a second of the rows that were really read."""
+"""Times of each kernel by CUDA events, and the bandwidth of the rows actually read."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -19,7 +19,7 @@ _FUSED_SLOTS = 128
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Full batches in two kernels, and smaller ones in one."""
+    """Measure full batches with two kernels, and smaller ones with the fused kernel."""
     cases = ((setup.slots, False), (_FUSED_SLOTS, True), (1, True))
     if not setup.on_gpu:
         for slots, fused in cases:
@@ -30,41 +30,41 @@ def check(setup: Setup, outcome: Outcome) -> None:
     outcome.data |= {"copy_bytes_s": 2 * copy, "row_bytes": row_bytes, "stages": {}}
     for slots, fused in cases:
         found = _measure(setup, slots, fused)
-        outcome.data["stages"][f"{slots}, {'fused' if fused else 'plain'}"] = tell(outcome, slots, found)
+        outcome.data["stages"][f"{slots}, {'fused' if fused else 'plain'}"] = add_times(outcome, slots, found)
         if not fused:
             bytes_s = distance_bytes_s(found, row_bytes)
             outcome.add("… rows read", f"{bytes_s / 1e9:,.0f} GB/s, {bytes_s / (2 * copy):.1%} of the copy")
             outcome.data["distance_bytes_s"] = bytes_s
 
 
-def tell(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> list[dict[str, Any]]:
-    """Lines of each kernel's median; all of it for the file."""
+def add_times(outcome: Outcome, slots: int, found: Sequence["StageTimes"]) -> list[dict[str, Any]]:
+    """Add the median of each kernel to the outcome. Returns all times for the JSON file."""
     for name in found[0].seconds:
         outcome.add(f"{slots} slots, {name}, p50", micros(float(np.median([one.seconds[name] for one in found]))))
     if rows := float(np.median([one.rows for one in found])):
-        outcome.add("… rows compared in an extend, p50", f"{rows:,.0f}")
+        outcome.add("… rows scored in an extend, p50", f"{rows:,.0f}")
     return [{"seconds": one.seconds, "slots": one.slots, "rows": one.rows} for one in found]
 
 
 def distance_bytes_s(found: Sequence["StageTimes"], row_bytes: int) -> float:
-    """Bytes of rows a second while their distances are computed, over all extends."""
+    """Return the bandwidth of rows in the distance kernel over all extends, bytes/s."""
     seconds = sum(taken for one in found for name, taken in one.seconds.items() if name.startswith("compute_distances"))
     return sum(one.rows for one in found) * row_bytes / seconds
 
 
 def _measure(setup: Setup, slots: int, fused: bool) -> list["StageTimes"]:
-    """Extends that advance all slots; none of the first round's, which warms up."""
+    """Time extends that advance all slots; the first round is a warm-up."""
     with closing(setup.cuda_engine(slots)) as engine:
         queries = typical_queries(setup.index, slots * (_ROUNDS + 1))
         found: list[StageTimes] = []
         for number in range(_ROUNDS + 1):
-            asked = queries[number * slots : (number + 1) * slots]
-            held = [engine.admit(query, setup.params, "docs") for query in asked]
-            engine.extend()  # the first one takes up the seeds
+            batch = queries[number * slots : (number + 1) * slots]
+            held = [engine.admit(query, setup.params, "docs") for query in batch]
+            engine.extend()  # untimed: the first one scores the seeds
             times = [engine.time_stages(fused) for _ in range(_EXTENDS)]
             found += [one for one in times if number and one.slots == slots]
             for slot in held:
                 engine.release(slot)
     if not found:
-        raise AssertionError("no extend advanced all slots: the queries end too soon to be measured")
+        raise AssertionError("no extend advanced all slots: the queries finish too early to be measured")
     return found

@@ -1,4 +1,4 @@
-"""Queries a second with all slots busy, and latency by the rate at which queries arrive."""
+"""Throughput with all slots busy, and latency by arrival rate."""
 
 from contextlib import closing
 
@@ -12,7 +12,7 @@ _SHARES = (0.2, 0.4, 0.6, 0.8, 0.9)
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Recall stands beside every speed."""
+    """Measure both, with recall."""
     count = 80 if setup.small else 100_000
     queries = repeated(setup.data.queries, count)
     seconds = 0.2 if setup.small else 2.0
@@ -31,26 +31,26 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def repeated(queries: np.ndarray, count: int) -> np.ndarray:
-    """`count` queries, the given ones again and again."""
+    """Repeat queries cyclically to `count`."""
     times = -(-count // len(queries))
     return np.ascontiguousarray(np.tile(queries, (times, 1))[:count])
 
 
 def recall_of(setup: Setup, found: LoadResult) -> float:
-    """Recall@10 of the first round of repeated queries."""
+    """Return the recall@10 of the first round of repeated queries."""
     known = min(len(setup.data.queries), len(found.ids))
     truth = setup.data.truth[:known, None, :10]
     return float((found.ids[:known, :10, None] == truth).any(axis=2).mean())
 
 
 def figures(found: LoadResult) -> dict[str, float]:
-    """What is kept of a run."""
+    """Return a run's figures for the JSON file."""
     latencies = {f"p{share * 100:g}_s": found.percentile(share) for share in (0.5, 0.9, 0.99)}
     return {"finished": found.finished, "asked": len(found.ids), "seconds": found.seconds, **latencies}
 
 
 def summary(found: LoadResult) -> str:
-    """What is shown of a run."""
+    """Format a run's latencies for the table."""
     late = len(found.ids) - found.finished
     text = f"p50 {micros(found.percentile(0.5))}, p99 {micros(found.percentile(0.99))}"
     return text if not late else f"{text}, {late} of {len(found.ids)} not finished in time"

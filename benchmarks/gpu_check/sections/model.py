@@ -1,4 +1,4 @@
-"""The language model on the device: tokens as transformers gives them, there and on the CPU; what a step waits for."""
+"""The language model on the device: tokens against transformers there and on the CPU; synchronisations of a step."""
 
 import tempfile
 import time
@@ -14,11 +14,11 @@ from benchmarks.gpu_check.setup import Setup
 from benchmarks.gpu_check.time_limit import Skipped
 
 _BLOCK, _CONTEXT, _ANSWER = 16, 512, 24
-_TOLERANCE = 1e-3  # of a logit, against the largest
+_TOLERANCE = 1e-3  # of logits, relative to the largest
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """A random Llama serves ragged prompts in chunks, several at once. Raises AssertionError where tokens differ."""
+    """Serve ragged prompts in chunks, batched, with a random Llama. Raises AssertionError if tokens differ."""
     device = torch_device(setup)
     from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import LanguageModel
@@ -53,8 +53,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
             outcome.add(f"same greedy tokens as {name}", f"{same} of {len(prompts)} prompts")
             outcome.add("… largest difference of a logit, of the largest", f"{far:.1e}")
             outcome.data[name] = {"same": same, "logits": far}
-            assert far < _TOLERANCE, f"a logit is {far:.1e} of the largest away from that of {name}"
-            assert same == len(prompts), f"only {same} of {len(prompts)} answers are those of {name}"
+            assert far < _TOLERANCE, f"a logit differs by {far:.1e} of the largest from {name}"
+            assert same == len(prompts), f"only {same} of {len(prompts)} answers match {name}"
         step_s, waits = _step(model, tables, prompts, setup.on_gpu)
         outcome.add(f"decode step of {len(prompts)} rows, p50", micros(step_s))
         waited = "skipped: no GPU" if waits is None else f"{waits} (1: the logits)"
@@ -63,7 +63,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def torch_device(setup: Setup) -> str:
-    """torch's name of the device. Raises Skipped where torch cannot compute there."""
+    """Return torch's name of the device. Raises Skipped if torch cannot use it."""
     try:
         import torch
         import transformers
@@ -82,7 +82,7 @@ def torch_device(setup: Setup) -> str:
 def _serve(
     model: Any, tables: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], list[Any]]:
-    """Greedy answers, and the logits after each prompt. Prompts are cut at different places, so passes are mixed."""
+    """Return greedy answers and the logits after each prompt. Chunk sizes differ, so passes mix prefill and decode."""
     from runtime.serving.model.language_model import Chunk
 
     contexts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
@@ -102,7 +102,7 @@ def _serve(
 def _step(
     model: Any, tables: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], on_gpu: bool
 ) -> tuple[float, int | None]:
-    """Seconds of a decode step, and how often torch waits for the device in one."""
+    """Return the seconds of a decode step, and its number of device synchronisations."""
     import torch
 
     from runtime.serving.model.language_model import Chunk

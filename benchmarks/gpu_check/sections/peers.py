@@ -1,9 +1,9 @@
-"""cuVS CAGRA beside it, in the same run: over the same graph and vectors, at equal recall.
+"""Comparison with cuVS CAGRA in the same run, over the same graph and vectors, at equal recall.
 
-Three questions: queries a second in one full batch; latency when single queries arrive at 60% of that rate (cuVS gets
-what came within a window of 1 ms as a batch); latency of one query alone, by a call of cuVS or by its persistent
-kernel, whichever is faster. cuVS is given what it is best with: queries that lie on the device, results that stay
-there, memory and resources that are used again. Ours come from the host and go there.
+Three measurements: throughput of one full batch; latency of single queries that arrive at 60% of that rate (cuVS gets
+the arrivals of 1 ms windows as batches); latency of a single query, by a call of cuVS or by its persistent kernel,
+whichever is faster. cuVS runs under its best conditions: queries and results stay on the device, memory and resources
+are reused. Our queries and results are in host memory.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from benchmarks.gpu_check.time_limit import Skipped
 
 _TOP_MS = (16, 32, 48, 64, 96, 128, 192, 256)
 _WINDOW_S = 1e-3
-_ALLOWED = 0.002  # recall that cuVS may be behind
-_PERSISTENT_S = 0.5  # after which its kernel leaves the device to others
+_ALLOWED = 0.002  # recall by which cuVS may be lower
+_PERSISTENT_S = 0.5  # idle lifetime of its persistent kernel
 
 
 class Peer:
-    """A CAGRA index of cuVS over our graph, and searches that have ended when they return."""
+    """A CAGRA index of cuVS over our graph, with synchronous searches."""
 
     name = "cuVS"
 
     def __init__(self, setup: Setup) -> None:
-        """Raises Skipped where cuVS or CuPy is missing."""
+        """Upload the graph. Raises Skipped if cuVS or CuPy is missing."""
         try:
             self._cupy = importlib.import_module("cupy")
             self._cagra = importlib.import_module("cuvs.neighbors.cagra")
@@ -42,13 +42,13 @@ class Peer:
             self.version = str(importlib.import_module("cuvs").__version__)
         except ImportError as error:
             raise Skipped(f"{error.name} is not installed") from None
-        with contextlib.suppress(ImportError):  # what its documentation advises for repeated searches
+        with contextlib.suppress(ImportError):  # as its documentation recommends for repeated searches
             importlib.import_module("rmm").reinitialize(pool_allocator=True, initial_pool_size=1 << 31)
         self._dtype = np.float16 if setup.index.dtype == "float16" else np.float32
         metric = "inner_product" if setup.data.metric == "ip" else "sqeuclidean"  # cosine: the set is normalised
         base = np.ascontiguousarray(setup.data.base.astype(self._dtype))
         graph = np.ascontiguousarray(setup.index.data.graph)
-        # The index may be no more than a view of them.
+        # The index may only reference these arrays.
         self._held = (self._cupy.asarray(graph), self._cupy.asarray(base))
         self._index = self._cagra.from_graph(*self._held, metric=metric, resources=self._resources)
         self._resources.sync()
@@ -56,11 +56,11 @@ class Peer:
         self._params: dict[tuple[int, bool], Any] = {}
 
     def put(self, queries: np.ndarray) -> Any:
-        """Queries on the device."""
+        """Copy queries to the device."""
         return self._cupy.asarray(queries.astype(self._dtype, copy=False))
 
     def search(self, queries: Any, k: int, top_m: int, persistent: bool = False) -> Any:
-        """Ids [q, k] on the device, of queries there; the next search of as many overwrites them."""
+        """Return ids [q, k] on the device; the next search of the same size overwrites them."""
         count = len(queries)
         if (count, k) not in self._results:
             shape = (count, k)
@@ -77,13 +77,13 @@ class Peer:
         return nodes
 
     def ids(self, found: Any) -> np.ndarray:
-        """What a search found, on the host."""
+        """Copy ids to the host."""
         known: np.ndarray = self._cupy.asnumpy(found)
         return known
 
 
 class StandIn:
-    """Exact search on the CPU in cuVS's place, so that a dry run takes every step of this."""
+    """Exact search on the CPU in place of cuVS, for dry runs."""
 
     name, version = "the stand-in", "none"
 
@@ -91,22 +91,22 @@ class StandIn:
         self._base = setup.data.base
 
     def put(self, queries: np.ndarray) -> np.ndarray:
-        """As `Peer.put`."""
+        """See `Peer.put`."""
         return queries
 
     def search(self, queries: np.ndarray, k: int, top_m: int, persistent: bool = False) -> np.ndarray:
-        """As `Peer.search`."""
+        """See `Peer.search`."""
         if persistent:
             raise Skipped("no persistent kernel")
         return nearest(self._base, queries, k)
 
     def ids(self, found: np.ndarray) -> np.ndarray:
-        """As `Peer.ids`."""
+        """See `Peer.ids`."""
         return found
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Raises Skipped where cuVS cannot be asked; what is ours is measured before."""
+    """Measure ours, then cuVS. Raises Skipped if cuVS is not available."""
     queries = setup.data.queries
     full, batches, most, singles = (100, 100, 40, 10) if setup.small else (100_000, 10_000, 1_000_000, 200)
     ours: dict[str, Any] = {}
@@ -142,12 +142,12 @@ def check(setup: Setup, outcome: Outcome) -> None:
         late = windowed(peer, stream, top_m, arrivals, 8.0)
         theirs["stream"] = figures(late)
         outcome.add(f"… {peer.name}, windows of 1 ms", summary(late))
-    # Last: the persistent kernel has the device to itself for as long as it lives.
+    # Last: the persistent kernel occupies the device during its lifetime.
     theirs["alone_s"] = min(one_query(peer, queries[:singles], top_m, outcome).values())
 
 
 def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> dict[str, float]:
-    """Median seconds of one query, by each way of asking that there is."""
+    """Return the median seconds of one query, by each available method."""
     asked, found = peer.put(queries), {}
     for name, persistent in (("a call", False), ("its persistent kernel", True)):
         what = f"one query alone, p50, {peer.name}, {name}"
@@ -159,7 +159,7 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
             ]
         except Skipped as reason:
             outcome.add(what, f"skipped: {reason}")
-        except (RuntimeError, TypeError, ValueError) as error:  # cuVS has no error family of its own
+        except (RuntimeError, TypeError, ValueError) as error:  # cuVS has no exception base class
             outcome.add(what, f"not possible: {error}")
         else:
             found[name] = float(np.median(times))
@@ -168,7 +168,7 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
 
 
 def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, limit_s: float) -> LoadResult:
-    """Batches of what arrived within a window since the first that waits; latency from each arrival, without ids."""
+    """Search windows of arrivals as batches. Returns latencies from each arrival, without ids."""
     count = len(queries)
     asked = peer.put(queries)
     latency = np.full(count, np.nan)
@@ -188,7 +188,7 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
 
 
 def _equal(setup: Setup, peer: Peer | StandIn, recall: float) -> tuple[int, float]:
-    """The least itopk with our recall, or the greatest that was tried; and its recall."""
+    """Return the smallest itopk with our recall, or the largest tried; and its recall."""
     asked, found = peer.put(setup.data.queries), 0.0
     for top_m in _TOP_MS:
         found = setup.data.recall(peer.ids(peer.search(asked, 10, top_m)))

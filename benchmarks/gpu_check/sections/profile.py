@@ -1,4 +1,4 @@
-"""What NVIDIA's profiler counts of each kernel, where Nsight Compute (ncu) is installed and may count."""
+"""Hardware counters of each kernel, if Nsight Compute (ncu) is installed and permitted."""
 
 import csv
 import shutil
@@ -27,7 +27,7 @@ _SECONDS = 60.0
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """The small run under ncu in both forms; medians over its launches. Raises Skipped where there is none."""
+    """Run the small run under ncu in both forms; report medians over its launches. Raises Skipped without ncu."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         outcome.add("ncu", "skipped: no GPU")
@@ -51,7 +51,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def medians(text: str) -> dict[str, dict[str, str]]:
-    """Of ncu's table (--csv), by kernel and by what was counted, with its unit."""
+    """Return medians of ncu's table (--csv) by kernel and metric, with units."""
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     assert begin is not None, f"ncu wrote no table: {text[-500:]}"

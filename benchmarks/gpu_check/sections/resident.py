@@ -1,6 +1,6 @@
-"""Blocks that stay on the device against launches, staged and fused: one query alone, all at once, and as they arrive.
+"""The resident kernel against staged and fused launches: a single query, all at once, and Poisson arrivals.
 
-Queries arrive at 60% of cuVS's rate in a full batch, where that is known, else at 60% of the staged form's.
+Queries arrive at 60% of cuVS's full-batch rate if it was measured, else at 60% of the staged form's.
 """
 
 from contextlib import closing
@@ -24,7 +24,7 @@ _LIMIT_S = 4.0
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """The same queries for each form, whose results must be the same. Raises AssertionError."""
+    """Run the same queries in each form; results must be equal. Raises AssertionError."""
     full, most, singles = (80, 40, 10) if setup.small else (50_000, 400_000, 200)
     stream = repeated(setup.data.queries, full)
     offered, first = setup.offered_per_s, None
@@ -46,7 +46,7 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 
 def _engine(setup: Setup, form: str, outcome: Outcome) -> Engine:
-    """In a dry run the CPU's engine, in the place of each form."""
+    """Open an engine of this form; in a dry run the CPU engine."""
     if not setup.on_gpu:
         return setup.engine()
     engine = setup.cuda_engine(**_FORMS[form])

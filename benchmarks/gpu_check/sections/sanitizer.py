@@ -1,4 +1,4 @@
-"""compute-sanitizer's tools over a small run in each form of launch, where it is installed."""
+"""compute-sanitizer's tools on a small run in each launch form, if it is installed."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ _TOOLKIT = "/usr/local/cuda/bin"
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """The small run: alone in a dry run, under each tool on a GPU. A complaint is a line; the other tools go on."""
+    """Run the small run, under each tool on a GPU. An error is reported; the other tools still run."""
     small = [sys.executable, "-m", "benchmarks.gpu_check.sections.small_run", setup.device]
     if not setup.on_gpu:
         text = _run([*small, "plain"])

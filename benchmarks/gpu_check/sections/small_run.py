@@ -1,4 +1,4 @@
-"""A few queries over a small index, watched by compute-sanitizer.
+"""A few queries over a small index, run under compute-sanitizer and ncu.
 
 python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused
 """
@@ -12,7 +12,7 @@ from gpu.devices import CPU
 
 
 def main(device: str, form: str) -> None:
-    """int8 over l2, so that rescoring is watched too; pauses and releases among the queries."""
+    """Search int8 rows under l2, which includes rescoring; also pause, resume and release."""
     data = random_set(800, 40, 24, seed=3)
     index = GraphIndex.build(data.base, metric="l2", dtype="int8", degree=8)
     engine = engine_of(device, form, {"docs": index})
@@ -29,7 +29,7 @@ def main(device: str, form: str) -> None:
 
 
 def engine_of(device: str, form: str, collections: dict[str, GraphIndex]) -> Engine:
-    """Its launches have the form that is asked for, though so few slots are fused by default."""
+    """Open an engine with this launch form; by default so few slots are fused."""
     if device == CPU:
         return open_engine(device, collections, slots=8, max_top_m=64)
     from gpu.cuda.engine import CudaEngine

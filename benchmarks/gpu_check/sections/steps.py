@@ -1,4 +1,4 @@
-"""What a step costs: by bucket, by form of launch, and how much of it is the host's."""
+"""Cost of a step by bucket and launch form, and the host's share."""
 
 from contextlib import closing
 from dataclasses import asdict
@@ -12,11 +12,11 @@ from benchmarks.gpu_check.setup import Setup
 from gpu.backends import copy_bytes_s
 from gpu.roofline import measure_extends, search_roofline
 
-_LAUNCH = 16  # extends a launch, in the forms that do several
+_LAUNCH = 16  # extends per launch, in forms with several
 
 
 def check(setup: Setup, outcome: Outcome) -> None:
-    """Extend times, the bandwidth that they use, the host's part, and launches of several extends."""
+    """Measure extend times, their bandwidth, the host's time, and launches of several extends."""
     copy = copy_bytes_s(setup.device)
     outcome.add("copy, bytes read and written", f"{2 * copy / 1e9:,.0f} GB/s")
     queries = np.tile(setup.data.queries, (2, 1))[: 40 if setup.small else 4 * setup.slots]
@@ -41,19 +41,19 @@ def check(setup: Setup, outcome: Outcome) -> None:
             outcome.add(what, "skipped: no GPU")
             continue
         with closing(setup.cuda_engine(extends_per_launch=limit, form=form)) as tuned:
-            made, refused = sorted(set(tuned.forms.values())), tuned.fallback_reason
+            made, reason = sorted(set(tuned.forms.values())), tuned.fallback_reason
             found = run_load(tuned, queries, setup.params)
         with closing(setup.cuda_engine(1, extends_per_launch=limit, form=form)) as single:
             alone = run_load(single, queries[:50], setup.params)
         same = float(np.mean(found.ids == shipped.ids))
-        what += "" if made == [form] else f" (the device gave {', '.join(made)}: {refused})"
+        what += "" if made == [form] else f" (the device gave {', '.join(made)}: {reason})"
         outcome.add(what, f"{found.finished / found.seconds:,.0f} queries/s, {same:.1%} same ids as shipped")
         outcome.add(f"… one query at a time, {form}, p50", micros(float(np.median(np.diff(_ends(alone))))))
         outcome.data["forms"][form] = {**_form(found), "made": made, "same_ids": same}
 
 
 def _ends(found: LoadResult) -> Any:
-    """When queries of a single slot were done, one after the other; all had arrived at the start."""
+    """Return the finish times of queries in a single slot, all of which arrived at the start."""
     return np.sort(found.latency_s[np.isfinite(found.latency_s)])
 
 
