@@ -152,13 +152,16 @@ def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_p
     [
         ({"prefill": {}}, r"\[model.prefill\] without \[model.decode\]"),
         ({"prefill": {}, "decode": {}, "instances": 2}, r"model.instances = 2: with \[model.prefill\]"),
-        ({"prefill": {"devices": ["cpu"]}, "decode": {}}, "give both, on GPUs both or on the CPU"),
-        ({"prefill": {"devices": ["cpu"]}, "decode": {"devices": ["cuda:0"]}}, "give both, on GPUs both"),
+        ({"prefill": {"devices": ["cpu"]}, "decode": {}}, "set both, to GPUs or to the CPU"),
+        ({"prefill": {"devices": ["cpu"]}, "decode": {"devices": ["cuda:0"]}}, "set both, to GPUs"),
         (
             {"prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["cuda:0"]}},
             r"model.prefill.devices and model.decode.devices name a GPU twice",
         ),
-        ({"prefill": {"devices": ["cuda:0"]}, "decode": {}, "devices": ["cuda:1"]}, "the devices stand there, or in"),
+        (
+            {"prefill": {"devices": ["cuda:0"]}, "decode": {}, "devices": ["cuda:1"]},
+            "devices are set in model.devices",
+        ),
         (
             {"prefill": {"instances": 2, "devices": ["cuda:0"]}, "decode": {"devices": ["cuda:1"]}},
             r"model.prefill.devices has 1 entries: 2 instances of 1 GPUs .* need 2",

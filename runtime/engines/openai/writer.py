@@ -198,14 +198,11 @@ class AnswerWriter:
         return prefix_blocks(prompt_text(self._body) + transcript.text, _PREFIX_BLOCKS)
 
     def _reject(self, capabilities: Capabilities) -> InvalidRequest | None:
-        rejection = unsupported(capabilities, self._body, probes=self._probing is not None)
-        if (
-            rejection is None
-            and self._relay.sent_tokens
-            and continuation_method(capabilities, self._body) != self._method
-        ):
+        if rejection := unsupported(capabilities, self._body, probes=self._probing is not None):
+            return rejection
+        if self._relay.sent_tokens and continuation_method(capabilities, self._body) != self._method:
             return InvalidRequest("no server that is up can continue the answer")
-        return rejection
+        return None
 
     def _retry_or_raise(self, error: TrinityError, *, last: bool) -> None:
         """Raise unless the request may be retried."""
@@ -295,10 +292,8 @@ class AnswerWriter:
 
     def _next_limit(self) -> int | None:
         """Return the token limit of the next request; None: the client's."""
-        sent, left = (
-            self._relay.sent_tokens,
-            None if self._max_tokens is None else self._max_tokens - self._relay.sent_tokens,
-        )
+        sent = self._relay.sent_tokens
+        left = None if self._max_tokens is None else self._max_tokens - sent
         if self._probing is None or not self._probing.blocks:
             return left if sent else None
         until_probe = self._probing.due - sent
