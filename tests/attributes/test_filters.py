@@ -94,14 +94,14 @@ def test_a_filter_passes_what_plain_python_says_that_it_passes(
         return
     parsed = parse_filter(wanted)
     check_filter(parsed, SCHEMA)
-    columns = Columns.of(documents, SCHEMA)
+    columns = Columns.from_documents(documents, SCHEMA)
     # A float column keeps integers as floats, as any reader of it would see them.
     seen = [{**d, "price": float(d["price"])} if "price" in d else d for d in documents]
     expected = [_passes(document, wanted) for document in seen]
 
-    assert columns.passing(parsed).tolist() == expected
+    assert columns.matching(parsed).tolist() == expected
     assert parse_filter(filter_json(parsed)) == parsed
-    assert Columns.decode(columns.encode(), SCHEMA).passing(parsed).tolist() == expected
+    assert Columns.decode(columns.encode(), SCHEMA).matching(parsed).tolist() == expected
 
 
 def test_filters_that_mean_the_same_in_another_order_have_one_canonical_form() -> None:
@@ -128,9 +128,9 @@ _ONE = {"type": "eq", "key": "name", "value": "a"}
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (_deep(MAX_DEPTH + 1), "9 deep; the limit is 8"),
-        (_deep(100_000), "100000 deep; the limit is 8"),
-        ("name = a", "is an object"),
+        (_deep(MAX_DEPTH + 1), "9 levels; the limit is 8"),
+        (_deep(100_000), "100000 levels; the limit is 8"),
+        ("name = a", "must be an object"),
         ({}, "the type of a filter"),
         ({"type": "like", "key": "name", "value": "a"}, "'like'"),
         ({"type": ["eq"], "key": "name", "value": "a"}, "the type of a filter"),
@@ -193,7 +193,7 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
     assert extend_schema(schema, {"price": 2}) == schema
     others: dict[str, Attribute] = {"year": 1.5, "sold": 1, "name": ["a"], "tags": "a", "price": True}
     for name, value in others.items():
-        with pytest.raises(InvalidDocument, match=f"{name!r} is an? .*; it was {SCHEMA[name].one} before"):
+        with pytest.raises(InvalidDocument, match=f"{name!r} is an? .*; it was {SCHEMA[name].with_article} before"):
             extend_schema(schema, {name: value})
 
 

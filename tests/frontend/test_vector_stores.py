@@ -185,7 +185,7 @@ def test_a_hybrid_search_s_results_stay_in_their_order(client: openai.OpenAI) ->
         ({"query": "leave", "max_num_results": 21}, "max_num_results", "is 21, the limit is 20"),
         ({"query": "leave", "max_num_results": 0}, "max_num_results", "greater than or equal to 1"),
         ({"query": "leave", "filters": {"type": "eq", "key": "page"}}, "filters", "has key, type, value"),
-        ({"query": "leave", "filters": "page = 3"}, "filters", "a filter is an object with a type"),
+        ({"query": "leave", "filters": "page = 3"}, "filters", "a filter must be an object with a type"),
         ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
         ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options", "ranker is 'x'"),
         (

@@ -145,7 +145,7 @@ def test_more_filters_than_a_session_has_places_for_are_all_answered(client: Sea
         (eq("year", "new"), "'year' is an integer"),
         ({"type": "gt", "key": "draft", "value": True}, "no order"),
         ({"type": "eq", "key": "year"}, "key, type, value"),
-        ("tenant = acme", "a filter is an object"),
+        ("tenant = acme", "a filter must be an object"),
         ({"type": "in", "key": "tenant", "value": ["x" * 4000 + str(n) for n in range(5)]}, "limit is 16000"),
     ],
 )
@@ -197,9 +197,9 @@ def test_a_collection_cannot_demand_an_attribute_that_no_document_has(docs: Path
 
 def scopes(**limits: int) -> Scopes:
     schema = {"n": AttributeType.INTEGER}
-    columns = Columns.of(({"n": number} for number in range(640)), schema)
+    columns = Columns.from_documents(({"n": number} for number in range(640)), schema)
     made = Scopes(**limits)
-    made.register(0, FilterableCollection(lambda: schema, lambda wanted: [part_of(0, columns.passing(wanted))]))
+    made.register(0, FilterableCollection(lambda: schema, lambda wanted: [part_of(0, columns.matching(wanted))]))
     return made
 
 

@@ -46,7 +46,7 @@ class Shard:
         columns, ids = self.columns or Columns(), None if self.index is None else self.index.data.ids
 
         def parts(wanted: Filter) -> list[Part]:
-            rows = columns.passing(wanted)
+            rows = columns.matching(wanted)
             return [part_of(index, rows if ids is None else rows[ids])]
 
         return FilterableCollection(lambda: columns.schema, parts, self.served.demanded)

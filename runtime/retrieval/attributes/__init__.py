@@ -1,1 +1,1 @@
-"""Typed attributes beside documents, and filters over them."""
+"""Typed attributes of documents, and filters on them."""

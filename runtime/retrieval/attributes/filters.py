@@ -1,10 +1,10 @@
-"""Filters: comparisons of attributes, joined by and, or and not. Their format is OpenAI's, with `not` added.
+"""Filters: comparisons of attributes, combined by and, or and not, in OpenAI's format extended by `not`.
 
     {"type": "and", "filters": [{"type": "eq", "key": "tenant", "value": "acme"},
                                 {"type": "not", "filter": {"type": "in", "key": "tags", "value": ["old"]}}]}
 
-eq, ne, gt, gte, lt and lte compare with one value, in and nin with a list of them. ne is "not eq", nin "not in": a
-document without the attribute passes them, and no other comparison. A list of strings is eq to each string in it.
+eq, ne, gt, gte, lt and lte compare with one value, in and nin with a list. ne is "not eq", nin "not in": a document
+without the attribute passes these two and no other comparison. A list of strings is eq to each string in it.
 """
 
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ OPERATORS: tuple[str, ...] = get_args(Operator)
 MAX_DEPTH = 8
 MAX_COMPARISONS = 128
 MAX_VALUES = 1024  # of one `in`
-MAX_BYTES = 16_000  # of a filter as it travels to a pool
+MAX_BYTES = 16_000  # of a filter as it is sent to a pool
 _ORDERED = ("gt", "gte", "lt", "lte")
 _NEGATED: dict[str, Operator] = {"ne": "eq", "nin": "in"}
 
 
 class Comparison(msgspec.Struct, frozen=True, array_like=True, tag="c"):
-    """An attribute beside a value, or beside several for `in`. `ne` and `nin` are `Not` of this."""
+    """Comparison of an attribute with a value, or with several for `in`. `ne` and `nin` are represented by `Not`."""
 
     key: str
     operator: Operator
@@ -35,45 +35,45 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class AllOf(msgspec.Struct, frozen=True, array_like=True, tag="a"):
-    """Every one of these holds."""
+    """Conjunction."""
 
     filters: tuple["Filter", ...]
 
 
 class AnyOf(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """One of these holds."""
+    """Disjunction."""
 
     filters: tuple["Filter", ...]
 
 
 class Not(msgspec.Struct, frozen=True, array_like=True, tag="n"):
-    """This does not hold."""
+    """Negation."""
 
     filter: "Filter"
 
 
 Filter = Comparison | AllOf | AnyOf | Not
 FilterLike = Filter | Mapping[str, Any] | bytes | None
-"""A filter as callers give it: parsed, as its JSON object, or as `filter_bytes` has it."""
+"""A filter as callers pass it: parsed, as a JSON object, or encoded by `filter_bytes`."""
 _decode = msgspec.json.Decoder(Filter).decode
 
 
 def parse_filter(source: object) -> Filter:
-    """The filter in a JSON object, in canonical form: what means the same in another order is equal.
+    """Parse the JSON object of a filter into canonical form: filters that differ in order alone are equal.
 
-    Raises `InvalidFilter` for what is no filter, or over MAX_DEPTH, MAX_COMPARISONS or MAX_VALUES.
+    Raises `InvalidFilter` for an invalid filter, or one over MAX_DEPTH, MAX_COMPARISONS or MAX_VALUES.
     """
     return _Parser().parse(source, 1)
 
 
-def canonical(wanted: Filter) -> bytes:
-    """A key for caches: equal for two filters if they are."""
-    return msgspec.json.encode(wanted)
+def canonical(filter: Filter) -> bytes:
+    """Encode a filter; equal filters have equal encodings (a cache key)."""
+    return msgspec.json.encode(filter)
 
 
-def filter_json(wanted: Filter) -> dict[str, Any]:
-    """What `parse_filter` would make this filter of."""
-    match wanted:
+def filter_json(filter: Filter) -> dict[str, Any]:
+    """Return the JSON object of a filter: the inverse of `parse_filter`."""
+    match filter:
         case Comparison(key, operator, values):
             return {"type": operator, "key": key, "value": list(values) if operator == "in" else values[0]}
         case Not(Comparison(_, "eq" | "in" as operator, _) as positive):
@@ -81,122 +81,124 @@ def filter_json(wanted: Filter) -> dict[str, Any]:
         case Not(inner):
             return {"type": "not", "filter": filter_json(inner)}
     return {
-        "type": "and" if isinstance(wanted, AllOf) else "or",
-        "filters": [filter_json(one) for one in wanted.filters],
+        "type": "and" if isinstance(filter, AllOf) else "or",
+        "filters": [filter_json(one) for one in filter.filters],
     }
 
 
 def decode_filter(content: bytes) -> Filter:
-    """A filter that `canonical` wrote, as far as its reader can tell. Raises `InvalidFilter`."""
+    """Decode and validate the output of `canonical`. Raises `InvalidFilter`."""
     try:
         found: Filter = _decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidFilter(f"this is no filter: {error}", "filter") from error
-    _check_size(found, 2 * MAX_DEPTH)  # `ne` and `nin` are two deep
+        raise InvalidFilter(f"this is not a filter: {error}", "filter") from error
+    _check_size(found, 2 * MAX_DEPTH)  # `ne` and `nin` take two levels
     return found
 
 
-def _check_size(wanted: Filter, depth: int) -> int:
-    """How many comparisons there are. Raises `InvalidFilter`."""
-    if isinstance(wanted, Comparison):
+def _check_size(filter: Filter, depth: int) -> int:
+    """Return the number of comparisons. Raises `InvalidFilter`."""
+    if isinstance(filter, Comparison):
         count = 1
     elif depth == 1:
-        raise InvalidFilter(f"the filter is deeper than {MAX_DEPTH}", "filter")
+        raise InvalidFilter(f"the filter is nested deeper than {MAX_DEPTH} levels", "filter")
     else:
-        parts = (wanted.filter,) if isinstance(wanted, Not) else wanted.filters
+        parts = (filter.filter,) if isinstance(filter, Not) else filter.filters
         if not parts:
-            raise InvalidFilter("a filter joins nothing", "filter")
+            raise InvalidFilter("'and' and 'or' need at least one filter", "filter")
         count = sum(_check_size(part, depth - 1) for part in parts)
     if count > MAX_COMPARISONS:
         raise InvalidFilter(f"the filter has more than {MAX_COMPARISONS} comparisons", "filter")
     return count
 
 
-def filter_bytes(wanted: FilterLike) -> bytes:
-    """A filter, or the JSON object of one, as it travels to a pool; none: b"". Raises `InvalidFilter`."""
-    if wanted is None or isinstance(wanted, bytes):
-        return wanted or b""
-    parsed = wanted if isinstance(wanted, Comparison | AllOf | AnyOf | Not) else parse_filter(wanted)
+def filter_bytes(filter: FilterLike) -> bytes:
+    """Encode a filter, or the JSON object of one, to be sent to a pool; b"" for none. Raises `InvalidFilter`."""
+    if filter is None or isinstance(filter, bytes):
+        return filter or b""
+    parsed = filter if isinstance(filter, Comparison | AllOf | AnyOf | Not) else parse_filter(filter)
     content = canonical(parsed)
     if len(content) > MAX_BYTES:
         raise InvalidFilter(f"the filter has {len(content)} bytes; the limit is {MAX_BYTES}", "filter")
     return content
 
 
-def check_filter(wanted: Filter, schema: Schema) -> None:
-    """Raise `InvalidFilter` for an attribute that a collection does not know, or a value of another type than its."""
-    for comparison in comparisons(wanted):
+def check_filter(filter: Filter, schema: Schema) -> None:
+    """Raise `InvalidFilter` for an attribute that a collection does not have, or a value of another type."""
+    for comparison in comparisons(filter):
         kind = schema.get(comparison.key)
         if kind is None:
             known = ", ".join(sorted(schema)) or "none"
             raise InvalidFilter(f"there is no attribute {comparison.key!r}; the known ones: {known}", "filter")
         for value in comparison.values:
             if not _comparable(kind, value):
-                raise InvalidFilter(f"{comparison.key!r} is {kind.one}; it cannot be compared with {preview(value)}")
+                raise InvalidFilter(
+                    f"{comparison.key!r} is {kind.with_article}; it cannot be compared with {preview(value)}"
+                )
         if comparison.operator in _ORDERED and kind in (AttributeType.BOOLEAN, AttributeType.STRINGS):
             raise InvalidFilter(
-                f"{comparison.key!r} is {kind.one}, which has no order: {comparison.operator} cannot be"
+                f"{comparison.key!r} is {kind.with_article}, which has no order: {comparison.operator} is not possible"
             )
 
 
-def binds(wanted: Filter | None, key: str) -> bool:
-    """Whether a filter lets only documents pass that have one of some values of an attribute."""
-    match wanted:
+def binds(filter: Filter | None, key: str) -> bool:
+    """Return whether a filter restricts an attribute to certain values (by eq or in)."""
+    match filter:
         case Comparison():
-            return wanted.key == key and wanted.operator in ("eq", "in")
+            return filter.key == key and filter.operator in ("eq", "in")
         case AllOf():
-            return any(binds(part, key) for part in wanted.filters)
+            return any(binds(part, key) for part in filter.filters)
         case AnyOf():
-            return all(binds(part, key) for part in wanted.filters)
+            return all(binds(part, key) for part in filter.filters)
     return False
 
 
 class AttributeBinding(NamedTuple):
-    """An attribute (a string, or a list of strings) that has one value in all documents that are meant."""
+    """Restriction of documents to those with one value of an attribute (a string, or a list of strings)."""
 
     key: str
     value: str
 
     def filter(self) -> Comparison:
-        """What lets pass these documents."""
+        """Return the filter for these documents."""
         return Comparison(self.key, "eq", (self.value,))
 
     def holds(self, attributes: Mapping[str, Any]) -> bool:
-        """Whether a document with these attributes is one of them, and nobody else's."""
+        """Return whether a document with these attributes has this value and no other."""
         return attributes.get(self.key) in (self.value, [self.value], (self.value,))
 
 
-def excludes(wanted: Filter, bound: AttributeBinding) -> bool:
-    """Whether a filter asks for other values of the attribute by name, so that nothing could pass."""
-    match wanted:
+def excludes(filter: Filter, bound: AttributeBinding) -> bool:
+    """Return whether a filter requires other values of the attribute, so that no document could pass."""
+    match filter:
         case Comparison():
-            return binds(wanted, bound.key) and bound.value not in wanted.values
+            return binds(filter, bound.key) and bound.value not in filter.values
         case AllOf():
-            return any(excludes(part, bound) for part in wanted.filters)
+            return any(excludes(part, bound) for part in filter.filters)
         case AnyOf():
-            return all(excludes(part, bound) for part in wanted.filters)
+            return all(excludes(part, bound) for part in filter.filters)
     return False
 
 
 def both_filters(one: Filter | None, other: Filter | None) -> Filter | None:
-    """A filter that lets pass what passes two; None lets all pass."""
+    """Return the conjunction of two filters; None passes everything."""
     if one is None or other is None:
         return one or other
     return _joined(AllOf, (one, other))
 
 
-def comparisons(wanted: Filter) -> list[Comparison]:
-    """AllOf comparisons of a filter."""
-    match wanted:
+def comparisons(filter: Filter) -> list[Comparison]:
+    """Return all comparisons of a filter."""
+    match filter:
         case Comparison():
-            return [wanted]
+            return [filter]
         case Not():
-            return comparisons(wanted.filter)
-    return [found for part in wanted.filters for found in comparisons(part)]
+            return comparisons(filter.filter)
+    return [found for part in filter.filters for found in comparisons(part)]
 
 
 def _levels(source: object) -> int:
-    """How deep a filter is that is not parsed."""
+    """Return the depth of a filter's JSON object."""
     levels, parts = 0, [source]
     while parts := [part for part in parts if isinstance(part, dict)]:
         levels += 1
@@ -212,9 +214,11 @@ class _Parser:
 
     def parse(self, source: object, depth: int) -> Filter:
         if depth > MAX_DEPTH:
-            raise InvalidFilter(f"the filter is {depth - 1 + _levels(source)} deep; the limit is {MAX_DEPTH}", "filter")
+            raise InvalidFilter(
+                f"the filter has {depth - 1 + _levels(source)} levels; the limit is {MAX_DEPTH}", "filter"
+            )
         if not isinstance(source, Mapping):
-            raise InvalidFilter(f"a filter is an object with a type, not {preview(source)}", "filter")
+            raise InvalidFilter(f"a filter must be an object with a type, not {preview(source)}", "filter")
         match source.get("type"):
             case "and" | "or" as joint:
                 parts = self._field(source, "filters")
@@ -254,10 +258,10 @@ class _Parser:
 
     @staticmethod
     def _field(source: Mapping[Any, Any], name: str, *others: str) -> Any:
-        wanted = {"type", name, *others}
-        if set(source) != wanted:
+        expected = {"type", name, *others}
+        if set(source) != expected:
             raise InvalidFilter(
-                f"a filter of type {source['type']!r} has {', '.join(sorted(wanted))}, not {preview(list(source))}"
+                f"a filter of type {source['type']!r} has {', '.join(sorted(expected))}, not {preview(list(source))}"
             )
         return source[name]
 
@@ -285,7 +289,7 @@ def _scalar(key: str, value: object) -> Scalar:
                 f"{key!r} is compared with a string of {size} bytes; the limit is {MAX_STRING_BYTES}", "filter"
             )
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise InvalidFilter(f"{key!r} is compared with a string that holds an unpaired surrogate", "filter")
+            raise InvalidFilter(f"{key!r} is compared with a string that contains an unpaired surrogate", "filter")
     elif isinstance(value, float) and not abs(value) < float("inf"):
         raise InvalidFilter(f"{key!r} is compared with {value}; it must be finite", "filter")
     elif not isinstance(value, float) and not -(1 << 63) <= value < 1 << 63:

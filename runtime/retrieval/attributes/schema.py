@@ -1,6 +1,6 @@
-"""Attributes and their types: what a document may bring, and what a collection has learnt of it.
+"""Types of attributes, and a collection's schema.
 
-A collection learns an attribute's type when it first meets it, and refuses values of another one from then on.
+An attribute's type is fixed by the first document that has it; values of another type are refused from then on.
 """
 
 import math
@@ -13,7 +13,7 @@ from runtime.retrieval.passages import Attributes
 
 MAX_ATTRIBUTES = 64  # of a collection
 MAX_STRING_BYTES = 4096
-MAX_LIST = 256  # strings of one value
+MAX_LIST = 256  # strings in one list
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _INT64 = 1 << 63
 
@@ -28,8 +28,8 @@ class AttributeType(StrEnum):
     STRINGS = "list of strings"
 
     @property
-    def one(self) -> str:
-        """In a sentence: "an integer"."""
+    def with_article(self) -> str:
+        """For messages: "an integer"."""
         return f"an {self}" if self is AttributeType.INTEGER else f"a {self}"
 
 
@@ -37,7 +37,7 @@ Schema = Mapping[str, AttributeType]
 
 
 def attribute_type(name: str, value: object) -> AttributeType:
-    """The type of a value. Raises `InvalidDocument` for one that is none, or over its limit."""
+    """Return the type of a value. Raises `InvalidDocument` for an unsupported type or a value over its limit."""
     match value:
         case bool():
             return AttributeType.BOOLEAN
@@ -60,7 +60,7 @@ def attribute_type(name: str, value: object) -> AttributeType:
             for item in value:
                 if not isinstance(item, str):
                     raise InvalidDocument(
-                        f"attribute {name!r} holds {preview(item)} in its list; only strings may be there", "attributes"
+                        f"attribute {name!r} has {preview(item)} in its list; only strings are allowed", "attributes"
                     )
                 _check_string(name, item)
             return AttributeType.STRINGS
@@ -71,32 +71,34 @@ def attribute_type(name: str, value: object) -> AttributeType:
 
 
 def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, AttributeType]:
-    """The schema with what a document's attributes add to it. An integer may stand where floats are.
+    """Return the schema extended by a document's attributes. An integer is a valid value of a float attribute.
 
-    Raises `InvalidDocument` for a value of another type than before, a name that is none, or one name too many.
+    Raises `InvalidDocument` for a value of another type than before, an invalid name, or too many attributes.
     """
     known = dict(schema)
     for name, value in attributes.items():
         if name not in known and not (isinstance(name, str) and NAME.fullmatch(name)):
             raise InvalidDocument(
-                f"attribute {preview(name)} cannot be a name: up to 64 letters, digits, '_', '.' and '-'", "attributes"
+                f"attribute {preview(name)} is not a valid name: up to 64 letters, digits, '_', '.' and '-'",
+                "attributes",
             )
         kind, before = attribute_type(name, value), known.get(name)
         if before is None:
             if len(known) == MAX_ATTRIBUTES:
                 raise InvalidDocument(
-                    f"attribute {name!r} is one too many: the limit is {MAX_ATTRIBUTES}", "attributes"
+                    f"attribute {name!r} exceeds the limit of {MAX_ATTRIBUTES} attributes per collection", "attributes"
                 )
             known[name] = kind
         elif kind != before and not (kind is AttributeType.INTEGER and before is AttributeType.FLOAT):
             raise InvalidDocument(
-                f"attribute {name!r} is {kind.one}, {preview(value)}; it was {before.one} before", "attributes"
+                f"attribute {name!r} is {kind.with_article}, {preview(value)}; it was {before.with_article} before",
+                "attributes",
             )
     return known
 
 
 def preview(value: object) -> str:
-    """What an error says of a value: 80 characters at most, also of a number that Python does not print."""
+    """Return a value for an error message: 80 characters at most, also for integers that Python does not print."""
     try:
         return f"{value!r:.80}"
     except ValueError:
@@ -107,6 +109,6 @@ def _check_string(name: str, value: str) -> None:
     try:
         size = len(value.encode())
     except UnicodeEncodeError as error:
-        raise InvalidDocument(f"attribute {name!r} holds an unpaired surrogate", "attributes") from error
+        raise InvalidDocument(f"attribute {name!r} contains an unpaired surrogate", "attributes") from error
     if size > MAX_STRING_BYTES:
         raise InvalidDocument(f"attribute {name!r} has {size} bytes; the limit is {MAX_STRING_BYTES}", "attributes")

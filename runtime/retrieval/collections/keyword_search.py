@@ -55,7 +55,7 @@ class KeywordSearch:
         if self._columns is None:
             with open(os.dup(self._attributes), "rb") as file:
                 self._columns = Columns.decode(file.read())
-        return self._columns.passing(filter)
+        return self._columns.matching(filter)
 
     def close(self) -> None:
         """Close the files. Idempotent."""

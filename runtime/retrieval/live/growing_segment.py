@@ -75,7 +75,7 @@ class GrowingSegment:
         return None if position is None or not self._alive[position] else self.first + position
 
     def passing(self, filter: Filter) -> Bits:
-        return self._columns.passing(filter)
+        return self._columns.matching(filter)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""

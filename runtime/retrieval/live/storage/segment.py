@@ -71,7 +71,7 @@ class Segment:
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
-        self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.passing)
+        self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.matching)
         """Returns whether each row passes a filter; an LRU cache of the last filters."""
 
     @classmethod
@@ -150,7 +150,7 @@ def write_segment(
         disk.remove(building)
         building.mkdir()
         SegmentDocuments.write(building / DOCUMENTS, documents)
-        columns = Columns.of((document.attributes for document in documents), schema)
+        columns = Columns.from_documents((document.attributes for document in documents), schema)
         (building / _ATTRIBUTES).write_bytes(columns.encode())
         index = GraphIndex.build(
             vectors,
