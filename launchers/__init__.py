@@ -1,1 +1,1 @@
-"""The `trinity` command and what brings a node up."""
+"""The `trinity` command line, bootstrap and deployment files."""

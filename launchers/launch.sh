@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Start a node without systemd, in the foreground: checks first, generous limits, drains on TERM and Ctrl-C.
-# Copy it and set the two defaults, or set TRINITY and CONFIG. Options go to `trinity serve`.
+# Start a node in the foreground without systemd: raises limits, runs the doctor, drains on SIGTERM and Ctrl-C.
+# Copy it and edit the two defaults, or set TRINITY and CONFIG. Options are passed to `trinity serve`.
 set -euo pipefail
 TRINITY=${TRINITY:-trinity}
 CONFIG=${CONFIG:-/etc/trinity/node.toml}
