@@ -1,4 +1,4 @@
-"""`trinity index follow`: a live collection that is what a collection of another database is."""
+"""`trinity index follow`: replicate a collection of another database into a live collection."""
 
 import importlib.util
 import signal
@@ -29,9 +29,9 @@ _NEEDS = {"qdrant": ("qdrant_client", "qdrant-client"), "milvus": ("pymilvus", "
 
 
 class _Followed(msgspec.Struct, forbid_unknown_fields=True):
-    """What a collection follows: lies in its directory, so that it is not mixed with something else.
+    """Source of a live collection, stored in its directory, so that it is never mixed with another source.
 
-    embeds: its vectors are made from the texts, not taken.
+    embeds: vectors are computed from the texts, not copied.
     """
 
     database: str
@@ -40,53 +40,56 @@ class _Followed(msgspec.Struct, forbid_unknown_fields=True):
     embeds: bool
 
     def __str__(self) -> str:
-        how = ", with vectors made here" if self.embeds else ""
+        how = ", with vectors computed here" if self.embeds else ""
         return f"{self.collection!r} of {self.database} at {self.url}{how}"
 
 
 def follow(
-    database: Annotated[Literal["qdrant", "milvus"], typer.Argument(help="What is followed.")],
+    database: Annotated[Literal["qdrant", "milvus"], typer.Argument(help="The database to follow.")],
     directory: Annotated[
         Path,
         typer.Argument(
-            help="The live collection: an empty one of `trinity live create`, whose embedder is the queries'. Where "
-            "there is none, one without embedder is made."
+            help="The live collection: an empty one of `trinity live create`, with the queries' embedder. If it is "
+            "missing, it is created without an embedder."
         ),
     ],
-    url: Annotated[str, typer.Option(help="The database's address; or a path, of its client's local mode.")],
-    collection: Annotated[str, typer.Option(help="The collection's name there.")],
-    wanted: Annotated[str, typer.Option("--filter", help="Follow what passes: a filter of the database's own.")] = "",
-    vector: Annotated[str, typer.Option(help="The name of the vector, where there are several.")] = "",
+    url: Annotated[str, typer.Option(help="The database's address, or a path for its client's local mode.")],
+    collection: Annotated[str, typer.Option(help="The name of the database's collection.")],
+    wanted: Annotated[
+        str, typer.Option("--filter", help="Only follow points that pass this filter of the database.")
+    ] = "",
+    vector: Annotated[str, typer.Option(help="The name of the vector, if there are several.")] = "",
     text: Annotated[str, typer.Option(help="The field with the text; within an object: metadata.text.")] = "text",
     title: Annotated[str, typer.Option(help="The field with the title.")] = "title",
     attribute: Annotated[
-        list[str] | None, typer.Option(help="A field that becomes an attribute. Without, all that can.")
+        list[str] | None, typer.Option(help="A field that becomes an attribute. Default: all that can.")
     ] = None,
     version: Annotated[
-        str, typer.Option(help="A field that changes whenever its point does: only such points are read anew.")
+        str, typer.Option(help="A field that changes whenever its point does: only changed points are read.")
     ] = "",
     key_file: Annotated[str, typer.Option(help="A file with the database's key, or token.")] = "",
     embed: Annotated[
-        bool, typer.Option("--embed", help="Make vectors of the texts by the collection's embedder; do not take them.")
+        bool,
+        typer.Option("--embed", help="Compute vectors from the texts by the collection's embedder."),
     ] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 30.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    batch: Annotated[int, typer.Option(help="Points read at once.", min=1, max=4096)] = BATCH,
+    every: Annotated[float, typer.Option(help="Seconds between two passes.", min=0.1)] = 30.0,
+    once: Annotated[bool, typer.Option("--once", help="Run one pass.")] = False,
+    batch: Annotated[int, typer.Option(help="Points read in a batch.", min=1, max=4096)] = BATCH,
     threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
 ) -> None:
-    """Keep a live collection as a collection of Qdrant or Milvus is, until Ctrl-C: what changed is stored, what is gone
-    is deleted. A node may serve it all the while."""
+    """Replicate a collection of Qdrant or Milvus into a live collection until Ctrl-C: changed points are stored,
+    removed ones are deleted. A node may serve the collection at the same time."""
     source = _source(database, url, collection, wanted, vector, read_key(key_file, "the database's"))
     followed = _Followed(database, url, collection, embed)
     if not is_live(directory):
         create(directory, source.dim, metric=source.metric)
     description = read_description(directory)
     if embed and description.embedder is None:
-        raise ConfigError(f"{directory} has no embedder: make it by `trinity live create --embedder …` for --embed")
+        raise ConfigError(f"{directory} has no embedder: create it by `trinity live create --embedder …` for --embed")
     if not embed and description.dim != source.dim:
         raise ConfigError(
-            f"the vectors of {directory} have {description.dim} numbers, those of {collection!r} {source.dim}: create "
-            "it with the embedder that they came from, or have vectors made anew with --embed"
+            f"the vectors of {directory} have {description.dim} dimensions, those of {collection!r} {source.dim}: "
+            "create it with the embedder of those vectors, or compute new ones with --embed"
         )
     model = load_embedder(description.embedder, threads=threads, for_build=True) if embed else None  # type: ignore[arg-type]
     with (
@@ -100,18 +103,18 @@ def follow(
             source, writer, fields, version=version, embeds=embed, batch=batch, report=_report, progress=progress,
             stopped=stop.is_set,
         )  # fmt: skip
-        follower.follow(lambda: not once and not stop.wait(every), lambda result: _told(result, writer.state.count))
+        follower.follow(lambda: not once and not stop.wait(every), lambda result: _print(result, writer.state.count))
 
 
-def _report(words: str) -> None:
-    print(escape_control(words), file=sys.stderr, flush=True)
+def _report(message: str) -> None:
+    print(escape_control(message), file=sys.stderr, flush=True)
 
 
-def _told(result: SyncResult, count: int) -> None:
+def _print(result: SyncResult, count: int) -> None:
     refused = f", {result.refused:,} refused" if result.refused else ""
     counts = f"{result.stored:,} stored, {result.deleted:,} deleted, {result.unchanged:,} unchanged{refused}"
     if result.changed or result.first:
-        print(f"{counts}; {count:,} are there", flush=True)
+        print(f"{counts}; {count:,} in the collection", flush=True)
 
 
 def _source(database: str, url: str, collection: str, wanted: str, vector: str, key: str) -> Source:
@@ -129,14 +132,14 @@ def _source(database: str, url: str, collection: str, wanted: str, vector: str, 
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Set by the first Ctrl-C or SIGTERM, looked at between two batches; a second one ends the process at once."""
+    """Yield an event that the first Ctrl-C or SIGTERM sets; a second signal ends the process at once."""
     stop = threading.Event()
 
-    def ask(number: int, _: Any) -> None:
+    def handle(number: int, _: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
@@ -145,7 +148,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
-    """Note what an empty collection follows from now on. Raises `ConfigError` for one that has other documents."""
+    """Record the source of an empty collection. Raises `ConfigError` if it has other documents or another source."""
     path = writer.directory / _FOLLOWED
     try:
         with path.open("rb") as file:
@@ -153,8 +156,8 @@ def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
     except FileNotFoundError:
         if writer.state.count:
             raise ConfigError(
-                f"{writer.directory} has {writer.state.count:,} documents and follows nothing: following would delete "
-                "them; name an empty collection"
+                f"{writer.directory} has {writer.state.count:,} documents that are not from a source, and following "
+                "would delete them: give an empty collection"
             ) from None
         before = followed
     except OSError as error:
@@ -162,7 +165,7 @@ def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
     except msgspec.MsgspecError as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if before != followed:
-        raise ConfigError(f"{writer.directory} follows {before}, and not {followed}: name an empty collection")
+        raise ConfigError(f"{writer.directory} follows {before}, not {followed}: give an empty collection")
     try:
         Disk().write_file(path, msgspec.json.encode(followed) + b"\n")
     except OSError as error:

@@ -1,6 +1,6 @@
 """`trinity index build | info | verify | …` and `trinity search`: collections from the command line.
 
-What is wrong with the input is raised as `TrinityError` (or `GpuError`) and becomes one line in `launchers.main`.
+Errors are raised as `TrinityError` or `GpuError`, which `launchers.main` prints as one line.
 """
 
 import contextlib
@@ -47,57 +47,59 @@ def build(
             help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz (id, text, title), or .npy vectors."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The directory to make.")],
-    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="What near means.")] = "cosine",
+    out: Annotated[Path, typer.Option(help="The collection's new directory.")],
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="The distance.")] = "cosine",
     passage_tokens: Annotated[
-        int, typer.Option(help="Of a passage of a file at most. 0: 192, or what the embedder reads.")
+        int, typer.Option(help="Maximum tokens of a passage of a file. 0: 192, or the embedder's limit.")
     ] = 0,
     embedder: Annotated[
         str | None,
         typer.Option(
-            help=f"What turns texts into vectors: {DEFAULT_EMBEDDER} (the default for texts), hashing-D, a directory "
-            "with a sentence-transformers model in ONNX form, or the URL of a server with OpenAI's /v1/embeddings. "
-            "With vectors: what they came from, so that queries may be texts.",
+            help=f"The embedder of texts: {DEFAULT_EMBEDDER} (the default), hashing-D, a directory with a "
+            "sentence-transformers model in ONNX format, or the URL of a server with OpenAI's /v1/embeddings. For "
+            "vectors: the embedder that made them, so that queries may be texts.",
             show_default=False,
         ),
     ] = None,
-    embedder_model: Annotated[str, typer.Option(help="Of a server: what it calls the embedder.")] = "",
+    embedder_model: Annotated[str, typer.Option(help="Of a server: the name of its model.")] = "",
     embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
     query_prefix: Annotated[
-        str | None, typer.Option(help="What stands before each query; else what the model's files say.")
+        str | None, typer.Option(help="Prefix of each query. Default: from the model's files.")
     ] = None,
     passage_prefix: Annotated[
-        str | None, typer.Option(help="What stands before each passage; else what the model's files say.")
+        str | None, typer.Option(help="Prefix of each passage. Default: from the model's files.")
     ] = None,
     vectors: Annotated[
-        Path | None, typer.Option(help="The texts' vectors, if known already: .npy, a row a text.")
+        Path | None, typer.Option(help="Precomputed vectors of the texts: .npy, one row a text.")
     ] = None,
-    ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy of integers. Else: row numbers.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy integers. Default: row numbers.")] = None,
     degree: Annotated[int, typer.Option(help="Edges a node of the graph, 2 to 512.")] = 32,
     dtype: Annotated[
-        Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept; int8 keeps float32 beside.")
+        Literal["float32", "float16", "int8"],
+        typer.Option(help="Type of stored vectors; int8 also stores float32."),
     ] = "float32",
     neighbor_codes: Annotated[
         bool | None,
         typer.Option(
-            help="Keep codes of neighbours: faster on CPUs, larger. Default: yes, but not with int8.",
+            help="Store neighbour codes: faster on CPUs, larger. Default: yes, except with int8.",
             show_default=False,
         ),
     ] = None,
     code_bits: Annotated[
-        int, typer.Option(help="Of such a code for each dimension, 1 to 4; 0: 2 up to 256 dimensions, else 1.")
+        int, typer.Option(help="Bits a dimension of neighbour codes, 1 to 4. 0: 2 up to 256 dimensions, else 1.")
     ] = 0,
-    shards: Annotated[int, typer.Option(help="Split it over so many pool workers, 1 to 8.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the graph's random choices, from 0.")] = 0,
+    shards: Annotated[int, typer.Option(help="Number of shards, one a pool worker, 1 to 8.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the graph's random choices, from 0.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="What builds the graph; cuda: cuVS, of the extra \\[cuvs], or torch.")
+        Literal["cpu", "cuda"],
+        typer.Option(help="Device that builds the graph; cuda: by cuVS, of the extra \\[cuvs], or torch."),
     ] = "cpu",
-    force: Annotated[bool, typer.Option("--force", help="Replace the collection that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing collection.")] = False,
 ) -> None:
-    """Build a collection. It appears at --out when it is complete, or not at all."""
+    """Build a collection. It appears at --out atomically, when it is complete."""
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes the incomplete build
     threads = threads or len(os.sched_getaffinity(0))
     options: dict[str, Any] = {
         "metric": metric,
@@ -113,7 +115,7 @@ def build(
     }
     given = vectors is not None or any(source.name.endswith(".npy") for source in sources)
     if given and len(sources) > 1:
-        raise BuildRefused(f"vectors go with one source, not with {len(sources)}")
+        raise BuildRefused(f"vectors require exactly one source, not {len(sources)}")
     if not given and ids is not None:
         raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     chosen = None
@@ -135,7 +137,7 @@ def build(
             )
         else:
             ingested = ingest(sources, out, *chosen, passage_tokens=passage_tokens, progress=progress, **options)
-    _tell(out, ingested, begin)
+    _print_built(out, ingested, begin)
 
 
 @index_app.command()
@@ -144,15 +146,13 @@ def add(
         list[Path], typer.Argument(help=f"Folders and files ({', '.join(SUFFIXES)}), .jsonl or .jsonl.gz.")
     ],
     out: Annotated[Path, typer.Option(help="The collection's directory.")],
-    embedder_at: Annotated[
-        str, typer.Option(help="The directory or URL of its embedder, if that is elsewhere by now.")
-    ] = "",
+    embedder_at: Annotated[str, typer.Option(help="The directory or URL of its embedder, if it has moved.")] = "",
     embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
 ) -> None:
-    """Bring a collection up to date with files: only what is new or changed is read and embedded, what is gone goes."""
+    """Update a collection from files: only new and changed files are read and embedded; removed ones are deleted."""
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half built is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes the incomplete build
     with BuildProgress(sys.stderr) as progress:
         location = EmbedderLocation(embedder_at, embedder_key_file)
         threads = threads or len(os.sched_getaffinity(0))
@@ -162,47 +162,47 @@ def add(
         f"{ingested.embedded:,} passages embedded"
     )
     if ingested.changed:
-        _tell(out, ingested, begin)
+        _print_built(out, ingested, begin)
     else:
-        _tell_skipped(ingested)
+        _print_skipped(ingested)
         print(f"{out}: nothing changed")
 
 
-def _tell(out: Path, ingested: IngestReport, begin: float) -> None:
-    _tell_skipped(ingested)
+def _print_built(out: Path, ingested: IngestReport, begin: float) -> None:
+    _print_skipped(ingested)
     built = Collection.info(out)
     print(f"{out}: {built.size:,} vectors of {built.dim} dimensions, built in {time.monotonic() - begin:.1f} s")
-    for line in _served(out):
+    for line in _outdated_nodes(out):
         print(line)
 
 
-def _tell_skipped(ingested: IngestReport) -> None:
-    """Name every file that could not be read, and how many these are."""
+def _print_skipped(ingested: IngestReport) -> None:
+    """Print every file that could not be read, and their number."""
     for path, reason in ingested.skipped.items():
-        shown = path if path.isprintable() else ascii(path)  # a name may hold line feeds and a terminal's commands
+        shown = path if path.isprintable() else ascii(path)  # a name may contain line feeds and terminal escapes
         print(f"skipped {shown}: {reason}", file=sys.stderr)
     if ingested.skipped:
-        print(f"{len(ingested.skipped):,} files could not be read, and were skipped", file=sys.stderr)
+        print(f"{len(ingested.skipped):,} files could not be read and were skipped", file=sys.stderr)
 
 
-def _told(embedder: EmbedderSpec | None) -> str:
-    """What an embedder is, and where it was when the collection was built."""
+def _describe(embedder: EmbedderSpec | None) -> str:
+    """Describe an embedder, with its location when the collection was built."""
     if embedder is None or isinstance(embedder, str):
-        return embedder or "none: queries come as vectors"
+        return embedder or "none: queries must be vectors"
     place = embedder.directory if isinstance(embedder, DirectorySpec) else embedder.url
     prefixes = f"prefixes {embedder.query_prefix!r} of queries, {embedder.passage_prefix!r} of passages"
     return f"{embedder_name(embedder)}, of {place}; {prefixes}"
 
 
-def _served(out: Path) -> list[str]:
-    """A line for every running node that serves what was at `out` before."""
+def _outdated_nodes(out: Path) -> list[str]:
+    """Return a line for every running node that still serves the previous collection at `out`."""
     lines = []
     for directory, node in running_nodes().items():
         name = node.name if directory.parent == nodes_dir() else str(directory)
         for collection, path in collection_paths(node).items():
             if Path(path).resolve() == out.resolve():
                 lines.append(
-                    f"node {node.name!r} goes on serving what was there before as {collection!r}, until "
+                    f"node {node.name!r} serves the previous build as {collection!r} until "
                     f"`trinity index reload {name} {collection}`"
                 )
     return lines
@@ -211,17 +211,17 @@ def _served(out: Path) -> list[str]:
 @index_app.command()
 def reload(
     node: Annotated[str, typer.Argument(help="The node's name, or its run directory.")],
-    collection: Annotated[str, typer.Argument(help="The collection's name in the node; without, all of them.")] = "",
+    collection: Annotated[str, typer.Argument(help="The collection's name in the node. Default: all.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all pool workers to serve it.")] = 1800.0,
 ) -> None:
-    """Have a running node serve a collection that was rebuilt, without a pause; what is damaged is not taken."""
+    """Make a running node serve a rebuilt collection, without downtime. Damaged builds are rejected."""
     done = reload_collections(find_node(node), collection, timeout)
     print(f"{collection or 'every collection'} reloaded by {', '.join(done) or 'no worker: none runs'}")
 
 
 @index_app.command()
 def info(directory: Directory) -> None:
-    """Show what a collection is."""
+    """Describe a collection."""
     if is_live(directory):
         show_info(directory)
         return
@@ -236,55 +236,55 @@ def info(directory: Directory) -> None:
         "dtype": found.dtype,
         "degree": found.degree,
         "shards": found.shards,
-        "index": f"{found.index_bytes / 1e6:,.1f} MB, {found.code_bytes / 1e6:,.1f} MB of it codes of neighbours",
+        "index": f"{found.index_bytes / 1e6:,.1f} MB, of which neighbour codes {found.code_bytes / 1e6:,.1f} MB",
         **sizes,
-        "embedder": _told(found.embedder),
+        "embedder": _describe(found.embedder),
     }.items():
         print(f"{name:11} {value}")
 
 
 @index_app.command()
 def verify(directory: Directory) -> None:
-    """Compare every file of a collection with its checksum."""
+    """Verify the checksum of every file of a collection."""
     if is_live(directory):
         show_verified(directory)
         return
     Collection.verify(directory)
-    print(f"{directory}: every file is as it was built")
+    print(f"{directory}: every checksum is correct")
 
 
 def search(
     directory: Directory,
-    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, a row a query.")],
+    queries: Annotated[Path, typer.Option(help="Query vectors: .npy, one row a query.")],
     k: Annotated[int, typer.Option(help="Nearest vectors to find.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Where to write the ids: .npy of int64, k for each query.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output file of the ids: .npy of int64, k for each query.")] = None,
     truth: Annotated[
-        Path | None, typer.Option(help="The true ids: .npy, k or more for each query, nearest first.")
+        Path | None, typer.Option(help="The true ids: .npy, at least k for each query, nearest first.")
     ] = None,
     top_m: Annotated[
-        int | None, typer.Option(help="Candidates kept; more finds more and takes longer. Without it 64, or k.")
+        int | None, typer.Option(help="Candidate list length; more raises recall and time. Default: 64, or k.")
     ] = None,
     search_width: Annotated[int, typer.Option(help="Parents expanded in each extend.")] = 1,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many extends without a change.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after this many extends without a change.")] = None,
     threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1,
 ) -> None:
-    """Search a collection for many vectors at once; print queries per second, and recall if the truth is known."""
+    """Search a collection for a batch of vectors; print queries per second, and recall if the truth is given."""
     kept = max(64, k) if top_m is None else top_m
     _check("--k" if top_m is None else "--top-m", kept, MAX_TOP_M)
     _check("--k", k, kept)
     _check("--search-width", search_width, MAX_SEARCH_WIDTH)
-    wanted = read_vectors(queries)
-    known = None if truth is None else read_truth(truth, len(wanted), k)
+    vectors = read_vectors(queries)
+    true_ids = None if truth is None else read_truth(truth, len(vectors), k)
     with Collection.open(directory) as collection:
-        # The first search compiles, or loads, the machine code: that is no part of the speed.
-        collection.search(wanted[:1], k, kept, search_width, patience, threads)
+        # The first search compiles or loads machine code, and is excluded from the measurement.
+        collection.search(vectors[:1], k, kept, search_width, patience, threads)
         begin = time.perf_counter()
-        ids, _ = collection.search(wanted, k, kept, search_width, patience, threads)
+        ids, _ = collection.search(vectors, k, kept, search_width, patience, threads)
         seconds = time.perf_counter() - begin
     if out is not None:
         _write(out, ids)
-    found = "" if known is None else f", recall@{k} {recall(ids, known):.4f}"
-    print(f"{len(wanted):,} queries in {seconds:.3f} s: {len(wanted) / seconds:,.0f} queries/s{found}")
+    found = "" if true_ids is None else f", recall@{k} {recall(ids, true_ids):.4f}"
+    print(f"{len(vectors):,} queries in {seconds:.3f} s: {len(vectors) / seconds:,.0f} queries/s{found}")
 
 
 def _check(option: str, value: int, most: int) -> None:
@@ -293,7 +293,7 @@ def _check(option: str, value: int, most: int) -> None:
 
 
 def _write(out: Path, ids: np.ndarray) -> None:
-    """The whole file or none of it."""
+    """Write a file atomically."""
     part = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with part.open("wb") as file:

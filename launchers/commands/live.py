@@ -1,4 +1,4 @@
-"""`trinity live …`: collections that take documents and give them up, from the command line."""
+"""`trinity live …`: creating, writing and searching live collections from the command line."""
 
 import sys
 import time
@@ -22,7 +22,9 @@ from runtime.retrieval.live.storage.manifest import read_description
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 
-live_app = typer.Typer(help="Live collections: documents come and go while they are searched.", no_args_is_help=True)
+live_app = typer.Typer(
+    help="Live collections: documents are stored and deleted while they are searched.", no_args_is_help=True
+)
 
 Directory = Annotated[Path, typer.Argument(help="The collection's directory.")]
 Filtered = Annotated[str, typer.Option("--filter", help='A filter: {"type": "eq", "key": "year", "value": 2024}.')]
@@ -40,17 +42,19 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 @live_app.command()
 def create(
     directory: Directory,
-    embedder: Annotated[str, typer.Option(help="What turns texts into vectors; see `trinity index build`.")] = "",
-    embedder_model: Annotated[str, typer.Option(help="Of a server: what it calls the embedder.")] = "",
+    embedder: Annotated[str, typer.Option(help="The embedder of texts; see `trinity index build`.")] = "",
+    embedder_model: Annotated[str, typer.Option(help="Of a server: the name of its model.")] = "",
     embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
-    dim: Annotated[int, typer.Option(help="Length of vectors that come ready, without an embedder.")] = 0,
-    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="What near means.")] = "cosine",
-    dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="How vectors are kept.")] = "float32",
+    dim: Annotated[int, typer.Option(help="Dimensions of the vectors, without an embedder.")] = 0,
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="The distance.")] = "cosine",
+    dtype: Annotated[
+        Literal["float32", "float16", "int8"], typer.Option(help="The type of stored vectors.")
+    ] = "float32",
     degree: Annotated[int, typer.Option(help="Edges a node of a segment's graph, 2 to 512.")] = 32,
-    demand: Annotated[str, typer.Option(help="An attribute that every search must bind by its filter.")] = "",
-    shards: Annotated[int, typer.Option(help="Split it over so many pool workers, 1 to 8.")] = 1,
+    demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
+    shards: Annotated[int, typer.Option(help="Number of shards, one a pool worker, 1 to 8.")] = 1,
 ) -> None:
-    """Make an empty live collection."""
+    """Create an empty live collection."""
     if bool(dim) == bool(embedder) and dim:
         raise BuildRefused("give --embedder or --dim, not both")
     spec = None
@@ -67,10 +71,10 @@ def create(
 def upsert(
     directory: Directory,
     source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
-    batch: Annotated[int, typer.Option(help="Documents stored at once.", min=1, max=4096)] = 256,
+    batch: Annotated[int, typer.Option(help="Documents stored in a batch.", min=1, max=4096)] = 256,
     threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
 ) -> None:
-    """Store documents, in the place of those with their ids. What was stored stays stored if a later one is refused."""
+    """Store documents, and replace those with the same ids. Stored batches stay stored if a later one is refused."""
     begin, stored = time.monotonic(), 0
     spec = read_description(directory).embedder
     embedder = None if spec is None else load_embedder(spec, threads=threads, for_build=True)
@@ -84,7 +88,9 @@ def upsert(
                 stored += _stored(writer, waiting)
                 waiting = []
         stored += _stored(writer, waiting)
-        print(f"{stored:,} documents stored in {time.monotonic() - begin:.1f} s; {writer.state.count:,} are there")
+        print(
+            f"{stored:,} documents stored in {time.monotonic() - begin:.1f} s; {writer.state.count:,} in the collection"
+        )
 
 
 @live_app.command()
@@ -97,13 +103,13 @@ def delete(
     if bool(ids) == bool(wanted):
         raise UsageError("give ids, or --filter")
     with LiveWriter(directory, background=False) as writer:
-        gone = writer.delete(ids) if ids else writer.delete_where(_filter(wanted))
-        print(f"{gone:,} documents deleted; {writer.state.count:,} are there")
+        deleted = writer.delete(ids) if ids else writer.delete_where(_filter(wanted))
+        print(f"{deleted:,} documents deleted; {writer.state.count:,} in the collection")
 
 
 @live_app.command()
 def flush(directory: Directory) -> None:
-    """Seal what is in the log only, so that it is searched by a graph."""
+    """Seal the growing rows of the log into segments, which are searched by a graph."""
     with LiveWriter(directory, background=False) as writer:
         writer.flush()
         print(f"{directory}: {len(writer.state.segments)} segments")
@@ -111,7 +117,7 @@ def flush(directory: Directory) -> None:
 
 @live_app.command()
 def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cores to use.", min=1)] = 1) -> None:
-    """Make one segment of everything, or of each shard, without what is deleted."""
+    """Rewrite the collection, or each shard, into one segment without deleted rows."""
     with (
         BuildProgress(sys.stderr) as progress,
         LiveWriter(directory, background=False, threads=threads) as writer,
@@ -123,14 +129,14 @@ def compact(directory: Directory, threads: Annotated[int, typer.Option(help="Cor
 @live_app.command()
 def search(
     directory: Directory,
-    text: Annotated[str, typer.Argument(help="What to look for.")],
+    text: Annotated[str, typer.Argument(help="The query.")],
     k: Annotated[int, typer.Option(help="Documents to find.", min=1, max=1000)] = 5,
     wanted: Filtered = "",
 ) -> None:
-    """Show the documents that are nearest to a text."""
+    """Print the documents nearest to a text."""
     spec = read_description(directory).embedder
     if spec is None:
-        raise CollectionError(f"{directory} has no embedder: its vectors come ready, and a text cannot be looked for")
+        raise CollectionError(f"{directory} has no embedder, so it cannot be searched for a text")
     vector = load_embedder(spec).embed([text], "query")
     with LiveReader(directory) as reader:
         rows, distances = reader.search(vector, k, max(64, k), filter=_filter(wanted) if wanted else None)
@@ -142,15 +148,15 @@ def search(
 
 
 def show_info(directory: Path) -> None:
-    """`trinity index info` of a live collection."""
+    """Print `trinity index info` of a live collection."""
     found = collection.info(directory)
     description = found.description
-    deleted = sum(gone for _, _, gone in found.segments)
+    tombstones = sum(deleted for _, _, deleted in found.segments)
     for name, value in {
         "kind": "live",
         "documents": f"{found.documents:,}",
         "segments": ", ".join(f"{number}: {rows:,}" for number, rows, _ in found.segments) or "none",
-        "tombstones": f"{deleted:,}",
+        "tombstones": f"{tombstones:,}",
         "log": f"{found.growing:,} rows, {found.log_bytes / 1e6:,.1f} MB",
         "on disk": f"{found.disk_bytes / 1e6:,.1f} MB",
         "dimensions": description.dim,
@@ -162,13 +168,13 @@ def show_info(directory: Path) -> None:
     }.items():
         print(f"{name:11} {value}")
     if found.torn_bytes:
-        print(f"the last {found.torn_bytes} bytes of the log are no whole record; the next writer will cut them")
+        print(f"the last {found.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
 
 
 def show_verified(directory: Path) -> None:
-    """`trinity index verify` of a live collection."""
+    """Print `trinity index verify` of a live collection."""
     torn = collection.verify(directory)
-    print(f"{directory}: every file is as it was written")
+    print(f"{directory}: every checksum is correct")
     if torn:
         print(torn)
 
@@ -176,7 +182,7 @@ def show_verified(directory: Path) -> None:
 def _stored(writer: LiveWriter, documents: list[UpsertDocument]) -> int:
     try:
         return writer.upsert(documents)
-    except Overloaded:  # faster than segments are built beside
+    except Overloaded:  # faster than background builds seal segments
         writer.flush()
         return writer.upsert(documents)
 

@@ -1,4 +1,4 @@
-"""`trinity mcp`: a collection of a node as a tool for whatever speaks the Model Context Protocol."""
+"""`trinity mcp`: a collection of a node as a tool for clients of the Model Context Protocol."""
 
 import importlib.util
 from typing import Annotated
@@ -14,8 +14,8 @@ from runtime.node.run_dir import find_node
 def serve_mcp(
     collection: Annotated[str, typer.Argument(help="The collection to search.")],
     node: NodeOption = "",
-    url: Annotated[str, typer.Option(help="Ask the node at this address instead, such as http://host:8080.")] = "",
-    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node wants one.")] = "",
+    url: Annotated[str, typer.Option(help="Use the node at this address instead, such as http://host:8080.")] = "",
+    key: Annotated[str, typer.Option(envvar="TRINITY_API_KEY", help="An API key, if the node requires one.")] = "",
 ) -> None:
     """Serve MCP over standard input and output, with one tool that searches a collection of a running node."""
     if importlib.util.find_spec("mcp") is None:

@@ -1,1 +1,1 @@
-"""What other frameworks find passages with: each file stands on one package, and asks a node over its public HTTP."""
+"""Integrations with other frameworks: each module depends on one package, and uses a node's public HTTP API."""

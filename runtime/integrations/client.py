@@ -1,4 +1,4 @@
-"""One collection of a node, over HTTP: what the frameworks' classes stand on."""
+"""HTTP client of one collection of a node, the basis of the framework integrations."""
 
 import json
 import weakref
@@ -11,18 +11,18 @@ import httpx
 
 from runtime.errors import InvalidRequest, Unavailable, error_from_code
 
-_BODY_BYTES = 1_000_000  # of a write: the node takes 1 MiB
+_BODY_BYTES = 1_000_000  # of a write; the node's limit is 1 MiB
 _BODY_DOCUMENTS = 4096
 
 Filter = Mapping[str, Any]
-"""In OpenAI's format, as docs/collections.md has it."""
+"""A filter in OpenAI's format (docs/collections.md)."""
 Hybrid = bool | float
-"""Whether a text's words are looked for too, or their share, 0 to 1 (docs/hybrid.md)."""
+"""Whether to add keyword search, or its share of the ranking, 0 to 1 (docs/hybrid.md)."""
 
 
 @dataclass(frozen=True)
 class SearchHit:
-    """A passage. `score` is higher the nearer it is; `metadata` has its attributes, and its title if it has one."""
+    """A passage. A higher `score` is nearer; `metadata` contains the attributes, and the title if there is one."""
 
     id: str
     text: str
@@ -31,9 +31,10 @@ class SearchHit:
 
 
 class CollectionClient:
-    """Any number of threads may use one. `url`: the node's, with or without `/v1`; `api_key`: "" where it wants none.
+    """Searches and writes one collection. Thread-safe.
 
-    Raises what the node answers with, a `TrinityError`; `Unavailable` where nothing answers.
+    url: of the node, with or without `/v1`. api_key: "" if the node requires none. Methods raise the node's error as a
+    `TrinityError`, and `Unavailable` if the node does not respond.
     """
 
     def __init__(self, url: str, collection: str, api_key: str = "", *, timeout_s: float = 60.0) -> None:
@@ -48,50 +49,50 @@ class CollectionClient:
         self.close = weakref.finalize(self, self._http.close)
 
     def search(self, query: str, k: int, filter: Filter | None = None, hybrid: Hybrid = False) -> list[SearchHit]:
-        """The k nearest passages to a text that pass a filter, nearest first; with `hybrid` the best of both sides."""
-        asked = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {}) | _ranking(hybrid)
+        """Return the k passages nearest to a text that pass a filter, best first; `hybrid` fuses a keyword search."""
+        body = {"query": query, "max_num_results": k} | ({"filters": filter} if filter else {}) | _ranking(hybrid)
         return [
             SearchHit(
-                one["id"],
-                one["content"][0]["text"],
-                one["score"],
-                ({"title": one["title"]} if one["title"] else {}) | one["attributes"],
+                hit["id"],
+                hit["content"][0]["text"],
+                hit["score"],
+                ({"title": hit["title"]} if hit["title"] else {}) | hit["attributes"],
             )
-            for one in self._asked("POST", self._search, _json(asked))["data"]
+            for hit in self._request("POST", self._search, _json(body))["data"]
         ]
 
     def upsert(self, documents: Sequence[Mapping[str, Any]]) -> int:
-        """Store documents (`id`, `text`, `attributes`) in the place of those with their ids; how many.
+        """Store documents (`id`, `text`, `attributes`), and replace those with the same ids. Returns how many.
 
-        Goes in batches of what one request may hold: a batch is stored whole or not at all, and doing it again changes
-        nothing more.
+        Sends batches within the limits of a request. Each batch is atomic, and the call is idempotent.
         """
-        return sum(int(self._asked("PUT", self._documents, body)["count"]) for body in _batches(documents))
+        return sum(int(self._request("PUT", self._documents, body)["count"]) for body in _batches(documents))
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete documents by their ids; how many were there. No search finds them any more then."""
+        """Delete documents by id. Returns how many existed. No later search finds them."""
         parts = [list(ids[begin : begin + _BODY_DOCUMENTS]) for begin in range(0, len(ids), _BODY_DOCUMENTS)]
-        return sum(int(self._asked("DELETE", self._documents, _json({"ids": part}))["count"]) for part in parts)
+        return sum(int(self._request("DELETE", self._documents, _json({"ids": part}))["count"]) for part in parts)
 
-    def _asked(self, method: str, path: str, body: bytes) -> dict[str, Any]:
+    def _request(self, method: str, path: str, body: bytes) -> dict[str, Any]:
         try:
-            answer = self._http.request(method, path, content=body, headers={"Content-Type": "application/json"})
+            response = self._http.request(method, path, content=body, headers={"Content-Type": "application/json"})
         except httpx.HTTPError as error:
-            raise Unavailable(f"no answer from {self._http.base_url}: {error!r}") from error
+            raise Unavailable(f"{self._http.base_url} does not respond: {error!r}") from error
         try:
-            told: dict[str, Any] = answer.json()
-            if answer.status_code == 200:
-                return told
-            raised = error_from_code(
-                str(told["error"]["code"]), str(told["error"]["message"]), told["error"].get("param")
-            )
+            content: dict[str, Any] = response.json()
+            if response.status_code == 200:
+                return content
+            failure = content["error"]
+            raised = error_from_code(str(failure["code"]), str(failure["message"]), failure.get("param"))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raised = Unavailable(f"{answer.url} answered with status {answer.status_code}: {answer.text[:200]!r}")
+            raised = Unavailable(
+                f"{response.url} responded with status {response.status_code}: {response.text[:200]!r}"
+            )
         raise raised
 
 
 def _ranking(hybrid: Hybrid) -> dict[str, Any]:
-    """Raises `InvalidRequest`."""
+    """Return the ranking options of a search. Raises `InvalidRequest`."""
     if not 0 <= hybrid <= 1:
         raise InvalidRequest(
             f"hybrid is {hybrid}; it must be true, false or the keywords' weight between 0 and 1", "hybrid"
@@ -106,16 +107,16 @@ def _json(value: object) -> bytes:
 
 
 def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Bodies of writes, each within what a request may hold. A document that is too large alone is the node's to
-    refuse."""
-    waiting: list[bytes] = []
+    """Yield bodies of writes within the limits of a request. A single document above the limit is left for the node to
+    reject."""
+    batch: list[bytes] = []
     size = 0
     for document in documents:
         one = _json(document)
-        if waiting and (size + len(one) > _BODY_BYTES or len(waiting) == _BODY_DOCUMENTS):
-            yield b'{"documents": [%s]}' % b",".join(waiting)
-            waiting, size = [], 0
-        waiting.append(one)
+        if batch and (size + len(one) > _BODY_BYTES or len(batch) == _BODY_DOCUMENTS):
+            yield b'{"documents": [%s]}' % b",".join(batch)
+            batch, size = [], 0
+        batch.append(one)
         size += len(one) + 1
-    if waiting:
-        yield b'{"documents": [%s]}' % b",".join(waiting)
+    if batch:
+        yield b'{"documents": [%s]}' % b",".join(batch)

@@ -1,4 +1,4 @@
-"""LangChain's retriever and vector store on a collection of a node. Needs langchain-core: the extra [langchain]."""
+"""LangChain retriever and vector store of a node's collection. Needs langchain-core: the extra [langchain]."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -16,11 +16,11 @@ from runtime.integrations.client import CollectionClient, Filter, Hybrid, Search
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
-    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format); with `hybrid`
-    by the text's words too.
+    """Retrieves the `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format); with
+    `hybrid`, also by keywords.
 
-    `k`, `filter` and `hybrid` may be given to `invoke` too. A document's metadata has the passage's attributes and
-    title.
+    `k`, `filter` and `hybrid` may also be arguments of `invoke`. A document's metadata contains the passage's
+    attributes and title.
     """
 
     url: str
@@ -43,21 +43,20 @@ class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
         filter: Filter | None = None,
         hybrid: Hybrid | None = None,
     ) -> list[Document]:
-        wanted, words = self.filter if filter is None else filter, self.hybrid if hybrid is None else hybrid
-        found = self._client.search(query, k or self.k, wanted, words)
-        return [_document(one) for one in found]
+        filter, hybrid = self.filter if filter is None else filter, self.hybrid if hybrid is None else hybrid
+        return [_document(hit) for hit in self._client.search(query, k or self.k, filter, hybrid)]
 
     def close(self) -> None:
-        """Close its connections; what is not closed is so when it is collected."""
+        """Close the connections, which are otherwise closed when the object is garbage-collected."""
         self._client.close()
 
 
 class TrinityVectorStore(VectorStore):  # type: ignore[misc]
-    """A live collection of a node, which embeds the texts itself: there is no `embedding` here.
+    """Vector store of a live collection of a node. The node embeds the texts, so there is no `embedding`.
 
-    `filter` of a search is in OpenAI's format; with `hybrid` a text's words are looked for too; metadata are the
-    documents' attributes: strings, integers, floats, booleans and lists of strings. What is added is found some 20 ms
-    later, what is deleted is not found any more.
+    The `filter` of a search is in OpenAI's format; `hybrid` adds keyword search. Metadata become the documents'
+    attributes: strings, integers, floats, booleans and lists of strings. Searches find added texts about 20 ms later,
+    and never find deleted ones.
     """
 
     def __init__(self, url: str, collection: str, api_key: str = "") -> None:
@@ -72,12 +71,12 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        **place: Any,
+        **arguments: Any,
     ) -> Self:
-        """A store with these texts. `embedding` is None; `place`: the constructor's arguments."""
+        """Create a store and add texts. `embedding` must be None; `arguments`: of the constructor."""
         if embedding is not None:
-            raise ValueError("embedding must be None: the node embeds, by its collection's embedder")
-        store = cls(**place)
+            raise ValueError("embedding must be None: the node embeds texts with its collection's embedder")
+        store = cls(**arguments)
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
@@ -89,7 +88,7 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         ids: list[str] | None = None,
         **_: Any,
     ) -> list[str]:
-        """Store texts under their ids, or new ones where there is none, and return these."""
+        """Store texts under their ids, or under new UUIDs, and return the ids."""
         texts = list(texts)
         names = [name or str(uuid4()) for name in ids or [""] * len(texts)]
         self._client.upsert([
@@ -99,27 +98,27 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
         return names
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool:
-        """Delete documents by their ids; those that are not there are no error."""
+        """Delete documents by id; missing ones are ignored."""
         if ids is None:
-            raise ValueError("ids are needed: what is in the collection is not deleted as a whole")
+            raise ValueError("ids are required: deleting all documents of a collection is not supported")
         self._client.delete(ids)
         return True
 
     def similarity_search(
         self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
     ) -> list[Document]:
-        """The k nearest documents that pass a filter, nearest first."""
-        return [_document(one) for one in self._client.search(query, k, filter, hybrid)]
+        """Return the k nearest documents that pass a filter, nearest first."""
+        return [_document(hit) for hit in self._client.search(query, k, filter, hybrid)]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, hybrid: Hybrid = False, **_: Any
     ) -> list[tuple[Document, float]]:
-        """The same with their scores: the cosine; the dot product; 1 / (1 + squared distance)."""
-        return [(_document(one), one.score) for one in self._client.search(query, k, filter, hybrid)]
+        """Return documents with scores: the cosine, the dot product, or 1 / (1 + squared distance)."""
+        return [(_document(hit), hit.score) for hit in self._client.search(query, k, filter, hybrid)]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
         return lambda score: score
 
 
-def _document(found: SearchHit) -> Document:
-    return Document(found.text, id=found.id, metadata=found.metadata)
+def _document(hit: SearchHit) -> Document:
+    return Document(hit.text, id=hit.id, metadata=hit.metadata)

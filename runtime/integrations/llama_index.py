@@ -1,4 +1,4 @@
-"""LlamaIndex's retriever on a collection of a node. Needs llama-index-core: the extra [llama-index]."""
+"""LlamaIndex retriever of a node's collection. Needs llama-index-core: the extra [llama-index]."""
 
 import asyncio
 
@@ -9,10 +9,10 @@ from runtime.integrations.client import CollectionClient, Filter, Hybrid
 
 
 class TrinityRetriever(BaseRetriever):  # type: ignore[misc]
-    """The `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format), as nodes;
-    with `hybrid` by the text's words too.
+    """Retrieves the `k` passages of a collection that are nearest to a text and pass `filter` (OpenAI's format), as
+    nodes; with `hybrid`, also by keywords.
 
-    A node's metadata has the passage's attributes and title.
+    A node's metadata contains the passage's attributes and title.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""An MCP server with one tool that searches a collection of a node. Needs mcp: the extra [mcp]."""
+"""MCP server with one tool, which searches a collection of a node. Needs mcp: the extra [mcp]."""
 
 import asyncio
 from typing import Annotated, Any
@@ -12,14 +12,14 @@ from runtime.errors import TrinityError
 from runtime.integrations.client import CollectionClient
 
 _FILTER = (
-    'Only passages whose attributes pass it: {"type": "eq", "key": "source", "value": "a.pdf"}; types are eq, ne, gt, '
-    'gte, lt, lte, in and nin, and {"type": "and" or "or", "filters": [...]}.'
+    'Return only passages whose attributes pass this filter: {"type": "eq", "key": "source", "value": "a.pdf"}; types '
+    'are eq, ne, gt, gte, lt, lte, in and nin, and {"type": "and" or "or", "filters": [...]}.'
 )
-_HYBRID = "Look for the query's words too, beside its meaning: for names, numbers and rare words."
+_HYBRID = "Also search by keywords: for names, numbers and rare words."
 
 
 def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
-    """A server whose tool `search` asks `client`; `run()` serves it over standard input and output."""
+    """Create a server whose tool `search` uses `client`; `run()` serves it over standard input and output."""
     server = MCPServer(
         "trinity",
         instructions=f"Finds passages of the collection {collection!r} that are relevant to a question.",
@@ -34,7 +34,7 @@ def mcp_server(client: CollectionClient, collection: str) -> MCPServer:
     ) -> list[dict[str, Any]]:
         try:
             found = await asyncio.to_thread(client.search, query, k, filter, hybrid)
-        except TrinityError as error:  # for the model to read: it may mend its filter
+        except TrinityError as error:  # the model reads the message and can correct its filter
             raise ToolError(error.message) from error
         return [{"id": one.id, "text": one.text, "score": one.score, "metadata": one.metadata} for one in found]
 

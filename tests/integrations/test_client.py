@@ -41,7 +41,7 @@ def test_what_the_node_refuses_is_its_own_error(url: str) -> None:
 
 def test_a_node_that_is_not_there_is_unavailable() -> None:
     nobody = CollectionClient("http://127.0.0.1:1", "notes")
-    with pytest.raises(Unavailable, match="no answer from http://127"):
+    with pytest.raises(Unavailable, match=r"http://127.* does not respond"):
         nobody.search("a", 1)
     nobody.close()
 

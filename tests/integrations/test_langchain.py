@@ -54,7 +54,7 @@ def test_texts_without_ids_get_new_ones_and_a_new_text_takes_an_old_one_s_place(
 def test_what_cannot_be_is_refused(store: TrinityVectorStore, url: str) -> None:
     with pytest.raises(ValueError, match="the node embeds"):
         TrinityVectorStore.from_texts(["a"], object(), url=url, collection="notes")
-    with pytest.raises(ValueError, match="ids are needed"):
+    with pytest.raises(ValueError, match="ids are required"):
         store.delete()
     with pytest.raises(ValueError, match="zip"):
         store.add_texts(["a", "b"], [{}])

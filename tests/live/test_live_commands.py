@@ -49,14 +49,14 @@ def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tm
     assert "1 segments" in _trinity("live", "flush", docs)
     assert "green frog" in _trinity("live", "search", docs, "green frog", "--filter", mine).splitlines()[0]
     later = json.dumps({"type": "gte", "key": "year", "value": 3})
-    assert "1 documents deleted; 2 are there" in _trinity("live", "delete", docs, "--filter", later)
-    assert "1 documents deleted; 1 are there" in _trinity("live", "delete", docs, "2", "none")
+    assert "1 documents deleted; 2 in the collection" in _trinity("live", "delete", docs, "--filter", later)
+    assert "1 documents deleted; 1 in the collection" in _trinity("live", "delete", docs, "2", "none")
     assert "tombstones  2" in _trinity("index", "info", docs)
     assert "1 documents in 1 segments" in _trinity("live", "compact", docs)
     info = _trinity("index", "info", docs)
     assert "tombstones  0" in info
     assert "attributes  tenant (string), year (integer)" in info
-    assert "as it was written" in _trinity("index", "verify", docs)
+    assert "every checksum is correct" in _trinity("index", "verify", docs)
 
 
 def test_a_torn_log_is_said_before_and_when_it_is_cut(tmp_path: Path) -> None:

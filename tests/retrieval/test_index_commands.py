@@ -70,7 +70,7 @@ def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, sour
     ]  # fmt: skip
     of_codes = sum((out / "index" / f"{name}.npy").stat().st_size for name in ("neighbors", "entry", "rotation"))
     assert Collection.info(out).code_bytes == of_codes
-    assert f"{of_codes / 1e6:,.1f} MB of it codes of neighbours" in printed
+    assert f"of which neighbour codes {of_codes / 1e6:,.1f} MB" in printed
     assert trinity("index", "verify", out)[0] == 0
     codes = out / "index" / "codes.npy"
     content = bytearray(codes.read_bytes())
@@ -91,7 +91,7 @@ def test_a_build_in_the_place_of_a_served_collection_names_the_nodes_that_serve_
     code, printed, _ = trinity(*build)
     assert code == 0
     assert printed.splitlines()[1:] == [
-        f"node 'mine' goes on serving what was there before as 'texts', until `trinity index reload {name} texts`"
+        f"node 'mine' serves the previous build as 'texts' until `trinity index reload {name} texts`"
         for name in ("mine", tmp_path / "run")
     ]
 
@@ -277,7 +277,7 @@ def test_folders_are_built_and_brought_up_to_date(trinity: Trinity, tmp_path: Pa
     options = ("--out", out, "--threads", 1)
     code, printed, told = trinity("index", "build", folder, *options, "--embedder", "hashing-64", "--degree", 2)
     assert (code, printed.partition(" of 64")[0]) == (0, f"{out}: 3 vectors")
-    assert told.endswith("skipped bad.txt: not UTF-8 text at byte 3\n1 files could not be read, and were skipped\n")
+    assert told.endswith("skipped bad.txt: not UTF-8 text at byte 3\n1 files could not be read and were skipped\n")
     (folder / "bad.txt").rename(folder / "ba\n\x1b[2Jd.txt")
     assert r"skipped 'ba\n\x1b[2Jd.txt': not UTF-8" in trinity("index", "add", folder, *options)[2]
     (folder / "ba\n\x1b[2Jd.txt").unlink()
@@ -290,4 +290,4 @@ def test_folders_are_built_and_brought_up_to_date(trinity: Trinity, tmp_path: Pa
     code, printed, told = trinity("index", "add", folder, *options)
     assert (code, printed.splitlines()[1]) == (0, f"{out}: nothing changed")
     code, _, told = trinity("index", "build", folder, tmp_path / "v.npy", *options)
-    assert (code, told) == (EXIT_USAGE, "trinity: error: vectors go with one source, not with 2\n")
+    assert (code, told) == (EXIT_USAGE, "trinity: error: vectors require exactly one source, not 2\n")

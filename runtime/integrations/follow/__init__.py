@@ -1,1 +1,1 @@
-"""Keeping a live collection as a collection of another database is: which stays the source of truth."""
+"""Replication of a collection of another database, the source of truth, into a live collection."""

@@ -1,7 +1,7 @@
-"""Brings a live collection to what its source has: again and again, and each time only what changed.
+"""Synchronises a live collection with a source, in repeated passes that write only changes.
 
-What is stored is itself the state: each point is compared with its document, so that a pass which was interrupted is
-gone on with by the next, and a pass over an unchanged source writes nothing.
+No state is kept beside the documents: each pass compares the points with the stored documents. So the next pass
+continues after an interruption, and a pass over an unchanged source writes nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +20,14 @@ from runtime.retrieval.live.validation import UpsertDocument, resolve_vectors
 from runtime.retrieval.live.writer import LiveWriter
 
 BATCH = 256
-_SAME = 2.0**-9  # of a vector's largest number: twice what rounding to float16 changes
+_TOLERANCE = 2.0**-9  # relative to a vector's largest number: twice the rounding error of float16
 _RETRYABLE = (Unavailable, NoRoom, Overloaded, EmbedderUnreachable, EmbedderFailed)
 
 
 @dataclass
 class SyncResult:
-    """What a pass did. first: of its follower. complete: it was not stopped; only then is deleted what the source does
-    not have."""
+    """Counts of a pass. first: it was the follower's first. complete: it was not stopped; only then documents that the
+    source does not have are deleted."""
 
     first: bool = False
     stored: int = 0
@@ -42,8 +42,12 @@ class SyncResult:
 
 
 class Follower:
-    """version: a field that is another whenever its point is: then points are looked at by that field alone, and only
-    those where it changed are read. embeds: vectors are made from the texts by the writer's embedder, not taken."""
+    """Synchronises a live collection, through its writer, with a source.
+
+    version: a field that changes whenever its point does: a pass reads only this field of all points, and then the
+    points where it changed. embeds: the writer's embedder computes the vectors from the texts, instead of copying them.
+    report: called with messages for the user. stopped: polled between pages.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class Follower:
         version: str = "",
         embeds: bool = False,
         batch: int = BATCH,
-        report: Callable[[str], None] = lambda words: None,
+        report: Callable[[str], None] = lambda message: None,
         progress: Progress = no_progress,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -65,42 +69,44 @@ class Follower:
         self._mapper, self._first = DocumentMapper(fields, report), True
 
     def sync(self) -> SyncResult:
-        """One pass. Raises `Unavailable` where the source does not answer, with what was stored before kept, and what
-        `LiveWriter.upsert` and `delete` raise."""
+        """Run one pass. Raises `Unavailable` if the source does not respond, and the errors of `LiveWriter.upsert` and
+        `delete`; documents that the pass already stored stay stored."""
         result, self._first = SyncResult(self._first), False
         state = self._writer.state
-        vanished = set(state.alive_rows().tolist())
-        expected, looked_at = max(self._source.count(), 1), 0
+        unseen = set(state.alive_rows().tolist())
+        expected, seen = max(self._source.count(), 1), 0
         for page in self._pages():
-            looked_at += len(page)
+            seen += len(page)
             known = state.rows_of([str(point.key) for point in page])
-            vanished.difference_update(known.values())
+            unseen.difference_update(known.values())
             stored = dict(zip(known, state.documents(list(known.values())), strict=True))
             if self._version:
                 changed = [point for point in page if not self._has_version(stored.get(str(point.key)), point)]
                 result.unchanged += len(page) - len(changed)
                 page = self._source.get([point.key for point in changed], self._vectors) if changed else []
-            self._store(self._different(page, stored, known, result), result)
-            self._progress("follow", min(looked_at / expected, 1.0))
+            self._store(self._changed_documents(page, stored, known, result), result)
+            self._progress("follow", min(seen / expected, 1.0))
             if self._stopped():
                 return result
-        rows = sorted(vanished)
+        rows = sorted(unseen)
         for begin in range(0, len(rows), self._batch):
-            gone = [one.id for one in state.documents(rows[begin : begin + self._batch]) if one is not None]
-            result.deleted += self._writer.delete(gone)
+            documents = state.documents(rows[begin : begin + self._batch])
+            result.deleted += self._writer.delete([document.id for document in documents if document is not None])
         result.complete = True
         self._progress("follow", 1.0)
         return result
 
-    def follow(self, wait: Callable[[], bool], told: Callable[[SyncResult], None]) -> None:
-        """Pass after pass; `wait` says when the next is due, or, with False, that there is none. A pass but the first
-        may fail for what may be over at the next one."""
-        told(self.sync())
+    def follow(self, wait: Callable[[], bool], on_result: Callable[[SyncResult], None]) -> None:
+        """Run passes until `wait`, which blocks until the next pass is due, returns False.
+
+        Retryable errors of the first pass are raised; those of later passes are reported, and the next pass retries.
+        """
+        on_result(self.sync())
         while wait():
             try:
-                told(self.sync())
+                on_result(self.sync())
             except _RETRYABLE as error:
-                self._report(f"{error.message}; tried again at the next pass")
+                self._report(f"{error.message}; retrying in the next pass")
 
     def _pages(self) -> Iterator[list[Point]]:
         if self._version:
@@ -111,12 +117,12 @@ class Follower:
         version = dict(flattened(point.fields)).get(self._version)
         return stored is not None and version is not None and stored.attributes.get(self._version) == version
 
-    def _different(
+    def _changed_documents(
         self, page: list[Point], stored: dict[str, StoredDocument | None], rows: dict[str, int], result: SyncResult
     ) -> list[UpsertDocument]:
-        """The documents of a page that are not stored as they are."""
+        """Return the documents of a page that differ from the stored ones."""
         same: list[UpsertDocument] = []
-        different: list[UpsertDocument] = []
+        changed: list[UpsertDocument] = []
         schema = self._writer.state.schema
         for point in page:
             try:
@@ -124,34 +130,35 @@ class Follower:
             except InvalidDocument as error:
                 self._refuse(error, result)
                 continue
-            schema = extend_schema(schema, document.attributes)  # also of one page no two may disagree
+            schema = extend_schema(schema, document.attributes)  # types must also agree within a page
             before = stored.get(document.id)
             unchanged = before is not None and (before.title, before.text, before.attributes) == (
                 document.title,
                 document.text,
                 document.attributes,
             )
-            (same if unchanged else different).append(document)
+            (same if unchanged else changed).append(document)
         if self._vectors and same:
-            kept = self._kept([one.vector for one in same], [rows[one.id] for one in same])
-            different += [document for document, is_kept in zip(same, kept, strict=True) if not is_kept]
-            same = [document for document, is_kept in zip(same, kept, strict=True) if is_kept]
-        result.unchanged += len(same)
-        return different
+            equal = self._equal_vectors([one.vector for one in same], [rows[one.id] for one in same])
+            changed += [document for document, is_equal in zip(same, equal, strict=True) if not is_equal]
+            result.unchanged += int(np.count_nonzero(equal))
+        else:
+            result.unchanged += len(same)
+        return changed
 
-    def _kept(self, vectors: Sequence[object], rows: Sequence[int]) -> NDArray[np.bool_]:
-        """Whether the rows have these vectors, but for rounding."""
+    def _equal_vectors(self, vectors: Sequence[object], rows: Sequence[int]) -> NDArray[np.bool_]:
+        """Return whether each row has this vector, except for rounding."""
         state = self._writer.state
         try:
             given = resolve_vectors([UpsertDocument("", vector=vector) for vector in vectors], state.description, None)  # type: ignore[arg-type]
-        except InvalidDocument:  # which one it is is told when they are stored one by one
+        except InvalidDocument:  # `_store` reports which one is invalid
             return np.zeros(len(rows), bool)
         stored = state.vectors(np.array(rows, np.int64))
-        kept: NDArray[np.bool_] = np.abs(given - stored).max(axis=1) <= _SAME * np.abs(given).max(axis=1)
-        return kept
+        equal: NDArray[np.bool_] = np.abs(given - stored).max(axis=1) <= _TOLERANCE * np.abs(given).max(axis=1)
+        return equal
 
     def _store(self, documents: list[UpsertDocument], result: SyncResult) -> None:
-        """All of them; one by one where one is refused, so that the others are stored."""
+        """Store documents; one by one if one of the batch is refused, so that the others are stored."""
         if not documents:
             return
         try:
@@ -166,7 +173,7 @@ class Follower:
     def _upsert(self, documents: list[UpsertDocument]) -> int:
         try:
             return self._writer.upsert(documents)
-        except Overloaded:  # faster than segments are built beside
+        except Overloaded:  # faster than background builds seal segments
             self._writer.flush()
             return self._writer.upsert(documents)
 

@@ -1,4 +1,4 @@
-"""A collection of Milvus as a source. Needs pymilvus: the extra [milvus]."""
+"""Source of a Milvus collection. Needs pymilvus: the extra [milvus]."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,60 +12,60 @@ _METRICS = {"COSINE": "cosine", "L2": "l2", "IP": "ip"}
 
 
 def connect(url: str, key: str = "") -> MilvusClient:
-    """url: of a server, or a file of Milvus Lite (with the package milvus-lite)."""
+    """Connect. url: of a server, or a file of Milvus Lite (with the package milvus-lite)."""
     return call_with_retries(url, MilvusClient, url, token=key)
 
 
 class Milvus:
-    """See `Source`. wanted: Milvus' own filter expression; "" for all rows. vector: the field, of several."""
+    """See `Source`. filter: Milvus' own filter expression; "" for all rows. vector: the vector field, of several."""
 
-    def __init__(self, client: MilvusClient, collection: str, wanted: str = "", vector: str = "") -> None:
-        """Raises `ConfigError` for what cannot be followed, `Unavailable`."""
-        self._client, self._collection, self._filter = client, collection, wanted
-        self._what = f"Milvus' collection {collection!r}"
-        told = call_with_retries(self._what, client.describe_collection, collection)["fields"]
-        fields = {field["name"]: DataType(field["type"]) for field in told}
-        self._key = next(field["name"] for field in told if field.get("is_primary"))
-        self._vectors = [name for name, kind in fields.items() if "VECTOR" in kind.name]
-        known = [name for name, kind in fields.items() if kind == DataType.FLOAT_VECTOR]
-        if not vector and len(known) == 1:
-            vector = known[0]
-        if vector not in known:
+    def __init__(self, client: MilvusClient, collection: str, filter: str = "", vector: str = "") -> None:
+        """Raises `ConfigError` for an unsupported collection, `Unavailable`."""
+        self._client, self._collection, self._filter = client, collection, filter
+        self._name = f"Milvus' collection {collection!r}"
+        described = call_with_retries(self._name, client.describe_collection, collection)["fields"]
+        fields = {field["name"]: DataType(field["type"]) for field in described}
+        self._key = next(field["name"] for field in described if field.get("is_primary"))
+        self._vectors = [name for name, data_type in fields.items() if "VECTOR" in data_type.name]
+        supported = [name for name, data_type in fields.items() if data_type == DataType.FLOAT_VECTOR]
+        if not vector and len(supported) == 1:
+            vector = supported[0]
+        if vector not in supported:
             raise ConfigError(
-                f"{self._what} has no field {vector!r} of float vectors: name one of {', '.join(known) or 'none'}"
+                f"{self._name} has no field {vector!r} of float vectors: give one of {', '.join(supported) or 'none'}"
             )
         self._vector = vector
-        self.dim = int(next(field["params"]["dim"] for field in told if field["name"] == vector))
-        index = call_with_retries(self._what, client.describe_index, collection, vector) or {}
-        measured = str(index.get("metric_type", "COSINE"))
-        if measured not in _METRICS:
-            raise ConfigError(f"{self._what} measures by {measured}; known: {', '.join(_METRICS)}")
-        self.metric = _METRICS[measured]
+        self.dim = int(next(field["params"]["dim"] for field in described if field["name"] == vector))
+        index = call_with_retries(self._name, client.describe_index, collection, vector) or {}
+        metric = str(index.get("metric_type", "COSINE"))
+        if metric not in _METRICS:
+            raise ConfigError(f"{self._name} has the metric {metric}; supported: {', '.join(_METRICS)}")
+        self.metric = _METRICS[metric]
 
     def count(self) -> int:
-        asked: dict[str, Any] = {"filter": self._filter, "output_fields": ["count(*)"]}
-        return int(call_with_retries(self._what, self._client.query, self._collection, **asked)[0]["count(*)"])
+        arguments: dict[str, Any] = {"filter": self._filter, "output_fields": ["count(*)"]}
+        return int(call_with_retries(self._name, self._client.query, self._collection, **arguments)[0]["count(*)"])
 
     def pages(self, size: int, fields: Sequence[str] | None, vectors: bool) -> Iterator[list[Point]]:
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "batch_size": size,
             "filter": self._filter,
-            "output_fields": self._shape(fields, vectors),
+            "output_fields": self._output_fields(fields, vectors),
         }
-        rows = call_with_retries(self._what, self._client.query_iterator, self._collection, **asked)
+        rows = call_with_retries(self._name, self._client.query_iterator, self._collection, **arguments)
         try:
-            while page := call_with_retries(self._what, rows.next):
+            while page := call_with_retries(self._name, rows.next):
                 yield [self._point(row, vectors) for row in page]
         finally:
             rows.close()
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
-        shape = self._shape(None, vectors)
-        found = call_with_retries(self._what, self._client.get, self._collection, list(keys), output_fields=shape)
+        shape = self._output_fields(None, vectors)
+        found = call_with_retries(self._name, self._client.get, self._collection, list(keys), output_fields=shape)
         return [self._point(row, vectors) for row in found]
 
-    def _shape(self, fields: Sequence[str] | None, vectors: bool) -> list[str]:
-        """Of an object the whole field is asked for. All fields come with the vectors in any case."""
+    def _output_fields(self, fields: Sequence[str] | None, vectors: bool) -> list[str]:
+        """Return the output fields. Of an object the whole field is requested; "*" always includes the vectors."""
         named = ["*"] if fields is None else [name.partition(".")[0] for name in fields]
         return [self._key, *named, *([self._vector] if vectors else [])]
 

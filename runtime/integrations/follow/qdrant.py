@@ -1,4 +1,4 @@
-"""A collection of Qdrant as a source. Needs qdrant-client: the extra [qdrant]."""
+"""Source of a Qdrant collection. Needs qdrant-client: the extra [qdrant]."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,51 +14,55 @@ _METRICS = {"Cosine": "cosine", "Euclid": "l2", "Dot": "ip"}
 
 
 def connect(url: str, key: str = "") -> QdrantClient:
-    """url: of a server, or a directory of the client's local mode."""
+    """Connect. url: of a server, or a directory of the client's local mode."""
     if not url.startswith(("http://", "https://")):
         return call_with_retries(url, QdrantClient, path=url)
     return QdrantClient(url=url, api_key=key or None, check_compatibility=False)
 
 
 class Qdrant:
-    """See `Source`. wanted: Qdrant's own filter, as JSON; "" for all points. vector: the name of one of several."""
+    """See `Source`. filter: Qdrant's own filter, as JSON; "" for all points. vector: its name, of several."""
 
-    def __init__(self, client: QdrantClient, collection: str, wanted: str = "", vector: str = "") -> None:
-        """Raises `ConfigError` for what cannot be followed, `Unavailable`."""
-        self._client, self._collection, self._what = client, collection, f"Qdrant's collection {collection!r}"
+    def __init__(self, client: QdrantClient, collection: str, filter: str = "", vector: str = "") -> None:
+        """Raises `ConfigError` for an unsupported collection, `Unavailable`."""
+        self._client, self._collection, self._name = client, collection, f"Qdrant's collection {collection!r}"
         try:
-            self._filter = Filter.model_validate(json.loads(wanted)) if wanted else None
+            self._filter = Filter.model_validate(json.loads(filter)) if filter else None
         except ValueError as error:
-            raise ConfigError(f"the filter is none of Qdrant's: {error}") from error
-        found = call_with_retries(self._what, client.get_collection, collection).config.params.vectors
+            raise ConfigError(f"the filter is not a valid Qdrant filter: {error}") from error
+        found = call_with_retries(self._name, client.get_collection, collection).config.params.vectors
         named = dict(found) if isinstance(found, Mapping) else {"": found}
         if not vector and len(named) == 1:
             vector = next(iter(named))
         if named.get(vector) is None:
             raise ConfigError(
-                f"{self._what} has no vector {vector!r}: name one of {', '.join(sorted(named)) or 'none'}"
+                f"{self._name} has no vector {vector!r}: give one of {', '.join(sorted(named)) or 'none'}"
             )
         self._vector, self.dim = vector, int(named[vector].size)
         if str(named[vector].distance.value) not in _METRICS:
-            raise ConfigError(f"{self._what} measures by {named[vector].distance.value}; known: {', '.join(_METRICS)}")
+            raise ConfigError(
+                f"{self._name} has the metric {named[vector].distance.value}; supported: {', '.join(_METRICS)}"
+            )
         self.metric = _METRICS[named[vector].distance.value]
 
     def count(self) -> int:
-        asked: dict[str, Any] = {"count_filter": self._filter, "exact": False}
-        return int(call_with_retries(self._what, self._client.count, self._collection, **asked).count)
+        arguments: dict[str, Any] = {"count_filter": self._filter, "exact": False}
+        return int(call_with_retries(self._name, self._client.count, self._collection, **arguments).count)
 
     def pages(self, size: int, fields: Sequence[str] | None, vectors: bool) -> Iterator[list[Point]]:
-        asked: dict[str, Any] = {"scroll_filter": self._filter, "limit": size, **self._shape(fields, vectors)}
+        arguments: dict[str, Any] = {"scroll_filter": self._filter, "limit": size, **self._shape(fields, vectors)}
         offset: Any = None
         while True:
-            found, offset = call_with_retries(self._what, self._client.scroll, self._collection, offset=offset, **asked)
+            found, offset = call_with_retries(
+                self._name, self._client.scroll, self._collection, offset=offset, **arguments
+            )
             yield [self._point(record) for record in found]
             if offset is None:
                 return
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
         shape = self._shape(None, vectors)
-        found = call_with_retries(self._what, self._client.retrieve, self._collection, list(keys), **shape)
+        found = call_with_retries(self._name, self._client.retrieve, self._collection, list(keys), **shape)
         return [self._point(record) for record in found]
 
     def _shape(self, fields: Sequence[str] | None, vectors: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a database is to be for its collection to be followed."""
+"""Interface of the databases whose collections can be followed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +8,12 @@ from typing import Any, Protocol, TypeVar
 from runtime.errors import Unavailable
 
 _T = TypeVar("_T")
-_WAITS_S = (0.5, 1.0, 2.0, 4.0)  # between attempts
+_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)  # between attempts
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point, or row. `key`: its id as the database has it; `vector`: d numbers, None where it was not asked for."""
+    """A point or row. `key`: its id in the database; `vector`: d numbers, None if it was not requested."""
 
     key: int | str
     fields: dict[str, Any]
@@ -21,37 +21,37 @@ class Point:
 
 
 class Source(Protocol):
-    """A collection of a database, or what of it passes a filter.
+    """A collection of a database, or the points that pass a filter.
 
-    dim: of its vectors. metric: cosine, l2 or ip. Its methods raise `Unavailable` where the database does not answer.
+    dim: of its vectors. metric: cosine, l2 or ip. Methods raise `Unavailable` if the database does not respond.
     """
 
     dim: int
     metric: str
 
     def count(self) -> int:
-        """How many points there are, about."""
+        """Return the approximate number of points."""
 
     def pages(self, size: int, fields: Sequence[str] | None, vectors: bool) -> Iterator[list[Point]]:
-        """All points that are there all the while, at most `size` at once. fields: None for all of them."""
+        """Yield pages of at most `size` points, including all that exist throughout. fields: None for all of them."""
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
-        """The points with these ids that are there."""
+        """Return the points with these ids that exist."""
 
 
 def call_with_retries(
-    what: str, call: Callable[..., _T], *given: Any, sleep: Callable[[float], None] = time.sleep, **named: Any
+    name: str, call: Callable[..., _T], *arguments: Any, sleep: Callable[[float], None] = time.sleep, **options: Any
 ) -> _T:
-    """What a database's client answers, asked again a few times. Raises `Unavailable` with its last complaint.
+    """Call a method of a database's client, with retries. Raises `Unavailable` with the last error.
 
-    What it refuses for good (a status of 4xx) is not asked again.
+    Permanent errors (a status of 4xx) are not retried. name: of the source, for the error.
     """
-    for wait_s in (*_WAITS_S, None):
+    for wait_s in (*_BACKOFF_S, None):
         try:
-            return call(*given, **named)
-        except Exception as error:  # each library has its own
-            refused = 400 <= int(getattr(error, "status_code", None) or 500) < 500
-            if refused or wait_s is None:
-                raise Unavailable(f"{what}: {type(error).__name__}: {str(error).strip()[:500]}") from error
+            return call(*arguments, **options)
+        except Exception as error:  # each library has its own exceptions
+            permanent = 400 <= int(getattr(error, "status_code", None) or 500) < 500
+            if permanent or wait_s is None:
+                raise Unavailable(f"{name}: {type(error).__name__}: {str(error).strip()[:500]}") from error
             sleep(wait_s)
     raise AssertionError
