@@ -1,9 +1,9 @@
-"""Which files a chat request with retrieval crosses: `python -m benchmarks.request_files [--list]`.
+"""Count the source files that a chat request with retrieval executes: `python -m benchmarks.request_files [--list]`.
 
-A node of a tiny model is started with a profiler in each of its processes. After two requests that warm it up, one more
-is asked, streamed; a file of `runtime/`, `ipc/` or `gpu/` counts if one of its functions begins between then and the
-last token, in whatever process and thread, that does not run in an idle node too (heartbeats, reports). So do the files
-whose compiled functions the pool's loop can reach.
+Starts a node with a tiny model and a profiler in each process, and sends a streamed request after two warm-up requests.
+A file of `runtime/`, `ipc/` or `gpu/` counts if one of its functions is called during the request, in any process and
+thread, that is not called in an idle node too (heartbeats, reports). Files with compiled functions that the pool's loop
+can call count as well.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "ipc", "gpu")
-_DIRECTORY = "TRINITY_REQUEST_FILES"  # set for the node's processes: where each writes what it has seen
+_DIRECTORY = "TRINITY_REQUEST_FILES"  # environment variable of the node's processes: output directory of the profiles
 
 CONFIG = """
 [node]
@@ -46,8 +46,8 @@ path = "{home}/docs"
 
 
 def watch() -> None:
-    """In a process of the node: take note of functions from SIGUSR1 on, of those that are idle's until the next; write
-    the files of the others at SIGUSR2."""
+    """Profile a process of the node: a first SIGUSR1 starts recording idle functions, a second one those of the
+    request; SIGUSR2 writes the files of the latter."""
     seen: set[CodeType] = set()
     idle: set[CodeType] = set()
     watching = False
@@ -80,7 +80,7 @@ def _files(seen: set[CodeType]) -> set[str]:
 
 
 def compiled_files() -> set[str]:
-    """The files of the compiled functions that the pool's loop can reach."""
+    """Return the files of the compiled functions that the pool's loop can call."""
     from runtime.pool.loop import run_loop
 
     found: dict[int, CodeType] = {}
@@ -105,8 +105,8 @@ def compiled_files() -> set[str]:
     return _files(set(found.values()))
 
 
-def crossed() -> dict[str, set[str]]:
-    """The files, by process."""
+def executed_files() -> dict[str, set[str]]:
+    """Run the node and a request; return the files by process."""
     from launchers.http_client import stream
     from runtime.retrieval.collections.collection import Collection
     from runtime.retrieval.collections.python_docs import python_documents
@@ -136,10 +136,10 @@ def crossed() -> dict[str, set[str]]:
             for _ in range(2):
                 list(stream(node.info.url, "/v1/chat/completions", body))
             node.wait_idle()
-            for kind, pause_s in ((signal.SIGUSR1, 3.0), (signal.SIGUSR1, 0.3), (signal.SIGUSR2, 0.0)):
+            for signal_number, pause_s in ((signal.SIGUSR1, 3.0), (signal.SIGUSR1, 0.3), (signal.SIGUSR2, 0.0)):
                 for pid in pids.values():
-                    os.kill(pid, kind)
-                time.sleep(pause_s)  # of an idle node; then until a loop that sleeps has its next round
+                    os.kill(pid, signal_number)
+                time.sleep(pause_s)  # of idle time; then until a sleeping loop has iterated once
                 if pause_s == 0.3:
                     list(stream(node.info.url, "/v1/chat/completions", body))
             node.wait(lambda: len(list(out.iterdir())) == len(pids))
@@ -149,9 +149,9 @@ def crossed() -> dict[str, set[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--list", action="store_true", help="list the files")
     options = parser.parse_args()
-    found = crossed()
+    found = executed_files()
     for name, files in found.items():
         print(f"{name}: {len(files)} files")
         if options.list:

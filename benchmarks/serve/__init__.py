@@ -1,1 +1,1 @@
-"""Prefill and decode under load, against what they are meant to beat: `python -m benchmarks.serve --help`."""
+"""Benchmarks of prefill and decode under load, against their baselines: `python -m benchmarks.serve --help`."""

@@ -1,11 +1,11 @@
-"""Prefill and decode under load, measured on this machine in one run, under nine minutes.
+"""Benchmark prefill and decode under load on this machine, in one run of under nine minutes.
 
-    python -m benchmarks.serve                                       # a small random Llama, drawn arrivals
+    python -m benchmarks.serve                                       # a small random Llama, random arrivals
     python -m benchmarks.serve --data DIR          # arrivals and lengths as in a real trace, scaled
-    python -m benchmarks.serve --model smollm2 --only ttft,handover  # a real model: slower by ten
+    python -m benchmarks.serve --model smollm2 --only ttft,handover  # a real model: ten times slower
 
-Two cores: prefill on the first, decode on the last; the colocated workers one on each. Every comparison is made within
-the run, turn by turn. Missed bars are printed as missed; the exit code is 0 all the same.
+Uses two cores: prefill on the first, decode on the last; the colocated workers one on each. Compared systems run
+alternately within the same run. Missed bars are printed as missed; the exit code is 0 in any case.
 """
 
 import argparse
@@ -53,18 +53,20 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
 
 
 def main() -> None:
-    """Run the chosen sections and write what they found."""
+    """Run the chosen sections and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"sections, with commas between: {', '.join(SECTIONS)}")
+    parser.add_argument("--only", default="", help=f"comma-separated sections: {', '.join(SECTIONS)}")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
     parser.add_argument("--data", type=Path, help="a trace, or a directory with azure-2023-conv.csv")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all times and counts: 0.2 is a quick look")
-    parser.add_argument("--out", type=Path, help="such as benchmarks/results/serve: .md, .json and .png are written")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for all times and counts: 0.2 for a quick run")
+    parser.add_argument(
+        "--out", type=Path, help="path prefix, such as benchmarks/results/serve, for .md, .json and .png"
+    )
     options = parser.parse_args()
     chosen = [name for name in options.only.split(",") if name] or list(SECTIONS)
     if unknown := sorted(set(chosen) - set(SECTIONS)):
-        parser.error(f"--only: no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+        parser.error(f"--only: unknown section {unknown[0]!r}; available: {', '.join(SECTIONS)}")
     sections = []
     with tempfile.TemporaryDirectory() as folder, Bench(options, Path(folder)) as bench:
         known = about(

@@ -1,4 +1,4 @@
-"""When requests come and how long they are: from a real trace, scaled, or drawn from a seeded gamma process."""
+"""Arrival times and lengths of requests: from a real trace, scaled, or from a seeded gamma process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from runtime.simulator.traces import Arrival, at_rate, load_trace
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths that this machine's model can serve: a trace's are scaled down to fit, drawn ones have these means."""
+    """Mean and maximum lengths that this machine's model can serve; those of a trace are scaled to these means."""
 
     prompt_tokens: int = 160
     output_tokens: int = 24
@@ -23,18 +23,18 @@ class Shape:
 def arrivals(
     data: Path | None, rate: float, seconds: float, seed: int, shape: Shape, burstiness: float = 1.0
 ) -> list[Arrival]:
-    """Requests over so many seconds at so many a second. `burstiness` 1: Poisson; over 1: gamma, in bursts.
+    """Return arrivals for `seconds` at `rate` per second. `burstiness` 1: Poisson; above 1: gamma, in bursts.
 
-    From a trace (a file, or azure-2023-conv.csv in a directory) the order, the bursts and the ratios of lengths are
-    kept; rate and mean lengths are ours.
+    A trace (a file, or azure-2023-conv.csv in a directory) determines the order, the bursts and the ratios of lengths;
+    rate and mean lengths are scaled.
     """
     if data is None:
         return list(_drawn(rate, seconds, np.random.default_rng(seed), shape, burstiness))
     path = data / "azure-2023-conv.csv" if data.is_dir() else data
-    wanted = max(1, round(rate * seconds))
-    found = load_trace(path, limit=wanted * 50)
-    begin = seed * wanted % max(1, len(found) - wanted)
-    window = found[begin : begin + wanted]
+    count = max(1, round(rate * seconds))
+    found = load_trace(path, limit=count * 50)
+    begin = seed * count % max(1, len(found) - count)
+    window = found[begin : begin + count]
     window = [replace(arrival, at_s=arrival.at_s - window[0].at_s) for arrival in window]
     prompt = shape.prompt_tokens / fmean(arrival.prompt_tokens for arrival in window)
     output = shape.output_tokens / fmean(arrival.output_tokens for arrival in window)

@@ -1,4 +1,4 @@
-"""What the sections of a run share: its options, the model, requests of given lengths, and stands that are kept up."""
+"""Shared state of a run's sections: options, model, request bodies, and running systems."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serve.arrivals import Shape, arrivals
-from benchmarks.serve.client import Body, in_turn
-from benchmarks.serve.stand import Kind, Parts, Stand
+from benchmarks.serve.client import Body, sequential
+from benchmarks.serve.system import Kind, System, SystemParts
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.python_docs import python_documents
 from runtime.serving.model.model_info import ModelInfo
@@ -22,24 +22,24 @@ DOCUMENTS = 400
 
 
 class Bench:
-    """One run. A context: stands that are still up end with it."""
+    """One benchmark run: a context manager that stops the systems still running at its end."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.folder, self.seed, self.data = folder, int(options.seed), options.data
         self.scale = float(options.scale)
-        self.numbers = count()  # of its prompts, by which no two begin alike
-        self.truth = options.model == "smollm2"
-        if self.truth:
+        self.numbers = count()  # of its prompts: no two share a prefix
+        self.real_model = options.model == "smollm2"
+        if self.real_model:
             self.model, embedder = "smollm2-135m-instruct", "all-minilm-l6-v2"
         else:
             self.model, embedder = str(make_tiny_llama(folder / "tiny", layers=4, hidden=256)), "hashing-256"
         Collection.build(python_documents()[:DOCUMENTS], folder / "docs", embedder=embedder)
         self.info = ModelInfo.read(self.model)
-        self.parts = Parts(self.model, folder / "docs", folder, CONTEXT_TOKENS)
-        # SmolLM2 takes ten times as long for everything: shorter requests, or nothing would end in time.
-        self.shape = Shape(64, 12, 256, 24) if self.truth else Shape()
+        self.parts = SystemParts(self.model, folder / "docs", folder, CONTEXT_TOKENS)
+        # SmolLM2 is ten times slower: use shorter requests.
+        self.shape = Shape(64, 12, 256, 24) if self.real_model else Shape()
         self._stack = ExitStack()
-        self._kept: dict[str, Stand] = {}
+        self._shared: dict[str, System] = {}
 
     def __enter__(self) -> "Bench":
         return self
@@ -48,53 +48,53 @@ class Bench:
         self._stack.close()
 
     def seconds(self, wanted: float) -> float:
-        """How long something is measured, by the run's scale."""
+        """Scale a duration."""
         return wanted * self.scale
 
     def count(self, wanted: int, least: int = 4) -> int:
-        """How many requests are measured, by the run's scale."""
+        """Scale a number of requests."""
         return max(least, round(wanted * self.scale))
 
     @property
     def long_prompt_tokens(self) -> int:
-        """A prompt that holds a core for many decode steps."""
-        return 384 if self.truth else 1536
+        """Length of a prompt that occupies a core for many decode steps."""
+        return 384 if self.real_model else 1536
 
-    # ---- stands
+    # ---- systems
 
-    def kept(self, kind: Kind) -> Stand:
-        """A stand with the default configuration, started once and kept up for later sections."""
-        if kind not in self._kept:
-            stand = self._stack.enter_context(Stand(self.parts, kind))
-            self._warm(stand)
-            self._kept[kind] = stand
-        return self._kept[kind]
+    def shared_system(self, kind: Kind) -> System:
+        """Return a system with the default configuration, started once and shared by the sections."""
+        if kind not in self._shared:
+            system = self._stack.enter_context(System(self.parts, kind))
+            self._warm(system)
+            self._shared[kind] = system
+        return self._shared[kind]
 
     @contextmanager
-    def stand(
+    def system(
         self,
         kind: Kind,
-        parts: Parts | None = None,
+        parts: SystemParts | None = None,
         *,
         models_last: bool = False,
         light_core: int | None = None,
         **more: dict[str, Any],
-    ) -> Iterator[Stand]:
-        """A stand of a section's own; of other `parts` if they are given."""
-        with Stand(parts or self.parts, kind, models_last=models_last, light_core=light_core, **more) as stand:
-            self._warm(stand)
-            yield stand
+    ) -> Iterator[System]:
+        """Start a system for one section, with other `parts` if given."""
+        with System(parts or self.parts, kind, models_last=models_last, light_core=light_core, **more) as system:
+            self._warm(system)
+            yield system
 
-    def _warm(self, stand: Stand) -> None:
+    def _warm(self, system: System) -> None:
         random = np.random.default_rng(self.seed + 1)
-        name = ModelInfo.read(stand.plan.config.model.name).name if stand.plan.config.model else ""
-        in_turn(stand.url, [self.body(random, 64, 4) | {"model": name} for _ in range(4)])
+        name = ModelInfo.read(system.plan.config.model.name).name if system.plan.config.model else ""
+        sequential(system.url, [self.body(random, 64, 4) | {"model": name} for _ in range(4)])
 
     # ---- requests
 
     def body(self, random: np.random.Generator, prompt_tokens: int, output_tokens: int, **more: Any) -> Body:
-        """A completion of random tokens: nothing of its prompt is in a cache or a KV tier, of other runs with this seed
-        either."""
+        """Return a completion with a random prompt, no part of which is in a cache or KV tier, even if other runs used
+        the same seed."""
         prompt = random.integers(3, self.info.vocabulary, prompt_tokens).tolist()
         number = next(self.numbers)
         for place in range(min(3, prompt_tokens)):
@@ -103,11 +103,11 @@ class Bench:
         return self.of_prompt(prompt, output_tokens, **more)
 
     def of_prompt(self, prompt: str | Sequence[int], output_tokens: int, **more: Any) -> Body:
-        """A greedy completion of exactly so many tokens."""
+        """Return a greedy completion of exactly `output_tokens`."""
         return self._greedy(output_tokens, {"prompt": prompt, **more})
 
     def of_chat(self, messages: Sequence[dict[str, str]], output_tokens: int, **more: Any) -> Body:
-        """A chat's next turn, of exactly so many tokens."""
+        """Return a greedy chat completion of exactly `output_tokens`."""
         return self._greedy(output_tokens, {"messages": messages, **more})
 
     def _greedy(self, output_tokens: int, more: Body) -> Body:
@@ -120,13 +120,13 @@ class Bench:
         } | more
 
     def load(self, rate: float, seconds: float, seed: int, **more: Any) -> list[tuple[float, Body]]:
-        """Timed requests: from the run's trace, or drawn."""
+        """Return timed requests, from the run's trace or random."""
         random = np.random.default_rng(seed)
         found = arrivals(self.data, rate, seconds, seed, self.shape)
         return [(a.at_s, self.body(random, a.prompt_tokens, a.output_tokens, **more)) for a in found]
 
 
 def question(random: np.random.Generator) -> str:
-    """A question that no two requests share."""
+    """Return a unique question."""
     subjects = ("a with statement", "a generator", "an import", "a class body", "a lambda", "a slice", "an exception")
     return f"How does {subjects[int(random.integers(len(subjects)))]} work in case {int(random.integers(10**9))}?"

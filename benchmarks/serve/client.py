@@ -1,4 +1,4 @@
-"""Open-loop load: requests leave at their times, whether or not the ones before are answered."""
+"""Load generators: open-loop (requests at given times), closed-loop (a number outstanding) and sequential."""
 
 import asyncio
 import time
@@ -16,7 +16,8 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass
 class Outcome:
-    """One request as its client saw it. `code` is its finish reason or its error's; times are monotonic seconds."""
+    """Result of one request at its client. `code` is the finish reason or the error code; times are monotonic
+    seconds."""
 
     sent_s: float
     code: str = "no_answer"
@@ -26,22 +27,22 @@ class Outcome:
     timings: dict[str, float] = field(default_factory=dict)
     prompt: tuple[int, ...] = ()
     passages: list[str] = field(default_factory=list)
-    probed: set[int] = field(default_factory=set)  # after how many tokens probes brought passages
-    came_s: list[float] = field(default_factory=list)  # when each of its tokens did
+    probe_hits: set[int] = field(default_factory=set)  # numbers of tokens at which probes inserted passages
+    token_times_s: list[float] = field(default_factory=list)  # arrival of each token
 
     @property
-    def whole(self) -> bool:
+    def completed(self) -> bool:
         return self.code in ("stop", "length")
 
 
-async def ask(url: str, body: Body, timeout_s: float = 120.0) -> Outcome:
-    """One streamed completion, to its end. A request that is not answered has the code "no_answer"."""
+async def send(url: str, body: Body, timeout_s: float = 120.0) -> Outcome:
+    """Send one streamed completion and read it to its end. The code of a request without an answer is "no_answer"."""
     outcome = Outcome(time.monotonic())
     try:
         async with asyncio.timeout(timeout_s):
             await _stream(url, body, outcome)
     except (OSError, TimeoutError, ValueError):
-        pass  # what came of it until then is what counts
+        pass  # the outcome so far counts
     outcome.ended_s = time.monotonic()
     return outcome
 
@@ -55,7 +56,7 @@ async def _stream(url: str, body: Body, outcome: Outcome) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
         while line := await reader.readline():
-            if line.startswith(b"data: {"):  # an event is one chunk of the response: it begins a line
+            if line.startswith(b"data: {"):  # one event per line
                 _take(_decode(line[6:]), outcome)
             elif line.startswith(b'{"error"'):
                 outcome.code = _decode(line)["error"]["code"]
@@ -72,84 +73,83 @@ def _take(event: dict[str, Any], outcome: Outcome) -> None:
     choice = event["choices"][0]
     if tokens := choice.get("token_ids"):
         outcome.tokens += len(tokens)
-        outcome.came_s += [time.monotonic()] * len(tokens)
+        outcome.token_times_s += [time.monotonic()] * len(tokens)
     outcome.prompt = tuple(event.get("prompt_token_ids") or outcome.prompt)
     found = event.get("retrieval", {}).get("passages", ())
     outcome.passages += [passage["id"] for passage in found]
-    outcome.probed |= {passage["at_token"] for passage in found} - {0}
+    outcome.probe_hits |= {passage["at_token"] for passage in found} - {0}
     if choice["finish_reason"]:
         outcome.code, outcome.timings = choice["finish_reason"], event["timings"]
 
 
-async def _offer(
-    url: str, timed: Sequence[tuple[float, Body]], patience_s: float, enough: Callable[[], bool]
+async def _open_loop(
+    url: str, timed: Sequence[tuple[float, Body]], timeout_s: float, stop: Callable[[], bool]
 ) -> list[Outcome]:
     begin = time.monotonic()
     sent: list[asyncio.Task[Outcome]] = []
     for at_s, body in timed:
         await asyncio.sleep(max(0.0, begin + at_s - time.monotonic()))
-        if enough():
+        if stop():
             break
-        sent.append(asyncio.create_task(ask(url, body, patience_s)))
+        sent.append(asyncio.create_task(send(url, body, timeout_s)))
     return await asyncio.gather(*sent)
 
 
-def offer(
+def open_loop(
     url: str,
     timed: Sequence[tuple[float, Body]],
-    patience_s: float = 120.0,
-    enough: Callable[[], bool] = lambda: False,
+    timeout_s: float = 120.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
-    """Send each body at its time (seconds from now, rising), until there are `enough`; their outcomes, in that order.
+    """Send each body at its time (seconds from now, ascending) until `stop` returns true; return outcomes in order.
 
-    Who has waited `patience_s` for the end of an answer hangs up, and the node drops the request.
+    A client disconnects `timeout_s` after sending, and the node cancels its request.
     """
-    return asyncio.run(_offer(url, timed, patience_s, enough))
+    return asyncio.run(_open_loop(url, timed, timeout_s, stop))
 
 
-def at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
-    """All of them, each as soon as fewer than `outstanding` are under way."""
+def closed_loop(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
+    """Send all bodies, at most `outstanding` at a time."""
+    return asyncio.run(_closed_loop(url, bodies, outstanding))
 
-    return asyncio.run(_at_once(url, bodies, outstanding))
 
-
-async def _at_once(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
-    room = asyncio.Semaphore(outstanding)
+async def _closed_loop(url: str, bodies: Sequence[Body], outstanding: int) -> list[Outcome]:
+    slots = asyncio.Semaphore(outstanding)
 
     async def one(body: Body) -> Outcome:
-        async with room:
-            return await ask(url, body)
+        async with slots:
+            return await send(url, body)
 
     return await asyncio.gather(*(one(body) for body in bodies))
 
 
-def beside(
+def with_background(
     url: str, bodies: Sequence[Body], outstanding: int, others: Sequence[Body]
 ) -> tuple[list[Outcome], list[Outcome]]:
-    """As `at_once`, while others are sent one after the other too, over and over; the outcomes of both."""
+    """`closed_loop` while `others` are sent sequentially and repeatedly; return the outcomes of both."""
 
     async def run() -> tuple[list[Outcome], list[Outcome]]:
         sent: list[Outcome] = []
         more = cycle(others)
 
-        async def keep_on() -> None:
-            while not over:
-                sent.append(await ask(url, next(more)))
+        async def send_others() -> None:
+            while not done:
+                sent.append(await send(url, next(more)))
 
-        over = False
-        busy = asyncio.create_task(keep_on())
-        found = await _at_once(url, bodies, outstanding)
-        over = True
-        await busy
+        done = False
+        background = asyncio.create_task(send_others())
+        found = await _closed_loop(url, bodies, outstanding)
+        done = True
+        await background
         return found, sent
 
     return asyncio.run(run())
 
 
-def in_turn(url: str, bodies: Sequence[Body]) -> list[Outcome]:
-    """One after the other, each when the last has ended."""
+def sequential(url: str, bodies: Sequence[Body]) -> list[Outcome]:
+    """Send the bodies one after the other."""
 
     async def run() -> list[Outcome]:
-        return [await ask(url, body) for body in bodies]
+        return [await send(url, body) for body in bodies]
 
     return asyncio.run(run())

@@ -1,8 +1,8 @@
-"""The other way to serve: a process that prefills and decodes in one loop, with the classes of both workers.
+"""Colocated baseline: a process that prefills and decodes in one loop, with the classes of both workers.
 
-In turn a chunk of a prompt and a step of the batch, as chunked prefill does it (Sarathi-Serve, arXiv 2403.02310), so
-that a long prompt holds the batch for a chunk at a time. Its two halves hand KV over as two workers do: a copy within
-one machine's memory, small beside the passes through the model.
+It alternates a prompt chunk and a step of the batch, like chunked prefill (Sarathi-Serve, arXiv 2403.02310), so a long
+prompt blocks the batch for one chunk at a time. The two halves hand KV over like two workers: a memory copy, small
+compared with the model's passes.
 """
 
 import logging
@@ -16,7 +16,7 @@ from runtime.node.worker import Worker, WorkerSpec, die_with_parent
 from runtime.serving.decode.process import DecodeWorker
 from runtime.serving.prefill.process import PrefillWorker
 
-_IDLE_MS = 2  # the pool's answers do not wake this poll
+_IDLE_MS = 2  # results of the pool do not wake this poll
 
 
 def main() -> None:

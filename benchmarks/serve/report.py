@@ -1,4 +1,4 @@
-"""What a run found: measures against their bars, curves, as a table, JSON and a picture."""
+"""Report of a run: measures with their bars, and curves, as Markdown, JSON and a plot."""
 
 import math
 import platform
@@ -15,7 +15,7 @@ from benchmarks.common.report import keep, plot, table
 
 @dataclass(frozen=True)
 class Measure:
-    """One number; with a bar (`sign` and `bar`) it can be missed."""
+    """One result, optionally with a bar (`sign` and `bar`)."""
 
     name: str
     value: float
@@ -25,7 +25,7 @@ class Measure:
 
     @property
     def held(self) -> bool | None:
-        """Whether the bar was reached; None without one. A value that is no number reaches none."""
+        """Whether the bar was met; None without a bar. NaN meets none."""
         if not self.sign:
             return None
         return self.value >= self.bar if self.sign == "≥" else self.value <= self.bar
@@ -33,7 +33,7 @@ class Measure:
 
 @dataclass
 class Section:
-    """What a section found. `curves`: by panel, by line, points (x, y)."""
+    """Results of a section. `curves`: panel → line → points (x, y)."""
 
     name: str
     text: str
@@ -44,12 +44,12 @@ class Section:
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """NaN of nothing: no bar is reached by it."""
+    """Return a percentile; NaN, which meets no bar, without values."""
     return float(np.percentile(values, q)) if len(values) else math.nan
 
 
 def markdown(sections: Sequence[Section], about: dict[str, str]) -> str:
-    """The tables."""
+    """Return the report as Markdown tables."""
     lines = ["# Prefill and decode under load", "", "; ".join(f"{name} {value}" for name, value in about.items()), ""]
     for section in sections:
         rows = []
@@ -62,7 +62,7 @@ def markdown(sections: Sequence[Section], about: dict[str, str]) -> str:
 
 
 def write(sections: Sequence[Section], about: dict[str, str], out: Path) -> None:
-    """`out`.md, .json and, if there are curves, .png."""
+    """Write `out`.md, .json and, if there are curves, .png."""
     found = {"about": about, "sections": [asdict(section) for section in sections]}
     keep(found, markdown(sections, about), out)
     panels = [(name, lines) for section in sections for name, lines in section.curves.items()]
@@ -84,7 +84,7 @@ def _draw(panels: Sequence[tuple[str, dict[str, list[tuple[float, float]]]]], pa
 
 
 def about(**more: object) -> dict[str, str]:
-    """The machine and the run, for the record."""
+    """Return a description of the machine and the run."""
     import torch
 
     return (

@@ -1,10 +1,10 @@
-"""What benchmarks conclude from their figures: who is ahead beyond noise, and which plays count."""
+"""What benchmarks conclude from their figures: who is ahead beyond noise, and which trials count."""
 
 import pytest
 
 from benchmarks.policy.bench import Job
 from benchmarks.policy.control import Pair, markdown
-from benchmarks.serve.sections.agreement import Play, Told
+from benchmarks.serve.sections.agreement import Timings, Trial
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_a_law_is_ahead_or_behind_only_by_more_than_two_standard_errors(
 def test_a_play_counts_only_if_nobody_else_ran_beside_it_or_beside_its_fit(
     beside: float, beside_fit: float, counts: bool
 ) -> None:
-    assert Play(Told(), Told(), (1.0, 0.1, beside), beside_fit).counts is counts
+    assert Trial(Timings(), Timings(), (1.0, 0.1, beside), beside_fit).counts is counts

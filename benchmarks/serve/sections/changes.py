@@ -1,4 +1,4 @@
-"""Workers added, flipped, drained and killed under load: what is lost, and how soon a new role answers."""
+"""Workers added, flipped, drained and killed under load: lost requests, and time to the first answer of a new role."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Outcome, offer
+from benchmarks.serve.client import Outcome, open_loop
 from benchmarks.serve.report import Measure, Section
 from launchers.http_client import get_json
 from runtime.errors import Unavailable
@@ -25,18 +25,18 @@ from runtime.serving.frontend.observability import Trace
 _ANSWER_S = 2.0
 _WAIT_S = 120.0
 _RATE = 3.0  # requests/s
-_MOST_S = 160.0  # of load; the node remembers the traces of 512 requests
-_AFTER_S = 3.0  # of load behind each change: the next one starts a process, which takes a core for a while
+_MOST_S = 160.0  # of load; the node keeps the traces of 512 requests
+_AFTER_S = 3.0  # of load after each change: the next one starts a process, which occupies a core for a while
 
 
 def run(bench: Bench) -> Section:
-    """A node with its supervisor, requests at a steady rate, and one change after the other."""
+    """Apply the changes to a supervised node with requests at a constant rate."""
     section = Section(
         "changes",
         "A node under load while a worker is added, flipped, drained, and its only decode worker killed with SIGKILL. "
-        "Lost is what was taken and ended with an error, or not at all; refused is what was told at once that no "
-        "decode worker is ready, until the killed one is back. The first answer is that of the first request that the "
-        "new worker prefilled or decoded, from the moment it was ready.",
+        "Lost requests were accepted and ended with an error, or not at all; refused ones got an immediate error "
+        "because no decode worker was ready, until the killed one was back. The first answer is that of the first "
+        "request that the new worker prefilled or decoded, measured from its readiness.",
     )
     config, run_dir = _config(bench)
     with _node(config, run_dir) as info:
@@ -44,7 +44,7 @@ def run(bench: Bench) -> Section:
         found: list[Outcome] = []
         timed = bench.load(_RATE, max(seconds, _MOST_S), bench.seed)
         over = threading.Event()
-        sending = threading.Thread(target=lambda: found.extend(offer(info.url, timed, enough=over.is_set)))
+        sending = threading.Thread(target=lambda: found.extend(open_loop(info.url, timed, stop=over.is_set)))
         sending.start()
         time.sleep(2.0)
         steps: tuple[tuple[str, Callable[[], tuple[str, ...]]], ...] = (
@@ -65,10 +65,10 @@ def run(bench: Bench) -> Section:
                 sending.join()
         first = _first_answers(info, found, ready)
     refused = [outcome for outcome in found if outcome.code == "unavailable" and not outcome.id]
-    lost = [outcome.code for outcome in found if not outcome.whole and outcome not in refused]
+    lost = [outcome.code for outcome in found if not outcome.completed and outcome not in refused]
     section.measures = [
         Measure("requests sent", len(found)),
-        Measure("requests refused while no decode worker was there", len(refused)),
+        Measure("requests refused without a decode worker", len(refused)),
         Measure("requests lost", len(lost), "", "≤", 0),
         Measure(
             "first answer from a new worker, the slowest", max(first.values(), default=math.inf), "s", "≤", _ANSWER_S
@@ -115,12 +115,12 @@ def _ready(process: "subprocess.Popen[bytes]", run_dir: Path) -> NodeInfo:
         except Unavailable:
             pass
         time.sleep(0.1)
-    raise SystemExit("the node did not get ready")
+    raise SystemExit("the node did not become ready")
 
 
 @contextmanager
 def _watched(info: NodeInfo) -> Iterator[dict[str, float]]:
-    """When each worker that was not there before got ready, by its name."""
+    """Yield worker name → time of readiness, of new workers."""
     before = {(worker.name, worker.epoch) for worker in node_status(info).workers}
     ready: dict[str, float] = {}
     ended = threading.Event()
@@ -141,10 +141,10 @@ def _watched(info: NodeInfo) -> Iterator[dict[str, float]]:
 
 
 def _first_answers(info: NodeInfo, found: Sequence[Outcome], ready: dict[str, float]) -> dict[str, float]:
-    """From each new worker's being ready to the first token of the first request that it took part in; 0 if that was
-    there before the status, asked every 50 ms, had the worker ready."""
+    """Return the time from each new worker's readiness to the first token of its first request; 0 if the token was
+    earlier than the status, polled every 50 ms."""
     first: dict[str, float] = {}
-    for outcome in sorted((o for o in found if o.whole), key=lambda outcome: outcome.sent_s):
+    for outcome in sorted((o for o in found if o.completed), key=lambda outcome: outcome.sent_s):
         trace = msgspec.json.decode(get_json(info.url, f"/v1/traces/{outcome.id}"), type=Trace)
         for name in {trace.prefill_worker, trace.decode_worker} & (ready.keys() - first.keys()):
             if trace.first_token_s is not None:
@@ -153,7 +153,7 @@ def _first_answers(info: NodeInfo, found: Sequence[Outcome], ready: dict[str, fl
 
 
 def _kill(info: NodeInfo, role: str) -> str:
-    """Kill one that is alone in its role; return its name when it is back."""
+    """Kill the only worker of a role; return its name when it is ready again."""
     victim = next(worker for worker in node_status(info).workers if worker.name.startswith(role))
     os.kill(victim.pid, signal.SIGKILL)
     end = time.monotonic() + _WAIT_S

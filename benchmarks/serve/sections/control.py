@@ -1,7 +1,7 @@
-"""What the reserve and the control law do on a running node whose pool has more to do than it can.
+"""Effects of the reserve and the control law on a running node with an overloaded pool.
 
-Beside the node's own requests two clients flood the pool, one with prefill queries, one with decode queries, of the
-costliest kind: whose turn it is then depends on r alone.
+In addition to the node's requests, two clients flood the pool with the most expensive prefill and decode queries, so
+only r determines which stage is served.
 """
 
 import threading
@@ -15,77 +15,75 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Body, Outcome, at_once, offer
+from benchmarks.serve.client import Body, Outcome, closed_loop, open_loop
 from benchmarks.serve.report import Measure, Section, percentile
-from benchmarks.serve.stand import Stand
+from benchmarks.serve.system import System
 from ipc import STAGES, RingClient, SearchSpec, Stage
 from runtime.node.config import PoolSection
 
 _COSTLY: dict[str, Any] = {"top_m": 512, "search_width": 1}
 _EVERY = 4  # tokens between probes
 _RATE, _SECONDS = 2.0, 10.0  # of requests, for each reserve
-_PATIENCE_S = 10.0  # who has waited so long for an answer hangs up
-_WINDOW = 192  # queries that each flood has outstanding: as many as the pool answers in some 20 ms
-_OUTSTANDING = 6  # requests, where the link is watched
+_TIMEOUT_S = 10.0  # clients disconnect after it
+_WINDOW = 192  # outstanding queries of each flood: about 20 ms of the pool's throughput
+_OUTSTANDING = 6  # requests, for the link utilization
 _LINK_S, _LOOK_S = 24.0, 1.0
 _LINK_PROMPT = 512
-_LINK_SLOTS = 10  # so that r has steps
+_LINK_SLOTS = 10  # so that r moves in steps
 
 
 def orders(bench: Bench) -> Section:
-    """Both claims about a reserve of all slots or of none."""
+    """Compare the shipped reserve with a reserve of no slots and of all slots."""
     section = Section(
         "orders",
-        "A pool that is asked for more than it can do, by requests with retrieval and probes and by two floods of "
+        "A pool overloaded by requests with retrieval and probes and by two floods of "
         f"{_WINDOW} queries each. r = 0 is “always decode”, r = 1 “always prefill”.",
     )
     shipped = PoolSection().reserve
     found: dict[float, dict[str, float]] = {}
     for reserve in (0.0, shipped, 1.0):
         fixed: dict[str, Any] = {"control": {"enabled": False}, "pool": _COSTLY | {"reserve": reserve}}
-        with bench.stand("node", **fixed) as stand, flooded(stand, bench.seed, _WINDOW):
-            before = _stalls(stand)
+        with bench.system("node", **fixed) as system, flooded(system, bench.seed, _WINDOW):
+            before = _stalls(system)
             timed = bench.load(_RATE, bench.seconds(_SECONDS), bench.seed, retrieval=_retrieval())
-            outcomes = offer(stand.url, timed, _PATIENCE_S)
-            stalled, rows = (after - then for after, then in zip(_stalls(stand), before, strict=True))
-            found[reserve] = _told(outcomes) | {"decode stalled": stalled / max(rows, 1e-9)}
-    for reserve, told in found.items():
+            outcomes = open_loop(system.url, timed, _TIMEOUT_S)
+            stalled, rows = (after - then for after, then in zip(_stalls(system), before, strict=True))
+            found[reserve] = _timings_of(outcomes) | {"decode stalled": stalled / max(rows, 1e-9)}
+    for reserve, result in found.items():
         named = f"r = {reserve:g}" + (" (shipped)" if reserve == shipped else "")
         section.measures += [
-            Measure(f"{named}: answered", told["answered"]),
-            Measure(f"{named}: TTFT p50", told["ttft"] * 1e3, "ms"),
-            Measure(f"{named}: TPOT p50", told["tpot"] * 1e3, "ms"),
-            Measure(f"{named}: decode stalled", told["decode stalled"]),
+            Measure(f"{named}: answered", result["answered"]),
+            Measure(f"{named}: TTFT p50", result["ttft"] * 1e3, "ms"),
+            Measure(f"{named}: TPOT p50", result["tpot"] * 1e3, "ms"),
+            Measure(f"{named}: decode stalled", result["decode stalled"]),
         ]
     ours = found[shipped]
     section.measures += [
         Measure("always decode breaks TTFT: against shipped", found[0.0]["ttft"] / ours["ttft"], "×", "≥", 3),
         Measure("always prefill idles decode: TPOT, against shipped", found[1.0]["tpot"] / ours["tpot"], "×", "≥", 3),
-        Measure(
-            "the same: share of their time that decode's rows stand still", found[1.0]["decode stalled"], "", "≥", 0.9
-        ),
+        Measure("the same: share of time that decode's rows are stalled", found[1.0]["decode stalled"], "", "≥", 0.9),
     ]
-    section.details["orders"] = {f"{reserve:g}": told for reserve, told in found.items()}
+    section.details["orders"] = {f"{reserve:g}": result for reserve, result in found.items()}
     return section
 
 
-def _told(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Medians over the requests that were sent: one without an answer has waited for as long as its client did."""
+def _timings_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return medians over all requests sent; one without an answer counts with its client's timeout."""
     return {
-        "answered": sum(outcome.whole for outcome in outcomes) / len(outcomes),
-        "ttft": percentile([o.timings["ttft"] if o.whole else _PATIENCE_S for o in outcomes], 50),
-        "tpot": percentile([o.timings["tpot"] if o.whole else _so_far(o) for o in outcomes], 50),
+        "answered": sum(outcome.completed for outcome in outcomes) / len(outcomes),
+        "ttft": percentile([o.timings["ttft"] if o.completed else _TIMEOUT_S for o in outcomes], 50),
+        "tpot": percentile([o.timings["tpot"] if o.completed else _so_far(o) for o in outcomes], 50),
     }
 
 
 def _so_far(outcome: Outcome) -> float:
-    """What each token took of an answer that its client hung up on."""
+    """Return the time per token of an answer whose client disconnected."""
     return (outcome.ended_s - outcome.sent_s) / max(outcome.tokens, 1)
 
 
-def _stalls(stand: Stand) -> tuple[float, float]:
+def _stalls(system: System) -> tuple[float, float]:
     names = ("trinity_decode_stall_seconds_total", "trinity_decode_row_seconds_total")
-    stall, rows = (stand.counter("decode", name) for name in names)
+    stall, rows = (system.counter("decode", name) for name in names)
     return stall, rows
 
 
@@ -97,11 +95,11 @@ def _retrieval() -> dict[str, Any]:
 
 
 def link(bench: Bench) -> Section:
-    """A control law that has u_kv alone to go by."""
+    """Run a control law whose only signal is u_kv."""
     section = Section(
         "link",
-        "As above, and a link that is used less than its target: the law starts at "
-        f"r = 0.1 with {_LINK_SLOTS} slots, and only u_kv moves it.",
+        "As above, with a link utilization below its target: the law starts at "
+        f"r = 0.1 with {_LINK_SLOTS} slots, and only u_kv changes it.",
     )
     uses = {}
     for reserve in (0.1, 0.9):
@@ -111,7 +109,7 @@ def link(bench: Bench) -> Section:
         uses[reserve] = fmean(use for _, use, _ in _watched(bench, bench.seconds(_LINK_S) / 3, fixed))
     target = (uses[0.1] + uses[0.9]) / 2
     tuned: dict[str, Any] = {
-        # Waits of over a tenth of their target say that prefill has work; neither they nor stalls move r here.
+        # SlotWaits of over a tenth of their target say that prefill has work; neither they nor stalls move r here.
         "control": {
             "enabled": True, "link_target": target, "prefill_wait_target_s": 1.0, "decode_stall_target": 1.0,
             "dwell_s": 0.5, "hysteresis": 0.1,
@@ -143,29 +141,29 @@ def link(bench: Bench) -> Section:
 
 
 def _watched(bench: Bench, seconds: float, more: dict[str, Any]) -> list[tuple[float, float, float]]:
-    """(s, link use since the last look, r), with `_OUTSTANDING` long prompts under way all the time."""
+    """Return samples (s, link utilization since the last sample, r), with `_OUTSTANDING` long prompts in flight."""
     random = np.random.default_rng(bench.seed)
     retrieval = {"collection": "docs", "k": 2}
-    with bench.stand("node", **more) as stand, flooded(stand, bench.seed, _WINDOW):
+    with bench.system("node", **more) as system, flooded(system, bench.seed, _WINDOW):
         ended = threading.Event()
 
         def bodies() -> Iterator[Body]:
             while not ended.is_set():
                 yield bench.body(random, _LINK_PROMPT, 2, retrieval=retrieval)
 
-        def ask() -> None:
+        def send() -> None:
             for body in bodies():
-                at_once(stand.url, [body], 1)
+                closed_loop(system.url, [body], 1)
 
-        threads = [threading.Thread(target=ask) for _ in range(_OUTSTANDING)]
+        threads = [threading.Thread(target=send) for _ in range(_OUTSTANDING)]
         for thread in threads:
             thread.start()
-        looks, begin, busy = [], time.monotonic(), _busy(stand)
+        looks, begin, busy = [], time.monotonic(), _busy(system)
         last = begin
         while last - begin < seconds:
             ended.wait(_LOOK_S)
-            now, used = time.monotonic(), _busy(stand)
-            looks.append((now - begin, (used - busy) / (now - last), stand.reserve))
+            now, used = time.monotonic(), _busy(system)
+            looks.append((now - begin, (used - busy) / (now - last), system.reserve))
             last, busy = now, used
         ended.set()
         for thread in threads:
@@ -173,18 +171,18 @@ def _watched(bench: Bench, seconds: float, more: dict[str, Any]) -> list[tuple[f
     return looks
 
 
-def _busy(stand: Stand) -> float:
-    return stand.counter("decode", "trinity_kv_link_busy_seconds_total")
+def _busy(system: System) -> float:
+    return system.counter("decode", "trinity_kv_link_busy_seconds_total")
 
 
 # ---- floods
 
 
 @contextmanager
-def flooded(stand: Stand, seed: int, window: int) -> Iterator[None]:
-    """A client a stage keeps `window` queries in the pool."""
+def flooded(system: System, seed: int, window: int) -> Iterator[None]:
+    """Keep `window` queries of each stage in the pool."""
     ended = threading.Event()
-    endpoint = stand.plan.endpoint(stand.plan.of_role("pool")[0].name)
+    endpoint = system.plan.endpoint(system.plan.of_role("pool")[0].name)
     vectors = np.random.default_rng(seed).standard_normal((64, 256)).astype(np.float32)
 
     def flood(stage: Stage) -> None:

@@ -1,9 +1,9 @@
-"""Is the simulated node's goodput the real one's? Attainment by load: the same requests at the same times through both.
+"""Goodput of the simulated and the real node: SLO attainment by load, with the same requests at the same times.
 
-Service times are fitted to requests that have the node to themselves (`fitted`), and what prefill and decode take
-longer beside each other to chats at one load (`mixed`); what other loads do is the simulator's own. Prefill has one
-core; decode has the other, with frontend, pool and client, which go before it: so what these take for a token is a
-part of the steps that are fitted, and prompts have their core to themselves, as both models have on GPUs.
+Service times are fitted to requests that have the node to themselves (`service_times`), and the mutual slowdown of
+prefill and decode to chats at one load (`interference`); other loads are predictions of the simulator. Prefill has one
+core; decode shares the other with frontend, pool and client, which have priority: their cost per token is part of the
+fitted steps, and prompts have their core to themselves, as both models have on GPUs.
 """
 
 import os
@@ -19,53 +19,53 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.serve.bench import Bench
-from benchmarks.serve.client import Body, Outcome, offer
-from benchmarks.serve.fitted import fitted
-from benchmarks.serve.mixed import beside, replay
+from benchmarks.serve.client import Body, Outcome, open_loop
+from benchmarks.serve.interference import fit_interference, replay
 from benchmarks.serve.report import Measure, Section
-from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, Kind, goodput
-from benchmarks.serve.stand import Stand
+from benchmarks.serve.sections.goodput import ATTAINMENT, Curve, RequestProfile, goodput
+from benchmarks.serve.service_times import fit_service_times
+from benchmarks.serve.system import System
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.times.calibrate import calibrate
 from runtime.simulator.times.service import ServiceTimes
 
 _LOADS = (0.3, 0.5, 0.65, 0.8, 0.95, 1.1)
-_OTHERS, _TRIES = 0.1, 3  # cores that others may use meanwhile, or it is done again; so often in all
+_OTHERS, _TRIES = 0.1, 3  # maximum cores used by others before a repetition; maximum number of tries
 _SECONDS = 10.0
 _STAGES = ("queue", "admission", "prefill", "handover", "ttft", "tpot")
 T = TypeVar("T")
-Spans = dict[str, float]  # of a request, in s by stage; without any if it was not answered
+Spans = dict[str, float]  # stage times of a request in s; empty if it was not answered
 
 
 def run(bench: Bench) -> Section:
-    """Chats without retrieval at each load."""
+    """Run chats without retrieval at each load."""
     curves: dict[str, Curve] = {"real": [], "simulated": []}
     kept: dict[str, dict[str, tuple[float, float]]] = {}
     stages: dict[str, dict[str, dict[str, list[float]]]] = {}
     cores: dict[str, list[float]] = {}
-    with bench.stand(
+    with bench.system(
         "node",
         models_last=True,
         light_core=max(os.sched_getaffinity(0)),  # decode's
         handover={"disaggregate": "always"},
-    ) as stand:
-        base = calibrate(stand.plan.config, ServiceTimes())
-        times, _ = _least_disturbed(stand, lambda: fitted(bench, stand, base))
-        times, _ = _least_disturbed(stand, partial(beside, bench, stand, times))
-        kind = Kind(bench, stand)
-        capacity = kind.told["capacity_per_s"]
+    ) as system:
+        base = calibrate(system.plan.config, ServiceTimes())
+        times, _ = _least_disturbed(system, lambda: fit_service_times(bench, system, base))
+        times, _ = _least_disturbed(system, partial(fit_interference, bench, system, times))
+        profile = RequestProfile(bench, system)
+        capacity = profile.details["capacity_per_s"]
         for load in _LOADS:
             rate = f"{load * capacity:.1f}/s"
             (timed, found), cores[rate] = _least_disturbed(
-                stand, partial(_play, kind, stand, load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
+                system, partial(_trial, profile, system, load * capacity, bench.seconds(_SECONDS), bench.seed + 100)
             )
             both = {
-                "real": [_told(outcome) for outcome in found],
-                "simulated": [_spans(one) for one in replay(stand, times, [body for _, body in timed], found)],
+                "real": [_timings_of(outcome) for outcome in found],
+                "simulated": [_spans(one) for one in replay(system, times, [body for _, body in timed], found)],
             }
             kept[rate] = {}
             for name, spans in both.items():
-                met, first, rest = _shares(kind, spans)
+                met, first, rest = _shares(profile, spans)
                 kept[rate][name] = first, rest
                 curves[name].append((load * capacity, met))
             stages[rate] = {
@@ -74,10 +74,10 @@ def run(bench: Bench) -> Section:
     ours, theirs = goodput(curves["simulated"]), goodput(curves["real"])
     section = Section(
         "curves",
-        f"The share of the requests that keep TTFT {kind.ttft_s * 1e3:.0f} ms and TPOT {kind.tpot_s * 1e3:.1f} ms, "
-        f"and the load at which {ATTAINMENT:.0%} do; one prefill and one decode worker, always apart. Who has waited "
-        f"{kind.patience_s:.1f} s hangs up, in reality. "
-        f"Others used {max(used[2] for used in cores.values()):.2f} cores at most.",
+        f"The share of requests that meet TTFT {profile.ttft_s * 1e3:.0f} ms and TPOT {profile.tpot_s * 1e3:.1f} ms, "
+        f"and the load at which {ATTAINMENT:.0%} do; one prefill and one decode worker, always disaggregated. Real "
+        f"clients disconnect after {profile.timeout_s:.1f} s. "
+        f"Others used at most {max(used[2] for used in cores.values()):.2f} cores.",
     )
     section.measures = [
         Measure("real goodput", theirs, "requests/s"),
@@ -89,7 +89,7 @@ def run(bench: Bench) -> Section:
         ),
     ]
     section.curves = {"real and simulated: requests/s, attainment": curves}
-    section.details = kind.told | {
+    section.details = profile.details | {
         "TTFT kept, TPOT kept": kept,
         "stages, ms: quartiles": stages,
         "cores: prefill and decode, light processes, others": cores,
@@ -98,22 +98,22 @@ def run(bench: Bench) -> Section:
     return section
 
 
-def _play(
-    kind: Kind, stand: Stand, rate: float, seconds: float, seed: int
+def _trial(
+    profile: RequestProfile, system: System, rate: float, seconds: float, seed: int
 ) -> tuple[list[tuple[float, Body]], list[Outcome]]:
-    """Requests that no cache has the prompts of, whenever it is played; their outcomes."""
-    timed = kind.load(rate, seconds, seed)
-    return timed, offer(stand.url, timed, kind.patience_s)
+    """Send requests with uncached prompts; return them and their outcomes."""
+    timed = profile.load(rate, seconds, seed)
+    return timed, open_loop(system.url, timed, profile.timeout_s)
 
 
-def _least_disturbed(stand: Stand, run: Callable[[], T]) -> tuple[T, list[float]]:
-    """What counts of some tries, and the cores that the models, the light processes and others used meanwhile."""
+def _least_disturbed(system: System, run: Callable[[], T]) -> tuple[T, list[float]]:
+    """Return the least disturbed try, and the cores used by the models, the light processes and others."""
     tries: list[tuple[T, list[float]]] = []
     while not tries or (tries[-1][1][2] > _OTHERS and len(tries) < _TRIES):
-        before, begin_s = stand.used_s(), time.monotonic()
+        before, begin_s = system.used_s(), time.monotonic()
         found = run()
         passed_s = time.monotonic() - begin_s
-        tries.append((found, [(now - then) / passed_s for now, then in zip(stand.used_s(), before, strict=True)]))
+        tries.append((found, [(now - then) / passed_s for now, then in zip(system.used_s(), before, strict=True)]))
     return min(tries, key=lambda one: one[1][2])
 
 
@@ -125,18 +125,18 @@ def _spans(request: SimRequest) -> Spans:
     return dict(zip(_STAGES, (*between, request.ttft_s, request.tpot_s), strict=True))
 
 
-def _told(outcome: Outcome) -> Spans:
-    return {stage: outcome.timings.get(stage, 0.0) for stage in _STAGES} if outcome.whole else {}
+def _timings_of(outcome: Outcome) -> Spans:
+    return {stage: outcome.timings.get(stage, 0.0) for stage in _STAGES} if outcome.completed else {}
 
 
 def _quartiles(requests: Sequence[Spans], stage: str) -> list[float]:
-    """In ms, of those that were answered."""
+    """Return quartiles and p90 in ms over the answered requests."""
     found = [spans[stage] * 1e3 for spans in requests if spans]
     return [round(float(value), 2) for value in np.percentile(found, (25, 50, 75, 90))] if found else []
 
 
-def _shares(kind: Kind, requests: Sequence[Spans]) -> tuple[float, float, float]:
-    """Of the requests: that keep both limits, that of the first token, that of the others."""
-    first = [spans.get("ttft", inf) <= kind.ttft_s for spans in requests]
-    rest = [spans.get("tpot", inf) <= kind.tpot_s for spans in requests]
+def _shares(profile: RequestProfile, requests: Sequence[Spans]) -> tuple[float, float, float]:
+    """Return the shares of requests that meet both limits, the TTFT limit, and the TPOT limit."""
+    first = [spans.get("ttft", inf) <= profile.ttft_s for spans in requests]
+    rest = [spans.get("tpot", inf) <= profile.tpot_s for spans in requests]
     return fmean(map(and_, first, rest)), fmean(first), fmean(rest)

@@ -1,23 +1,22 @@
-"""How long answers stand still for probes: waiting for passages, or writing on until they come."""
+"""Stall of answers by probes in modes wait and prefetch."""
 
 from statistics import fmean
 
 import numpy as np
 
 from benchmarks.serve.bench import Bench, question
-from benchmarks.serve.client import Outcome, offer
+from benchmarks.serve.client import Outcome, open_loop
 from benchmarks.serve.report import Measure, Section, percentile
 
 
 def run(bench: Bench) -> Section:
-    """The same questions in both modes, in turn, several at a time."""
+    """Send the same questions in both modes alternately, several concurrently."""
     section = Section(
         "probes",
-        "Every 8 tokens an answer asks the pool with its last words. In mode wait it stands still for embedding and "
-        "search, in mode prefetch it writes on. Both must bring passages in: an answer that looks nothing "
-        "up stalls for nothing.",
+        "Every 8 tokens an answer probes with its last words. In mode wait it stalls for embedding and search, in mode "
+        "prefetch it continues. Both must insert passages: an answer without probe hits does not stall.",
     )
-    stand = bench.kept("node")
+    system = bench.shared_system("node")
     found: dict[str, list[Outcome]] = {"wait": [], "prefetch": []}
     output = 2 * bench.shape.output_tokens
     for number in range(4):
@@ -25,7 +24,9 @@ def run(bench: Bench) -> Section:
         random = np.random.default_rng(bench.seed + number // 2)
         retrieval = {"collection": "docs", "k": 2, "every_tokens": 8, "probe_mode": mode, "probe_tokens": 64}
         bodies = [bench.of_prompt(question(random), output, retrieval=retrieval) for _ in range(bench.count(12))]
-        found[mode] += [o for o in offer(stand.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.whole]
+        found[mode] += [
+            o for o in open_loop(system.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.completed
+        ]
     stalled = {mode: fmean(o.timings["probe_stall"] for o in outcomes) * 1e3 for mode, outcomes in found.items()}
     brought = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in found.items()}
     for mode, outcomes in found.items():

@@ -1,4 +1,4 @@
-"""A step of the running batch while a prompt's KV is pulled, against one without."""
+"""Duration of a decode step while a prompt's KV is pulled, against one without."""
 
 import time
 
@@ -14,7 +14,7 @@ _ROWS = 8
 
 
 def run(bench: Bench) -> Section:
-    """Both workers in this process, so that their steps are ours to order and to time."""
+    """Run both workers in this process, to control and time their steps."""
     section = Section(
         "step",
         f"Decode's rounds with {_ROWS} rows while the KV of a long prompt is copied in slices between them, against "

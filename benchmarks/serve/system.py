@@ -1,7 +1,8 @@
-"""A node for a benchmark: the production processes over one plan, each pinned, without a supervisor.
+"""System under test: the production processes of one plan, each pinned, without a supervisor.
 
-Both kinds have two workers for the model, one on each core. "node": one prefills and one decodes. "colocated": both do
-both (`colocated.py`), with the same classes, model, limits and batch rules. The frontend and the pool are the same.
+Both kinds have two model workers, one on each core. "node": a prefill worker and a decode worker. "colocated": two
+workers that do both (`colocated.py`), with the same classes, model, limits and batch rules. The frontend and the pool
+are the same.
 """
 
 import os
@@ -30,8 +31,8 @@ START_S = 120.0
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What every stand of a run is made of: a model, a collection, and the folder for logs."""
+class SystemParts:
+    """Inputs of the systems of a run: a model, a collection, and the folder for logs."""
 
     model: str
     collection: Path
@@ -39,7 +40,7 @@ class Parts:
     context_tokens: int
 
     def config(self, kind: Kind, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The node's configuration, as TOML tables; `more` goes on top of each table."""
+        """Return the node's configuration as TOML tables; `more` overrides keys."""
         workers = 1 if kind == "node" else 2
         core = {"prefill": 0, "decode": -1}
         cores = sorted(os.sched_getaffinity(0))
@@ -50,7 +51,7 @@ class Parts:
             "prefill": {"workers": workers, "slots": 8, "chunk_tokens": 256, "passage_tokens": 160},
             "decode": {"workers": workers, "slots": 16},
             "pool": {"workers": 1},
-            "handover": {} if kind == "node" else {"disaggregate": "always"},  # to its own other half
+            "handover": {} if kind == "node" else {"disaggregate": "always"},  # to its own decode half
             "collections": [{"name": "docs", "path": str(self.collection)}],
         }
         for role in ("prefill", "decode"):
@@ -61,22 +62,22 @@ class Parts:
         return tables
 
 
-class Stand:
-    """A running node of one kind. A context: its processes end with it."""
+class System:
+    """A running node of one kind: a context manager that kills its processes at the end."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: SystemParts,
         kind: Kind = "node",
         *,
         models_last: bool = False,
         light_core: int | None = None,
         **more: dict[str, Any],
     ) -> None:
-        """`models_last`: frontend, pool and client go before prefill and decode, as if they had cores of their own:
-        by real-time priority, and all before what else runs here; or, where that is not allowed, prefill and decode
-        run when nobody at all wants their core (SCHED_IDLE, which also wakes them later: a probe took 2 ms longer).
-        `light_core`: where frontend, pool and this process run; else Linux leaves each where it was, by chance."""
+        """`models_last`: frontend, pool and client have priority over prefill and decode, as if they had cores of their
+        own, and all have real-time priority over other processes. If that is not permitted, prefill and decode run with
+        SCHED_IDLE instead (which also delays their wake-ups: a probe took 2 ms longer). `light_core`: the core of
+        frontend, pool and this process; by default Linux chooses."""
         self._light_core, self._cores = light_core, os.sched_getaffinity(0)
         self.kind, self._models_last, self._real_time = kind, models_last, models_last and use_realtime_priority()
         self.plan = lay_out(parse_config(parts.config(kind, more)))
@@ -122,7 +123,7 @@ class Stand:
         self._log.close()
 
     def counter(self, role: str, name: str) -> float:
-        """The sum of a counter over a role's workers."""
+        """Return the sum of a counter over a role's workers."""
         return sum(
             table.read(metric)[0]
             for table in self.tables.values()
@@ -132,7 +133,7 @@ class Stand:
         )
 
     def labelled(self, role: str, name: str, label: str) -> float:
-        """As `counter`, of one value of its label."""
+        """Return `counter` for one value of its label."""
         return sum(
             table.read(metric)[0]
             for table in self.tables.values()
@@ -142,8 +143,8 @@ class Stand:
         )
 
     def used_s(self) -> tuple[float, float, float]:
-        """Processor seconds so far: of the models, of the rest of the node with this process, and of all others, also
-        of those that the host gave to other machines (steal)."""
+        """Return the CPU seconds so far of the models, of the other processes of the node and this one, and of all
+        others, including time that the host gave to other machines (steal)."""
         tick = os.sysconf("SC_CLK_TCK")
         models, light = 0.0, time.process_time()
         for process, names in zip(self._processes, self._names, strict=True):
@@ -158,7 +159,7 @@ class Stand:
 
     @property
     def reserve(self) -> float:
-        """r, as the control loop wants it now."""
+        """The reserve r currently set by the control loop."""
         return self._control.law.reserve
 
     def _start(self, module: str, *workers: str) -> None:
@@ -191,9 +192,9 @@ class Stand:
         end = time.monotonic() + START_S
         while not (all(table.state is State.READY for table in self.tables.values()) and self._healthy()):
             if any(process.poll() is not None for process in self._processes):
-                raise SystemExit(f"a worker of the {self.kind} stand ended:\n{Path(self._log.name).read_text()}")
+                raise SystemExit(f"a worker of the {self.kind} system ended:\n{Path(self._log.name).read_text()}")
             if time.monotonic() > end:
-                raise SystemExit(f"the {self.kind} stand was not ready within {START_S:.0f} s")
+                raise SystemExit(f"the {self.kind} system was not ready within {START_S:.0f} s")
             time.sleep(0.05)
 
     def _healthy(self) -> bool:
@@ -204,6 +205,6 @@ class Stand:
             return False
 
     def _tune(self) -> None:
-        """What the supervisor does in its loop: move the pool's reserve."""
+        """Run the control loop, as the supervisor does: adjust the pool's reserve."""
         while not self._ended.wait(0.1):
             self._control.step(time.monotonic())
