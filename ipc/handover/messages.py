@@ -1,27 +1,27 @@
-"""KV hand-over between processes: prefill owns an arena of slots, decode pulls, and its word frees the slot.
+"""Messages and memory layout of the KV hand-over: prefill owns an arena of slots, decode pulls from it.
 
-Here is what they agree on, messages and memory; `source.py` is prefill's end, `sink.py` decode's. Offers travel prefill
-→ decode and outcomes decode → prefill, over one-way ZeroMQ sockets. Each offer ends exactly once at its source:
-accepted, rejected (with a reason), withdrawn, 'lost' (the decode process died), or 'expired' (no word within the lease;
-safe, because a late puller meets another generation). A sink that lives says `Held` of what it has not answered yet,
-and the leases begin anew.
+`source.py` is prefill's end, `sink.py` decode's. Offers travel prefill → decode and outcomes decode → prefill, over
+one-way ZeroMQ sockets. Each offer ends exactly once at its source: accepted, rejected (with a reason), withdrawn,
+'lost' (the decode process died), or 'expired' (no message from the sink within the lease; this is safe, because a late
+pull finds another generation). A live sink sends `Held` for the offers that it has not answered yet, which renews their
+leases.
 
 ```
 arena, byte 0     magic | version | slots | payload offset | payload bytes | epoch | 0 | 0       int64, written once
             64    generation of slot 0 | of slot 1 | …                                           int64
 64 + 8 · slots    written of slot 0 | of slot 1 | …                                              int64
-payload offset    payload: what it means is the users' business (a KV tensor)
+payload offset    payload, opaque here (a KV tensor)
 ```
-The payload may lie in a GPU's memory instead; then the offset is 0 and nothing follows the generations. These stay in
-host memory, so that looking at one is a load and never a question to a device.
+The payload may be in a GPU's memory instead; then the offset is 0 and nothing follows the `written` words. These words
+stay in host memory, so that reading one is a load and needs no access to a device.
 
-Only the owner can map it writable. A slot's generation rises in `begin`, before the slot is written anew; an offer
-carries the generation it was made under. So the puller copies first and asks `current` then: if the generation
-moved, the copy may be torn and is thrown away. On a GPU the same holds because the owner's kernels that write a slot
-anew are launched after `begin`, and the puller asks after its copy has ended.
+Only the owner can map the arena writable. A slot's generation rises in `begin`, before the slot is rewritten; an offer
+carries the generation at which it was made. The puller copies first and calls `is_current` then: if the generation has
+changed, the copy may be torn and is discarded. On a GPU this holds because the owner launches kernels that rewrite a
+slot after `begin`, and the puller checks after its copy has ended.
 
-A slot may be offered before all of it is there: `written` says how much is, in the users' measure, and is 0 after
-`begin`.
+A slot may be offered before it is complete: `written` is the amount written so far, in a unit defined by the users, and
+0 after `begin`.
 """
 
 from typing import Annotated
@@ -48,8 +48,8 @@ PAGE = 4096
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """A slot to pull: `payload` is the source's message, `source` its name. (`reply`, `offer_id`) identifies it.
 
-    `device` is where the arena's own payload lies, if not in `arena` itself but in a GPU's memory.
-    `watched`: the source knows the sink's process already, and need not be told with `Seen`.
+    `device`: the GPU memory with the arena's payload, if that is not in `arena`. `watched`: the source already watches
+    the sink's process, so `Seen` is not needed.
     """
 
     offer_id: int
@@ -65,27 +65,27 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag=True):
-    """The source takes an offer back."""
+    """The source withdraws an offer."""
 
     offer_id: int
     reply: str
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """The sink has an offer, and is this process: its death can be watched from now on."""
+    """The sink has received an offer; `pid` is its process, which the source watches from now on."""
 
     offer_id: int
     pid: Pid
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """The sink lives, and still has these offers."""
+    """The sink is alive and has not answered these offers yet."""
 
     offer_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_HELD)]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The sink's answer."""
+    """The sink's answer to an offer."""
 
     offer_id: int
     accepted: bool

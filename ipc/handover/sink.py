@@ -36,21 +36,21 @@ from ipc.memory import atomics
 from ipc.memory.device import CudaReference, DeviceMemory
 from ipc.memory.shared import MemoryReference, SharedMemory
 
-# ---- page tables filled ahead of use
-# The first touch of a mapped page is a fault, and a copy of a few MiB out of another process's memory spends half its
-# time on them. A thread of low priority takes them all once, when the memory is mapped; what it has not reached yet
-# still works, by faults.
+# ---- prefaulting
+# The first access to a mapped page is a fault, and a copy of a few MiB out of another process's memory spends half its
+# time on faults. A thread of low priority populates all page tables once the memory is mapped; other pages still work
+# by faults.
 
 
-_MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14; an older kernel refuses it and nothing is filled
-_CHUNK_BYTES = 4 << 20  # one call; the process can map nothing else meanwhile
+_MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14; older kernels refuse it
+_CHUNK_BYTES = 4 << 20  # of one call, during which the process can map nothing else
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Prefault:
-    """Fills the page tables of `size` bytes from `address` on, a page's begin. `close` it before they are unmapped."""
+    """Populates the page tables of `size` bytes from the page at `address` on. `close` it before they are unmapped."""
 
     def __init__(self, address: int, size: int) -> None:
         self._closing = threading.Event()
@@ -67,26 +67,26 @@ class Prefault:
         self._filled = True
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all of them are filled, within that time; False too if the kernel cannot."""
+        """Wait for up to `timeout_s`. Return whether all are populated; False also on kernels without support."""
         self._thread.join(timeout_s)
         return self._filled
 
     def close(self) -> None:
-        """Stop; returns within one call to the kernel. Idempotent."""
+        """Stop after the current system call. Idempotent."""
         self._closing.set()
         self._thread.join()
 
 
-# ---- a source's arena, mapped
+# ---- mapped arenas
 
 OpenDevice = Callable[[CudaReference], DeviceMemory]
-"""Opens another process's GPU memory, to pull from it. Raises `MemoryRefused`."""
+"""Opens another process's GPU memory for reading. Raises `MemoryRefused`."""
 
 
 class MappedArena:
-    """A source's arena as mapped by a sink: checked header, read-only `payload` or `device` memory to read from.
+    """A source's arena, mapped by a sink: validated header, read-only `payload` or `device` memory.
 
-    What is mapped here is faulted in ahead.
+    Mapped memory is prefaulted.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class MappedArena:
             return
         try:
             if open_device is None:
-                raise MemoryRefused(f"the payload is on {device.device} of process {device.pid}, and we have no GPU")
+                raise MemoryRefused(f"the payload is on {device.device} of process {device.pid}; this one has no GPU")
             self.device = open_device(device)
         except BaseException:
             self.close()
@@ -144,7 +144,7 @@ class MappedArena:
         return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * slot)
 
     def written(self, slot: int) -> int:
-        # SYNC POINT: written, see `KvArena.wrote`.
+        # SYNC POINT: written, see `KvArena.set_written`.
         return atomics.load_acquire(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot))
 
     def close(self) -> None:
@@ -157,13 +157,13 @@ class MappedArena:
         self.memory.close()
 
 
-# ---- its offers
+# ---- offers
 
-RENEW_NS = 5_000_000_000  # between two words that offers are held: a sixth of the default lease
+RENEW_NS = 5_000_000_000  # interval of `Held` messages: a sixth of the default lease
 
 
 class SinkStatistics(msgspec.Struct, frozen=True):
-    """Counters of a sink: offers received, how they were answered, and messages that were malformed or refused."""
+    """Counters of a sink: offers received, by answer, and messages that were malformed or refused."""
 
     received: int
     accepted: int
@@ -176,8 +176,8 @@ class SinkStatistics(msgspec.Struct, frozen=True):
 class HandoverSink:
     """Receives offers at `endpoint` and answers each once, with `acknowledge` or `reject`. One thread; never blocks.
 
-    `socket` (ZeroMQ, bound) is readable when offers came. `open_device` opens payloads in a GPU's memory; without it
-    offers of such arenas are refused.
+    `socket` (ZeroMQ, bound) is readable when offers have arrived. `open_device` opens payloads in a GPU's memory;
+    without it offers of such arenas are rejected.
     """
 
     def __init__(
@@ -198,11 +198,10 @@ class HandoverSink:
         self._counts = dict.fromkeys(SinkStatistics.__struct_fields__, 0)
 
     def receive(self) -> list[Offer]:
-        """Offers since the last call, withdrawn ones left out. Never blocks.
+        """Return the offers since the last call, without withdrawn ones. Never blocks.
 
-        It is also how sources hear that this process lives, and still has what it has not answered: their leases are
-        renewed. An offer whose arena cannot be opened, or that names a slot, epoch or generation that is not there, is
-        rejected here and not returned.
+        This also renews the leases of offers that are not answered yet. An offer whose arena cannot be opened, or with
+        an invalid slot, epoch or generation, is rejected here and not returned.
         """
         self._drop_dead()
         self._renew()
@@ -216,7 +215,7 @@ class HandoverSink:
                     continue
                 if isinstance(message, Withdrawn):
                     self._open.pop((message.reply, message.offer_id), None)
-                elif self._take(message):
+                elif self._open_offer(message):
                     offers.append(message)
         return [offer for offer in offers if self._is_open(offer)]
 
@@ -232,7 +231,7 @@ class HandoverSink:
             for begin in range(0, len(ids), MAX_HELD):
                 send_now(self._reply(reply), encode(Held(tuple(ids[begin : begin + MAX_HELD]))))
 
-    def _take(self, offer: Offer) -> bool:
+    def _open_offer(self, offer: Offer) -> bool:
         try:
             reply = self._reply(offer.reply)
         except InvalidArgument:
@@ -246,7 +245,7 @@ class HandoverSink:
             if not 0 <= offer.slot < arena.slots:
                 raise ProtocolViolation(f"slot {offer.slot} is not within 0..{arena.slots - 1}")
             if arena.generation(offer.slot) != offer.generation:
-                raise StaleEpoch(f"slot {offer.slot} was begun anew after the offer")
+                raise StaleEpoch(f"slot {offer.slot} was rewritten after the offer")
         except IpcError as error:
             self._counts["refused"] += 1
             self.reject(offer, str(error))
@@ -258,7 +257,7 @@ class HandoverSink:
         arena = self._arenas.get(offer.arena)
         if arena is None:
             if len(self._arenas) >= MAX_PEERS:
-                raise MemoryRefused(f"{MAX_PEERS} arenas are mapped already")
+                raise MemoryRefused(f"{MAX_PEERS} arenas are already mapped")
             arena = MappedArena(offer.arena, offer.epoch, offer.device, self._open_device)
             self._arenas[offer.arena] = arena
             self._deaths.register(arena.pidfd, select.EPOLLIN)
@@ -271,20 +270,20 @@ class HandoverSink:
 
     @property
     def on_device(self) -> bool:
-        """Whether payloads are taken out of a GPU's memory."""
+        """Whether payloads in a GPU's memory can be opened."""
         return self._open_device is not None
 
     def memory(self, offer: Offer) -> memoryview:
-        """The arena's whole payload, read-only; mapped once per arena. Raises `PeerLost` if its owner is gone.
+        """Return the arena's whole payload, read-only; mapped once per arena. Raises `PeerLost` if its owner is gone.
 
-        A mapping that is in use outlives its owner, so what was offered can still be pulled after the owner's death.
+        A mapping in use outlives its owner, so offered content can still be pulled after the owner's death.
         """
         return self._arena_of(offer).payload
 
     def device_memory(self, offer: Offer) -> DeviceMemory:
-        """The GPU memory that the payload is; opened once per arena, and only to read from. Raises `PeerLost`.
+        """Return the payload's GPU memory, for reading; opened once per arena. Raises `PeerLost`.
 
-        Unlike host memory it does not outlive its owner: what was not pulled by then is not current any more.
+        Unlike host memory it does not outlive its owner: content not pulled by then is not current any more.
         """
         arena = self._arena_of(offer)
         if arena.device is None:
@@ -298,9 +297,9 @@ class HandoverSink:
         return arena
 
     def is_current(self, offer: Offer) -> bool:
-        """Ask after copying: False means that the slot was begun anew or the offer withdrawn, and the copy is void.
+        """Return whether a copy made before this call is valid: the slot was not rewritten, the offer not withdrawn.
 
-        So is a copy out of a GPU's memory whose owner has died: CUDA says nothing of what it holds then.
+        A copy out of a GPU's memory is also invalid if its owner has died: CUDA leaves the content undefined then.
         """
         arena = self._arenas.get(offer.arena)
         if arena is None or not self._is_open(offer) or arena.generation(offer.slot) != offer.generation:
@@ -308,16 +307,16 @@ class HandoverSink:
         return arena.device is None or arena.pidfd not in self._dead()
 
     def written(self, offer: Offer) -> int:
-        """How much of an offer's slot is there by now, as its owner says; 0 if that is gone."""
+        """Return the written amount of an offer's slot; 0 if its owner is gone."""
         arena = self._arenas.get(offer.arena)
         return arena.written(offer.slot) if arena is not None else 0
 
     def acknowledge(self, offer: Offer) -> bool:
-        """The content is pulled, the source may begin the slot. False: the offer was answered or withdrawn before."""
+        """Report that the content is pulled: the source may reuse the slot. False: already answered or withdrawn."""
         return self._answer(offer, True, "")
 
     def reject(self, offer: Offer, reason: str) -> bool:
-        """The content is not wanted; `reason` goes to the source. False: the offer was answered or withdrawn before."""
+        """Reject an offer; the source receives `reason`. False: already answered or withdrawn."""
         return self._answer(offer, False, reason[:MAX_REASON] or "rejected")
 
     def _answer(self, offer: Offer, accepted: bool, reason: str) -> bool:
@@ -325,7 +324,7 @@ class HandoverSink:
             return False
         del self._open[(offer.reply, offer.offer_id)]
         self._counts["accepted" if accepted else "rejected"] += 1
-        # Nobody there, or nobody reads: the lease ends the offer at the source.
+        # If the source does not receive this, the lease ends the offer.
         send_now(self._reply(offer.reply), encode(Ended(offer.offer_id, accepted, reason)))
         return True
 
@@ -333,12 +332,12 @@ class HandoverSink:
         socket = self._replies.get(reply)
         if socket is None:
             if len(self._replies) >= MAX_PEERS:
-                raise InvalidArgument(f"{MAX_PEERS} sources are known already")
+                raise InvalidArgument(f"{MAX_PEERS} sources are already connected")
             socket = self._replies[reply] = connect(zmq.PUSH, reply, max_message_bytes=4096, queue=10_000)
         return socket
 
     def _drop_dead(self) -> None:
-        """Forget arenas whose owner died, unless an offer of theirs is still open."""
+        """Unmap arenas whose owners have died, unless they have an open offer."""
         dead = self._dead()
         if not dead:
             return
@@ -353,7 +352,7 @@ class HandoverSink:
         return {fd for fd, _ in self._deaths.poll(0)}
 
     def close(self) -> None:
-        """Unmap and close. Offers left open end at their source with 'lost' or 'expired'. Idempotent."""
+        """Unmap arenas and close sockets. Open offers end at their source as 'lost' or 'expired'. Idempotent."""
         if self.socket.closed:
             return
         self.socket.close()
@@ -371,5 +370,5 @@ class HandoverSink:
         self.close()
 
     def statistics(self) -> SinkStatistics:
-        """Counters; cheap."""
+        """Return counters; cheap."""
         return SinkStatistics(**{**self._counts, "arenas": len(self._arenas)})

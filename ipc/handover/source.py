@@ -1,4 +1,4 @@
-"""Prefill's end of the KV hand-over: owns an arena, offers its slots, and hears how each offer ended."""
+"""Prefill's end of the KV hand-over: owns an arena, offers its slots, and receives the outcome of each offer."""
 
 import contextlib
 import os
@@ -38,9 +38,9 @@ from ipc.ring.ring import MAX_EPOCH
 
 
 class KvArena:
-    """The owner's end: a generation for each of `slots`, how much of it is written, and the payload.
+    """Owner's end of an arena: the generation and written amount of each of `slots`, and the payload.
 
-    `payload` is a writable memoryview, empty where the payload is in `device`'s memory (`device_reference` to others).
+    `payload` is a writable memoryview, empty if the payload is in `device`'s memory (shared by `device_reference`).
     """
 
     def __init__(self, memory: SharedMemory, slots: int, epoch: int, payload: memoryview) -> None:
@@ -54,7 +54,7 @@ class KvArena:
 
     @classmethod
     def create(cls, slots: int, payload_bytes: int, epoch: int) -> "KvArena":
-        """An arena of zeros. `epoch` is another one in every life of the owner. Raises `InvalidArgument`."""
+        """Create an arena of zeros. `epoch` differs for each start of the owner. Raises `InvalidArgument`."""
         offset = _payload_offset(slots, epoch)
         if not 1 <= payload_bytes <= MAX_ARENA_BYTES - offset:
             raise InvalidArgument(f"payload must be within 1..{MAX_ARENA_BYTES - offset} bytes, got {payload_bytes}")
@@ -63,9 +63,9 @@ class KvArena:
 
     @classmethod
     def create_on(cls, device: DeviceMemory, slots: int, epoch: int) -> "KvArena":
-        """An arena whose payload is all of `device`, memory of a GPU, which it closes in the end.
+        """Create an arena whose payload is all of `device`, a GPU's memory, which `close` frees.
 
-        Raises `InvalidArgument`, and `MemoryRefused` where that memory cannot be shared (a MIG device's).
+        Raises `InvalidArgument`, and `MemoryRefused` if the memory cannot be shared (on a MIG device).
         """
         reference = device.reference
         if not isinstance(reference, CudaReference):
@@ -76,28 +76,28 @@ class KvArena:
         return arena
 
     def begin(self, slot: int) -> int:
-        """The slot is about to be written anew: every offer of its old content turns stale. Returns the generation."""
+        """Start to rewrite a slot, which makes all offers of its old content stale. Return the new generation."""
         if not 0 <= slot < self.slots:
             raise InvalidArgument(f"slot must be within 0..{self.slots - 1}, got {slot}")
         self._generations[slot] += 1
-        # SYNC POINT: generation. The fence keeps the writes that follow behind the store; it pairs with the fence in
-        # `MappedArena.generation`, which keeps the reads of the copy before its load.
+        # SYNC POINT: generation. The fence orders later writes after the store; it pairs with the fence in
+        # `MappedArena.generation`, which orders the reads of the copy before its load.
         atomics.store_release(self.memory.address + HEADER_BYTES + 8 * slot, self._generations[slot])
         atomics.fence()
-        self.wrote(slot, 0)
+        self.set_written(slot, 0)
         return self._generations[slot]
 
-    def wrote(self, slot: int, amount: int) -> None:
-        """So much of the slot's content is there, in the users' measure."""
-        # SYNC POINT: written. The content's stores come before this one; it pairs with `MappedArena.written`.
+    def set_written(self, slot: int, amount: int) -> None:
+        """Set the amount of the slot's content written so far, in the users' unit."""
+        # SYNC POINT: written. The content is stored before; it pairs with the acquire in `MappedArena.written`.
         atomics.store_release(self.memory.address + HEADER_BYTES + 8 * (self.slots + slot), amount)
 
     def generation(self, slot: int) -> int:
-        """How often the slot was begun."""
+        """Return the slot's generation."""
         return self._generations[slot]
 
     def close(self) -> None:
-        """Give the memory back; who has mapped it keeps it until they close theirs. Idempotent."""
+        """Free the memory; other processes' mappings stay valid. Idempotent."""
         with contextlib.suppress(BufferError):
             self.payload.release()
         if self.device is not None:
@@ -119,13 +119,13 @@ def _format(slots: int, offset: int, payload_bytes: int, epoch: int, size: int) 
     return memory
 
 
-# ---- offers of its slots
+# ---- offers
 
 LEASE_MS = 30_000.0
 
 
 class SourceStatistics(msgspec.Struct, frozen=True):
-    """Counters of a source: offers made, and how they ended; messages that were malformed."""
+    """Counters of a source: offers made, by outcome, and malformed messages."""
 
     offered: int
     outstanding: int
@@ -145,7 +145,7 @@ class _Pending:
 
 
 class _Target:
-    """A sink we offer to: the socket there and, once it has spoken, its pidfd."""
+    """A sink: the socket to it and, once it has sent `Seen`, its pidfd."""
 
     def __init__(self, endpoint: str) -> None:
         self.socket = connect(zmq.PUSH, endpoint, max_message_bytes=MAX_PAYLOAD_BYTES + 4096)
@@ -157,7 +157,7 @@ class _Target:
         return self.pidfd >= 0
 
     def watch(self, pid: int) -> None:
-        """Raises `OSError` if there is no such process (any more)."""
+        """Watch the sink's process. Raises `OSError` if it does not exist."""
         if pid != self.pid:
             pidfd = os.pidfd_open(pid)
             if self.pidfd >= 0:
@@ -180,10 +180,10 @@ class _Target:
 class HandoverSource:
     """Offers slots of one arena to sinks. One thread; nothing here blocks.
 
-    A slot is leased for what it stands for, until it may be written anew; the last one announces what is to come.
-    `socket` (ZeroMQ, bound) is readable when outcomes came; deaths and leases are noticed by `poll`, so call it at
-    least every few 100 ms while offers are outstanding. An offer of whose sink nothing is heard for `lease_ms` expires:
-    more than a few of `sink.RENEW_NS`, at which a sink that lives is heard.
+    A slot is leased for one content at a time; the last slot is reserved for announcements. `socket` (ZeroMQ, bound) is
+    readable when outcomes have arrived; `poll` also detects deaths and expired leases, so call it at least every few
+    100 ms while offers are outstanding. An offer expires when its sink sends nothing for `lease_ms`, which should be
+    several times `sink.RENEW_NS`, the interval at which a live sink renews leases.
     """
 
     def __init__(
@@ -205,39 +205,39 @@ class HandoverSource:
         self.socket = bind(zmq.PULL, self.endpoint, max_message_bytes=4096, queue=10_000)
         self._targets: dict[str, _Target] = {}
         self._pending: dict[int, _Pending] = {}
-        self._buried: list[Outcome] = []  # ended between two polls
+        self._ended: list[Outcome] = []  # outcomes since the last poll
         self._next_id = 1
-        self._announcing = arena.slots - 1  # never begun anew
+        self._announcing = arena.slots - 1  # never rewritten
         self._free = list(range(self._announcing))
         self._counts = dict.fromkeys(SourceStatistics.__struct_fields__, 0)
 
     @property
     def free_leases(self) -> int:
-        """Leases that are not out."""
+        """Number of free slots."""
         return len(self._free)
 
     def lease(self) -> int | None:
-        """A slot of the arena, or None while all are out."""
+        """Lease a slot of the arena; None if none is free."""
         return self._free.pop() if self._free else None
 
     def release(self, lease: int) -> None:
-        """What the slot stands for may be written anew; whoever still pulls it finds that out."""
+        """Free a slot for other content; a pull in progress detects this."""
         self._arena.begin(lease)
         self._free.append(lease)
 
-    def wrote(self, lease: int, amount: int) -> None:
-        """So much of what the slot stands for is there, in the users' measure: who has an offer of it may pull that."""
-        self._arena.wrote(lease, amount)
+    def set_written(self, lease: int, amount: int) -> None:
+        """Set the amount of a slot's content that sinks may pull, in the users' unit."""
+        self._arena.set_written(lease, amount)
 
     def announce(self, endpoint: str, payload: bytes) -> int:
-        """Send a message that asks the sink at `endpoint` to keep room; the id of the outcome. Raises as `offer`."""
+        """Send a message that requests a reservation from the sink at `endpoint`. Returns and raises as `offer`."""
         return self.offer(endpoint, self._announcing, payload)
 
     def offer(self, endpoint: str, slot: int, payload: bytes) -> int:
-        """Offer the slot's content to the sink at `endpoint`, with a message of at most 4 MiB; returns the offer's id.
+        """Offer a slot's content to the sink at `endpoint`, with a message of at most 4 MiB. Return the offer's id.
 
-        Do not `begin` the slot before the offer's outcome. Raises `InvalidArgument`, `PeerLost` (1,000 messages wait
-        there already).
+        Do not `begin` the slot before the offer's outcome. Raises `InvalidArgument`, `PeerLost` (1,000 messages are
+        already queued for the sink).
         """
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise InvalidArgument(f"an offer's payload has at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
@@ -258,7 +258,7 @@ class HandoverSource:
             watched=target.watched,
         )
         if not send_now(target.socket, encode(message)):
-            raise PeerLost(f"the sink at {endpoint} does not read: too many messages wait")
+            raise PeerLost(f"the sink at {endpoint} does not read: its queue is full")
         self._next_id += 1
         self._pending[offer_id] = _Pending(endpoint, slot, self._clock() + self._lease_ns)
         self._counts["offered"] += 1
@@ -267,7 +267,7 @@ class HandoverSource:
     def _target(self, endpoint: str) -> _Target:
         target = self._targets.get(endpoint)
         if target is not None and target.died():
-            self._bury({endpoint}, self._buried)  # a sink that was started again must not inherit the last one's death
+            self._drop_targets({endpoint}, self._ended)  # a restarted sink needs a new pidfd
             target = None
         if target is None:
             self._drop_idle_targets()
@@ -275,14 +275,14 @@ class HandoverSource:
         return target
 
     def _drop_idle_targets(self) -> None:
-        """Sinks come and go; keep their sockets bounded."""
+        """Bound the number of sockets to sinks."""
         if len(self._targets) >= MAX_PEERS:
             used = {pending.endpoint for pending in self._pending.values()}
             for endpoint in [e for e in self._targets if e not in used]:
                 self._targets.pop(endpoint).close()
 
     def withdraw(self, offer_id: int) -> bool:
-        """Take an offer back. True: it ends now, without an outcome from `poll`; False: it has ended already."""
+        """Withdraw an offer. True: it ends now, without an outcome from `poll`; False: it has already ended."""
         pending = self._pending.pop(offer_id, None)
         if pending is None:
             return False
@@ -291,8 +291,8 @@ class HandoverSource:
         return True
 
     def poll(self) -> list[Outcome]:
-        """Outcomes since the last call. Never blocks."""
-        outcomes, self._buried = self._buried, []
+        """Return the outcomes since the last call. Never blocks."""
+        outcomes, self._ended = self._ended, []
         while messages := receive_all(self.socket):
             for frames in messages:
                 try:
@@ -306,8 +306,8 @@ class HandoverSource:
                     self._renew(message)
                 else:
                     reason = message.reason[:MAX_REASON] or "rejected"
-                    kind = "accepted" if message.accepted else "rejected"
-                    self._end(message.offer_id, message.accepted, "" if message.accepted else reason, kind, outcomes)
+                    counter = "accepted" if message.accepted else "rejected"
+                    self._end(message.offer_id, message.accepted, "" if message.accepted else reason, counter, outcomes)
         if self._pending:
             self._end_lost_and_expired(outcomes)
         return outcomes
@@ -331,25 +331,25 @@ class HandoverSource:
         now = self._clock()
         used = {pending.endpoint for pending in self._pending.values()}
         dead = {endpoint for endpoint in used if self._targets[endpoint].died()}
-        self._bury(dead, outcomes)
+        self._drop_targets(dead, outcomes)
         for offer_id in [offer_id for offer_id, pending in self._pending.items() if now >= pending.expires_ns]:
             self._end(offer_id, False, "expired", "expired", outcomes)
 
-    def _bury(self, dead: set[str], outcomes: list[Outcome]) -> None:
-        """End what was offered to sinks that died, and forget them."""
+    def _drop_targets(self, dead: set[str], outcomes: list[Outcome]) -> None:
+        """End all offers to sinks that have died, and close their sockets."""
         for offer_id in [offer_id for offer_id, pending in self._pending.items() if pending.endpoint in dead]:
             self._end(offer_id, False, "lost", "lost", outcomes)
         for endpoint in dead:
             self._targets.pop(endpoint).close()
 
-    def _end(self, offer_id: int, accepted: bool, reason: str, kind: str, outcomes: list[Outcome]) -> None:
+    def _end(self, offer_id: int, accepted: bool, reason: str, counter: str, outcomes: list[Outcome]) -> None:
         pending = self._pending.pop(offer_id, None)
         if pending is not None:
-            self._counts[kind] += 1
+            self._counts[counter] += 1
             outcomes.append(Outcome(offer_id, pending.slot, accepted, reason))
 
     def close(self) -> None:
-        """Close the sockets; the arena stays the caller's. Idempotent."""
+        """Close the sockets, but not the arena. Idempotent."""
         for target in self._targets.values():
             target.close()
         self._targets.clear()
@@ -362,5 +362,5 @@ class HandoverSource:
         self.close()
 
     def statistics(self) -> SourceStatistics:
-        """Counters; cheap."""
+        """Return counters; cheap."""
         return SourceStatistics(**{**self._counts, "outstanding": len(self._pending)})

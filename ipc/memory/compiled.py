@@ -1,8 +1,8 @@
-"""Compiling with numba, and keeping the machine code for the next process without ever keeping it too long.
+"""Compilation with numba, and an on-disk cache of machine code that is invalidated by any change of its sources.
 
-numba drops a function's cached code when the function's own file changes, but not when a file changes whose functions
-it has inlined. Here the code is bound to all sources of the folders that it may be built of. Where the user can write
-neither beside the sources, nor to their cache, nor to NUMBA_CACHE_DIR, every process compiles for itself.
+numba invalidates a function's cached code when the function's own file changes, but not when a file with inlined
+functions changes. Here the code is bound to all sources of the folders that it may be compiled from. If neither the
+source folders, nor the user's cache, nor NUMBA_CACHE_DIR is writable, every process compiles for itself.
 """
 
 import hashlib
@@ -16,11 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiler_for(*folders: Path) -> Callable[..., Any]:
-    """A decorator: `function`, compiled at its first call, without the interpreter's lock, and cached on disk, where
-    that is possible, for as long as no source in `folders` changes.
+    """Return a decorator that compiles a function at its first call, without the GIL.
 
-    Arrays lie over memory that others own, so their references are not counted: a round of the pool's loop would
-    make some hundred calls for it. None may be made; a function that returns one (`returns_array`) is as numba has it.
+    The code is cached on disk if possible, until a source in `folders` changes.
+
+    Arrays are views of memory owned elsewhere, so their references are not counted, which would take some hundred calls
+    in a round of the pool's loop. Compiled functions must not allocate arrays; those that return a view need
+    `returns_array`, which enables reference counting.
     """
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -36,7 +38,7 @@ def compiler_for(*folders: Path) -> Callable[..., Any]:
 
 
 def enable_cache(dispatcher: Any) -> bool:
-    """Have numba cache what it compiles; whether there is a place for that. To be called before anything is."""
+    """Enable numba's on-disk cache, before the first compilation. Return whether a cache location is writable."""
     try:
         dispatcher.enable_caching()
     except RuntimeError:  # numba's "no locator available"
@@ -45,12 +47,12 @@ def enable_cache(dispatcher: Any) -> bool:
 
 
 def can_cache() -> bool:
-    """Whether this user's processes can keep compiled code for the next ones."""
+    """Return whether compiled code of this package can be cached on disk."""
     return enable_cache(njit(_example))
 
 
 def _example() -> None:
-    """A function beside whose source numba looks for a place."""
+    """A function for which numba locates a cache folder."""
 
 
 PACKAGE = Path(__file__).parent.parent
@@ -58,9 +60,9 @@ compiled = compiler_for(PACKAGE)
 
 
 def entry_point(signature: str, *, nogil: bool = False) -> Callable[[F], F]:
-    """As `compiled`, at once and for one signature; the machine code's own entry.
+    """Return a decorator that compiles a function at once, for one signature, into its machine code's entry point.
 
-    Calling it without numba's dispatcher, which would look for an overload each time, takes 80 ns instead of 350.
+    A call bypasses numba's dispatcher and its overload resolution, and takes 80 ns instead of 350.
     """
 
     def compile_(function: F) -> F:
@@ -73,4 +75,4 @@ def entry_point(signature: str, *, nogil: bool = False) -> Callable[[F], F]:
     return compile_
 
 
-_dispatchers: list[Any] = []  # they own the machine code
+_dispatchers: list[Any] = []  # own the machine code

@@ -1,12 +1,12 @@
-"""`DeviceMemory` in a GPU's memory, shared through CUDA IPC. Importing this needs the extra [cuda].
+"""`DeviceMemory` in a GPU's memory, shared through CUDA IPC. Requires the extra [cuda].
 
-One process allocates and exports, others open. CUDA's own rules: the exporting process cannot open its own handle;
-freeing before the last importer has closed is undefined; a handle is worth nothing after its exporter has ended (the
-arena's epoch tells); memory of a stream-ordered or virtual allocator cannot be exported this way, so this one comes
-from cuMemAlloc. It is whole pages of the device: a handle opens all of the pages that the memory lies in, and with them
-what else the process has there. A handle may be of a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which
-reaches it as a peer of its own one (the runtime API says so of cudaIpcOpenMemHandle, and UCX relies on it). Both
-processes must be in one PID namespace, and MIG devices have no CUDA IPC.
+One process allocates and exports, others open. CUDA's rules: the exporting process cannot open its own handle; freeing
+before the last importer has closed is undefined; a handle is invalid after its exporter has ended (detected by the
+arena's epoch); memory of a stream-ordered or virtual allocator cannot be exported this way, so this uses cuMemAlloc. It
+is allocated in whole pages of the device, because a handle exposes all pages that the memory shares, with all other
+allocations in them. A handle may belong to a GPU that CUDA_VISIBLE_DEVICES hides from the importer, which reaches it as
+a peer of its own GPU (documented for cudaIpcOpenMemHandle, and used by UCX). Both processes must be in one PID
+namespace, and MIG devices have no CUDA IPC.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ try:
 except ImportError as error:
     raise MemoryRefused(f"GPU memory needs the extra [cuda], which is not installed: {error}") from None
 
-_PAGE = 2 << 20  # bytes of a device's memory that are mapped, and so shared, as one
+_PAGE = 2 << 20  # bytes: the unit in which a device's memory is mapped, and so shared
 
 
 class CudaMemory:
-    """See `DeviceMemory`. Work is queued on a stream of its own, `stream`, in the device's primary context.
+    """`DeviceMemory` of a GPU, with operations queued on its own `stream` in the device's primary context.
 
-    Whatever context the calling thread has is current again after every call: other libraries rely on theirs.
+    Every call restores the calling thread's current context, on which other libraries rely.
     """
 
     def __init__(self, cuda: Any, device: int, context: Any, address: int, size: int, *, exported: bool) -> None:
-        """In the context already; use `create` or `open`."""
+        """Use `create` or `open`, which call this in the device's context."""
         self._cuda, self._device, self._context = cuda, device, context
         self._address, self.size, self._exported = address, size, exported
         self._open = True
@@ -48,23 +48,20 @@ class CudaMemory:
 
     @classmethod
     def create(cls, size: int, device: str, cuda: Any = _cuda) -> "CudaMemory":
-        """`size` bytes of zeros on a device: "cuda", "cuda:N" or a UUID. Raises MemoryRefused, InvalidArgument."""
+        """Create `size` bytes of zeros on "cuda", "cuda:N" or a GPU's UUID. Raises MemoryRefused, InvalidArgument."""
         if not 1 <= size <= MAX_BYTES:
             raise InvalidArgument(f"size must be within 1..{MAX_BYTES} bytes, got {size}")
         ordinal, context = _primary(cuda, device)
         with _current(cuda, context):
             address = int(_call(cuda, "cuMemAlloc", -(-size // _PAGE) * _PAGE))
             _call(cuda, "cuMemsetD8", address, 0, size)
-            # The memset is on the legacy stream, for which streams of our kind do not wait.
+            # The memset is on the legacy stream, with which non-blocking streams do not synchronize.
             _call(cuda, "cuStreamSynchronize", 0)
             return cls(cuda, ordinal, context, address, size, exported=True)
 
     @classmethod
     def open(cls, reference: CudaReference, device: str, cuda: Any = _cuda) -> "CudaMemory":
-        """Another process's memory, to be used from `device` ("cuda", "cuda:N" or a UUID), on whichever GPU it lies.
-
-        Raises MemoryRefused.
-        """
+        """Open another process's memory, on any GPU, from `device` ("cuda", "cuda:N", a UUID). Raises MemoryRefused."""
         if reference.pid == os.getpid():
             raise MemoryRefused("a process cannot open the GPU memory that it exported itself")
         ordinal, context = _primary(cuda, device)
@@ -77,13 +74,13 @@ class CudaMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """As an array of bytes (version 3), for torch and its like; who uses it must not outlive the memory."""
+        """The memory as an array of bytes (CUDA Array Interface, version 3). It must not be used after `close`."""
         return {"shape": (self.size,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3}
 
     @property
     def reference(self) -> CudaReference:
         if not self._exported or not self._open:
-            raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
+            raise MemoryRefused("only the creator of a memory has a reference to it, until it closes it")
         with self._here():
             handle = _call(self._cuda, "cuIpcGetMemHandle", self._address)
         raw = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
@@ -109,7 +106,7 @@ class CudaMemory:
                 _call(cuda, "cuMemcpyDtoHAsync", target.ctypes.data, source, target.nbytes, self.stream)
 
     def store_word(self, offset: int, value: int) -> None:
-        # SYNC POINT: arena word. Without a flag it is a system-wide barrier for what the stream wrote before.
+        # SYNC POINT: arena word. With the default flag it is a system-wide barrier for the stream's earlier writes.
         flag = self._cuda.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
         with self._here():
             _call(self._cuda, "cuStreamWriteValue32", self.stream, self._address + offset, value, flag)
@@ -118,7 +115,7 @@ class CudaMemory:
         return self.words(offset, 1, 4)[0]
 
     def words(self, offset: int, count: int, stride: int) -> list[int]:
-        """Copies them aside from the queue, with what lies between, and waits for that: some microseconds."""
+        """Copies the whole range on another stream and waits for it: some microseconds."""
         found = np.zeros(((count - 1) * stride + 4) // 4, np.uint32)
         with self._here():
             _call(self._cuda, "cuMemcpyDtoHAsync", found.ctypes.data, self._address + offset, found.nbytes, self._aside)
@@ -131,7 +128,7 @@ class CudaMemory:
 
     def idle(self) -> bool:
         if not self._open:
-            return True  # closing waited
+            return True  # `close` has waited
         with self._here():
             (code,) = self._cuda.cuStreamQuery(self.stream)
         if code not in (self._cuda.CUresult.CUDA_SUCCESS, self._cuda.CUresult.CUDA_ERROR_NOT_READY):
@@ -139,7 +136,7 @@ class CudaMemory:
         return bool(code == self._cuda.CUresult.CUDA_SUCCESS)
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Pinned: a copy to other memory would be waited for."""
+        """Allocates pinned memory: copies to pageable memory would block."""
         with self._here():
             address = int(_call(self._cuda, "cuMemHostAlloc", nbytes, 0))
         self._staged.append(address)
@@ -148,12 +145,12 @@ class CudaMemory:
         return array
 
     def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits for the queue, then frees the memory."""
         if not self._open:
             return
         self._open = False
         with self._here():
-            with contextlib.suppress(MemoryRefused):  # a fault of the device must not keep the memory
+            with contextlib.suppress(MemoryRefused):  # a device fault must not keep the memory
                 _call(self._cuda, "cuStreamSynchronize", self.stream)
             for stream in (self.stream, self._aside):
                 _call(self._cuda, "cuStreamDestroy", stream)
@@ -175,11 +172,11 @@ def _current(cuda: Any, context: Any) -> Iterator[None]:
 
 
 def _primary(cuda: Any, device: str) -> tuple[int, Any]:
-    """A device's ordinal and its primary context, which the CUDA runtime and all libraries over it use too."""
+    """Return a device's ordinal and its primary context, which the CUDA runtime and libraries based on it use too."""
     try:
         _call(cuda, "cuInit", 0)
-    except RuntimeError as error:  # the library is not there at all
-        raise MemoryRefused(f"there is no CUDA driver on this machine: {error}") from None
+    except RuntimeError as error:  # libcuda is missing
+        raise MemoryRefused(f"this machine has no CUDA driver: {error}") from None
     ordinal = _ordinal(cuda, device)
     handle = _call(cuda, "cuDeviceGet", ordinal)
     context = _call(cuda, "cuDevicePrimaryCtxRetain", handle)
@@ -195,11 +192,11 @@ def _ordinal(cuda: Any, device: str) -> int:
         raw = bytes(_call(cuda, "cuDeviceGetUuid", handle).bytes)
         if device == f"GPU-{uuid.UUID(bytes=raw)}":
             return ordinal
-    raise MemoryRefused(f"{device!r} is none of the {count} GPUs that this process sees")
+    raise MemoryRefused(f"{device!r} is not among the {count} GPUs visible to this process")
 
 
 def _call(cuda: Any, name: str, *arguments: Any) -> Any:
-    """What a function of the driver returns beside its code. Raises MemoryRefused where that is an error's."""
+    """Call a driver function and return its result. Raises MemoryRefused for an error code."""
     code, *values = getattr(cuda, name)(*arguments)
     if code != cuda.CUresult.CUDA_SUCCESS:
         raise MemoryRefused(f"{name} failed: {code}")

@@ -1,7 +1,7 @@
-"""What a device arena asks of its memory, and the host's answer; a GPU's is in `ipc.memory.cuda`.
+"""Interface of memory shared between processes for arenas, and its host implementation; see `ipc.memory.cuda` for GPUs.
 
-Work on the memory is queued and done in order: on the host at once, on a GPU when its stream comes by. That order is
-all that is promised, and all that is needed: a word that is stored after a write is seen after it.
+Operations are queued and executed in order: immediately on the host, on a stream of the GPU. That order is the only
+guarantee, and a sufficient one: a word that is stored after a write becomes visible after it.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ HANDLE_BYTES = 64  # of a CUDA IPC handle
 
 
 class CudaReference(msgspec.Struct, frozen=True, tag=True):
-    """Names a piece of GPU memory to another process of this host, valid while its exporter lives and holds it."""
+    """Reference to GPU memory for another process of this host, valid while its exporter holds the memory."""
 
     pid: Pid
     device: str
@@ -47,7 +47,7 @@ class DeviceSpan(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of a vector of float32."""
+        """Shape as a vector of float32."""
         return (self.nbytes // 4,)
 
 
@@ -55,7 +55,7 @@ Source = npt.NDArray[Any] | DeviceSpan
 
 
 class CudaArray(Protocol):
-    """A GPU's memory that describes itself as CUDA's Python libraries do (version 3 of the interface)."""
+    """GPU memory with the CUDA Array Interface, version 3."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
@@ -68,7 +68,7 @@ class DeviceMemory(Protocol):
 
     @property
     def reference(self) -> Reference:
-        """What to send to a process that shall open this. Raises MemoryRefused unless we made it and hold it."""
+        """Reference for a process that is to open this. Raises MemoryRefused unless created here and not closed."""
 
     def write(self, offset: int, source: Source) -> None:
         """Queue a copy into the memory."""
@@ -77,29 +77,29 @@ class DeviceMemory(Protocol):
         """Queue a copy out of the memory."""
 
     def store_word(self, offset: int, value: int) -> None:
-        """Queue a store that is seen after everything queued before."""
+        """Queue a store that becomes visible after everything queued before."""
 
     def word(self, offset: int) -> int:
-        """The word as it is now, whatever is queued."""
+        """Read a word's current value, independent of the queue."""
 
     def words(self, offset: int, count: int, stride: int) -> list[int]:
-        """`word` for `count` of them, `stride` bytes apart, at the price of one."""
+        """Read `count` words, `stride` bytes apart, in one operation."""
 
     def flush(self) -> None:
-        """Wait until everything queued is done."""
+        """Wait until the queue is empty."""
 
     def idle(self) -> bool:
-        """Whether everything queued is done. Never waits; raises MemoryRefused if some of it failed."""
+        """Return whether the queue is empty. Never blocks; raises MemoryRefused if an operation has failed."""
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Host memory to `read` into while nobody waits; it goes with this one."""
+        """Allocate host memory for asynchronous `read`; it is freed with this memory."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class HostMemory:
-    """`DeviceMemory` in a sealed memfd: what machines without a GPU, and tests, use."""
+    """`DeviceMemory` in a sealed memfd, for machines without a GPU and for tests."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -108,12 +108,12 @@ class HostMemory:
 
     @classmethod
     def create(cls, size: int) -> "HostMemory":
-        """`size` bytes of zeros. Raises InvalidArgument."""
+        """Create `size` bytes of zeros. Raises InvalidArgument."""
         return cls(SharedMemory.create("trinity-arena", size))
 
     @classmethod
     def open(cls, reference: MemoryReference) -> "HostMemory":
-        """Another process's memory. Raises MemoryRefused."""
+        """Open another process's memory. Raises MemoryRefused."""
         return cls(SharedMemory.open(reference, max_size=MAX_BYTES, writable=True))
 
     @property
@@ -129,7 +129,7 @@ class HostMemory:
         raw[:] = self._bytes[offset : offset + raw.nbytes]
 
     def store_word(self, offset: int, value: int) -> None:
-        # SYNC POINT: arena word. The release keeps the copy before it; `word` acquires.
+        # SYNC POINT: arena word. The release orders it after the copy; `word` acquires.
         atomics.store_release(self._memory.address + offset, value)
 
     def word(self, offset: int) -> int:
@@ -140,10 +140,10 @@ class HostMemory:
         return [self.word(offset + stride * number) for number in range(count)]
 
     def flush(self) -> None:
-        """Nothing is ever queued here."""
+        """No-op: operations are immediate."""
 
     def idle(self) -> bool:
-        """Always."""
+        """Return True: operations are immediate."""
         return True
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -156,7 +156,7 @@ class HostMemory:
 
 
 def reached(word: int, value: int) -> bool:
-    """Whether a word has come to a value, counted around 2³² (as the GPU's own comparison does)."""
+    """Return whether a word has reached a value, modulo 2³² (as the GPU's own comparison does)."""
     return (word - value) & MAX_WORD < 1 << 31
 
 

@@ -1,7 +1,7 @@
-"""What compiled functions are built of: words at an address, fences, the clock, libc's `write` and `poll`, calls.
+"""numba intrinsics: words at an address, fences, the clock, libc's `write` and `poll`, and calls by address.
 
-Each is an intrinsic of numba: used in compiled functions alone, where it becomes one instruction or one call. Addresses
-and words are int64. The atomic ones come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64
+They are usable in compiled functions only, where each becomes one instruction or one call. Addresses and words are
+int64. The atomic ones come from LLVM (`load atomic … acquire` and so on), so they are right on x86-64
 and on aarch64. An address must stay mapped while it is used.
 """
 
@@ -18,7 +18,7 @@ _I32 = ir.IntType(32)
 
 
 def _intrinsic(function: Any) -> Callable[..., int]:
-    return cast(Callable[..., int], intrinsic(function))  # what calls it gives the arguments after the first alone
+    return cast(Callable[..., int], intrinsic(function))  # callers pass the arguments after the first
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -27,7 +27,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @_intrinsic
 def load_acquire(_typing: Any, _address: Any) -> Any:
-    """The word at an address; what its writer stored before a release store of it is visible afterwards."""
+    """Load a word with acquire semantics: the writer's stores before its release store are visible afterwards."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load_atomic(_pointer(builder, args[0]), "acquire", 8, typ=_I64)
@@ -37,7 +37,7 @@ def load_acquire(_typing: Any, _address: Any) -> Any:
 
 @_intrinsic
 def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
-    """Store a word after everything this thread stored before."""
+    """Store a word with release semantics: after all earlier stores of this thread."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _pointer(builder, args[0]), "release", 8)
@@ -59,7 +59,7 @@ def store(_typing: Any, _address: Any, _value: Any) -> Any:
 
 @_intrinsic
 def copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
-    """Copy so many bytes from the second address to the first."""
+    """Copy `count` bytes from `source` to `target`."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         target, source = (builder.inttoptr(address, ir.IntType(8).as_pointer()) for address in args[:2])
@@ -71,7 +71,7 @@ def copy(_typing: Any, _target: Any, _source: Any, _count: Any) -> Any:
 
 @_intrinsic
 def exchange(_typing: Any, _address: Any, _value: Any) -> Any:
-    """Swap a word in one step, sequentially consistent; returns what was there."""
+    """Atomically swap a word, sequentially consistent. Return its previous value."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("xchg", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -81,7 +81,7 @@ def exchange(_typing: Any, _address: Any, _value: Any) -> Any:
 
 @_intrinsic
 def fence(_typing: Any) -> Any:
-    """A full fence: no load or store moves over it in either direction."""
+    """Full memory fence."""
 
     def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         builder.fence("seq_cst")
@@ -92,7 +92,7 @@ def fence(_typing: Any) -> Any:
 
 @_intrinsic
 def sched_yield(_typing: Any) -> Any:
-    """Let another thread have this core."""
+    """Yield the core to another thread."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         function = numba.core.cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I32, []), "sched_yield")
@@ -103,7 +103,7 @@ def sched_yield(_typing: Any) -> Any:
 
 @_intrinsic
 def monotonic_ns(_typing: Any) -> Any:
-    """`time.monotonic_ns()`."""
+    """Return `time.monotonic_ns()`."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         timespec = ir.ArrayType(_I64, 2)
@@ -120,7 +120,7 @@ def monotonic_ns(_typing: Any) -> Any:
 
 @_intrinsic
 def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
-    """libc's `write` of one word to a descriptor, as an eventfd wants it. What it returns: 8, or -1."""
+    """Write one word to a descriptor, such as an eventfd, by libc's `write`. Return 8, or -1."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
@@ -134,7 +134,7 @@ def write_word(_typing: Any, _descriptor: Any, _value: Any) -> Any:
 
 @_intrinsic
 def read_word(_typing: Any, _descriptor: Any) -> Any:
-    """libc's `read` of one word, which is dropped: it silences an eventfd. What it returns: 8, or -1."""
+    """Read and discard one word by libc's `read`, which resets an eventfd. Return 8, or -1."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I64, [_I32, _I64.as_pointer(), _I64])
@@ -147,7 +147,7 @@ def read_word(_typing: Any, _descriptor: Any) -> Any:
 
 @_intrinsic
 def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
-    """libc's `poll` of one descriptor for reading. What it returns: 1, 0 when the time is over, -1 after a signal."""
+    """Wait for a descriptor to become readable by libc's `poll`. Return 1, 0 after the timeout, -1 after a signal."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_I32, [_I64.as_pointer(), _I64, _I32])
@@ -163,7 +163,7 @@ def wait_readable(_typing: Any, _descriptor: Any, _timeout_ms: Any) -> Any:
 
 @_intrinsic
 def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
-    """Call the C function at an address with a tuple of int64; it returns one."""
+    """Call the C function at an address with a tuple of int64. Return its int64."""
     count = len(_arguments)
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -184,17 +184,17 @@ def _pointer_to(_typing: Any, _address: Any) -> Any:
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def words(address: int, shape: int | tuple[int, int]) -> Any:
-    """int64 at an address, as an array of this shape."""
+    """Return int64 at an address as an array of this shape."""
     return numba.carray(_pointer_to(address), shape, numba.int64)
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats(address: int, shape: int | tuple[int, int]) -> Any:
-    """float64 at an address, as an array of this shape."""
+    """Return float64 at an address as an array of this shape."""
     return numba.carray(_pointer_to(address), shape, numba.float64)
 
 
 @numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
 def floats32(address: int, count: int) -> Any:
-    """`count` float32 at an address, as an array."""
+    """Return `count` float32 at an address as an array."""
     return numba.carray(_pointer_to(address), count, numba.float32)

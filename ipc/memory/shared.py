@@ -1,9 +1,9 @@
-"""Memory that processes of one user on one host share: sealed memfds, nameless and so never left behind.
+"""Shared memory of one user's processes on one host: sealed memfds, which have no names and leave no files.
 
-A process hands its memory over by telling (pid, fd); the other opens `/proc/PID/fd/FD`, which the kernel allows to the
-same user only. The seals forbid to shrink, grow or unseal it, so a peer cannot make our access fail (SIGBUS), and the
-inode says that the descriptor still means the memory that was announced. Both processes must see the same `/proc`
-(one PID namespace).
+A process shares its memory by sending (pid, fd); the other opens `/proc/PID/fd/FD`, which the kernel allows for the
+same user only. The seals forbid to shrink, grow or unseal it, so a peer cannot cause a SIGBUS here, and the inode
+confirms that the descriptor still refers to the announced memory. Both processes must see the same `/proc` (one PID
+namespace).
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-"""A process id as it may come from outside."""
+"""A process id received from a peer."""
 
 
 class MemoryReference(msgspec.Struct, frozen=True):
-    """Names shared memory to another process, valid while its creator lives and holds it."""
+    """Reference to shared memory for another process, valid while its creator holds the memory."""
 
     pid: Pid
     fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
@@ -37,12 +37,12 @@ class MemoryReference(msgspec.Struct, frozen=True):
 class SharedMemory:
     """A mapping of a sealed memfd. `view` is its memoryview, `address` where it is mapped.
 
-    Use `create` or `open`; `close` gives descriptor and mapping back (the mapping outlives `close` for as long as
-    memoryviews or arrays of it do).
+    Use `create` or `open`; `close` releases descriptor and mapping (memoryviews and arrays of it keep the mapping until
+    they are freed).
     """
 
     def __init__(self, fd: int, size: int, *, writable: bool) -> None:
-        self._fd = -1  # the creator keeps its descriptor here, for others to open; an mmap object has one of its own
+        self._fd = -1  # the creator's descriptor, which others open; the mmap object has its own
         self._open = True
         self._inode = os.fstat(fd).st_ino
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
@@ -52,9 +52,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, size: int, *, peers_write: bool = True) -> "SharedMemory":
-        """`size` bytes of zeros. With `peers_write=False` no other process can ever map it writable.
+        """Create `size` bytes of zeros. With `peers_write=False` no other process can map it writable.
 
-        `name` only shows in /proc/PID/maps. Raises `InvalidArgument` for a size below 1.
+        `name` only appears in /proc/PID/maps. Raises `InvalidArgument` for a size below 1.
         """
         if size < 1:
             raise InvalidArgument(f"size must be at least 1 byte, got {size}")
@@ -62,7 +62,7 @@ class SharedMemory:
         try:
             os.ftruncate(fd, size)
             memory = cls(fd, size, writable=True)
-            # Our own writable mapping exists already; FUTURE_WRITE is about everyone's next one.
+            # This writable mapping already exists; FUTURE_WRITE forbids all later ones.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | (0 if peers_write else _F_SEAL_FUTURE_WRITE))
             memory._fd = fd
         except BaseException:
@@ -72,17 +72,17 @@ class SharedMemory:
 
     @classmethod
     def open(cls, reference: MemoryReference, *, max_size: int, writable: bool = False) -> "SharedMemory":
-        """Map another process's memory (or one's own). Nothing is mapped before seals, size and identity are checked.
+        """Map memory of another process, or of this one, after checking seals, size and identity.
 
-        Raises `MemoryRefused`: the creator is gone or another user's, the memory is not sealed, not of the announced
-        size, over `max_size` bytes, or not the announced one.
+        Raises `MemoryRefused` if the creator is gone or another user's, or the memory is not sealed, not of the
+        announced size, over `max_size` bytes, or not the announced one.
         """
         if not 1 <= reference.size <= max_size:
             raise MemoryRefused(f"announced size {reference.size} is not within 1..{max_size} bytes")
         mode = os.O_RDWR if writable else os.O_RDONLY
         where = f"fd {reference.fd} of process {reference.pid}"
         try:
-            # O_NONBLOCK: a descriptor that is no memfd (a pipe, say) must not make us wait.
+            # O_NONBLOCK: opening a descriptor that is not a memfd, such as a pipe, must not block.
             fd = os.open(f"/proc/{reference.pid}/fd/{reference.fd}", mode | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise MemoryRefused(f"cannot open {where}: {error.strerror}") from error
@@ -106,13 +106,13 @@ class SharedMemory:
         if found.st_size != reference.size:
             raise MemoryRefused(f"announced size {reference.size} bytes, found {found.st_size}")
         if found.st_ino != reference.inode:
-            raise MemoryRefused(f"{where} is another memory than the announced one")
+            raise MemoryRefused(f"{where} is not the announced memory")
 
     @property
     def reference(self) -> MemoryReference:
-        """What to send to a process that shall `open` this. Raises `MemoryRefused` unless we created it and hold it."""
+        """Reference for a process that is to `open` this. Raises `MemoryRefused` unless created here and not closed."""
         if self._fd < 0:
-            raise MemoryRefused("only the creator of a memory can refer to it, and only until it closes it")
+            raise MemoryRefused("only the creator of a memory has a reference to it, until it closes it")
         return MemoryReference(os.getpid(), self._fd, self.size, self._inode)
 
     @property
@@ -127,7 +127,7 @@ class SharedMemory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        # Exported arrays keep the mapping; it goes with the last of them.
+        # Exported arrays keep the mapping until the last of them is freed.
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()

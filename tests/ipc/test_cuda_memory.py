@@ -113,7 +113,7 @@ def test_memory_is_made_and_opened_on_the_device_that_placement_names(device: st
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:", "cpu", "GPU-02020202-0202-0202-0202-020202020202", ""])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
-    with pytest.raises(MemoryRefused, match=f"'{device}' is none of the 2 GPUs"):
+    with pytest.raises(MemoryRefused, match=f"'{device}' is not among the 2 GPUs"):
         CudaMemory.create(64, device, FakeCuda())
 
 
@@ -140,7 +140,7 @@ def test_without_a_driver_the_refusal_says_so() -> None:
         def cuInit(self, flags: int) -> tuple[object, ...]:  # noqa: N802
             raise RuntimeError('"cuda" is an NVIDIA driver library')
 
-    with pytest.raises(MemoryRefused, match="no CUDA driver on this machine"):
+    with pytest.raises(MemoryRefused, match="has no CUDA driver"):
         CudaMemory.create(64, "cuda:0", NoDriver())
 
 

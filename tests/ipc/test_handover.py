@@ -110,7 +110,7 @@ def test_how_much_of_a_slot_is_written_is_seen_and_begins_anew_with_its_content(
         found += receive(sink)
     one, other = found
     assert (sink.written(one), sink.written(other)) == (0, 0)
-    source.wrote(2, 40)
+    source.set_written(2, 40)
     assert (sink.written(one), sink.written(other)) == (0, 40)
     arena.begin(2)
     assert sink.written(other) == 0
@@ -143,7 +143,7 @@ def test_an_offer_of_an_overwritten_slot_is_rejected_before_anyone_sees_it(
     assert receive(sink) == []
     (outcome,) = outcomes(source)
     assert (outcome.offer_id, outcome.accepted) == (offer_id, False)
-    assert "begun anew" in outcome.reason
+    assert "was rewritten" in outcome.reason
 
 
 def test_a_withdrawn_offer_is_not_received_and_has_no_outcome(source: HandoverSource, sink: HandoverSink) -> None:
@@ -326,7 +326,7 @@ def test_a_puller_in_another_process_never_accepts_a_torn_copy(arena: KvArena, s
             for outcome in source.poll():
                 accepted += outcome.accepted
                 torn += outcome.reason == "torn"
-                refused += "begun anew" in outcome.reason
+                refused += "was rewritten" in outcome.reason
             if refused:
                 count -= refused  # it never sees these
                 break
@@ -334,7 +334,7 @@ def test_a_puller_in_another_process_never_accepts_a_torn_copy(arena: KvArena, s
             for outcome in outcomes(source):
                 accepted += outcome.accepted
                 torn += outcome.reason == "torn"
-                refused += "begun anew" in outcome.reason
+                refused += "was rewritten" in outcome.reason
         process.kill()
     assert accepted + torn + refused == offered
     assert accepted
@@ -347,7 +347,7 @@ def test_a_decode_worker_without_a_gpu_says_so_to_a_prefill_worker_with_one(sour
         assert receive(sink) == []
         (outcome,) = outcomes(source)
         assert (outcome.offer_id, outcome.accepted) == (offer_id, False)
-        assert "and we have no GPU" in outcome.reason
+        assert "this one has no GPU" in outcome.reason
 
 
 def test_a_payload_of_the_largest_size_arrives(source: HandoverSource, sink: HandoverSink) -> None:

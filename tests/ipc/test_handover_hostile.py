@@ -47,7 +47,7 @@ HOSTILE: list[tuple[str, Callable[[KvArena], dict[str, Any]]]] = [
     ("slot 4", lambda _: {"slot": 4}),
     ("slot -1", lambda _: {"slot": -1}),
     ("epoch 2", lambda _: {"epoch": 2}),
-    ("begun anew", lambda _: {"generation": 7}),
+    ("was rewritten", lambda _: {"generation": 7}),
     ("size", lambda arena: {"arena": _reference(arena, size=1 << 60)}),
     ("size 0", lambda arena: {"arena": _reference(arena, size=0)}),
     ("found", lambda arena: {"arena": _reference(arena, size=64)}),

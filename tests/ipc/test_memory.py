@@ -62,7 +62,7 @@ def test_a_descriptor_that_means_another_memory_by_now_is_refused() -> None:
         old = memory.reference
     with SharedMemory.create("test", 4096) as memory:
         reused = MemoryReference(old.pid, memory.reference.fd, 4096, old.inode)
-        with pytest.raises(MemoryRefused, match="another memory"):
+        with pytest.raises(MemoryRefused, match="is not the announced memory"):
             SharedMemory.open(reused, max_size=4096)
 
 

@@ -317,7 +317,7 @@ class PrefillWorker:
     def _offer_early(self, job: Job) -> None:
         """Let decode pull the KV computed so far while the rest of the prompt is computed."""
         assert job.lease is not None, "a running job has a lease"
-        self._source.wrote(job.lease, job.done)
+        self._source.set_written(job.lease, job.done)
         if job.early_offer is None:
             message = encode(job.reserve_message(self._model.identity))
             job.early_offer = self._source.offer(job.request.decode_endpoint, job.lease, message)
