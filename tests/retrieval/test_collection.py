@@ -166,7 +166,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
         (CollectionError, "200 vectors do not match 43 documents", DOCUMENTS, {"embedder": None, "vectors": vectors}),
         (CollectionError, "the source contains vectors", vectors, {"vectors": vectors}),
         (CollectionError, "documents have their own ids", DOCUMENTS, {"ids": np.arange(43)}),
-        (CollectionError, r"a source ends in \.jsonl", tmp_path / "d.csv", {}),
+        (CollectionError, r"supported sources end in \.jsonl", tmp_path / "d.csv", {}),
         (ModelError, "unknown embedder", DOCUMENTS, {"embedder": "hishing"}),
     ]
     for kind, message, source, options in attempts:

@@ -160,7 +160,7 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("index", "build", tmp_path / "twice.jsonl", *hashing), "documents 1 and 2 have the same id 'a'"),
         (("index", "build", tmp_path / "empty.jsonl", *hashing), "empty.jsonl contains no documents"),
         (("index", "build", tmp_path / "none.jsonl", *hashing), "none.jsonl: No such file or directory"),
-        (("index", "build", tmp_path / "none.csv", *hashing), "a source ends in"),
+        (("index", "build", tmp_path / "none.csv", *hashing), "supported sources end in"),
         (("index", "build", tmp_path / "inf.npy", "--out", tmp_path / "new"), "row 5 holds inf"),
         (("index", "build", source, "--out", tmp_path / "new"), MINILM_PIP),
         (("index", "build", source, "--out", tmp_path / "new", "--embedder", "hashing-8"), "from 16 to 4096"),

@@ -214,7 +214,7 @@ def test_what_is_no_regular_file_is_skipped_and_not_waited_for(handbook: Handboo
     handbook.write("good.txt", "good")
     os.mkfifo(handbook.folder / "pipe.md")
     done = handbook.ingest()
-    assert (done.read, done.skipped) == (1, {"pipe.md": "it is no regular file"})
+    assert (done.read, done.skipped) == (1, {"pipe.md": "it is not a regular file"})
 
 
 def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook: Handbook) -> None:
@@ -227,7 +227,7 @@ def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook:
     done = handbook.ingest()
     assert done.skipped == {
         "loop.txt": "Too many levels of symbolic links",
-        "out.txt": "it is a link to a file outside of the folder: name that file itself",
+        "out.txt": "it is a link to a file outside of the folder: specify that file itself",
     }
     assert handbook.texts == {"good.txt#1": "good", "within.txt#1": "good"}
     link = handbook.folder / "out.txt"
@@ -299,7 +299,7 @@ def test_two_at_once_on_one_collection_are_kept_apart(handbook: Handbook) -> Non
     handbook.ingest()
     fd = os.open(handbook.out, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(ResourceBusy, match="is being changed by another process"):
+    with pytest.raises(ResourceBusy, match="is being updated by another process"):
         handbook.add()
     os.close(fd)
     handbook.add()
@@ -314,7 +314,7 @@ def test_what_cannot_be_added_to_is_said(handbook: Handbook, tmp_path: Path) -> 
         handbook.add()
     with pytest.raises(CollectionError, match="No such file"):
         handbook.ingest(tmp_path / "nowhere")
-    with pytest.raises(CollectionError, match=r"photo.jpg: a source ends in .jsonl, .jsonl.gz, .md"):
+    with pytest.raises(CollectionError, match=r"photo.jpg: supported sources end in .jsonl, .jsonl.gz, .md"):
         handbook.ingest(handbook.write("photo.jpg", b"x"))
     with pytest.raises(BuildRefused, match=r"passage_tokens is 15, outside 16\.\."):
         handbook.ingest(passage_tokens=15)

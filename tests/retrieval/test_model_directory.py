@@ -116,7 +116,7 @@ def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path)
 def test_one_of_several_files_is_named_with_its_path(tmp_path: Path) -> None:
     for file in ("onnx/model_int8.onnx", "onnx/model_fp16.onnx"):
         directory = write_tiny_model(tmp_path / "m", model_file=file)
-    with pytest.raises(ModelError, match=r"name one of .*model_fp16.onnx, .*model_int8.onnx"):
+    with pytest.raises(ModelError, match=r"specify one of .*model_fp16.onnx, .*model_int8.onnx"):
         choose_embedder(str(directory))
     spec, _ = chosen(directory / "onnx" / "model_int8.onnx")
     assert (spec.directory, spec.model_file, spec.name) == (str(directory), "onnx/model_int8.onnx", "m")
@@ -132,12 +132,12 @@ def spoil(directory: Path, name: str, content: object) -> None:
     [
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "pooling max_tokens is not supported"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "pooling mean"),
-        ("1_Pooling/config.json", "[1, 2]", "no JSON object"),
+        ("1_Pooling/config.json", "[1, 2]", "not a JSON object"),
         ("modules.json", [{"type": "sentence_transformers.models.LSTM"}], "the module 'LSTM' is not supported"),
-        ("modules.json", [{"type": "a.Pooling", "path": "../../secrets"}], "no folder of a module"),
-        ("modules.json", "7", "no list of modules"),
+        ("modules.json", [{"type": "a.Pooling", "path": "../../secrets"}], "not a valid module folder"),
+        ("modules.json", "7", "not a list of modules"),
         ("sentence_bert_config.json", "{", "not valid JSON"),
-        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "no short texts"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "prompts must be strings"),
         ("tokenizer.json", "{}", "cannot be loaded"),
         ("onnx/model.onnx", "no model", "cannot be loaded"),
     ],
@@ -154,14 +154,14 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no directory of a model at"):
         choose_embedder(str(tmp_path / "none"))
     directory = write_tiny_model(tmp_path / "m", inputs=("input_ids", "pixel_values"))
-    with pytest.raises(ModelError, match="its model wants 'pixel_values'"):
+    with pytest.raises(ModelError, match="its model requires the input 'pixel_values'"):
         choose_embedder(str(directory))
     (directory / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ModelError, match="pixel_values"):
         choose_embedder(str(directory))
     write_tiny_model(tmp_path / "m")
     (directory / "1_Pooling" / "config.json").unlink()
-    with pytest.raises(ModelError, match="nothing says how to pool"):
+    with pytest.raises(ModelError, match="its files name no pooling"):
         choose_embedder(str(directory))
     (directory / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):

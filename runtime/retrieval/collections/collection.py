@@ -341,7 +341,7 @@ def _documents(source: Source, progress: Progress) -> Iterable[Document]:
     if not isinstance(source, Path):
         return source
     if not source.name.endswith(DOCUMENT_SUFFIXES):
-        raise CollectionError(f"{source}: a source ends in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
+        raise CollectionError(f"{source}: supported sources end in {', '.join(DOCUMENT_SUFFIXES)} or .npy")
     return read_documents(source, progress)
 
 

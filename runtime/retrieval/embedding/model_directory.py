@@ -1,4 +1,4 @@
-"""A sentence-transformers model in ONNX form, as its own files describe it.
+"""Directory of a sentence-transformers model in ONNX form, as described by its own files.
 
 onnx/model.onnx                      the network; or onnx/model*.onnx if there is one, or model.onnx
 tokenizer.json                       how texts become tokens
@@ -19,11 +19,11 @@ from runtime.errors import ModelError
 from runtime.retrieval.embedding.onnx_model import Encoding, Pooling
 
 MAX_TOKENS = 2048
-"""More of a text is not read, whatever the model was made for: attention over a passage grows with its square."""
+"""Upper limit whatever the model supports: the cost of attention is quadratic in the tokens."""
 _MAX_JSON_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
 _SETTINGS = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "config.json")
-_POOLINGS: dict[str, Pooling] = {  # as they are written since version 5, and before
+_POOLINGS: dict[str, Pooling] = {  # names since version 5, and before
     "mean": "mean",
     "mean_tokens": "mean",
     "cls": "cls",
@@ -32,7 +32,7 @@ _POOLINGS: dict[str, Pooling] = {  # as they are written since version 5, and be
 }
 _QUERY_PROMPTS = ("query", "search_query", "s2p_query", "retrieval.query")
 _PASSAGE_PROMPTS = ("document", "passage", "search_document", "corpus", "retrieval.passage")
-# Models whose prefixes stand in their README alone: what their names match, for queries, for passages.
+# Models whose prefixes are documented in their README only: a pattern of their names, query and passage prefix.
 _FAMILIES = (
     (r"\be5-(small|base|large)(-v2)?\b(?!-instruct)", "query: ", "passage: "),
     (r"\bbge-(small|base|large)-en\b", "Represent this sentence for searching relevant passages: ", ""),
@@ -43,16 +43,16 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """What was found: paths relative to `directory`, and how to embed with it."""
+    """A model's files, relative to `directory`, and its encoding."""
 
     directory: Path
     name: str
     model_file: str
-    files: tuple[str, ...]  # all that are read
+    files: tuple[str, ...]  # all files that are read
     encoding: Encoding
 
     def sha256(self) -> str:
-        """Of everything that the vectors depend on; reads all of it. Raises `ModelError`."""
+        """Return the SHA-256 of all files that the vectors depend on. Raises `ModelError`."""
         digest = hashlib.sha256()
         for name in self.files:
             try:
@@ -64,7 +64,7 @@ class ModelDirectory:
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
-    """Of a model's directory, or of one of the .onnx files in it. Raises `ModelError` that names what is missing."""
+    """Read a model directory, given by itself or by one of its .onnx files. Raises `ModelError`."""
     directory, model_file = _model_file(path)
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
@@ -75,7 +75,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     pooling_file = f"{modules['Pooling'] or '1_Pooling'}/config.json"
     pooling, whole = _pooling(directory, pooling_file)
     if "Dense" in modules:
-        pooling = None  # only a graph that holds the layer can do it
+        pooling = None  # only a graph that contains the layer can be used
     query_prefix, passage_prefix = _prefixes(directory)
     if not whole and (query_prefix or passage_prefix):
         raise ModelError(f"{directory / pooling_file}: include_prompt false is not supported")
@@ -96,7 +96,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
 
 
 def _model_file(path: Path) -> tuple[Path, str]:
-    """The directory, and the model's file in it."""
+    """Return the directory and the model file in it."""
     if path.suffix == ".onnx":
         if not path.is_file():
             raise ModelError(f"there is no model at {path}")
@@ -111,12 +111,12 @@ def _model_file(path: Path) -> tuple[Path, str]:
     if not found:
         raise ModelError(f"{path} has no onnx/model.onnx: a model in ONNX form is needed")
     if len(found) > 1:
-        raise ModelError(f"{path} has several models: name one of {', '.join(str(one) for one in found)}")
+        raise ModelError(f"{path} has several models: specify one of {', '.join(str(one) for one in found)}")
     return path.absolute(), found[0].relative_to(path).as_posix()
 
 
 def _modules(directory: Path) -> dict[str, str]:
-    """The modules' kinds and folders, by what is after the last dot of their types."""
+    """Return the modules' folders by class name."""
     path = directory / "modules.json"
     listed = _read_json(path) if path.is_file() else [{"type": "Pooling", "path": "1_Pooling"}, {"type": "Normalize"}]
     modules = {"Pooling": ""}
@@ -124,16 +124,16 @@ def _modules(directory: Path) -> dict[str, str]:
         for module in listed:
             modules[str(module["type"]).rpartition(".")[2]] = str(module.get("path") or "")
     except (TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{path} is no list of modules with types") from error
+        raise ModelError(f"{path} is not a list of modules with types") from error
     if unknown := set(modules) - {"Transformer", "Pooling", "Normalize", "Dense"}:
         raise ModelError(f"{path}: the module {min(unknown)[:64]!r} is not supported")
     if not re.fullmatch(r"\w{0,32}", modules["Pooling"]):
-        raise ModelError(f"{path}: {modules['Pooling'][:64]!r} is no folder of a module")
+        raise ModelError(f"{path}: {modules['Pooling'][:64]!r} is not a valid module folder")
     return modules
 
 
 def _pooling(directory: Path, name: str) -> tuple[Pooling | None, bool]:
-    """Which pooling its file asks for (None: it has no such file), and whether prompts are pooled with their texts."""
+    """Return the configured pooling (None without a file), and whether prompts are pooled with their texts."""
     if not (directory / name).is_file():
         return None, True
     config = _json(directory, name)
@@ -142,7 +142,7 @@ def _pooling(directory: Path, name: str) -> tuple[Pooling | None, bool]:
         modes = [newer]
     if len(modes) != 1 or modes[0] not in _POOLINGS:
         raise ModelError(
-            f"{directory / name}: pooling {', '.join(modes)[:128] or 'none'} is not supported; what is: "
+            f"{directory / name}: pooling {', '.join(modes)[:128] or 'none'} is not supported; supported are "
             "mean, cls and last token"
         )
     return _POOLINGS[modes[0]], config.get("include_prompt") is not False
@@ -161,13 +161,15 @@ def _max_tokens(directory: Path, bert: dict[str, Any]) -> int:
 
 
 def _prefixes(directory: Path) -> tuple[str, str]:
-    """Of queries and passages: what the model's files say, else what is known of its family."""
+    """Return the prefixes of queries and passages, from the model's files, else by its family."""
     config = _json(directory, "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(
         isinstance(text, str) and len(text) <= 1024 for text in prompts.values()
     ):
-        raise ModelError(f"{directory / 'config_sentence_transformers.json'}: prompts are no short texts by name")
+        raise ModelError(
+            f"{directory / 'config_sentence_transformers.json'}: prompts must be strings of at most 1024 characters"
+        )
     default = str(prompts.get(config.get("default_prompt_name"), ""))
     query = next((prompts[name] for name in _QUERY_PROMPTS if name in prompts), default)
     passage = next((prompts[name] for name in _PASSAGE_PROMPTS if name in prompts), default)
@@ -181,19 +183,19 @@ def _prefixes(directory: Path) -> tuple[str, str]:
 
 
 def _named(directory: Path) -> str:
-    """What people call the model; in a hub's cache the directory itself is a checksum."""
+    """Return the model's display name; in a hub's cache the directory name is a checksum."""
     parts = directory.resolve().parts
     hub = [part for part in parts[-3:] if part.startswith("models--")]
     return (hub[0].rpartition("--")[2] if hub else parts[-1])[:256] or "model"
 
 
 def _json(directory: Path, name: str) -> dict[str, Any]:
-    """A file of settings; {} if there is none."""
+    """Read a settings file; {} if there is none."""
     if not (directory / name).is_file():
         return {}
     found = _read_json(directory / name)
     if not isinstance(found, dict):
-        raise ModelError(f"{directory / name} is no JSON object")
+        raise ModelError(f"{directory / name} is not a JSON object")
     return found
 
 

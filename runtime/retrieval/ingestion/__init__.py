@@ -1,1 +1,1 @@
-"""Files of people's own (Markdown, text, HTML, PDF, Word, PowerPoint) as passages of a collection."""
+"""Ingestion: files into collections of passages."""

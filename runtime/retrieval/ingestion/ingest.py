@@ -1,7 +1,7 @@
-"""Files into a collection, and into one that is there: what has not changed is neither read nor embedded again.
+"""Ingestion of files into a new collection, and incremental updates of an existing one.
 
-ingested = ingest([Path("handbook")], Path("docs"), spec, embedder)     # a new collection
-ingested = add([Path("handbook")], Path("docs"))                        # once more: what changed since
+report = ingest([Path("handbook")], Path("docs"), spec, embedder)     # create a collection
+report = add([Path("handbook")], Path("docs"))                        # read and embed what changed since
 """
 
 import fcntl
@@ -28,16 +28,16 @@ from runtime.retrieval.ingestion.sections import Section, UnreadableFile, split
 from runtime.retrieval.ingestion.source_files import SourceFile, checksum, common_root, find_files, read_bytes
 from runtime.retrieval.passages import Attribute
 
-PASSAGE_TOKENS = 192  # four of them are what a prompt has room for by default
+PASSAGE_TOKENS = 192  # by default a prompt has room for four such passages
 MIN_PASSAGE_TOKENS = 16
-_SHORT = 0.25  # of a passage: a section shorter than this goes on with the next
+_SHORT = 0.25  # of a passage: a shorter section is merged with the next
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class IngestReport:
-    """What became of the files. `skipped`: why, by path. Passages `kept` have the vectors that they had. `words`: an
-    index of words was made where there was none."""
+    """Report of an ingestion, in files and passages. `skipped`: reasons by path. `kept`: passages whose vectors were
+    reused. `words`: a keyword index was created where there was none."""
 
     read: int = 0
     unchanged: int = 0
@@ -49,7 +49,7 @@ class IngestReport:
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything new to build."""
+        """Whether the collection must be rebuilt."""
         return bool(self.read or self.gone or self.words)
 
 
@@ -65,8 +65,8 @@ def ingest(
 ) -> IngestReport:
     """Build a collection of files and folders at `out`; `options` are those of `Collection.build`.
 
-    passage_tokens: of a passage at most, as the embedder counts them; 0: 192, or three quarters of what it reads.
-    Raises as `Collection.build` does, `BuildRefused` for a wrong number or a package that is missing.
+    passage_tokens: maximum per passage, as counted by the embedder; 0: 192, or three quarters of its limit if less.
+    Raises as `Collection.build`, and `BuildRefused` for an invalid number or a missing package.
     """
     limit = _passage_tokens(passage_tokens, embedder)
     root = common_root(paths)
@@ -75,7 +75,7 @@ def ingest(
         Collection.build(
             job.documents(), out, embedder=spec, model=embedder, sources=job.sources, progress=progress, **options
         )
-        return job.done
+        return job.report
 
 
 def add(
@@ -87,11 +87,11 @@ def add(
     progress: Progress = no_progress,
     load: Callable[..., Embedder] = load_embedder,
 ) -> IngestReport:
-    """Bring the collection at `out` up to date with files and folders: new and changed files are read and their
-    passages embedded, as far as these changed; what is gone from the folders goes; all else stays.
+    """Update the collection at `out` from files and folders: new and changed files are read, changed passages embedded,
+    files missing from the folders removed; everything else is kept.
 
-    The collection is built anew with what it was built with and replaced whole, unless nothing changed and it has an
-    index of words. Raises as `ingest` does, `ResourceBusy` while another does this to the same collection.
+    The collection is rebuilt with its own settings and replaced atomically, unless nothing changed and it has a keyword
+    index. Raises as `ingest`, and `ResourceBusy` while another process updates the same collection.
     """
     with _lock_collection(out), Collection.open(out) as old, IsolatedReader() as reader:
         if old.embedder is None or old.documents is None:
@@ -105,9 +105,9 @@ def add(
             paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
         )
         info = Collection.info(out)
-        job.done.words = not info.word_bytes
-        if not job.look() and not job.done.words:
-            return job.done
+        job.report.words = not info.word_bytes
+        if not job.find_changes() and not job.report.words:
+            return job.report
         codes = old.shards[0].data.codes
         as_before: dict[str, Any] = {
             "metric": info.metric,
@@ -129,11 +129,11 @@ def add(
             progress=progress,
             **as_before,
         )
-        return job.done
+        return job.report
 
 
 class _ExistingCollection:
-    """What a collection held, and which of its files ought to be found again below `folders`."""
+    """The collection before an update. `expected`: its files below `folders`, which should still exist."""
 
     def __init__(self, collection: Collection, folders: Sequence[Path], root: Path) -> None:
         assert collection.documents is not None, "looked at before"
@@ -151,7 +151,7 @@ class _ExistingCollection:
 
 
 class _IngestJob:
-    """One ingestion: `documents` of all files, with notes on which rows have a vector already."""
+    """One ingestion: yields the documents of all files, and records which rows have a vector already."""
 
     def __init__(
         self,
@@ -163,21 +163,21 @@ class _IngestJob:
         progress: Progress,
     ) -> None:
         self.sources = sources
-        self.done = IngestReport()
+        self.report = IngestReport()
         self._paths = paths
         self._files: list[SourceFile] = []
         self._embedder = embedder
         self._before = before
         self._reader = reader
         self._progress = progress
-        self._checksums: dict[str, str] = {}  # of files that are there and did not change
+        self._checksums: dict[str, str] = {}  # of unchanged files
         self._gone: set[str] = set()
-        self._unread: dict[str, str] = {}  # folders that could not be looked into
-        self._rows: list[int] = []  # by new row: the old one with its vector, or -1
+        self._unread: dict[str, str] = {}  # folders that could not be listed
+        self._rows: list[int] = []  # new row → old row with the same vector, or -1
 
-    def look(self) -> bool:
-        """Whether anything changed."""
-        assert self._before is not None, "there is nothing to compare with"
+    def find_changes(self) -> bool:
+        """Compare files with the collection; return whether anything changed."""
+        assert self._before is not None, "only an update compares"
         self._find()
         for number, found in enumerate(self._files):
             self._progress("compare", number / len(self._files))
@@ -189,18 +189,18 @@ class _IngestJob:
             if self._before.files.get(found.source) == digest:
                 self._checksums[found.source] = digest
         self._progress("compare", 1.0)
-        there = {found.source for found in self._files}
-        self._gone = {path for path in self._before.expected - there if not self._is_unread(path)}
-        self.done.gone, self.done.unchanged = len(self._gone), len(self._checksums)
-        return bool(self._gone) or bool(there - set(self._checksums) - set(self.done.skipped))
+        present = {found.source for found in self._files}
+        self._gone = {path for path in self._before.expected - present if not self._is_unread(path)}
+        self.report.gone, self.report.unchanged = len(self._gone), len(self._checksums)
+        return bool(self._gone) or bool(present - set(self._checksums) - set(self.report.skipped))
 
     def documents(self) -> Iterator[Document]:
-        """Those that stay, then those of files that are new or changed."""
+        """Yield the documents that are kept, then those of new and changed files."""
         if self._before is not None:
             yield from self._kept(self._before)
         else:
             self._find()
-        wanted = [f for f in self._files if f.source not in self._checksums and f.source not in self.done.skipped]
+        wanted = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
         for number, found in enumerate(wanted):
             self._progress("read", number / len(wanted))
             old = list(self._before.get(self._before.rows.get(found.source, []))) if self._before else []
@@ -208,67 +208,67 @@ class _IngestJob:
                 digest, passages = self._read(found)
             except UnreadableFile as error:
                 self._skip(found, error)
-                if old and self._before:  # what was there stays, and the file is tried again the next time
+                if old and self._before:  # its old passages are kept, and the file is retried next time
                     self.sources.files[found.source] = self._before.files[found.source]
-                    yield from (self._told(document, row) for row, document in old)
+                    yield from (self._record(document, row) for row, document in old)
                 continue
             self.sources.files[found.source] = digest
-            self.done.read += 1
+            self.report.read += 1
             rows = {embedding_text(document.title, document.text): row for row, document in old}
             for document in passages:
-                yield self._told(document, rows.get(embedding_text(document.title, document.text), -1))
+                yield self._record(document, rows.get(embedding_text(document.title, document.text), -1))
         self._progress("read", 1.0)
         if not self._rows:
             raise CollectionError(
-                "there are no documents" + "".join(f"; {n}: {w}" for n, w in list(self.done.skipped.items())[:1])
+                "there are no documents" + "".join(f"; {n}: {w}" for n, w in list(self.report.skipped.items())[:1])
             )
 
     def _find(self) -> None:
         self._files = find_files(self._paths, Path(self.sources.root), self._unread)
-        self.done.skipped |= self._unread
+        self.report.skipped |= self._unread
         check_packages(found.source for found in self._files)
 
     def _is_unread(self, path: str) -> bool:
-        """Whether the file may be there, in a folder that could not be looked into."""
+        """Return whether a file is in a folder that could not be listed."""
         return any(folder == "." or path.startswith(f"{folder}/") for folder in self._unread)
 
     def known(self) -> tuple[NDArray[np.int64], Vectors]:
         """See `Collection.build`."""
-        assert self._before is not None, "there is nothing to take over"
+        assert self._before is not None, "only an update reuses vectors"
         rows = np.array(self._rows, np.int64)
         had = np.flatnonzero(rows >= 0)
         return had, self._before.collection.vectors(rows[had])
 
     def _kept(self, before: _ExistingCollection) -> Iterator[Document]:
-        again = {found.source for found in self._files} - set(self._checksums) - set(self.done.skipped)
+        again = {found.source for found in self._files} - set(self._checksums) - set(self.report.skipped)
         left_out = {row for file in again | self._gone for row in before.rows.get(file, [])}
         for row, document in before.get([row for row in range(before.documents.size) if row not in left_out]):
             if document.file:
                 self.sources.files[document.file] = before.files[document.file]
-            yield self._told(document, row)
+            yield self._record(document, row)
 
-    def _told(self, document: Document, row: int) -> Document:
+    def _record(self, document: Document, row: int) -> Document:
         self._rows.append(row)
-        self.done.kept += row >= 0
-        self.done.embedded += row < 0
+        self.report.kept += row >= 0
+        self.report.embedded += row < 0
         return document
 
     def _skip(self, found: SourceFile, error: UnreadableFile) -> None:
-        self.done.skipped[found.source] = str(error)
+        self.report.skipped[found.source] = str(error)
 
     def _read(self, found: SourceFile) -> tuple[str, Iterator[Document]]:
-        """A file's checksum and passages; those of lines are read while they are asked for. Raises `UnreadableFile`."""
-        if found.is_lines:
+        """Return a file's checksum and passages; those of JSON lines are read lazily. Raises `UnreadableFile`."""
+        if found.is_jsonl:
             digest, lines = checksum(found), read_documents(found.path, self._progress)
             return digest, (Document(line.id, line.title, line.text, line.attributes, found.source) for line in lines)
-        content = read_bytes(found)  # once: what is kept is the checksum of what was read
+        content = read_bytes(found)  # read once, so that the checksum is that of the passages' text
         return hashlib.sha256(content).hexdigest(), self._passages(found, content)
 
     def _passages(self, found: SourceFile, content: bytes) -> Iterator[Document]:
         read = (read_file if found.source.lower().endswith(PLAIN) else self._reader.read)(found.source, content)
         title = read.title.strip()[:200] or found.path.stem
         passages: list[Document] = []
-        for section in self._joined(read.sections):
+        for section in self._merge_short_sections(read.sections):
             heading = section.heading.strip()[:300]
             whole = f"{title}: {heading}" if heading and heading != title else title
             limit = max(self.sources.passage_tokens - self._embedder.count_tokens(whole), MIN_PASSAGE_TOKENS)
@@ -284,8 +284,8 @@ class _IngestJob:
             raise UnreadableFile("there is no text in it")
         return iter(passages)
 
-    def _joined(self, sections: Sequence[Section]) -> list[Section]:
-        """Short sections of one page with those that follow, whose headings become text."""
+    def _merge_short_sections(self, sections: Sequence[Section]) -> list[Section]:
+        """Merge short sections with the following ones of the same page, whose headings become text."""
         joined: list[Section] = []
         short = _SHORT * self.sources.passage_tokens
         for section in sections:
@@ -305,7 +305,7 @@ def _passage_tokens(given: int, embedder: Embedder) -> int:
         return max(min(PASSAGE_TOKENS, most * 3 // 4), MIN_PASSAGE_TOKENS)
     if not MIN_PASSAGE_TOKENS <= given <= most:
         raise BuildRefused(
-            f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{most}: {embedder.name} reads no more of a text"
+            f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{most}: {embedder.name} truncates longer texts"
         )
     return given
 
@@ -316,7 +316,7 @@ def _within(path: Path, folder: Path) -> bool:
 
 @contextmanager
 def _lock_collection(out: Path) -> Iterator[None]:
-    """Nobody else changes this collection meanwhile. The lock is the directory's, and goes when that is replaced."""
+    """Lock the collection's directory against other updates; the lock ends when the directory is replaced."""
     try:
         fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -325,9 +325,9 @@ def _lock_collection(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ResourceBusy(f"{out} is being changed by another process: try again when that is done") from error
+            raise ResourceBusy(f"{out} is being updated by another process: retry when that has ended") from error
         if not os.path.samestat(os.stat(out), os.fstat(fd)):
-            raise ResourceBusy(f"{out} was replaced just now: try again")
+            raise ResourceBusy(f"{out} was replaced meanwhile: retry")
         yield
     finally:
         os.close(fd)

@@ -22,7 +22,7 @@ from runtime.retrieval.ingestion.sections import ParsedFile, UnreadableFile
 
 READ_S = 60
 READ_BYTES = 2 << 30
-_NO_MEMORY = 3  # its exit code
+_NO_MEMORY = 3  # exit code of the child
 
 
 class _ReadRequest(msgspec.Struct):
@@ -31,43 +31,43 @@ class _ReadRequest(msgspec.Struct):
 
 
 class _ReadResponse(msgspec.Struct):
-    """`read`, or why it cannot be."""
+    """The parsed file, or the error."""
 
-    read: ParsedFile | None = None
-    trouble: str = ""
+    file: ParsedFile | None = None
+    error: str = ""
 
 
 class IsolatedReader:
-    """Reads files. `seconds`: of processor time that one may take; `memory`: the process's address space, in bytes."""
+    """Parses files in a child process. `seconds`: CPU time per file; `memory`: the child's address space, in bytes."""
 
     def __init__(self, seconds: int = READ_S, memory: int = READ_BYTES) -> None:
         self._seconds, self._memory = seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def read(self, name: str, content: bytes) -> ParsedFile:
-        """See `read_file`. Raises `UnreadableFile` for a file that takes its reader too long, too much, or its life."""
+        """See `read_file`. Raises `UnreadableFile` also if the file exceeds a limit or crashes the child."""
         if self._process is None:
-            self._process = self._started()
+            self._process = self._start()
         process = self._process
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
         try:
             _send(process.stdin, msgspec.msgpack.encode(_ReadRequest(name, content)))
-            told = msgspec.msgpack.decode(_received(process.stdout), type=_ReadResponse)
+            response = msgspec.msgpack.decode(_receive(process.stdout), type=_ReadResponse)
         except (OSError, EOFError):
             code = process.wait()
             self.close()
-            raise UnreadableFile(self._why(code)) from None
-        if told.read is None:
-            raise UnreadableFile(told.trouble)
-        return told.read
+            raise UnreadableFile(self._exit_reason(code)) from None
+        if response.file is None:
+            raise UnreadableFile(response.error)
+        return response.file
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """Kill the child. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with contextlib.suppress(BrokenPipeError), process:  # closes its pipes, and waits
+            with contextlib.suppress(BrokenPipeError), process:  # closes the pipes and waits
                 pass
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class IsolatedReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         command = [
             sys.executable,
             "-m",
@@ -86,11 +86,11 @@ class IsolatedReader:
         ]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
-    def _why(self, code: int) -> str:
+    def _exit_reason(self, code: int) -> str:
         if code == _NO_MEMORY:
-            return f"reading it takes more than {self._memory:,} bytes of memory, the limit"
+            return f"reading it exceeds the limit of {self._memory:,} bytes of memory"
         if code == -signal.SIGXCPU:
-            return f"reading it takes more than {self._seconds} s of processor time, the limit"
+            return f"reading it exceeds the limit of {self._seconds} s of CPU time"
         return f"its reader ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
 
@@ -99,7 +99,7 @@ def _send(stream: IO[bytes], message: bytes) -> None:
     stream.flush()
 
 
-def _received(stream: IO[bytes]) -> bytes:
+def _receive(stream: IO[bytes]) -> bytes:
     """Raises `EOFError`."""
     size = int.from_bytes(head, "little") if len(head := stream.read(4)) == 4 else 0
     message = stream.read(size)
@@ -108,35 +108,35 @@ def _received(stream: IO[bytes]) -> bytes:
     return message
 
 
-def _bound(what: int, value: int) -> None:
-    _, most = resource.getrlimit(what)
-    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+def _set_limit(limit: int, value: int) -> None:
+    _, most = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def main(seconds: int, memory: int) -> None:
-    """Read what is asked for, one file after another, until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this; its end is seen here
+    """Serve read requests until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent, whose end closes the pipe
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    _bound(resource.RLIMIT_CORE, 0)
-    _bound(resource.RLIMIT_AS, memory)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    _set_limit(resource.RLIMIT_AS, memory)
     try:
         while True:
-            _answer_one(seconds)
+            _serve_one(seconds)
     except EOFError:
         return
     except MemoryError:
         os._exit(_NO_MEMORY)
 
 
-def _answer_one(seconds: int) -> None:
-    asked = msgspec.msgpack.decode(_received(sys.stdin.buffer), type=_ReadRequest)
+def _serve_one(seconds: int) -> None:
+    request = msgspec.msgpack.decode(_receive(sys.stdin.buffer), type=_ReadRequest)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
+    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
     try:
-        told = _ReadResponse(read_file(asked.name, asked.content))
+        response = _ReadResponse(read_file(request.name, request.content))
     except UnreadableFile as error:
-        told = _ReadResponse(trouble=str(error))
-    _send(sys.stdout.buffer, msgspec.msgpack.encode(told))
+        response = _ReadResponse(error=str(error))
+    _send(sys.stdout.buffer, msgspec.msgpack.encode(response))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Word, PowerPoint and PDF files, by python-docx, python-pptx and pypdf."""
+"""Readers of Word, PowerPoint and PDF files, by python-docx, python-pptx and pypdf."""
 
 import io
 import logging
@@ -13,7 +13,7 @@ MAX_ENTRIES = 20_000
 
 
 def read_docx(content: bytes) -> ParsedFile:
-    """Sections by headings; a table's rows as lines."""
+    """Return sections by headings, with a table's rows as lines."""
     _check_archive(content)
     from docx import Document  # of the extra [documents]
     from docx.table import Table
@@ -35,7 +35,7 @@ def read_docx(content: bytes) -> ParsedFile:
 
 
 def read_pptx(content: bytes) -> ParsedFile:
-    """A section a slide, its number as the page, its title as the heading; notes come last."""
+    """Return a section per slide: its number as the page, its title as the heading, its notes last."""
     _check_archive(content)
     from pptx import Presentation  # of the extra [documents]
 
@@ -64,18 +64,18 @@ def _table(table: Any) -> str:
 
 
 def _check_archive(content: bytes) -> None:
-    """Refuse what would unpack to far more than it is, before it is unpacked."""
+    """Raise `UnreadableFile` for a ZIP bomb, before anything is unpacked."""
     try:
         entries = zipfile.ZipFile(io.BytesIO(content)).infolist()
     except zipfile.BadZipFile as error:
-        raise UnreadableFile("it is no such file: not a ZIP archive") from error
+        raise UnreadableFile("it is not a ZIP archive") from error
     unpacked = sum(entry.file_size for entry in entries)
     if len(entries) > MAX_ENTRIES or unpacked > MAX_UNPACKED_BYTES:
         raise UnreadableFile(f"it unpacks to {unpacked:,} bytes in {len(entries):,} parts, the limits are "
                          f"{MAX_UNPACKED_BYTES:,} and {MAX_ENTRIES:,}")  # fmt: skip
 
 
-# ---- PDF, by pypdf: a section a page
+# ---- PDF, by pypdf: a section per page
 
 
 MAX_PAGES = 10_000
@@ -86,7 +86,7 @@ def read_pdf(content: bytes) -> ParsedFile:
     many pages."""
     from pypdf import PdfReader  # of the extra [documents]
 
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it tells every oddity of a file that it can read all the same
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it logs every irregularity of a readable file
     reader = PdfReader(io.BytesIO(content))
     if reader.is_encrypted and not reader.decrypt(""):
         raise UnreadableFile("it has a password")
@@ -94,6 +94,6 @@ def read_pdf(content: bytes) -> ParsedFile:
         raise UnreadableFile(f"it has {len(reader.pages):,} pages, the limit is {MAX_PAGES:,}")
     sections = [Section(page.extract_text(), page=number) for number, page in enumerate(reader.pages, 1)]
     if not any(section.text.strip() for section in sections):
-        raise UnreadableFile("there is no text in it: is it a scan?")
+        raise UnreadableFile("it contains no text: is it a scan?")
     title = reader.metadata.title if reader.metadata else None
     return ParsedFile(str(title or "").strip(), sections)

@@ -1,4 +1,4 @@
-"""Which reader takes which file, and what it needs."""
+"""Readers by file suffix, and the packages they need."""
 
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -22,31 +22,31 @@ _READERS: dict[str, Callable[[bytes], ParsedFile]] = {
 _NEEDED = {".pdf": "pypdf", ".docx": "docx", ".pptx": "pptx"}
 SUFFIXES = tuple(_READERS)
 PLAIN = (".md", ".markdown", ".txt")
-"""Read line by line: nothing in them takes a reader more time or memory than their size."""
+"""Safe to read in this process: time and memory are linear in their size."""
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """Raises `BuildRefused`, with what installs it, where a package is missing that one of these files needs."""
+    """Raise `BuildRefused`, with the install command, if a package is missing that one of these files needs."""
     for suffix in {PurePath(name).suffix.lower() for name in names} & set(_NEEDED):
         if importlib.util.find_spec(_NEEDED[suffix]) is None:
             raise BuildRefused(
-                f"{suffix} files need a package that is missing, of the extra [documents]: "
+                f"{suffix} files need a missing package of the extra [documents]: "
                 "pip install pypdf python-docx python-pptx"
             )
 
 
 def read_file(name: str, content: bytes) -> ParsedFile:
-    """A file's sections. Raises `UnreadableFile`, whatever a library makes of a file that is none."""
+    """Return a file's sections. Raises `UnreadableFile`, whatever a library raises for a damaged file."""
     try:
         read = _READERS[PurePath(name).suffix.lower()](content)
     except (UnreadableFile, MemoryError):
         raise
-    except Exception as error:  # of any class, for any file
+    except Exception as error:  # libraries raise exceptions of any class
         raise UnreadableFile(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
     sections = [Section(_storable(one.text), _storable(one.heading), one.page) for one in read.sections]
     return ParsedFile(_storable(read.title), sections)
 
 
 def _storable(text: str) -> str:
-    """Without what no database and no model takes: unpaired surrogates, NUL."""
+    """Replace characters that databases and models do not accept: unpaired surrogates, NUL."""
     return text.encode("utf-8", "replace").decode().replace("\x00", " ")

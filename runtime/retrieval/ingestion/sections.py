@@ -1,4 +1,4 @@
-"""What a reader makes of a file, its title and its text in sections that a citation can name; and these in passages."""
+"""Sections of a parsed file, and splitting of their text into passages."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 class UnreadableFile(Exception):
-    """The file cannot be read; the message says why, in a few words."""
+    """The file cannot be read; the message is the reason, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`heading`: those that it stands under, the outermost first. `page`: from 1; 0 where there are no pages."""
+    """Text under a heading. `heading`: all headings above it, outermost first. `page`: from 1; 0 without pages."""
 
     text: str
     heading: str = ""
@@ -20,14 +20,14 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class ParsedFile:
-    """A file's content. `title` "": its name will do."""
+    """A file's title ("": none) and sections."""
 
     title: str
     sections: list[Section]
 
 
 class Outline:
-    """Collects text under headings as they come. Headings are joined by " › "."""
+    """Builder of sections from headings and text in document order. Headings are joined by " › "."""
 
     def __init__(self) -> None:
         self.title = ""
@@ -36,7 +36,7 @@ class Outline:
         self._text: list[str] = []
 
     def heading(self, level: int, text: str) -> None:
-        """A heading begins; the first of level 1 is the title, if there is none yet."""
+        """Start a section; the first heading of level 1 becomes the title if there is none."""
         text = " ".join(text.split())
         if not text:
             return
@@ -47,12 +47,12 @@ class Outline:
         self._headings = [(above, name) for above, name in self._headings if above < level] + [(level, text)]
 
     def text(self, text: str) -> None:
-        """A block of text under the last heading."""
+        """Add a block of text to the current section."""
         if text.strip():
             self._text.append(text.strip("\n"))
 
     def read(self) -> ParsedFile:
-        """All of it."""
+        """Return the file."""
         self._end()
         return ParsedFile(self.title, self.sections)
 
@@ -63,20 +63,20 @@ class Outline:
             self._text = []
 
 
-# ---- text to passages of at most so many tokens, cut where a reader would cut: between paragraphs, sentences, words
+# ---- splitting: passages of limited tokens, cut between paragraphs, else sentences, else words
 
 
 _CUTS = (re.compile(r"(?<=\n)\s*\n"), re.compile(r"(?<=[.!?…。！？])\s+|\n"), re.compile(r"\s+"))
-_MOST_A_TOKEN = 8  # characters: of a long word, or of many blanks, a tokenizer makes next to nothing
+_MAX_TOKEN_CHARACTERS = 8  # characters: a tokenizer may count long words or runs of blanks as very few tokens
 
 Count = Callable[[str], int]
 
 
 def split(text: str, limit: int, count: Count) -> Iterator[str]:
-    """Pieces of about `limit` tokens at most, as `count` counts them, without blanks around them; none is empty."""
+    """Yield non-empty, stripped pieces of at most about `limit` tokens, as counted by `count`."""
     piece, tokens = "", 0
     for part, size in _parts(text, limit, count, 0):
-        if piece.strip() and (tokens + size > limit or len(piece) + len(part) > _MOST_A_TOKEN * (limit + 8)):
+        if piece.strip() and (tokens + size > limit or len(piece) + len(part) > _MAX_TOKEN_CHARACTERS * (limit + 8)):
             yield piece.strip()
             piece, tokens = "", 0
         piece += part
@@ -86,9 +86,9 @@ def split(text: str, limit: int, count: Count) -> Iterator[str]:
 
 
 def _parts(text: str, limit: int, count: Count, level: int) -> Iterator[tuple[str, int]]:
-    """Parts that make up the text, each with its tokens, none over the limit but a single character."""
+    """Yield the consecutive parts of the text with their tokens; none exceeds the limit but a single character."""
     size = count(text)
-    if (size <= limit and len(text) <= _MOST_A_TOKEN * (limit + 8)) or len(text) == 1:
+    if (size <= limit and len(text) <= _MAX_TOKEN_CHARACTERS * (limit + 8)) or len(text) == 1:
         yield text, size
     elif level == len(_CUTS):
         middle = len(text) // 2

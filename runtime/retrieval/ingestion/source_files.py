@@ -1,4 +1,4 @@
-"""Which files are meant by what somebody named, and what they hold."""
+"""Discovery of source files, their content and checksums."""
 
 import contextlib
 import hashlib
@@ -21,32 +21,32 @@ _KNOWN = (*DOCUMENT_SUFFIXES, *SUFFIXES)
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, and its path relative to the sources' root, with slashes: what citations name."""
+    """A file. `source`: its path relative to the sources' root, with slashes, as citations show it."""
 
     path: Path
     source: str
     folder: Path | None = None
-    """The folder that was named, of a file that was found in one: no link may lead out of it."""
+    """The folder in which it was found; a symbolic link must not lead out of it."""
 
     @property
-    def is_lines(self) -> bool:
-        """Whether it holds documents, a line each, and no text."""
+    def is_jsonl(self) -> bool:
+        """Whether it contains one document per line instead of text."""
         return self.source.endswith(DOCUMENT_SUFFIXES)
 
 
 def common_root(paths: Sequence[Path]) -> Path:
-    """The innermost folder that all of these are in; a folder that is named alone is its own."""
+    """Return the innermost folder that contains all paths; of a single folder the folder itself."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     folders = [path if path.is_dir() else path.parent for path in absolute]
     return Path(os.path.commonpath(folders))
 
 
 def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> list[SourceFile]:
-    """The files named, and those in the folders named and below, in order; none twice.
+    """Return the given files and the files below the given folders, sorted, without duplicates.
 
-    In folders only what there is a reader for; nothing hidden, no links to folders. .jsonl is read where it is named.
-    Folders that cannot be looked into are put into `unread`, with the reason, by their path relative to `root`.
-    Raises `CollectionError` for what is not there, `BuildRefused` for a file that nobody reads, or too many.
+    In folders only files with a supported suffix, no hidden ones, no links to folders; .jsonl files must be given
+    explicitly. Folders that cannot be listed are added to `unread`, with the reason, by their path relative to `root`.
+    Raises `CollectionError` for missing paths and unsupported files, `BuildRefused` for too many files.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
@@ -55,7 +55,7 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
         if folder is not None:
             inside = _walk(folder, lambda at, reason: unread.setdefault(_relative(at, root), reason))
         elif (absolute.exists() or path.suffix) and not path.name.lower().endswith(_KNOWN):
-            raise CollectionError(f"{path}: a source ends in {', '.join(_KNOWN)} or .npy")
+            raise CollectionError(f"{path}: supported sources end in {', '.join(_KNOWN)} or .npy")
         elif not absolute.exists():
             raise CollectionError(f"{path}: No such file or directory")
         else:
@@ -69,7 +69,7 @@ def find_files(paths: Sequence[Path], root: Path, unread: dict[str, str]) -> lis
 
 
 def read_bytes(found: SourceFile) -> bytes:
-    """A file's content. Raises `UnreadableFile`; its size is looked at first."""
+    """Return a file's content; its size is checked first. Raises `UnreadableFile`."""
     with _opened(found) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
@@ -81,29 +81,29 @@ def read_bytes(found: SourceFile) -> bytes:
 
 
 def checksum(found: SourceFile) -> str:
-    """SHA-256 of its content. Raises `UnreadableFile`, also for a name that could not be cited."""
-    if not found.is_lines:
+    """Return the SHA-256 of a file's content. Raises `UnreadableFile`, also for a name that is not UTF-8."""
+    if not found.is_jsonl:
         return hashlib.sha256(read_bytes(found)).hexdigest()
-    with _opened(found) as file:  # of any size: it is read line by line
+    with _opened(found) as file:  # without size limit: it is read line by line
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
 def _opened(found: SourceFile) -> Iterator[BufferedReader]:
-    """The file, if it is a regular one that no link outside of its folder stands for. Raises `UnreadableFile`."""
+    """Open a regular file that is not a link out of its folder. Raises `UnreadableFile`."""
     try:
         found.source.encode()
     except UnicodeEncodeError as error:
         raise UnreadableFile("its name is not UTF-8") from error
     try:
-        # A pipe without a writer would be waited for without O_NONBLOCK, which says nothing to a file.
+        # O_NONBLOCK: opening a pipe without a writer would block; it has no effect on a regular file.
         with os.fdopen(os.open(found.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnreadableFile("it is no regular file")
+                raise UnreadableFile("it is not a regular file")
             if found.folder is not None:
-                opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # not by its name: that may have changed
+                opened = Path(f"/proc/self/fd/{file.fileno()}").resolve()  # the opened file: the name may have changed
                 if not opened.is_relative_to(found.folder.resolve()):
-                    raise UnreadableFile("it is a link to a file outside of the folder: name that file itself")
+                    raise UnreadableFile("it is a link to a file outside of the folder: specify that file itself")
             yield file
     except OSError as error:
         raise UnreadableFile(error.strerror or str(error)) from error

@@ -1,4 +1,4 @@
-"""Plain text, Markdown and HTML."""
+"""Readers of plain text, Markdown and HTML."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ _TITLE = re.compile(r"^title:[ \t]*(.+?)[ \t]*$", re.MULTILINE)
 
 
 def decode_text(content: bytes) -> str:
-    """UTF-8, or UTF-16 with its mark; lines end in a line feed. Raises `UnreadableFile`."""
+    """Decode UTF-8, or UTF-16 with a byte order mark; normalize line ends. Raises `UnreadableFile`."""
     encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
@@ -24,12 +24,12 @@ def decode_text(content: bytes) -> str:
 
 
 def read_text(content: bytes) -> ParsedFile:
-    """A text as one section."""
+    """Return the text as one section."""
     return ParsedFile("", [Section(decode_text(content))])
 
 
 def read_markdown(content: bytes) -> ParsedFile:
-    """Sections by headings, as they are written; front matter gives the title and is left out."""
+    """Return sections by headings, with Markdown syntax; front matter supplies the title and is left out."""
     text, outline = decode_text(content), Outline()
     if front := _FRONT_MATTER.match(text):
         text = text[front.end() :]
@@ -60,14 +60,14 @@ def read_markdown(content: bytes) -> ParsedFile:
 
 
 def _alone(lines: list[str]) -> bool:
-    """Whether the last line is a paragraph of its own, and no part of a list, a table or a quote."""
+    """Return whether the last line is a paragraph of its own, not part of a list, a table or a quote."""
     return (len(lines) == 1 or not lines[-2].strip()) and not re.match(r"\s*([-*+>|]|\d+[.)])", lines[-1])
 
 
-# ---- HTML: what a reader sees, without markup, scripts and styles
+# ---- HTML: visible text, without markup, scripts and styles
 
 
-_UNSEEN = frozenset(("script", "style", "noscript", "template", "svg", "head", "nav", "iframe", "select", "button"))
+_INVISIBLE = frozenset(("script", "style", "noscript", "template", "svg", "head", "nav", "iframe", "select", "button"))
 _BLOCKS = frozenset((
     "p", "div", "section", "article", "main", "header", "footer", "aside", "blockquote", "ul", "ol", "dl", "dt", "dd",
     "table", "form", "figure", "figcaption", "pre", "hr", "body", "html", "details", "summary", "address",
@@ -76,9 +76,9 @@ _CHARSET = re.compile(rb"<meta[^>]{0,256}charset=[\"']?([A-Za-z0-9_.:-]{1,40})",
 
 
 def read_html(content: bytes) -> ParsedFile:
-    """Sections by headings. Raises `UnreadableFile` for text that is not of its encoding."""
+    """Return sections by headings. Raises `UnreadableFile` for text that does not match its encoding."""
     if (declared := _CHARSET.search(content[:4096])) and not content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        with contextlib.suppress(LookupError, UnicodeError):  # else it may be UTF-8 all the same
+        with contextlib.suppress(LookupError, UnicodeError):  # it may be UTF-8 nevertheless
             content = content.decode(declared[1].decode()).encode()
     reader = _Reader()
     reader.feed(decode_text(content))
@@ -91,7 +91,7 @@ class _Reader(HTMLParser):
         super().__init__()
         self._outline = Outline()
         self._block: list[str] = []
-        self._unseen: list[str] = []
+        self._hidden: list[str] = []
         self._title: list[str] | None = None
         self._pre = 0
 
@@ -102,8 +102,8 @@ class _Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title" and not self._outline.title:
             self._title = []
-        elif tag in _UNSEEN:
-            self._unseen.append(tag)
+        elif tag in _INVISIBLE:
+            self._hidden.append(tag)
         elif tag == "br":
             self._block.append("\n")
         elif tag in ("li", "tr"):
@@ -118,8 +118,8 @@ class _Reader(HTMLParser):
         if tag == "title" and self._title is not None:
             self._outline.title = " ".join("".join(self._title).split())
             self._title = None
-        elif tag in self._unseen:
-            while self._unseen.pop() != tag:
+        elif tag in self._hidden:
+            while self._hidden.pop() != tag:
                 pass
         elif level := _level(tag):
             text, self._block = "".join(self._block), []
@@ -132,7 +132,7 @@ class _Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._title is not None:
             self._title.append(data)
-        elif not self._unseen:
+        elif not self._hidden:
             self._block.append(data if self._pre else re.sub(r"\s+", " ", data))
 
     def _end_block(self) -> None:
