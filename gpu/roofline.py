@@ -34,7 +34,7 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Saturation:
-    """u(X) = min(u_max, (X / x_sat)^alpha), all three above 0."""
+    """A saturation curve, u(X) = min(u_max, (X / x_sat)^alpha), with positive parameters."""
 
     u_max: float
     x_sat: float

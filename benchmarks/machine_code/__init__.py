@@ -1,1 +1,1 @@
-"""What the kernels' machine code consists of and executes, without a GPU."""
+"""Instruction counts of the kernels' machine code, static and executed, without a GPU."""

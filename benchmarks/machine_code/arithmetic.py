@@ -7,8 +7,6 @@ import numpy as np
 from benchmarks.machine_code.interpreter import COMPARE, MASK32, WARP, Interpreter, Lanes, Warp
 from benchmarks.machine_code.listing import Instruction, Operand
 
-_SIGN = np.uint32(0x80000000)
-
 
 def _signed(value: Lanes) -> Lanes:
     return value.astype(np.uint32).view(np.int32).astype(np.int64)

@@ -1,21 +1,19 @@
 """Graph build: neighbour lists, a graph, refined lists by searching it, the final graph; or all of it on a GPU."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.build.cuvs_graph import cuvs_graph, import_cagra
-from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, Checkpoint, exact_sample, nearest_neighbors, no_checkpoint
+from gpu.build.knn import EXACT_LIMIT, ROWS_A_PART, exact_sample, nearest_neighbors, no_checkpoint
 from gpu.build.optimize import Graph, optimize
+from gpu.build.params import Checkpoint, Progress
 from gpu.cpu.search import search
 from gpu.errors import DeviceUnavailable
 from gpu.index.data import IndexData
 from gpu.index.rows import FloatArray, encode
 from gpu.params import SearchParams
-
-Progress = Callable[[str, float], None]
 
 _SEEDS = 128
 _LEAST_SKETCHED = 4096

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gpu.build.params import Checkpoint
 from gpu.compiled import compiled
 from gpu.index.rows import FloatArray
 
 Neighbors = npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
 Progress = Callable[[float], None]
-Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
-"""A function that takes an array's name and a function that computes it, and returns the array: computed, or loaded
-from an interrupted build."""
 
 EXACT_LIMIT = 8192
 ROWS_A_PART = 65536  # rows whose lists are computed, and checkpointed, together

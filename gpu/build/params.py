@@ -1,9 +1,11 @@
 """Build parameters and their validation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu.errors import InvalidParams
 from gpu.index.data import MAX_CODE_BITS
@@ -11,6 +13,11 @@ from gpu.index.rows import DTYPES, METRICS
 from gpu.index.storage import MAX_DEGREE
 
 BuildDevice = Literal["cpu", "cuda"]
+Progress = Callable[[str, float], None]
+"""A callback that takes a stage's name and the fraction of the stage that is done, 0..1."""
+Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
+"""A function that takes an array's name and a function that computes it, and returns the array: computed, or loaded
+from an interrupted build."""
 MIN_DEGREE = 2
 MAX_SEED = (1 << 63) - 1
 MAX_THREADS = 1024

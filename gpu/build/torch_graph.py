@@ -3,11 +3,10 @@
 Imports torch, so it is imported only for such a build.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from gpu.build.optimize import Graph, link
+from gpu.build.params import Progress
 from gpu.errors import DeviceError, DeviceUnavailable, OutOfDeviceMemory
 from gpu.index.rows import FloatArray
 
@@ -18,8 +17,6 @@ try:
     from gpu.build.torch_knn import Space, nearest_lists
 except ImportError as error:
     raise DeviceUnavailable(f"torch is not installed ({error})") from None
-
-Progress = Callable[[str, float], None]
 
 _WIDER = 3  # width of the lists, as a multiple of the degree
 

@@ -1,6 +1,6 @@
 """Upload of an index to device memory: a check of free memory, then a copy in pinned chunks."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ from gpu.cuda.driver import Driver
 from gpu.errors import OutOfDeviceMemory
 from gpu.index.data import IndexData
 
-Progress = Callable[[str, float], None]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 CHUNK_BYTES = 16 << 20
@@ -58,12 +57,10 @@ def check_fits(driver: Driver, needed: Mapping[str, int]) -> None:
 
 
 class DeviceArrays:
-    """Arrays in one piece of device memory; `address[name]` is where each begins, on a multiple of 256 bytes."""
+    """Arrays in one allocation of device memory; `address[name]`: address of each, aligned to 256 bytes."""
 
-    def __init__(
-        self, driver: Driver, arrays: Arrays, progress: Progress | None = None, *, in_steps: bool = False
-    ) -> None:
-        """Copy `arrays`, which may be memory maps. progress: called with a name and the fraction copied, 0..1.
+    def __init__(self, driver: Driver, arrays: Arrays, *, in_steps: bool = False) -> None:
+        """Copy `arrays`, which may be memory maps.
 
         in_steps: copy nothing here; each call of `step` copies a smaller chunk.
         Raises OutOfDeviceMemory, after freeing what was allocated.
@@ -79,7 +76,7 @@ class DeviceArrays:
             self.address[name] = place
             place += size
         chunk_bytes = STEP_BYTES if in_steps else CHUNK_BYTES
-        self._copying = _copy(driver, arrays, self.address, progress or (lambda name, fraction: None), chunk_bytes)
+        self._copying = _copy(driver, arrays, self.address, chunk_bytes)
         try:
             for _ in () if in_steps else self._copying:
                 pass
@@ -102,9 +99,7 @@ class DeviceArrays:
             self._driver.free(base)
 
 
-def _copy(
-    driver: Driver, arrays: Arrays, address: Mapping[str, int], progress: Progress, chunk_bytes: int
-) -> Generator[int, None, None]:
+def _copy(driver: Driver, arrays: Arrays, address: Mapping[str, int], chunk_bytes: int) -> Generator[int, None, None]:
     """Copy with two pinned buffers, each with its own stream: one is filled while the other is copied.
 
     Yields a stream before synchronising with it, so that a caller that must not block can check whether it is idle.
@@ -118,7 +113,6 @@ def _copy(
         current = 0
         for name, array in arrays.items():
             raw = array.reshape(-1).view(np.uint8)
-            progress(name, 0.0)
             for begin in range(0, raw.nbytes, chunk):
                 part = raw[begin : begin + chunk]
                 yield streams[current]
@@ -126,7 +120,6 @@ def _copy(
                 buffers[current].view[: part.nbytes] = part
                 driver.copy_to_device(streams[current], address[name] + begin, buffers[current].view[: part.nbytes])
                 current = 1 - current
-                progress(name, (begin + part.nbytes) / raw.nbytes)
         for stream in streams:
             yield stream
             driver.synchronise(stream)

@@ -1,1 +1,1 @@
-"""The index: encoded vectors and a graph over them, in memory and on disk."""
+"""The graph index: encoded vectors and a graph over them, in memory and on disk."""

@@ -1,21 +1,16 @@
 """`GraphIndex`: encoded vectors with a fixed-degree graph over them; build, save, load and search."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, check_within
+from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Checkpoint, Progress, check_within
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
 from gpu.index.data import IndexData, bitmap, fastest_bits
 from gpu.params import SearchParams
-
-Progress = Callable[[str, float], None]
-Checkpoint = Callable[[str, Callable[[], npt.NDArray[Any]]], npt.NDArray[Any]]
 
 
 class GraphIndex:
@@ -54,9 +49,8 @@ class GraphIndex:
         CPU are faster, and the index is larger by code_bits · d/8 + 8 bytes per edge. code_bits: bits per dimension of
         a code, 1..4; 0: the fastest (`gpu.index.data.fastest_bits`). seed: of random choices, 0 or more; on the CPU
         builds are deterministic for an input and seed. threads: of the build, 1..1024. device: "cuda" builds the graph
-        on a GPU with cuVS (extra [cuvs]), else with torch. progress: called with a stage's name and
-        the fraction done, 0..1. checkpoint: called with the name of an expensive array and a function that computes it;
-        returns the array, or the copy that an interrupted build of the same vectors has left.
+        on a GPU with cuVS (extra [cuvs]), else with torch. progress, checkpoint: see `gpu.build.params`; a checkpoint
+        must be of a build of the same vectors and parameters.
         Raises InvalidVector (naming the row) and InvalidParams; for "cuda" DeviceUnavailable and DeviceError.
         """
         BuildParams(metric, degree, dtype, neighbor_codes, code_bits, seed, threads, device)

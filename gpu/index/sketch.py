@@ -34,7 +34,7 @@ _PAIRS_COVERED = 0.9  # fraction of neighbouring pairs within the slack
 
 @dataclass(frozen=True)
 class Sketch:
-    """codes: uint8 [N, 64·lines]. projection: float16 [components, d padded to 16]."""
+    """Sketches of all rows. codes: uint8 [N, 64·lines]. projection: float16 [components, d padded to 16]."""
 
     codes: npt.NDArray[np.uint8]
     projection: npt.NDArray[np.float16]

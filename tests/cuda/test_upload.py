@@ -53,14 +53,6 @@ def test_a_pinned_buffer_is_filled_again_only_when_its_stream_has_come_by(monkey
     assert {call for call in work[-2:]} == {("synchronise", stream) for _, stream in copies}
 
 
-def test_progress_goes_from_nothing_to_all_for_each_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "CHUNK_BYTES", 64)
-    seen: list[tuple[str, float]] = []
-    arrays = {"rows": np.zeros(40, np.uint32), "graph": np.zeros(8, np.uint32)}
-    DeviceArrays(RecordingDriver(), arrays, lambda name, fraction: seen.append((name, fraction)))
-    assert seen == [("rows", 0.0), ("rows", 0.4), ("rows", 0.8), ("rows", 1.0), ("graph", 0.0), ("graph", 1.0)]
-
-
 def test_what_does_not_fit_is_refused_with_needed_and_free_bytes_by_array() -> None:
     driver = RecordingDriver(total=(64 << 20) + 4096)
     check_fits(driver, {"rows": 2048, "graph": 2048})
@@ -75,11 +67,12 @@ def test_what_does_not_fit_is_refused_with_needed_and_free_bytes_by_array() -> N
 def test_an_upload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = RecordingDriver()
 
-    def fail(name: str, fraction: float) -> None:
+    def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(driver, "copy_to_device", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        DeviceArrays(driver, {"rows": np.zeros(40, np.uint32)}, fail)
+        DeviceArrays(driver, {"rows": np.zeros(40, np.uint32)})
     assert driver.memory_of == {}
     assert driver.streams == set()
 
