@@ -221,10 +221,10 @@ def _queues(window: MetricWindow) -> Section:
         "Queues",
         [
             *lines,
-            Line("for prefill", count(window.value(PrefillMetrics.WAITING))),
-            Line("in prefill", count(window.value(PrefillMetrics.RUNNING))),
-            Line("for decode", count(window.value(DecodeMetrics.WAITING))),
-            Line("decoding", count(window.value(DecodeMetrics.RUNNING))),
+            Line("prefill queue", count(window.value(PrefillMetrics.WAITING))),
+            Line("prefill running", count(window.value(PrefillMetrics.RUNNING))),
+            Line("decode queue", count(window.value(DecodeMetrics.WAITING))),
+            Line("decode running", count(window.value(DecodeMetrics.RUNNING))),
         ],
     )
 
@@ -240,10 +240,10 @@ def _saturation(window: MetricWindow) -> Section:
     return Section(
         "Saturation",
         [
-            Line("slots in a step", f"{number(slots)} of {count(window.value(PoolMetrics.SLOTS))}"),
+            Line("slots per step", f"{number(slots)} of {count(window.value(PoolMetrics.SLOTS))}"),
             Line("paused slots", count(window.value(PoolMetrics.PAUSED_SLOTS))),
             Line("KV in use", percent(kv), _status(kv, 0.9, 0.98)),
-            Line("hits pre, dec", ", ".join(hits)),
+            Line("prefix hits p, d", ", ".join(hits)),
             Line(f"KV {', '.join(tiers)}", ", ".join(size(window.highest(held)) for held in tiers.values())),
             Line("link", f"{percent(link)}, target {percent(window.highest(ControlMetrics.LINK_TARGET))}"),
             Line("GPU bandwidth", reasons[0] if reasons and bandwidth is None else percent(bandwidth)),
@@ -279,10 +279,10 @@ def _live_collections(window: MetricWindow) -> Section:
             Line("writes p95", seconds(window.quantile(0.95, FrontendMetrics.WRITE_TIME))),
             Line("segments", count(window.value(FrontendMetrics.LIVE_SEGMENTS))),
             Line("documents", count(window.value(FrontendMetrics.LIVE_DOCUMENTS))),
-            Line("being built", count(window.value(FrontendMetrics.LIVE_BUILDING))),
-            Line("its graph", percent(window.value(FrontendMetrics.LIVE_BUILT["graph"]))),
-            Line("not sealed", count(window.value(FrontendMetrics.LIVE_GROWING))),
-            Line("deleted", count(window.value(FrontendMetrics.LIVE_TOMBSTONES))),
+            Line("building", count(window.value(FrontendMetrics.LIVE_BUILDING))),
+            Line("graph built", percent(window.value(FrontendMetrics.LIVE_BUILT["graph"]))),
+            Line("growing rows", count(window.value(FrontendMetrics.LIVE_GROWING))),
+            Line("tombstones", count(window.value(FrontendMetrics.LIVE_TOMBSTONES))),
             Line("log", size(window.value(FrontendMetrics.LIVE_LOG_BYTES))),
         ],
     )

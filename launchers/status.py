@@ -50,13 +50,13 @@ def show_workers(status: NodeStatus, console: Console) -> None:
 
 
 def _live_line(written: LiveCollectionsStatus) -> str:
-    rows, graph, whole = written.built
-    done = f" (rows {rows:.0%}, graph {graph:.0%}, written {whole:.0%})"
-    built = f", {written.building} being built{done}" if written.building else ""
+    rows, graph, file = written.built
+    progress = f" (rows {rows:.0%}, graph {graph:.0%}, written {file:.0%})"
+    building = f", {written.building} building{progress}" if written.building else ""
     return (
-        f"live collections: {written.documents:,} documents in {written.segments} segments{built} and "
-        f"{written.growing:,} rows of the log ({written.log_bytes / 2**20:,.1f} MiB); "
-        f"{written.tombstones:,} deleted rows in segments"
+        f"live collections: {written.documents:,} documents in {written.segments} segments{building}; "
+        f"{written.growing:,} growing rows in the log ({written.log_bytes / 2**20:,.1f} MiB); "
+        f"{written.tombstones:,} tombstones"
     )
 
 

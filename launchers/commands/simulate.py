@@ -26,17 +26,17 @@ def simulate_node(
         str, typer.Option(help="Pool policy: configured, adaptive, fixed:r, paper, fifo, static …")
     ] = "configured",
     placement: Annotated[
-        PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="from \\[pool]")
+        PoolPlacement | None, typer.Option(help="Placement of the pool.", show_default="pool.placement")
     ] = None,
     rate: Annotated[float, typer.Option(help="Scale the trace to this rate in requests/s; 0: as is.", min=0)] = 0.0,
     limit: Annotated[int, typer.Option(help="Maximum number of requests to replay.", min=2)] = MAX_REQUESTS,
     times: Annotated[Path | None, typer.Option(help="Service times (.json); default: an H100.")] = None,
     ttft: Annotated[
-        float | None, typer.Option(help="SLO: time to first token, in seconds.", show_default="from \\[slo]")
+        float | None, typer.Option(help="SLO: time to first token, in seconds.", show_default="slo.ttft_s")
     ] = None,
     tpot: Annotated[
         float | None,
-        typer.Option(help="SLO: mean time per output token, in seconds.", show_default="from \\[slo]"),
+        typer.Option(help="SLO: mean time per output token, in seconds.", show_default="slo.tpot_s"),
     ] = None,
     probe_every: Annotated[int, typer.Option(help="Tokens between probes; 0 disables them.", min=0)] = 32,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,

@@ -125,10 +125,9 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
     table.close()
 
 
-@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 being built (rows 100%, graph 45%, written 0%)")])
+@pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building (rows 100%, graph 45%, written 0%)")])
 def test_live_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
     lines = shown(200, written=LiveCollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
-        f"live collections: 12,345 documents in 3 segments{told} and 120 rows of the log (2.5 MiB); "
-        "45 deleted rows in segments"
+        f"live collections: 12,345 documents in 3 segments{told}; 120 growing rows in the log (2.5 MiB); 45 tombstones"
     )
