@@ -1,11 +1,11 @@
-"""Where passages should stand in a chat: what a place does to answers, and to the KV that is found again.
+"""Placement of passages in a chat: its effect on answers and on KV reuse.
 
     python -m benchmarks.passage_places --data DIR --collection /tmp/squad [--chats 12]
 
-Each chat asks SQuAD 1.1's questions (dev) of one article, one a turn, with retrieval for each; the answers are
-SmolLM2-135M's own. Every chat is held once with passages in the "system" message and once before the last "question",
-in turn. Found again are the prompts' tokens that neither worker had to compute, for a block or a tier had their KV; an
-oracle finds whatever a chat's earlier turns had, all but the last question and its passages.
+Each chat consists of SQuAD 1.1 questions (dev) on one article, one per turn, with retrieval for each; the model is
+SmolLM2-135M. Every chat is run once with passages in the "system" message and once before the last "question",
+interleaved. Reused are the prompts' tokens that neither worker computed, because a block or a tier had their KV; an
+oracle reuses everything of a chat's earlier turns: all but the last question and its passages.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PLACES = ("system", "question")
 
 
 def chats_of(path: Path, chats: int, turns: int, seed: int) -> list[list[Json]]:
-    """Questions of one article each."""
+    """Return chats, each with the questions of one article."""
     by_article: dict[str, list[Json]] = defaultdict(list)
     for question in questions_of(path, 1 << 30, seed):
         by_article[re.sub(r"_\d+$", "", question["positive"][0])].append(question)
@@ -46,7 +46,7 @@ def chats_of(path: Path, chats: int, turns: int, seed: int) -> list[list[Json]]:
 
 
 def computed(node: Node) -> int:
-    """Tokens of prompts that prefill or decode had to compute so far."""
+    """Return the prompt tokens that prefill or decode computed so far."""
     return int(node.metric(str(PrefillMetrics.NEW_TOKENS)))
 
 
@@ -54,26 +54,28 @@ def more_than(node: Node, before: int) -> bool:
     return computed(node) > before
 
 
-def held(node: Node, tokenizer: Tokenizer, questions: list[Json], place: str, number: int, options: Any) -> Json:
-    """One chat: tokens of its prompts, of these computed and known to an oracle; answers with a marked one in them."""
+def run_chat(node: Node, tokenizer: Tokenizer, questions: list[Json], place: str, number: int, options: Any) -> Json:
+    """Run one chat; return its prompt tokens, those computed and those known to an oracle, and its correct answers."""
     system = {"role": "system", "content": f"Answer in a few words. This is chat {number} of its kind."}
-    told: list[dict[str, str]] = [system]
+    messages: list[dict[str, str]] = [system]
     sums = {"prompt": 0, "computed": 0, "oracle": 0, "right": 0, "marked": 0, "ttft_s": 0.0, "turns": len(questions)}
     for question in questions:
-        known = tokenizer.chat([Message(turn["role"], turn["content"]) for turn in told]) if len(told) > 1 else []
-        told.append({"role": "user", "content": question["question"]})
+        known = (
+            tokenizer.chat([Message(turn["role"], turn["content"]) for turn in messages]) if len(messages) > 1 else []
+        )
+        messages.append({"role": "user", "content": question["question"]})
         before = computed(node)
         retrieval = {"collection": "docs", "k": options.k, "passages": place}
         answer = post(
             node.info.url,
             "/v1/chat/completions",
             {
-                "model": MODEL, "messages": told, "max_tokens": options.tokens, "temperature": 0,
+                "model": MODEL, "messages": messages, "max_tokens": options.tokens, "temperature": 0,
                 "retrieval": retrieval,
             },
         )  # fmt: skip
         text = answer["choices"][0]["message"]["content"]
-        told.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": text})
         used = {passage["id"] for passage in answer["retrieval"]["passages"]}
         node.wait(partial(more_than, node, before))
         sums["prompt"] += answer["usage"]["prompt_tokens"]
@@ -86,16 +88,16 @@ def held(node: Node, tokenizer: Tokenizer, questions: list[Json], place: str, nu
 
 
 def main() -> None:
-    """Hold all chats both ways and print a table."""
+    """Run all chats with both placements and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="with text/ and ann/, as benchmarks.hybrid")
-    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it is not there")
+    parser.add_argument("--data", type=Path, required=True, help="folder with text/ and ann/, as benchmarks.hybrid")
+    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it does not exist")
     parser.add_argument("--chats", type=int, default=12)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=32, help="maximum per answer")
     parser.add_argument("-k", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
-    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample of questions")
+    parser.add_argument("--out", type=Path, help="output files, without suffix")
     options = parser.parse_args()
     collection = collection_at(options.collection, options.data)
     chats = chats_of(options.data / "text" / QUESTIONS, options.chats, options.turns, options.seed)
@@ -107,7 +109,7 @@ def main() -> None:
         with running(config, "--quiet") as node:
             for number, questions in enumerate(chats):
                 for place in PLACES if number % 2 else reversed(PLACES):
-                    found = held(node, tokenizer, questions, place, 2 * number + PLACES.index(place), options)
+                    found = run_chat(node, tokenizer, questions, place, 2 * number + PLACES.index(place), options)
                     for name, value in found.items():
                         totals[place][name] += value
                 print(f"{number + 1} of {len(chats)}", file=sys.stderr, flush=True)
@@ -122,8 +124,8 @@ def main() -> None:
             )
         )  # fmt: skip
     head = (
-        "passages in", "tokens of a prompt", "of these found again", "of what an oracle finds", "first token, ms",
-        "marked passage in the prompt", "marked answer in the text",
+        "passages in", "tokens of a prompt", "of these reused", "of an oracle's reuse", "first token, ms",
+        "annotated passage in the prompt", "annotated answer in the text",
     )  # fmt: skip
     lines = [
         f"{len(chats)} chats of {options.turns} turns (seed {options.seed}), k {options.k}, answers of "

@@ -1,14 +1,14 @@
-"""How much of a trace's prompts is found again by the workers that compute them, and what the router has to do with it.
+"""Prefix reuse in a trace, by the information the router has, and by KV tiers.
 
     python -m benchmarks.prefixes --trace mooncake-conversation.jsonl.gz [--requests 4000] [--out NAME]
     python -m benchmarks.prefixes --part tiers --trace mooncake-conversation.jsonl.gz
 
-Eight simulated GPUs, with the simulator's default times, an H100's from data sheets, and KV for what its memory has
-beside the weights; 4 + 4 workers apart or as each prompt has it sooner, or 8 that do both. The router goes by load
-alone, by what it gave whom as it is shipped or with other weights, or by what the workers really have: if workers told
-it of every block that they fill or give up, it could know no more. These are without KV tiers.
+Eight simulated GPUs, with the simulator's default times (an H100's from data sheets), and KV in the memory that the
+weights leave; 4 + 4 workers, always disaggregated or conditionally, or 8 that do both. The router uses load alone, the
+prefixes that it sent to each worker (as shipped, or with other weights), or the blocks that the workers really have,
+which is an upper bound for any reporting by workers. Without KV tiers.
 
-Part "tiers": what host tiers bring, by their size and by how fast blocks are copied in and out; and decode first.
+Part "tiers": the effect of host tiers, by their size and copy bandwidth; and of decode-first order.
 """
 
 import argparse
@@ -55,8 +55,8 @@ def _node(layout: Layout, weight: float = 1.0, host_mib: int = 0) -> NodeConfig:
     )
 
 
-def found_by(arrivals: Sequence[Arrival], layout: Layout, weight: float, knows: bool) -> Any:
-    """A run's figures. `knows`: the router sees what the workers have."""
+def run_router(arrivals: Sequence[Arrival], layout: Layout, weight: float, knows: bool) -> Any:
+    """Run a simulation; return its results. `knows`: the router sees the workers' blocks."""
     setup = Setup(config=_node(layout, weight), times=_TIMES, workload=Workload(retrieval=False), slos=SLOS)
     simulation = Simulation(setup, arrivals)
     if knows:
@@ -73,7 +73,7 @@ def found_by(arrivals: Sequence[Arrival], layout: Layout, weight: float, knows: 
 def _seen(simulation: Simulation, worker: Worker) -> Any:
     name = worker.hello.worker
     blocks = (simulation.prefills.get(name) or simulation.decodes[name]).prompts
-    assert blocks is not None, "the trace says what its prompts share"
+    assert blocks is not None, "the trace contains prefixes"
 
     def seen(prefix: Sequence[int], since_ns: int = 0) -> int:
         tokens = len(prefix) * blocks.block_tokens
@@ -83,7 +83,7 @@ def _seen(simulation: Simulation, worker: Worker) -> Any:
 
 
 def shared(arrivals: Sequence[Arrival]) -> float:
-    """The share of all prompts' tokens that one worker would find that gave nothing up."""
+    """Return the share of prompt tokens that one worker without evictions would reuse."""
     known: set[int] = set()
     found = 0
     for arrival in arrivals:
@@ -97,13 +97,13 @@ def shared(arrivals: Sequence[Arrival]) -> float:
 
 HOST_MIB = (0, 512, 64 << 10, 512 << 10)
 COPIES: tuple[tuple[str, ServiceTimes], ...] = (
-    ("2 GB/s, as files do on the machine at hand", _TIMES),
+    ("2 GB/s, as files on this machine", _TIMES),
     ("40 GB/s, as a GPU's copy to the host might", replace(_TIMES, tier_write_bytes_s=4e10, tier_load_bytes_s=4e10)),
 )
 
 
 def tiers(arrivals: Sequence[Arrival]) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Prefill and decode apart, and GPUs that do both."""
+    """Run disaggregated workers, and GPUs that do both."""
     found: list[Any] = []
     for layout in (LAYOUTS[0], LAYOUTS[2]):
         for name, times in COPIES:
@@ -125,7 +125,7 @@ def tiers(arrivals: Sequence[Arrival]) -> tuple[list[Any], list[tuple[Any, ...]]
 def _tiered(
     arrivals: Sequence[Arrival], layout: Layout, copies: str, times: ServiceTimes, host_mib: int, *, first: bool = False
 ) -> Any:
-    """A run's figures. `first`: in order "decode first"."""
+    """Run a simulation; return its results. `first`: in order "decode first"."""
     config = _node(layout, host_mib=host_mib)
     if first:
         config = replace(config, handover=replace(config.handover, order="decode_first"))
@@ -147,14 +147,12 @@ def _tiered(
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--trace", type=Path, required=True, help="one that says which blocks prompts share: Mooncake's"
-    )
+    parser.add_argument("--trace", type=Path, required=True, help="a trace with prefix hashes: Mooncake's")
     parser.add_argument("--part", choices=("router", "tiers"), default="router")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=4.0, help="requests/s")
-    parser.add_argument("--weights", type=float, nargs="+", default=[0, 1, 4], help="of what the router gave whom")
-    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    parser.add_argument("--weights", type=float, nargs="+", default=[0, 1, 4], help="of the sent prefixes")
+    parser.add_argument("--out", type=Path, help="output files, without suffix")
     options = parser.parse_args()
     arrivals = at_rate(load_trace(options.trace, options.requests), options.rate)
     if options.part == "tiers":
@@ -162,17 +160,17 @@ def main() -> None:
         head = (
             "workers",
             "host tier",
-            "tokens found again",
+            "tokens reused",
             "TTFT p50, p90",
             "met both limits",
             "blocks written, loaded",
         )
-        said = f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s."
-        write({"found": found}, "\n".join([said, "", *table(head, rows)]), options.out)
+        summary = f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s."
+        write({"found": found}, "\n".join([summary, "", *table(head, rows)]), options.out)
         return
     most = shared(arrivals)
     found = [
-        found_by(arrivals, layout, weight, knows)
+        run_router(arrivals, layout, weight, knows)
         for layout in LAYOUTS
         for weight, knows in (*((weight, False) for weight in options.weights), (1.0, True))
     ]
@@ -180,7 +178,7 @@ def main() -> None:
     for one in found:
         prefill, decode, mode = one["layout"]
         workers = f"{decode} that do both" if mode == "never" else f"{prefill} + {decode}, {mode}"
-        way = "what workers have, weight 1" if one["knows"] else f"what it gave, weight {one['weight']:g}"
+        way = "workers' blocks, weight 1" if one["knows"] else f"sent prefixes, weight {one['weight']:g}"
         rows.append(
             (
                 workers, "load alone" if not one["weight"] else way, f"{one['found']:.1%}",
@@ -188,12 +186,12 @@ def main() -> None:
                 f"{one['by_decode']:.0%}",
             )
         )  # fmt: skip
-    head = ("workers", "the router goes by", "tokens found again", "TTFT p50, p90", "met both limits", "by decode")
-    said = (
-        f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s; one worker that gives nothing up "
-        f"would find {most:.1%} of the prompts' tokens again."
+    head = ("workers", "the router uses", "tokens reused", "TTFT p50, p90", "met both limits", "by decode")
+    summary = (
+        f"{len(arrivals)} requests of {options.trace.name} at {options.rate:g}/s; one worker without evictions "
+        f"would reuse {most:.1%} of the prompts' tokens."
     )
-    write({"shared": most, "found": found}, "\n".join([said, "", *table(head, rows)]), options.out)
+    write({"shared": most, "found": found}, "\n".join([summary, "", *table(head, rows)]), options.out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""When an answer should ask again: the probes' triggers beside each other, on real questions through a real node.
+"""Comparison of probe triggers on real questions through a real node.
 
     python -m benchmarks.probes --data DIR --collection /tmp/squad [--questions 48]
 
-SQuAD 1.1's questions (dev), each of which a person marked passages for, asked of SmolLM2-135M over all of SQuAD's
-passages (all-MiniLM-L6-v2, `k` of them at first and with each probe), one at a time, every way in turn. What counts: is
-a marked passage among those in use when the answer ends, is a marked answer in its text, how often the pool was asked,
-how many passages were taken in, and for how long the answer stood still. Greedy, so what is found is the same in every
-run on a machine; times are not.
+SQuAD 1.1 questions (dev) with annotated passages, answered by SmolLM2-135M with retrieval over all of SQuAD's passages
+(all-MiniLM-L6-v2, `k` of them at first and with each probe), one at a time, triggers interleaved. Reported: whether an
+annotated passage is in use when the answer ends, whether an annotated answer is in its text, the number of probes, the
+passages inserted, and the stall time. Decoding is greedy, so everything but the times is reproducible on one machine.
 """
 
 import argparse
@@ -60,7 +59,7 @@ path = "{collection}"
 
 
 def collection_at(path: Path, data: Path) -> Path:
-    """The collection of SQuAD's passages, built if it is not there."""
+    """Return the collection of SQuAD's passages; build it if it does not exist."""
     if not path.exists():
         documents = list(read_documents(data / "text" / PASSAGES))
         vectors = np.load(data / "ann" / "minilm-384-cosine.base.npy")[: len(documents)]
@@ -68,15 +67,15 @@ def collection_at(path: Path, data: Path) -> Path:
     return path.resolve()
 
 
-def asked(url: str, question: Mapping[str, Any], way: Json, k: int, tokens: int) -> Json:
-    """One answer: what came of its probes, and whether it has what a person marked."""
+def answer_question(url: str, question: Mapping[str, Any], way: Json, k: int, tokens: int) -> Json:
+    """Return one answer's probes, and whether it contains annotated passages and answers."""
     retrieval = {"collection": "docs", "k": k} | way
-    told = f"{question['question']} Answer in a few sentences."
+    prompt = f"{question['question']} Answer in a few sentences."
     answer = post(
         url,
         "/v1/chat/completions",
         {
-            "model": MODEL, "messages": [{"role": "user", "content": told}], "max_tokens": tokens, "temperature": 0,
+            "model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0,
             "retrieval": retrieval,
         },
     )  # fmt: skip
@@ -97,7 +96,7 @@ def asked(url: str, question: Mapping[str, Any], way: Json, k: int, tokens: int)
 
 
 def plain(text: str) -> str:
-    """As answers are compared: words and numbers alone, between blanks."""
+    """Normalize a text for comparison: words and numbers, separated by blanks."""
     return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
 
@@ -115,24 +114,24 @@ def rows(found: Mapping[str, Mapping[str, float]]) -> Iterable[Sequence[object]]
 
 
 HEAD = (
-    "", "probes", "of these took passages in", "passages in use", "stalled, ms", "a token, ms", "marked passage in use",
-    "marked answer in the text",
+    "", "probes", "of these inserted passages", "passages in use", "stalled, ms", "a token, ms",
+    "annotated passage in use", "annotated answer in the text",
 )  # fmt: skip
 
 
 def main() -> None:
-    """Ask all questions in every way and print a table."""
+    """Answer all questions with every trigger and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=Path, required=True, help="with text/ and ann/ of SQuAD 1.1, as benchmarks.hybrid"
+        "--data", type=Path, required=True, help="folder with text/ and ann/ of SQuAD 1.1, as benchmarks.hybrid"
     )
-    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it is not there")
+    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it does not exist")
     parser.add_argument("--questions", type=int, default=48)
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=64, help="maximum per answer")
     parser.add_argument("-k", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
-    parser.add_argument("--ways", default="", help=f"some of them, with semicolons between: {'; '.join(WAYS)}")
-    parser.add_argument("--out", type=Path, help="where to write what is found, without an ending")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample of questions")
+    parser.add_argument("--ways", default="", help=f"a subset, separated by semicolons: {'; '.join(WAYS)}")
+    parser.add_argument("--out", type=Path, help="output files, without suffix")
     options = parser.parse_args()
     ways = {way: WAYS[way] for way in options.ways.split(";") if way} or WAYS
     collection = collection_at(options.collection, options.data)
@@ -143,10 +142,10 @@ def main() -> None:
         config = Path(home) / "node.toml"
         config.write_text(CONFIG.format(home=home, model=MODEL, collection=collection))
         with running(config, "--quiet") as node:
-            asked(node.info.url, questions[0], WAYS["every 16"], options.k, options.tokens)
+            answer_question(node.info.url, questions[0], WAYS["every 16"], options.k, options.tokens)
             for number, question in enumerate(questions):
                 for way, more in ways.items():
-                    found[way].append(asked(node.info.url, question, more, options.k, options.tokens))
+                    found[way].append(answer_question(node.info.url, question, more, options.k, options.tokens))
                 print(f"{number + 1} of {len(questions)}", file=sys.stderr, flush=True)
     figures = {way: means(ones) for way, ones in found.items()}
     lines = [

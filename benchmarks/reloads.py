@@ -1,11 +1,11 @@
-"""Whether an answer ever has an id of one build of a collection and a text of another: reloads and kills under load.
+"""Consistency of results under reloads and kills: no result may mix ids and texts of two builds of a collection.
 
-`python -m benchmarks.reloads --reloads 200 --kills 50` runs a node of its own (a frontend and two pool workers) under
-searches, texts and vectors in turn. Each round builds the collection anew with `--force`'s means, kills a worker with
-kill -9 at a random moment in some rounds, and reloads. Every document says in its id and in its text of which build it
-is. Counted are answers that mix builds, answers of an older build than the one that a reload had put in place before
-they were asked, and requests that ended without an answer, by their error: those of killed frontends apart, whose
-connections go with them. Writes reloads.json and reloads.md.
+`python -m benchmarks.reloads --reloads 200 --kills 50` runs a node (a frontend and two pool workers) under a load of
+searches, texts and vectors alternating. Each round rebuilds the collection as `--force` does, kills a worker with kill
+-9 at a random moment in some rounds, and reloads. Every document names its build in its id and in its text. Counted are
+results that mix builds, results of an older build than the last one reloaded before the request, and failed requests,
+by their error: separately while a killed frontend is down, since its connections break. Writes reloads.json and
+reloads.md.
 """
 
 import argparse
@@ -38,19 +38,19 @@ _RELOAD_S = 120.0
 
 
 def build(path: Path, generation: int) -> None:
-    """A build whose rows have other texts and other vectors than the same rows of the one before."""
+    """Build the collection with other texts and vectors than the build before."""
     documents = [Document(f"g{generation}-{row}", "", f"text {row} of build {generation}") for row in range(ROWS)]
     vectors = np.random.default_rng(generation).normal(size=(ROWS, DIM)).astype(np.float32)
     Collection.build(documents, path, metric="l2", embedder=f"hashing-{DIM}", vectors=vectors, degree=8, force=True)
 
 
 class Readers(Background):
-    """Threads that search all the time, and what they saw."""
+    """Threads that search continuously, and their counts."""
 
     def __init__(self, url: str) -> None:
         super().__init__(partial(self._read, number) for number in range(READERS))
         self._url = url
-        self.floor = 1  # the build that every worker serves at least
+        self.floor = 1  # the oldest build that any worker may serve
         self.answers, self.mixed, self.stale = 0, 0, 0
         self.frontend_down = False
         self.errors, self.with_frontend = Counter[str](), Counter[str]()
@@ -84,16 +84,16 @@ class Readers(Background):
 
 
 def kill(node: Node, name: str, after_s: float, readers: Readers) -> None:
-    """kill -9 of a worker, a moment from now."""
+    """Kill a worker with kill -9 after a delay."""
     time.sleep(after_s)
-    node.wait(lambda: name in node.pids())  # it may be down from the last kill
+    node.wait(lambda: name in node.pids())  # it may still be down after the last kill
     pid = node.pids()[name]
     readers.frontend_down = readers.frontend_down or name == "frontend-0"
     os.kill(pid, signal.SIGKILL)
 
 
 def measure(reloads: int, kills: int) -> dict[str, Any]:
-    """All rounds; what was seen."""
+    """Run all rounds; return the counts."""
     chance, killed, refused = random.Random(SEED), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory(prefix="trinity-reloads-") as folder:
         docs, config = Path(folder) / "docs", Path(folder) / "node.toml"
@@ -131,21 +131,21 @@ def measure(reloads: int, kills: int) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Format the counts as Markdown."""
     errors = "; ".join(f"{count} × {what}" for what, count in found["errors"].items()) or "none"
     frontend = "; ".join(f"{count} × {what}" for what, count in found["errors_while_a_frontend_was_down"].items())
     kills = ", ".join(f"{name} {count}" for name, count in sorted(found["kills"].items())) or "none"
     return "\n".join([
         "# Reloads and kills under load", "", f"`{found['command']}`",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too. Seed {SEED}.",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other work. Seed {SEED}.",
         "",
         *table(("", "", "bar"), [
             ("collections rebuilt and reloaded", f"{found['reloads']} ({len(found['refused_reloads'])} refused)", ""),
             ("workers killed with kill -9", f"{sum(found['kills'].values())}: {kills}", ""),
-            ("answers, of so many builds", f"{found['answers']:,}, {found['builds_seen']}", ""),
-            ("answers with ids or texts of two builds", found["mixed"], 0),
-            ("answers of an older build than the one reloaded before they were asked", found["stale"], 0),
-            ("requests without an answer", errors, 0),
+            ("results, number of builds", f"{found['answers']:,}, {found['builds_seen']}", ""),
+            ("results with ids or texts of two builds", found["mixed"], 0),
+            ("results of an older build than the last one reloaded before the request", found["stale"], 0),
+            ("failed requests", errors, 0),
             ("the same while a killed frontend was down", frontend or "none", ""),
         ]),
     ])  # fmt: skip

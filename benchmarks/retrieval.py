@@ -1,16 +1,16 @@
-"""Do questions find their passages through a collection as well as through exact search?
+"""Recall of passages through a collection's index, compared with exact search.
 
     python -m benchmarks.retrieval --data DIR --collection /tmp/squad
 
-Builds a collection of the SQuAD 1.1 passages at --collection (or uses the one that is there), asks it dev questions,
-and prints recall@1, @5 and @10: the part of the questions for which a passage that a person marked is among the first
-k. Graph and exact search see the same vectors, so a difference is the graph's alone.
+Builds a collection of the SQuAD 1.1 passages at --collection (or uses an existing one), searches it for dev questions,
+and prints recall@1, @5 and @10: the share of questions with an annotated passage among the first k. Graph and exact
+search use the same vectors, so the difference is due to the graph.
 
-With --http a node is started and every question also goes through POST /v1/retrieval, as text: frontend,
-embedder, ring, pool and document store, with --clients questions in flight.
+With --http a node is started, and every question is also sent to POST /v1/retrieval, as text: frontend, embedder,
+ring, pool and document store, with --clients questions in flight.
 
-Embedding 20,963 passages takes one core about a quarter of an hour; --vectors takes ready ones, such as the first rows
-of ann/minilm-384-cosine.base.npy, which are of the texts without their titles.
+Embedding 20,963 passages takes about a quarter of an hour on one core; --vectors reads computed ones, such as the first
+rows of ann/minilm-384-cosine.base.npy, which were computed from the texts without titles.
 """
 
 import argparse
@@ -99,16 +99,16 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {PASSAGES} and {QUESTIONS}")
-    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it is not there")
-    parser.add_argument("--vectors", type=Path, help="ready vectors of the passages: .npy, its first rows are used")
+    parser.add_argument("--collection", type=Path, required=True, help="the collection; built if it does not exist")
+    parser.add_argument("--vectors", type=Path, help="computed vectors of the passages: the first rows of an .npy file")
     parser.add_argument("--questions", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample of questions")
     parser.add_argument("--top-m", type=int, default=64)
     parser.add_argument("--search-width", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--http", action="store_true", help="also ask a running node, over HTTP")
+    parser.add_argument("--http", action="store_true", help="also search through a node, over HTTP")
     parser.add_argument("--clients", type=int, default=4, help="questions in flight over HTTP")
-    parser.add_argument("--out", type=Path, help="where to write the numbers, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args()
 
 
@@ -137,7 +137,7 @@ def questions_of(path: Path, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _exact(queries: NDArray[np.float32], collection: Collection, k: int) -> Ids:
-    """The k rows of largest cosine; the index keeps cosine's vectors at length 1, padded with zeros."""
+    """Return the k rows of largest cosine; the index stores normalized vectors, padded with zeros."""
     vectors = collection.index.data.rows.codes[:, : queries.shape[1]]
     found = np.empty((len(queries), k), np.int64)
     for row, query in enumerate(queries):
@@ -167,23 +167,23 @@ def _hits(found: list[list[str]], questions: list[dict[str, Any]]) -> dict[str, 
 def _over_http(
     collection: Path, questions: list[dict[str, Any]], k: int, clients: int
 ) -> tuple[list[list[str]], float]:
-    """The ids that a node answers with, and the seconds that all questions took."""
+    """Return the ids that a node returns, and the total time in seconds."""
     with tempfile.TemporaryDirectory() as home, serving(collection, Path(home)) as url:
 
-        def ask(question: dict[str, Any]) -> list[str]:
+        def search(question: dict[str, Any]) -> list[str]:
             answer = post(url, "/v1/retrieval", {"query": question["question"], "k": k, "collection": "docs"})
             return [passage["id"] for passage in answer["passages"]]
 
-        ask(questions[0])
+        search(questions[0])
         began = time.perf_counter()
         with ThreadPoolExecutor(clients) as threads:
-            found = list(threads.map(ask, questions))
+            found = list(threads.map(search, questions))
         return found, time.perf_counter() - began
 
 
 @contextmanager
 def serving(collection: Path, home: Path) -> Iterator[str]:
-    """A node that serves this collection alone; yields its URL when it is ready."""
+    """Start a node that serves this collection; yield its URL when it is ready."""
     config = home / "node.toml"
     config.write_text(
         f'[node]\nname = "bench"\nrun_dir = "{home}/run"\n[http]\nport = 0\n'

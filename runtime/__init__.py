@@ -1,4 +1,4 @@
-"""What each process of a node does: pool, prefill, decode, frontend, supervisor, and the client that asks the pool."""
+"""The processes of a node (pool, prefill, decode, frontend, supervisor), and the search client."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from runtime.retrieval.search.client import SearchClient
     from runtime.retrieval.search.query import SearchBatch, SearchResult
 
-_HOME = {
+_MODULE_OF = {
     "AsyncSearchClient": "async_client",
     "SearchBatch": "query",
     "SearchClient": "client",
@@ -18,9 +18,9 @@ __all__ = ["AsyncSearchClient", "SearchBatch", "SearchClient", "SearchResult"]
 
 
 def __getattr__(name: str) -> object:
-    # Loaded on first use: most processes of a node import this package and never the client.
-    if name in _HOME:
+    # Imported lazily: most processes of a node never use the client.
+    if name in _MODULE_OF:
         import importlib
 
-        return getattr(importlib.import_module(f"runtime.retrieval.search.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"runtime.retrieval.search.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'runtime' has no attribute {name!r}")

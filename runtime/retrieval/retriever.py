@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -211,7 +210,8 @@ class _Retrieval:
 class Retriever:
     """Runs many retrievals at once without blocking: `submit` returns a ticket, `poll` returns what has ended.
 
-    Texts are embedded on threads; a text that is not embedded by its deadline ends then.
+    Texts are embedded on threads; a text that is not embedded by its deadline ends then. Tickets are the client's: a
+    retrieval and its query have the same.
     """
 
     def __init__(
@@ -221,10 +221,9 @@ class Retriever:
         self.client = client
         self._clock = clock
         self._embedding = EmbeddingThreads(clock=clock)
-        self._tickets = count(1)
         self._texts: dict[int, _Retrieval] = {}  # being embedded, by ticket
         self._awaiting_attributes: list[tuple[_Retrieval, Vectors]] = []  # the pools do not know their attributes yet
-        self._searches: dict[int, _Retrieval] = {}  # in the pools, by the client's ticket
+        self._searches: dict[int, _Retrieval] = {}  # in the pools, by ticket
 
     def warm_up(self) -> None:
         """Use every embedder and search every collection once, so that no user's request pays for first uses (compiled
@@ -236,7 +235,7 @@ class Retriever:
         end = self._clock() + _WARM_UP_NS
         waiting = set()
         for name, dim in self.registry.dims.items():
-            retrieval = _Retrieval(next(self._tickets), name, 1, "decode", end)
+            retrieval = _Retrieval(next(self.client.dispatcher.tickets), name, 1, "decode", end)
             with suppress(TrinityError):  # it may become searchable later
                 self._search(retrieval, np.ones(max(dim, 1), np.float32))
                 waiting.add(retrieval.ticket)
@@ -265,18 +264,17 @@ class Retriever:
         of the keyword search, 0 for none. Raises `Overloaded` if too many texts wait to be embedded,
         `UnknownCollection`, `Unavailable`, and `InvalidRequest` for a collection without texts.
         """
-        ticket = next(self._tickets)
-        retrieval = _Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid)
         if collection not in self.client.remote:
-            self._embed(retrieval)
+            ticket = next(self.client.dispatcher.tickets)
+            self._embed(_Retrieval(ticket, collection, k, stage, deadline_ns, text, build, filter, hybrid))
         elif hybrid:  # ranks of different nodes are not comparable
             raise InvalidRequest(f"collection {collection!r} is on other nodes, without hybrid search", "hybrid")
         else:
-            search = self.client.submit(
+            ticket = self.client.submit(
                 text, k, collection=collection, stage=stage, deadline_ns=deadline_ns, filter=filter
             )
-            retrieval.embedded_ns = self._clock()
-            self._searches[search] = retrieval
+            retrieval = _Retrieval(ticket, collection, k, stage, deadline_ns, embedded_ns=self._clock())
+            self._searches[ticket] = retrieval
         return ticket
 
     def _embed(self, retrieval: _Retrieval) -> None:
@@ -377,18 +375,16 @@ class Retriever:
             retrieval.filter,
         )  # fmt: skip
         accept = self.registry.accept(retrieval.collection, retrieval.embedder, build)
-        query = Query(next(pools.tickets), vector, spec, accept=accept)
-        pools.submit(query)
-        self._searches[query.ticket] = retrieval
+        pools.submit(Query(retrieval.ticket, vector, spec, accept=accept))
+        self._searches[retrieval.ticket] = retrieval
 
     def cancel(self, ticket: int) -> None:
         """Drop a retrieval: `poll` does not return it."""
         if self._texts.pop(ticket, None) is not None:
             self._embedding.cancel(ticket)
         self._awaiting_attributes = [waiting for waiting in self._awaiting_attributes if waiting[0].ticket != ticket]
-        for search in [search for search, retrieval in self._searches.items() if retrieval.ticket == ticket]:
-            del self._searches[search]
-            self.client.cancel(search)
+        if self._searches.pop(ticket, None) is not None:
+            self.client.cancel(ticket)
 
     def sleep(self, sockets: "Sequence[zmq.Socket[bytes]]", timeout_ms: int) -> None:
         """Wait until there may be something to `poll`, one of `sockets` is readable, or the timeout is over."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.hybrid import KS, WAYS, measured
+from benchmarks.hybrid import KS, WAYS, measure
 
 
 def test_each_question_is_asked_in_every_way_and_for_every_k() -> None:
@@ -13,7 +13,7 @@ def test_each_question_is_asked_in_every_way_and_for_every_k() -> None:
         return ["other", "right"][:k] if share else ["other"]
 
     questions = [{"question": "a", "positive": ["right"]}, {"question": "b", "positive": ["wrong"]}]
-    found = measured(ask, questions)
+    found = measure(ask, questions)
     assert {way: [found[way][k][0] for k in KS] for way in WAYS} == {
         "vectors": [0.0, 0.0, 0.0], "hybrid": [0.0, 0.5, 0.5], "words first": [0.0, 0.5, 0.5],
     }  # fmt: skip
