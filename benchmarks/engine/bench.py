@@ -115,12 +115,12 @@ def measure(
     return records
 
 
-def earlier(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def earlier(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the data sets of an earlier run in this file, if machine, versions and options are the same."""
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
-    alike = all(found.get(name) == value for name, value in wanted.items() if name != "sets")
+    alike = all(found.get(name) == value for name, value in settings.items() if name != "sets")
     return dict(found["sets"]) if alike else {}
 
 

@@ -75,15 +75,15 @@ def report(found: dict[str, Any]) -> str:
         f"processor time, median of {found['rounds']} rounds; {found['load']}.",
     ]
     for name, records in found["sets"].items():
-        wanted = targets(name)
-        first = [speed_at(records[0], recall) for recall in wanted]
+        recalls = targets(name)
+        first = [speed_at(records[0], recall) for recall in recalls]
         rows = []
         for record in records:
-            own = [speed_at(record, recall) for recall in wanted]
-            shown = [f"{s:,.0f} ({s / f:.2f}×)" if s and f else "-" for s, f in zip(own, first, strict=True)]
+            speeds = [speed_at(record, recall) for recall in recalls]
+            shown = [f"{s:,.0f} ({s / f:.2f}×)" if s and f else "-" for s, f in zip(speeds, first, strict=True)]
             at = [f"{point['recall']:.4f}" for point in record["points"] if point["effort"] == _LIST]
             rows.append([record["bits"], *shown, *(at or ["-"]), f"{record['bytes']:,}"])
-        head = ["bits", *(f"queries/s at {recall:g}" for recall in wanted), f"recall at {_LIST}", "bytes a vector"]
+        head = ["bits", *(f"queries/s at {recall:g}" for recall in recalls), f"recall at {_LIST}", "bytes a vector"]
         lines += ["", f"**{name}**", "", *table(head, rows)]
     return "\n".join(lines)
 
@@ -102,9 +102,9 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine(), "load": machine_load(), "rounds": options.rounds, "sets": {}}
     for name in options.sets or data_sets(options.data):
         data = load(options.data, name)
-        own = Trinity("float32", codes=True)
-        build(own, data, 1, "cpu", options.keep)
-        found["sets"][name] = measure(data, own.index, options.bits, options.rounds)
+        engine = Trinity("float32", codes=True)
+        build(engine, data, 1, "cpu", options.keep)
+        found["sets"][name] = measure(data, engine.index, options.bits, options.rounds)
     write(found, report(found), options.out)
 
 

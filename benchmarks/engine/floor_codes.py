@@ -77,16 +77,16 @@ def arithmetic_s(index: GraphIndex, prepared: Array) -> float:
     data, codes = index.data, _codes(index)
     about = BatchState([data], 1, 8, 1).batch.collections[0]
     out, query = np.zeros(GROUP, np.float32), prepared.ctypes.data
-    asked = (
+    arguments = (
         np.uint64(data.rows.codes.ctypes.data), data.rows.codes.strides[0], np.uint64(codes.blocks.ctypes.data),
         codes.blocks.shape[1], index.degree, codes.dims, codes.bits, about[KIND], about[LANES],
         np.uint64(query + about[QUERY_ROW]), np.uint64(query + table_offset(data.rows)), np.uint64(out.ctypes.data),
     )  # fmt: skip
-    _arithmetic(8, *asked)
+    _arithmetic(8, *arguments)
     took = []
     for _ in range(_ROUNDS):
         begin = time.process_time()
-        _arithmetic(_HOT_EXTENDS, *asked)
+        _arithmetic(_HOT_EXTENDS, *arguments)
         took.append(time.process_time() - begin)
     return min(took) / _HOT_EXTENDS
 
@@ -172,13 +172,13 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     for name in options.sets or data_sets(options.data):
         data = load(options.data, name)
-        own = Trinity(options.dtype, codes=True)
-        kept = None if options.keep is None else options.keep / name / own.label.replace(" ", "-")
+        engine = Trinity(options.dtype, codes=True)
+        kept = None if options.keep is None else options.keep / name / engine.label.replace(" ", "-")
         if kept is not None and kept.exists():
-            own.load(kept, data)
+            engine.load(kept, data)
         else:
-            own.build(data, 1)
-        lines += measure(data, own.index, options.top_m)
+            engine.build(data, 1)
+        lines += measure(data, engine.index, options.top_m)
     found = {"machine": machine(), "load": machine_load(), "dtype": options.dtype, "lines": lines}
     write(found, report(found), options.out)
 

@@ -78,11 +78,11 @@ def measure(folder: Path, rows: int, dim: int, dtype: str, threads: int, lists: 
     maker.start()
     maker.join()
     out = folder / "index"
-    own = ("--metric", "l2", "--dtype", dtype, "--threads", threads)
-    ran = {"build": run("index", "build", folder / "base.npy", "--out", out, *own)}
-    asked = ("--queries", folder / "queries.npy", "--truth", folder / "truth.npy")
+    options = ("--metric", "l2", "--dtype", dtype, "--threads", threads)
+    ran = {"build": run("index", "build", folder / "base.npy", "--out", out, *options)}
+    query_options = ("--queries", folder / "queries.npy", "--truth", folder / "truth.npy")
     for top_m in lists:
-        ran[f"search, top_m {top_m}"] = run("search", out, *asked, "--top-m", top_m)
+        ran[f"search, top_m {top_m}"] = run("search", out, *query_options, "--top-m", top_m)
     info = Collection.info(out)
     return {
         "machine": machine(),

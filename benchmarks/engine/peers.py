@@ -236,7 +236,7 @@ class Vsag:
 
     def _new(self, data: DataSet, threads: int) -> Any:
         pyvsag = importlib.import_module("pyvsag")
-        own = {
+        index_params = {
             "base_quantization_type": "sq8_uniform",
             "use_reorder": True,
             "precise_quantization_type": "fp32",
@@ -245,8 +245,8 @@ class Vsag:
             "build_thread_count": threads,
         }
         metric = "l2" if data.metric == "l2" else "cosine"
-        about = {"dtype": "float32", "metric_type": metric, "dim": data.base.shape[1], "index_param": own}
-        return pyvsag.Index("hgraph", json.dumps(about))
+        params = {"dtype": "float32", "metric_type": metric, "dim": data.base.shape[1], "index_param": index_params}
+        return pyvsag.Index("hgraph", json.dumps(params))
 
     def build(self, data: DataSet, threads: int) -> None:
         self._index = self._new(data, threads)
@@ -266,10 +266,10 @@ class Vsag:
             return (Path(folder) / "index").stat().st_size
 
     def search(self, queries: Array, effort: int, threads: int) -> Array:
-        asked = json.dumps({"hgraph": {"ef_search": effort}})
+        search_params = json.dumps({"hgraph": {"ef_search": effort}})
 
         def ids(query: Array) -> Array:
-            return np.asarray(self._index.knn_search(query, 10, asked)[0])
+            return np.asarray(self._index.knn_search(query, 10, search_params)[0])
 
         with ThreadPoolExecutor(threads) as pool:
             return np.stack(list(pool.map(ids, queries) if threads > 1 else map(ids, queries))).astype(np.int64)

@@ -39,8 +39,8 @@ def descriptors(images: Array) -> Array:
     width = _SIDE // _CELLS
     found = np.zeros((len(images), _CELLS, _CELLS, _DIRECTIONS), np.float32)
     for number in range(_DIRECTIONS):
-        own = np.where(direction == number, strength, 0)
-        found[..., number] = own.reshape(-1, _CELLS, width, _CELLS, width).sum(axis=(2, 4))
+        selected = np.where(direction == number, strength, 0)
+        found[..., number] = selected.reshape(-1, _CELLS, width, _CELLS, width).sum(axis=(2, 4))
     flat = found.reshape(len(images), -1)
     for most in (_CLIP, np.inf):
         flat = np.minimum(flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-6), most)
@@ -53,13 +53,13 @@ def sift_like(images: DataSet) -> DataSet:
     return DataSet("sift-like-128-l2", "l2", base, queries, nearest(base, queries, 10))
 
 
-def point(own: Trinity, data: DataSet, top_m: int) -> dict[str, float]:
+def point(engine: Trinity, data: DataSet, top_m: int) -> dict[str, float]:
     """Return top_m, recall@10 and µs per query."""
-    recall = data.recall(own.search(data.queries, top_m, 1))
+    recall = data.recall(engine.search(data.queries, top_m, 1))
     taken = []
     for _ in range(_ROUNDS):
         begin = time.process_time()
-        own.search(data.queries, top_m, 1)
+        engine.search(data.queries, top_m, 1)
         taken.append(time.process_time() - begin)
     return {"top_m": top_m, "recall": recall, "us": min(taken) / len(data.queries) * 1e6}
 
@@ -68,16 +68,16 @@ def compare(data: DataSet, keep: Path | None) -> dict[str, Any]:
     """Measure int8, and both dtypes with codes up to the first list that takes longer than int8."""
     points: dict[str, list[dict[str, float]]] = {}
     most_us = 0.0
-    for own in (Trinity("int8"), Trinity("float32", codes=True), Trinity("float16", codes=True)):
-        build(own, data, 1, "cpu", keep)
-        own.search(data.queries[:8], 16, 1)
-        found = points[own.label] = [point(own, data, _LIST)]
-        if own.dtype == "int8":
+    for engine in (Trinity("int8"), Trinity("float32", codes=True), Trinity("float16", codes=True)):
+        build(engine, data, 1, "cpu", keep)
+        engine.search(data.queries[:8], 16, 1)
+        found = points[engine.label] = [point(engine, data, _LIST)]
+        if engine.dtype == "int8":
             most_us = found[0]["us"]
             continue
         for top_m in EFFORTS:
             if top_m != _LIST:
-                found.append(point(own, data, top_m))
+                found.append(point(engine, data, top_m))
             if found[-1]["us"] > most_us:
                 break
     return {"set": data.name, "points": points}

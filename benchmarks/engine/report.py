@@ -50,28 +50,28 @@ def report(result: Record) -> str:
         + ".",
     ]
     for name, part in result["sets"].items():
-        wanted = targets(name)
+        recalls = targets(name)
         engines = part["engines"]
         hnswlib = next((record for record in engines if record["label"] == "hnswlib"), None)
         lines += ["", f"**{name}** ({part['size']:,} x {part['dim']}), recall@10 and queries/s", ""]
-        head = ["engine", *(f"queries/s at {recall:g}" for recall in wanted), "recall at 64", "build s", "MiB"]
+        head = ["engine", *(f"queries/s at {recall:g}" for recall in recalls), "recall at 64", "build s", "MiB"]
         rows = []
         for record in engines:
-            cells = [_cell(record, hnswlib, recall) for recall in wanted]
+            cells = [_cell(record, hnswlib, recall) for recall in recalls]
             build = "-" if "stepwise" in record["label"] else f"{record['built']['seconds']:.1f}"
             rows.append(
                 [record["label"], *cells, f"{record['recall_64']:.4f}", build, f"{record['bytes'] / 2**20:.0f}"]
             )
-        lines += [*table(head, rows), "", *_ratios(engines, wanted), _builds(engines)]
+        lines += [*table(head, rows), "", *_ratios(engines, recalls), _builds(engines)]
     return "\n".join(lines)
 
 
 def _cell(record: Record, hnswlib: Record | None, recall: float) -> str:
-    own = speed_at(record, recall)
-    if own is None:
+    speed = speed_at(record, recall)
+    if speed is None:
         return "-"
     base = speed_at(hnswlib, recall) if hnswlib is not None else None
-    return f"{own:,.0f}" + (f" ({own / base:.2f}x)" if base else "")
+    return f"{speed:,.0f}" + (f" ({speed / base:.2f}x)" if base else "")
 
 
 def _builds(engines: list[Record]) -> str:
@@ -81,23 +81,23 @@ def _builds(engines: list[Record]) -> str:
     return "- built with " + "; ".join(f"{threads} thread(s), {words[clock]}" for threads, clock in sorted(ways))
 
 
-def _ratios(engines: list[Record], wanted: tuple[float, ...]) -> list[str]:
+def _ratios(engines: list[Record], recalls: tuple[float, ...]) -> list[str]:
     """Return ratios: ours to the best peer, stepwise to batch, int8 to float32."""
-    own = {record["label"].removeprefix("trinity "): record for record in engines if "trinity" in record["label"]}
+    ours = {record["label"].removeprefix("trinity "): record for record in engines if "trinity" in record["label"]}
     peers = [record for record in engines if "trinity" not in record["label"]]
     lines = []
-    for recall in wanted:
+    for recall in recalls:
         parts = []
         best = _best([record for record in peers if not record["compressed"]], recall)
         best_any = _best(peers, recall)
-        any_own = _best([record for label, record in own.items() if "stepwise" not in label], recall)
-        exact = speed_at(own["float32"], recall) if "float32" in own else None
+        any_own = _best([record for label, record in ours.items() if "stepwise" not in label], recall)
+        exact = speed_at(ours["float32"], recall) if "float32" in ours else None
         if exact and best:
             parts.append(f"float32 / {best[1]} {exact / best[0]:.2f}x")
         if any_own and best_any:
             parts.append(f"{any_own[1]} / {best_any[1]} {any_own[0] / best_any[0]:.2f}x")
         for label, beside in _PAIRS:
-            one, other = (speed_at(record, recall) if record else None for record in map(own.get, (label, beside)))
+            one, other = (speed_at(record, recall) if record else None for record in map(ours.get, (label, beside)))
             if one and other:
                 parts.append(f"{label} / {beside} {one / other:.2f}x")
         lines.append(f"- at {recall:g}: " + "; ".join(parts))
@@ -122,13 +122,13 @@ def draw(result: Record, path: Path) -> None:
 def _panels(sets: Record, axes: list[Any]) -> None:
     for axis, (name, part) in zip(axes, sets.items(), strict=True):
         for record in part["engines"]:
-            own = "trinity" in record["label"]
+            is_ours = "trinity" in record["label"]
             axis.plot(
                 [1 - point["recall"] for point in record["points"]],
                 [point["qps"] for point in record["points"]],
-                marker="o" if own else "x",
+                marker="o" if is_ours else "x",
                 markersize=3,
-                linewidth=2 if own else 1,
+                linewidth=2 if is_ours else 1,
                 linestyle=":" if "stepwise" in record["label"] else "-",
                 label=record["label"],
             )

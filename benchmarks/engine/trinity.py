@@ -53,7 +53,7 @@ class TrinityStepwise:
         self.label, self.compressed = f"{whole.label} stepwise", whole.compressed
         self._processes: ProcessPoolExecutor | None = None
         self._own: Stepwise | None = None
-        self._asked: Array | None = None
+        self._sent_queries: Array | None = None
 
     def build(self, data: DataSet, threads: int) -> None:
         """Do nothing: the index is shared."""
@@ -78,8 +78,8 @@ class TrinityStepwise:
             self._folder = tempfile.TemporaryDirectory()
             self._whole.index.save(Path(self._folder.name) / "index")
             self._processes = ProcessPoolExecutor(threads, multiprocessing.get_context("spawn"))
-        if self._asked is not queries:
-            self._asked = queries
+        if self._sent_queries is not queries:
+            self._sent_queries = queries
             for number, part in enumerate(np.array_split(queries, threads)):
                 np.save(f"{self._folder.name}/{number}.npy", part)
             _search(self._processes, self._folder.name, 16, threads)  # starts processes, which compile

@@ -54,8 +54,10 @@ class Clients:
         self._sessions = [pool.attach(stage) for stage in STAGES]
         first = self._sessions[0]
         limits = Limits(first.catalogue, first.max_k, first.max_top_m)
-        asked = (params.k, params.top_m, params.search_width, params.patience)
-        self._packed = np.array([pack(_spec(stage, *asked), first.epoch, limits).words for stage in STAGES], np.int64)
+        parameters = (params.k, params.top_m, params.search_width, params.patience)
+        self._packed = np.array(
+            [pack(_spec(stage, *parameters), first.epoch, limits).words for stage in STAGES], np.int64
+        )
         attached = [session.attachment for session in self._sessions]
         self._ends = np.array([one.requests.end_address for one in attached], np.int64)
         self._watches = np.array([one.watch.address for one in attached], np.int64)
@@ -75,7 +77,7 @@ class Clients:
         due, took = (arrivals_s * 1e9).astype(np.int64), np.full(count, -1, np.int64)
         ids, state = np.full((count, self._k), -1, np.int64), np.zeros(LASTED + 1, np.int64)
         self._run_pool(
-            lambda: _ask(
+            lambda: _run_clients(
                 self._ends, self._watches, self._packed, self._next_ids, self._queries, due, took, ids,
                 np.array([most, int(least_s * 1e9), int(limit_s * 1e9)]), state,
             ),
@@ -109,31 +111,31 @@ def _spec(stage: Any, k: int, top_m: int, width: int, patience: int | None) -> S
 
 
 @_compiled
-def _ask(
-    ends: Any, watches: Any, packed: Any, next_ids: Any, vectors: Any, due: Any, took: Any, ids: Any, wanted: Any,
+def _run_clients(
+    ends: Any, watches: Any, packed: Any, next_ids: Any, vectors: Any, due: Any, took: Any, ids: Any, limits: Any,
     state: Any,
 ) -> None:  # fmt: skip
-    """Send and receive; see `Clients.run`. wanted: most, least_ns, limit_ns. Returns when all queries are answered,
+    """Send and receive; see `Clients.run`. limits: most, least_ns, limit_ns. Returns when all queries are answered,
     when stopped, or after twice `limit_ns`."""
     prefill, decode = words(ends[0], END_COLUMNS), words(ends[1], END_COLUMNS)
     prefill_results, decode_results = words(watches[0], WATCH_COLUMNS), words(watches[1], WATCH_COLUMNS)
     # Keep at most as many outstanding as the result ring holds: with a full ring the pool backs off from the client.
-    slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], wanted[0], wanted[1], wanted[2]
-    count, size, asked, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
+    slots, most, least_ns, limit_ns = prefill_results[WATCH_SLOTS], limits[0], limits[1], limits[2]
+    count, size, sent_count, answered, idle = len(due), 4 * vectors.shape[1], 0, 0, 0
     begin = intrinsics.monotonic_ns()
     while intrinsics.load_acquire(state.ctypes.data + 8 * STOP) == 0:
         now = intrinsics.monotonic_ns() - begin
         flood = now < limit_ns and (answered < count or now < least_ns)
         if flood:
             state[LASTED] = now
-        elif now >= 2 * limit_ns or (answered == asked and state[ANSWERED] == state[DECODE_SENT]):
+        elif now >= 2 * limit_ns or (answered == sent_count and state[ANSWERED] == state[DECODE_SENT]):
             break
         idle += 1
-        if flood and asked < count and due[asked] <= now and asked - answered < slots:
-            vector = vectors.ctypes.data + (asked % len(vectors)) * size
-            sent = _send(prefill, vector, size, next_ids[0] + asked, begin + due[asked], packed[0])
+        if flood and sent_count < count and due[sent_count] <= now and sent_count - answered < slots:
+            vector = vectors.ctypes.data + (sent_count % len(vectors)) * size
+            sent = _send(prefill, vector, size, next_ids[0] + sent_count, begin + due[sent_count], packed[0])
             if sent >= 0:
-                asked, idle = asked + 1, 0
+                sent_count, idle = sent_count + 1, 0
             elif sent != atomics.FULL:
                 state[REFUSAL] = sent
                 break
@@ -149,7 +151,7 @@ def _ask(
         if slot:
             header = words(slot + _HEADER, 6)
             number = header[0] - next_ids[0]
-            if 0 <= number < asked:  # else from an earlier run that timed out
+            if 0 <= number < sent_count:  # else from an earlier run that timed out
                 state[ERRORS] += _is_error(header)
                 if not _is_error(header):
                     took[number] = header[5] - begin - due[number]
@@ -170,11 +172,11 @@ def _ask(
         if idle >= _IDLE_PER_YIELD:
             intrinsics.sched_yield()
             idle = 0
-    state[PREFILL] = asked
+    state[PREFILL] = sent_count
 
 
 @_compiled
-def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked: Any) -> Any:
+def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, packed: Any) -> Any:
     """Publish a request to a ring. Returns a negative error code if that fails."""
     refusal = atomics.send_error(end, 1, size)
     if refusal < 0:
@@ -182,7 +184,7 @@ def _send(end: Any, vector: int, size: int, request_id: int, arrival: int, asked
     slot = end[END_BASE] + (end[END_POSITION] % end[END_SLOTS]) * end[END_STRIDE]
     header = words(slot + _HEADER, 6)
     header[0], header[1], header[2] = request_id, 0, arrival
-    header[3], header[4], header[5] = asked[0], asked[1], asked[2]
+    header[3], header[4], header[5] = packed[0], packed[1], packed[2]
     intrinsics.copy(slot + _PAYLOAD, vector, size)
     return atomics.publish_slots(end, 1)
 

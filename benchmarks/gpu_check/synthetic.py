@@ -39,23 +39,23 @@ def synthetic_set(rows: int, dim: int, queries: int, seed: int, device: str) -> 
             part[:] = (points @ basis + _NOISE * normal(len(part), dim)).half().cpu().numpy()
         return found
 
-    base, asked = draw(rows), draw(queries)
-    return DataSet(f"made-{dim}-l2", "l2", base, asked, nearest_on(device, base, asked, 10))
+    base, query_vectors = draw(rows), draw(queries)
+    return DataSet(f"made-{dim}-l2", "l2", base, query_vectors, nearest_on(device, base, query_vectors, 10))
 
 
 def nearest_on(device: str, base: Array, queries: Array, k: int) -> Array:
     """Return the exact k nearest by squared L2, nearest first: int64 [q, k], by float32 products on a torch device."""
     import torch
 
-    asked = torch.as_tensor(queries, device=device)
-    centre = asked.mean(dim=0)  # distances are differences of products: centring reduces cancellation
-    asked = asked - centre
-    best = torch.full((len(asked), k), torch.inf, device=device)
-    nodes = torch.full((len(asked), k), -1, dtype=torch.int64, device=device)
+    centred = torch.as_tensor(queries, device=device)
+    centre = centred.mean(dim=0)  # distances are differences of products: centring reduces cancellation
+    centred = centred - centre
+    best = torch.full((len(centred), k), torch.inf, device=device)
+    nodes = torch.full((len(centred), k), -1, dtype=torch.int64, device=device)
     for first in range(0, len(base), _BLOCK):
         part = torch.as_tensor(base[first : first + _BLOCK], device=device).to(torch.float32) - centre
-        for some in torch.split(torch.arange(len(asked), device=device), max(1, (1 << 28) // _BLOCK)):
-            keys = torch.addmm(part.square().sum(dim=1), asked[some], part.T, alpha=-2)
+        for some in torch.split(torch.arange(len(centred), device=device), max(1, (1 << 28) // _BLOCK)):
+            keys = torch.addmm(part.square().sum(dim=1), centred[some], part.T, alpha=-2)
             keys, found = keys.topk(min(k, len(part)), largest=False)
             keys, order = torch.cat([best[some], keys], dim=1).topk(k, largest=False)
             best[some], nodes[some] = keys, torch.cat([nodes[some], found + first], dim=1).gather(1, order)
@@ -73,5 +73,5 @@ def random_set(rows: int, dim: int, queries: int, seed: int) -> DataSet:
         points = centres[random.integers(len(centres), size=count)] + random.standard_normal((count, _LATENT))
         return (points @ basis + _NOISE * random.standard_normal((count, dim))).astype(np.float32)
 
-    base, asked = draw(rows), draw(queries)
-    return DataSet(f"random-{dim}-l2", "l2", base, asked, nearest(base, asked, 10))
+    base, query_vectors = draw(rows), draw(queries)
+    return DataSet(f"random-{dim}-l2", "l2", base, query_vectors, nearest(base, query_vectors, 10))

@@ -8,12 +8,12 @@ Results = Mapping[str, Any]  # data of every section by name
 
 
 class Target(NamedTuple):
-    """A target: a description, how to compute its figure from the results, the values for pass and aim."""
+    """A target: a description, how to compute its figure from the results, the values required and aimed at."""
 
     what: str
     figure: Callable[[Results], float]
     least: bool  # whether larger is better
-    bar: float
+    required: float
     aim: float
 
 
@@ -88,14 +88,14 @@ TARGETS = (
 
 def verdicts(found: Results) -> list[tuple[str, str, str]]:
     """Return (description, figure with bar and aim, verdict) for each target."""
-    return [_verdict(bar, found) for bar in TARGETS]
+    return [_verdict(target, found) for target in TARGETS]
 
 
-def _verdict(bar: Target, found: Results) -> tuple[str, str, str]:
-    wanted = f"{'≥' if bar.least else '≤'} {bar.bar:g}, aim {bar.aim:g}"
+def _verdict(target: Target, found: Results) -> tuple[str, str, str]:
+    limits = f"{'≥' if target.least else '≤'} {target.required:g}, aim {target.aim:g}"
     try:
-        figure = bar.figure(found)
+        figure = target.figure(found)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # the section was skipped, failed or has no results
-        return bar.what, wanted, "not measured"
-    reached = [figure >= value if bar.least else figure <= value for value in (bar.bar, bar.aim)]
-    return bar.what, f"{figure:.3f} {wanted}", "aim" if reached[1] else "pass" if reached[0] else "FAIL"
+        return target.what, limits, "not measured"
+    reached = [figure >= value if target.least else figure <= value for value in (target.required, target.aim)]
+    return target.what, f"{figure:.3f} {limits}", "aim" if reached[1] else "pass" if reached[0] else "FAIL"

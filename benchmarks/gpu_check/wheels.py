@@ -44,16 +44,16 @@ def pack_wheels(directory: Path, fetch: Fetch = fetch) -> None:
             wheels = Path(folder) / "wheels"
             wheels.mkdir()
             fetch(requirements, wheels)
-            own = [wheel for wheel in sorted(wheels.iterdir()) if wheel.name not in held]
-            held |= {wheel.name for wheel in own}
+            new_wheels = [wheel for wheel in sorted(wheels.iterdir()) if wheel.name not in held]
+            held |= {wheel.name for wheel in new_wheels}
             archive = Path(folder) / "pack.tar"
             with tarfile.open(archive, "w") as tar:
-                for wheel in own:
+                for wheel in new_wheels:
                     tar.add(wheel, f"wheels/{wheel.name}")
             pieces = cut(archive, directory, pack)
         for piece in pieces:
             print(f"{piece}  {piece.stat().st_size / 1e6:.1f} MB")
-        print(f"  {', '.join(wheel.name.partition('-')[0] for wheel in own)}")
+        print(f"  {', '.join(wheel.name.partition('-')[0] for wheel in new_wheels)}")
     print("on the target machine, in the checkout, with the pieces beside it:")
     print(f"  cat {' '.join(f'{pack}-*.piece | tar x; cat' for pack in PACKS).removesuffix('; cat')}")
     print("  python -m pip install --no-index --find-links wheels numba cuda-bindings cuda-core nvidia-cuda-nvrtc \\")

@@ -58,20 +58,22 @@ def nearest_neighbors(
     def part(first: int, last: int) -> npt.NDArray[np.uint64]:
         done = [0]
 
-        def meet(share: list[tuple[Indices, Indices]]) -> None:
+        def compare(share: list[tuple[Indices, Indices]]) -> None:
             for visitors, members in share:
                 _compare_cells(space, norms, visitors, members, keys)
                 done[0] += len(visitors)
                 progress((first + done[0] / (_PROBES if len(cells()) > 1 else 1)) / count)
 
-        own = [(visitors[slice(*np.searchsorted(visitors, (first, last)))], members) for visitors, members in cells()]
+        visits = [
+            (visitors[slice(*np.searchsorted(visitors, (first, last)))], members) for visitors, members in cells()
+        ]
         # Each thread processes its own visitors in all cells, so no two threads write the same rows of `keys`.
-        if threads == 1 or len(own) == 1:
-            meet(own)
+        if threads == 1 or len(visits) == 1:
+            compare(visits)
         else:
             with ThreadPoolExecutor(threads) as pool:
-                shares = [[(v[v % threads == share], m) for v, m in own] for share in range(threads)]
-                list(pool.map(meet, shares))
+                shares = [[(v[v % threads == share], m) for v, m in visits] for share in range(threads)]
+                list(pool.map(compare, shares))
         return keys[first:last]
 
     for first in range(0, count, ROWS_A_PART):

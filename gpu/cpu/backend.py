@@ -81,9 +81,9 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64, int64)")
 def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     batch = _batch(handle)
-    own = words_at(handle, HANDLE_WORDS)
+    handle_words = words_at(handle, HANDLE_WORDS)
     k = batch.slots[slot, K]
-    names = words_at(own[IDS], own[COLLECTIONS])[batch.slots[slot, COLLECTION]]
+    names = words_at(handle_words[IDS], handle_words[COLLECTIONS])[batch.slots[slot, COLLECTION]]
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     for i in range(k):
         node = batch.nodes[slot, i]

@@ -89,18 +89,18 @@ class CudaEngine(Engine):
             self._graphs = graphs = LaunchGraphs(
                 driver, self._stream, kernels, buckets, form, extends_per_launch, life_us
             )
-            self.handle = own = Handle(driver, self._stream, memory, kernels, graphs, batch)
-            # Launch forms by bucket; why the requested form was not possible; whether a resident kernel is used;
+            self.handle = handle = Handle(driver, self._stream, memory, kernels, graphs, batch)
+            # Launch forms by bucket; the reason for a fallback; whether a resident kernel is used;
             # extends per launch, as requested or 1 if the device cannot do more.
             self.forms, self.fallback_reason, self.resident = graphs.forms, graphs.fallback_reason, graphs.resident
             self.extends_per_launch = graphs.limit
-            own.words[backend.POLL_NS], own.words[backend.TIMEOUT_NS] = fault_poll_ns, launch_timeout_ns
-            self._start(self._functions(), own.table)
+            handle.words[backend.POLL_NS], handle.words[backend.TIMEOUT_NS] = fault_poll_ns, launch_timeout_ns
+            self._start(self._functions(), handle.table)
             for number, one in enumerate(data):
-                own.load(number, one)
+                handle.load(number, one)
             memory.doorbell[0] = graphs.resident  # ends a resident warm-up launch at once
-            for graph in own.graphs:  # warm up with no active slot: first launches are slower
-                if _launch(own.address, graph) < 0:
+            for graph in handle.graphs:  # warm up with no active slot: first launches are slower
+                if _launch(handle.address, graph) < 0:
                     self._check()
         except BaseException:
             self.close()
@@ -130,14 +130,14 @@ class CudaEngine(Engine):
         return int(self.handle.words[backend.WAITED_NS])
 
     def _functions(self) -> Backend:
-        own, number = self.handle, self._collections.number
+        handle, number = self.handle, self._collections.number
         if self.resident:
             return Backend(
-                resident.admit, resident.extend, backend.read_result, resident.change_state, own.address, number,
+                resident.admit, resident.extend, backend.read_result, resident.change_state, handle.address, number,
                 resident.set_filter, self._check, resident.prioritize,
             )  # fmt: skip
         return Backend(
-            backend.admit, backend.extend, backend.read_result, backend.change_state, own.address, number,
+            backend.admit, backend.extend, backend.read_result, backend.change_state, handle.address, number,
             backend.set_filter, self._check,
         )  # fmt: skip
 

@@ -33,8 +33,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
         outcome.add("… same ids as the CPU engine", f"{found['same_as_cpu']:.2%}")
         outcome.data[f"random-{metric}-{dtype}"] = found
     engine = setup.engine(min(256, setup.slots))
-    asked = setup.data.queries[: 50 if setup.small else 2000]
-    real = DataSet(setup.data.name, setup.data.metric, setup.data.base, asked, setup.data.truth[: len(asked)])
+    sample = setup.data.queries[: 50 if setup.small else 2000]
+    real = DataSet(setup.data.name, setup.data.metric, setup.data.base, sample, setup.data.truth[: len(sample)])
     found = _checked(engine, setup.index, real, setup.params)
     engine.close()
     outcome.add(f"{setup.data.name}: recall@10", f"{found['recall']:.4f}")
@@ -94,11 +94,11 @@ def _distances(
     base: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], metric: str
 ) -> npt.NDArray[np.float64]:
     """Return the metric's distances of queries to found rows, in double precision."""
-    rows, asked = base[ids].astype(np.float64), queries[:, None].astype(np.float64)
+    rows, vectors = base[ids].astype(np.float64), queries[:, None].astype(np.float64)
     if metric == "l2":
-        found: npt.NDArray[np.float64] = np.square(rows - asked).sum(axis=2)
+        found: npt.NDArray[np.float64] = np.square(rows - vectors).sum(axis=2)
         return found
-    dots = (rows * asked).sum(axis=2)
+    dots = (rows * vectors).sum(axis=2)
     if metric == "ip":
         return np.asarray(-dots)
-    return np.asarray(1 - dots / np.maximum(np.linalg.norm(rows, axis=2) * np.linalg.norm(asked, axis=2), 1e-30))
+    return np.asarray(1 - dots / np.maximum(np.linalg.norm(rows, axis=2) * np.linalg.norm(vectors, axis=2), 1e-30))

@@ -21,7 +21,7 @@ from gpu.index.rows import FloatArray, encode
 _DEGREE, _SEED = 32, 0
 _TOP_MS = (32, 48, 64, 96, 128, 192, 256)
 _RECALL = 0.955  # slightly above the target
-_ASKED = 500
+_SAMPLE = 500
 _WITHOUT_TORCH = 100_000
 
 
@@ -113,15 +113,15 @@ def _torch_device(setup: Setup) -> str | None:
 
 
 def _recall(index: GraphIndex, data: DataSet, top_m: int, threads: int) -> float:
-    asked = data.queries[:_ASKED]
-    known = DataSet(data.name, data.metric, data.base, asked, data.truth[:_ASKED])
-    return known.recall(index.search(asked, 10, top_m, 4, threads=threads)[0])
+    sample = data.queries[:_SAMPLE]
+    known = DataSet(data.name, data.metric, data.base, sample, data.truth[:_SAMPLE])
+    return known.recall(index.search(sample, 10, top_m, 4, threads=threads)[0])
 
 
-def _top_m(index: GraphIndex, data: DataSet, wanted: int, threads: int) -> tuple[int, float]:
+def _top_m(index: GraphIndex, data: DataSet, given: int, threads: int) -> tuple[int, float]:
     """Return top_m, as given or, for 0, the smallest that reaches the recall; and the recall on the CPU."""
-    for top_m in (wanted,) if wanted else _TOP_MS:
+    for top_m in (given,) if given else _TOP_MS:
         recall = _recall(index, data, top_m, threads)
-        if wanted or recall >= _RECALL:
+        if given or recall >= _RECALL:
             return top_m, recall
     raise AssertionError(f"recall@10 is {recall:.4f} with a top_m of {top_m}: the graph or the set is not usable")

@@ -24,8 +24,8 @@ def check(setup: Setup, outcome: Outcome) -> None:
         outcome.data |= {"capacity_per_s": capacity, "rates": []}
         for share in _SHARES:
             offered = share * capacity
-            wanted = max(20, min(int(offered * seconds), len(queries)))
-            found = run_load(engine, queries[:wanted], setup.params, poisson(offered, wanted), 4 * seconds)
+            count = max(20, min(int(offered * seconds), len(queries)))
+            found = run_load(engine, queries[:count], setup.params, poisson(offered, count), 4 * seconds)
             outcome.add(f"Poisson at {share:.0%} ({rate(offered)})", summary(found))
             outcome.data["rates"].append({"offered_per_s": offered, **figures(found)})
 

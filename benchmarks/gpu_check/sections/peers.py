@@ -67,8 +67,10 @@ class Peer:
             self._results[shape] = self._cupy.empty(shape, np.int64), self._cupy.empty(shape, np.float32)
         nodes, distances = self._results[count, k]
         if (top_m, persistent) not in self._params:
-            own = {"algo": "single_cta", "persistent": True, "persistent_lifetime": _PERSISTENT_S} if persistent else {}
-            self._params[top_m, persistent] = self._cagra.SearchParams(itopk_size=top_m, **own)
+            options = (
+                {"algo": "single_cta", "persistent": True, "persistent_lifetime": _PERSISTENT_S} if persistent else {}
+            )
+            self._params[top_m, persistent] = self._cagra.SearchParams(itopk_size=top_m, **options)
         params = self._params[top_m, persistent]
         self._cagra.search(
             params, self._index, queries, k, neighbors=nodes, distances=distances, resources=self._resources
@@ -148,14 +150,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
 
 def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> dict[str, float]:
     """Return the median seconds of one query, by each available method."""
-    asked, found = peer.put(queries), {}
+    on_device, found = peer.put(queries), {}
     for name, persistent in (("a call", False), ("its persistent kernel", True)):
         what = f"one query alone, p50, {peer.name}, {name}"
         try:
-            peer.search(asked[:1], 10, top_m, persistent)
+            peer.search(on_device[:1], 10, top_m, persistent)
             times = [
-                _timed(lambda i=i, how=persistent: peer.search(asked[i : i + 1], 10, top_m, how))
-                for i in range(len(asked))
+                _timed(lambda i=i, how=persistent: peer.search(on_device[i : i + 1], 10, top_m, how))
+                for i in range(len(on_device))
             ]
         except Skipped as reason:
             outcome.add(what, f"skipped: {reason}")
@@ -170,7 +172,7 @@ def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> d
 def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, limit_s: float) -> LoadResult:
     """Search windows of arrivals as batches. Returns latencies from each arrival, without ids."""
     count = len(queries)
-    asked = peer.put(queries)
+    on_device = peer.put(queries)
     latency = np.full(count, np.nan)
     first = batches = 0
     begin = time.perf_counter()
@@ -178,7 +180,7 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
         if now < arrivals[first] + _WINDOW_S:
             continue
         last = int(np.searchsorted(arrivals, now, side="right"))
-        peer.search(asked[first:last], 10, top_m)
+        peer.search(on_device[first:last], 10, top_m)
         latency[first:last] = time.perf_counter() - begin - arrivals[first:last]
         first, batches = last, batches + 1
     seconds = time.perf_counter() - begin
@@ -189,9 +191,9 @@ def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, l
 
 def _equal(setup: Setup, peer: Peer | StandIn, recall: float) -> tuple[int, float]:
     """Return the smallest itopk with our recall, or the largest tried; and its recall."""
-    asked, found = peer.put(setup.data.queries), 0.0
+    on_device, found = peer.put(setup.data.queries), 0.0
     for top_m in _TOP_MS:
-        found = setup.data.recall(peer.ids(peer.search(asked, 10, top_m)))
+        found = setup.data.recall(peer.ids(peer.search(on_device, 10, top_m)))
         if found >= recall - _ALLOWED:
             return top_m, found
     return _TOP_MS[-1], found
