@@ -1,9 +1,9 @@
-"""A node under mixed load for an hour: does anything grow, and does anything fail?
+"""Soak test: a node under mixed load for an hour; measures leaks and errors.
 
 `python -m benchmarks.soak --config node.toml` starts the node, sends generations with retrieval (streamed, whole, and
-some whose client goes away) and searches alone, with Poisson arrivals from a seed, and samples memory, file
-descriptors and threads of every process. `--quick` takes five minutes. It writes `soak.json`, `soak.md` and `soak.png`.
-The first fifth of the time is warm-up: slopes are fitted to what follows. Errors must be 0.
+with disconnecting clients) and searches, with seeded Poisson arrivals, and samples memory, file descriptors and threads
+of every process. `--quick` takes five minutes. Writes `soak.json`, `soak.md` and `soak.png`. The first fifth of the
+time is warm-up; slopes are fitted to the rest. Errors must be 0.
 """
 
 import argparse
@@ -36,7 +36,7 @@ KINDS = (("stream", 0.35), ("whole", 0.2), ("gone", 0.05), ("search", 0.4))  # s
 
 
 class Load:
-    """Sends requests of all kinds; `ends` counts how each ended."""
+    """Sends requests of all kinds; `ends` counts their outcomes."""
 
     def __init__(self, url: str, config: NodeConfig, seed: int) -> None:
         self._url, self._random = url, random.Random(seed)
@@ -46,7 +46,7 @@ class Load:
         self._lock = threading.Lock()
 
     def next(self) -> tuple[str, dict[str, Any]]:
-        """The next request's kind and body."""
+        """Return kind and body of the next request."""
         choose = self._random
         kind = choose.choices([name for name, _ in KINDS], [share for _, share in KINDS])[0]
         question = f"question {choose.randrange(10_000)}: how does a with statement call __exit__?"
@@ -79,7 +79,7 @@ class Load:
 
 
 def sample(node: Node) -> dict[str, dict[str, float]]:
-    """Memory, fds and threads of every process of the node, by name."""
+    """Return memory, file descriptors and threads of every process of the node, by name."""
     found = {}
     for name, pid in node.pids().items():
         process = psutil.Process(pid)
@@ -90,7 +90,7 @@ def sample(node: Node) -> dict[str, dict[str, float]]:
 
 
 def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[tuple[float, Any]]:
-    """Load for so many seconds; the samples with their times."""
+    """Apply load for so many seconds; returns the samples with their times."""
     arrivals, samples = random.Random(seed + 1), []
     slots = threading.Semaphore(MOST_IN_FLIGHT)
     begin = time.monotonic()
@@ -113,7 +113,7 @@ def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[
 
 
 def slopes(samples: list[tuple[float, Any]], quantity: str) -> dict[str, dict[str, float]]:
-    """By process: first and last value after the warm-up, and the slope of a line through all, an hour."""
+    """Return by process the first and last value after the warm-up, and the slope of a fitted line per hour."""
     after = [(at, found) for at, found in samples if at >= WARM_UP * samples[-1][0]]
     times = np.array([at for at, _ in after])
     result = {}
@@ -134,12 +134,12 @@ def draw(samples: list[tuple[float, Any]], path: Path) -> None:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the report as Markdown."""
     lines = [
         f"# Soak: {found['seconds'] / 60:.0f} minutes of mixed load",
         "",
         f"`{found['command']}`, seed {found['seed']}, {found['rate']:g} arrivals a second (Poisson).",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.",
         "",
         f"**{found['requests']} requests, {found['errors']} errors, {found['restarts']} restarts.** By kind and end: "
         + ", ".join(f"{name} {count}" for name, count in sorted(found["ends"].items()))
@@ -157,7 +157,7 @@ def report(found: dict[str, Any]) -> str:
         rows.append([name, *cells])
     lines += table(("process", "memory MiB", "a h", "fds", "a h", "threads", "a h"), rows)
     if found["seconds"] < 3600:
-        lines += ["", "Slopes from a run this short are rough: an hour's run is what shows a slow leak."]
+        lines += ["", "Slopes of such a short run are rough: detecting a slow leak takes an hour's run."]
     return "\n".join([*lines, "", "![plot](soak.png)"])
 
 

@@ -1,9 +1,9 @@
-"""How long a node and its workers take to start: `python -m benchmarks.start [--runs 5] [--config node.toml]`.
+"""Startup times of a node and its workers: `python -m benchmarks.start [--runs 5] [--config node.toml]`.
 
-Every run starts the node, the demo's if no other is given, notes when all of it was ready, then kills each worker once
-(kill -9) while nothing is asked, and notes when its next life was. Medians over the runs are printed with the fastest
-and the slowest run, and with the parts of each worker's start as it logs them. `--first` begins with a start that finds
-no compiled code: neither Python's nor numba's. Compare two versions by running them in turn, not one after the other.
+Every run starts the node (by default the demo's), measures the time until all of it is ready, then kills each worker
+once (kill -9) while the node is idle, and measures the time until it is ready again. Prints the median, the fastest and
+the slowest run, with the phases of each worker's startup from its log. `--first` begins with a start without caches of
+compiled code, neither Python's nor numba's. To compare two versions, alternate their runs.
 """
 
 import argparse
@@ -30,13 +30,13 @@ _READY = re.compile(r"\b((?:pool|prefill|decode|frontend)-\d+)\b.*ready after ([
 
 
 def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
-    """One run: adds its seconds to `times`, by what was measured."""
+    """Perform one run and add its seconds to `times`, by name."""
     begin = time.monotonic()
     node = Node(config)
     try:
         times["node"].append(time.monotonic() - begin)
         for name in [worker.name for worker in node.status().workers]:
-            times[f"kill -9 {name}"].append(_back(node, name))
+            times[f"kill -9 {name}"].append(_recovery_s(node, name))
     finally:
         node.stop()
     for line in node.log.read_text(errors="replace").splitlines():
@@ -46,24 +46,24 @@ def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
                 times[f"{found[1]}: {label}"].append(float(seconds))
 
 
-def _back(node: Node, name: str) -> float:
-    """Seconds from a kill -9 of a worker until its next life is ready."""
+def _recovery_s(node: Node, name: str) -> float:
+    """Return the seconds from a kill -9 of a worker until its next process is ready."""
     worker = next(found for found in node.status().workers if found.name == name)
     begin = time.monotonic()
     os.kill(worker.pid, signal.SIGKILL)
 
-    def back() -> bool:
+    def recovered() -> bool:
         return any(
             found.name == name and found.epoch > worker.epoch and found.phase == "ready"
             for found in node.status().workers
         )
 
-    node.wait(back)
+    node.wait(recovered)
     return time.monotonic() - begin
 
 
 def first_start(config: Path) -> float:
-    """Seconds of a start without anything compiled before."""
+    """Return the seconds of a start without caches of compiled code."""
     with tempfile.TemporaryDirectory() as empty:
         caches = {"NUMBA_CACHE_DIR": f"{empty}/numba", "PYTHONPYCACHEPREFIX": f"{empty}/python"}
         os.environ.update(caches)
@@ -77,7 +77,7 @@ def first_start(config: Path) -> float:
 
 
 def demo_config(directory: Path) -> Path:
-    """The demo's node, under another name and on a port of its own."""
+    """Write the demo's configuration, with another name and port."""
     home = smollm.models_directory().parent / "demo"
     smollm.ensure_converted()
     collection = prepare_collection(home, no_progress)
@@ -87,18 +87,18 @@ def demo_config(directory: Path) -> Path:
 
 
 def report(times: dict[str, list[float]]) -> str:
-    """The result as Markdown."""
-    figures = (statistics.median, min, max)
-    rows = [[what, *(f"{figure(seconds):.2f}" for figure in figures)] for what, seconds in times.items()]
+    """Return the report as Markdown."""
+    summaries = (statistics.median, min, max)
+    rows = [[what, *(f"{summary(seconds):.2f}" for summary in summaries)] for what, seconds in times.items()]
     return "\n".join(table(("seconds until ready", "median", "fastest", "slowest"), rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="of another node than the demo's")
-    parser.add_argument("--first", action="store_true", help="begin with a start that finds no compiled code")
+    parser.add_argument("--config", type=Path, help="configuration of the node; default: the demo's")
+    parser.add_argument("--first", action="store_true", help="begin with a start without caches of compiled code")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write all runs there")
+    parser.add_argument("--json", type=Path, help="write all runs to this file, too")
     options = parser.parse_args()
     print(f"Machine: {machine_load()} before")
     times: dict[str, list[float]] = defaultdict(list)

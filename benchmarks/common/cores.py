@@ -1,4 +1,4 @@
-"""Whether a benchmark's processes had their cores, which others want too."""
+"""Scheduling priority of benchmark processes, and measurement of CPU time that other processes took from them."""
 
 import os
 import time
@@ -9,14 +9,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 _TICK_NS = 10**9 // os.sysconf("SC_CLK_TCK")
-_FIRST = -20  # of Linux's nice values
+_FIRST = -20  # lowest nice value of Linux
 
 
 def raise_priority() -> None:
-    """This process, and those that it starts, have a core before other processes do, where that is allowed.
+    """Give this process, and those that it starts, the highest nice priority, where permitted.
 
-    Where Linux shares cores out by session first (autogroup), a process's own nice value says nothing to another
-    session's; so this has a session of its own, whose nice value is set.
+    With Linux's autogroup a nice value only counts within a session; the process therefore gets a session of its own,
+    whose nice value is set.
     """
     with suppress(OSError):
         os.setsid()
@@ -24,7 +24,7 @@ def raise_priority() -> None:
 
 
 def raise_priority_of(pid: int) -> None:
-    """As `raise_priority`, of a process with a session of its own."""
+    """Do the same for another process that has a session of its own."""
     with suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text(str(_FIRST))
     with suppress(OSError):
@@ -32,7 +32,8 @@ def raise_priority_of(pid: int) -> None:
 
 
 def use_realtime_priority() -> bool:
-    """This process, not those that it starts, has a core before all that have no real-time priority. If allowed."""
+    """Use real-time scheduling for this process, not for those that it starts. Returns False where it is not
+    permitted."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except OSError:
@@ -41,21 +42,21 @@ def use_realtime_priority() -> bool:
 
 
 def stolen_ns(pids: Sequence[int]) -> int:
-    """For how long so far these processes' main threads could have run while others had their cores, and the host had
-    any core; 0 where the system does not say."""
-    taken = 0
+    """Return the time so far in which these processes' main threads were runnable while others had their cores, plus
+    the host's steal time; 0 where the system does not report it."""
+    stolen = 0
     with suppress(OSError):
         for pid in pids:
-            taken += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
-        taken += int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) * _TICK_NS
-    return taken
+            stolen += int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
+        stolen += int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) * _TICK_NS
+    return stolen
 
 
 class UndisturbedRun(NamedTuple, Generic[T]):
-    """What was found in the `tries`, the share of its time that the one which counts had `lost`."""
+    """Result of the selected run, the share of its time that other processes took, and the number of tries."""
 
-    found: T
-    lost: float
+    result: T
+    stolen_share: float
     tries: int
 
 
@@ -65,15 +66,15 @@ def run_undisturbed(
     *,
     most: float,
     tries: int,
-    taken: Callable[[Sequence[int]], int] = stolen_ns,
+    stolen: Callable[[Sequence[int]], int] = stolen_ns,
     clock: Callable[[], int] = time.monotonic_ns,
 ) -> UndisturbedRun[T]:
-    """`run` until others had its processes' cores for no more than `most` of the time, at most `tries` times; the try
-    counts in which they had them least, whatever it found."""
-    had: list[tuple[float, T]] = []
-    while not had or (had[-1][0] > most and len(had) < tries):
-        begin, before = clock(), taken(pids)
-        found = run()
-        had.append(((taken(pids) - before) / (clock() - begin), found))
-    lost, found = min(had, key=lambda one: one[0])
-    return UndisturbedRun(found, lost, len(had))
+    """Repeat `run` until other processes took at most `most` of its time, at most `tries` times. Returns the least
+    disturbed run, whatever its result."""
+    runs: list[tuple[float, T]] = []
+    while not runs or (runs[-1][0] > most and len(runs) < tries):
+        begin, before = clock(), stolen(pids)
+        result = run()
+        runs.append(((stolen(pids) - before) / (clock() - begin), result))
+    share, result = min(runs, key=lambda one: one[0])
+    return UndisturbedRun(result, share, len(runs))

@@ -27,21 +27,22 @@ class DataSet:
 
 
 def data_sets(directory: Path) -> list[str]:
-    """Names of the data sets in a directory: NAME.base.npy, NAME.query.npy, NAME.truth.npy; NAME ends in the metric."""
+    """Return the names of the data sets in a directory: NAME.base.npy, NAME.query.npy, NAME.truth.npy; NAME ends with
+    the metric."""
     return sorted(path.name.removesuffix(".base.npy") for path in directory.glob("*.base.npy"))
 
 
 def load(directory: Path, name: str, rows: int | None = None, queries: int | None = None) -> DataSet:
-    """Read a data set. With `rows`, take the first ones only and find their exact neighbours anew."""
+    """Load a data set. With `rows`, use only the first ones and recompute their exact neighbours."""
     metric = name.rsplit("-", 1)[1]
     base = np.load(directory / f"{name}.base.npy", mmap_mode="r")[:rows].astype(np.float32)
-    asked = np.load(directory / f"{name}.query.npy", mmap_mode="r")[:queries].astype(np.float32)
+    vectors = np.load(directory / f"{name}.query.npy", mmap_mode="r")[:queries].astype(np.float32)
     if metric == "cosine":
-        base, asked = _normalised(base), _normalised(asked)
+        base, vectors = _normalised(base), _normalised(vectors)
     truth = np.load(directory / f"{name}.truth.npy", mmap_mode="r")[:queries].astype(np.int64)
     if rows is not None:
-        truth = nearest(base, asked, 10)
-    return DataSet(name, metric, base, asked, truth)
+        truth = nearest(base, vectors, 10)
+    return DataSet(name, metric, base, vectors, truth)
 
 
 def _normalised(vectors: Array) -> Array:
@@ -49,7 +50,7 @@ def _normalised(vectors: Array) -> Array:
 
 
 def nearest(base: Array, queries: Array, k: int) -> Array:
-    """The exact k nearest by squared L2 (for normalised vectors also by cosine), int64 [q, k]."""
+    """Return the exact k nearest by squared L2 (for normalised vectors also by cosine), int64 [q, k]."""
     norms = np.einsum("ij,ij->i", base, base)
     blocks = [
         np.argsort(norms - 2 * (part @ base.T), axis=1, kind="stable")[:, :k] for part in np.array_split(queries, 8)

@@ -1,4 +1,4 @@
-"""What a benchmark says of the machine that it ran on."""
+"""Description of the machine that a benchmark runs on."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """Processor and system, for the record."""
+    """Return processor, cores, system and Python version."""
     model = next(
         (line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")), platform.processor()
     )
@@ -15,7 +15,7 @@ def machine() -> dict[str, str]:
 
 
 def machine_load() -> str:
-    """How busy the machine is, in words."""
+    """Return the load average as text."""
     one, five, _ = os.getloadavg()
     return f"load average {one:.1f} (1 min), {five:.1f} (5 min) on {os.cpu_count()} cores"
 

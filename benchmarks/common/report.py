@@ -1,4 +1,4 @@
-"""How a benchmark says what it found: a table, a file of figures, a plot; one way for all of them."""
+"""Reports of benchmarks: Markdown tables, JSON results, plots."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,35 +8,36 @@ from typing import Any
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table in Markdown; all columns but the first are set to the right."""
+    """Return the lines of a Markdown table; all columns but the first are right-aligned."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
     return ["|" + "|".join(f" {cell} " if str(cell) else " " for cell in line) + "|" for line in lines]
 
 
 def write(found: Any, text: str, out: Path | None) -> None:
-    """Print what was found; with `out` also write it as `out`.md, and what it tells of as `out`.json."""
+    """Print a report; with `out` also write it as `out`.md, and the results as `out`.json."""
     print(text)
     if out is not None:
         keep(found, text, out)
 
 
 def keep(found: Any, text: str, out: Path) -> None:
-    """Write `out`.md and `out`.json."""
+    """Write a report as `out`.md, and the results as `out`.json."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    figures = json.dumps(found, indent=1, default=_builtins)
-    out.with_name(f"{out.name}.json").write_text(figures + "\n", encoding="utf-8")
+    results = json.dumps(found, indent=1, default=_builtins)
+    out.with_name(f"{out.name}.json").write_text(results + "\n", encoding="utf-8")
     out.with_name(f"{out.name}.md").write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 def _builtins(value: Any) -> Any:
-    import msgspec  # here, since not every benchmark's machine has it: those without keep nothing but dicts and lists
+    import msgspec  # imported here: a machine without it can still write dicts and lists
 
     return msgspec.to_builtins(value)
 
 
 @contextmanager
 def plot(path: Path, columns: int, rows: int = 1, *, width: float = 4.5, height: float = 3.6) -> Iterator[list[Any]]:
-    """Axes of `columns` · `rows` panels of so many inches, row by row; they are drawn into `path` in the end."""
+    """Yield the axes of `columns` · `rows` panels, sized in inches, row by row; at the end the figure is saved to
+    `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")

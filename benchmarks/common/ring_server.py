@@ -1,5 +1,5 @@
-"""A session server that hands out requests as objects and takes results one by one: for loops in Python, of
-benchmarks and tests. A pool's own loop is compiled."""
+"""A session server with requests and results as Python objects, for loops in Python of benchmarks and tests. The pool's
+own loop is compiled."""
 
 import time
 from typing import Any, NamedTuple
@@ -18,19 +18,19 @@ from ipc.ring.filters import FILTER_SLOTS
 from ipc.server.client_table import AttachedClient
 from ipc.server.server import SessionServer
 
-HOUSEKEEPING_NS = 1_000_000  # how often a server looks at its session socket and at its clients' lives
-SLEEP_NS = 100_000_000  # no sleep is longer, whatever the doorbells do
-LATE_HOUSEKEEPING_NS = 10_000_000  # how much later housekeeping may come while there are requests
+HOUSEKEEPING_NS = 1_000_000  # interval of checks of the session socket and of clients' processes
+SLEEP_NS = 100_000_000  # maximum sleep, regardless of doorbells
+LATE_HOUSEKEEPING_NS = 10_000_000  # maximum delay of housekeeping while there are requests
 _PUBLISHABLE = {status: code for status, code in STATUS_CODES.items() if status != LOST}
 _INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 _NO_IDS, _NO_DISTANCES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """A search that a client wants. `vector` is float32 [dim], the receiver's own copy. Times are monotonic ns.
+    """A search request of a client. `vector` is float32 [dim], a copy. Times are monotonic ns.
 
-    (`client`, `request_id`) names it. `identity` is that of the collection in the session that it came through: it is
-    to be answered from this content and no other.
+    (`client`, `request_id`) identifies it. `identity` is that of the collection's build in the client's session: the
+    answer must come from this build.
     """
 
     client: int
@@ -43,14 +43,15 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """A client does not want a request's result any more (or is gone). The request still ends with one `publish`."""
+    """Cancellation of a request, by its client or because the client is gone. The request still ends with one
+    `publish`."""
 
     client: int
     request_id: int
 
 
 class UnknownRequest(IpcError, KeyError):
-    """No such request is outstanding: it has ended already, or never was."""
+    """There is no outstanding request with that id: it has ended, or never existed."""
 
     def __str__(self) -> str:  # KeyError would show the repr
         return str(self.args[0])
@@ -58,13 +59,13 @@ class UnknownRequest(IpcError, KeyError):
 
 @entry_point("int64(int64)")
 def next_request(clients: int) -> int:
-    """Look for one request, clients in turn, each client's in its order. What is found: see the module's text."""
+    """Find the next request: round robin over clients, in order within each. Returns a code of `exchange`."""
     return int(exchange.find_request(intrinsics.words(clients, exchange.TABLE_WORDS)))
 
 
 @entry_point("void(int64)")
 def release_request(clients: int) -> None:
-    """The vector of the request found has been copied."""
+    """Release the slot of the request found, whose vector has been copied."""
     exchange.release(intrinsics.words(clients, exchange.TABLE_WORDS))
 
 
@@ -80,7 +81,8 @@ def answer_with(
     receive_ns: int,
     begin_ns: int,
 ) -> int:
-    """End a request with results, [count] both, at most MAX_K. Below 0: the client must be evicted."""
+    """End a request with results, both [count], at most MAX_K. A negative result means that the client must be
+    evicted."""
     words = intrinsics.words(clients, exchange.TABLE_WORDS)
     payload = exchange.result_payload(words, row)
     if payload < 0:
@@ -91,22 +93,22 @@ def answer_with(
 
 
 class _Session(NamedTuple):
-    """What was received from a client and is not yet published."""
+    """Outstanding requests of a client."""
 
     attached: AttachedClient
     receive_ns: dict[int, int]  # by request id
-    cancelled: set[int]  # those of them that the client does not want any more
+    cancelled: set[int]  # those of them that were cancelled
 
 
 class RingServer(SessionServer):
-    """A `SessionServer` with requests and results as objects; the compiled exchange checks and moves them.
+    """A `SessionServer` with requests and results as objects; the compiled exchange validates and moves them.
 
-    A request is accepted only when a slot of its client's result ring is kept for it, so `publish` never waits, and a
-    client that does not read its results is not served on (its own ring fills up, and it meets `RingFull`).
+    A request is accepted only when a slot of its client's result ring is reserved for it, so that `publish` never
+    waits. A client that does not read its results is not served: its own ring fills up, and it receives `RingFull`.
     """
 
     def __init__(self, *args: Any, spin_us: float = 200.0, **options: Any) -> None:
-        """As `SessionServer`. `spin_us`: how long `wait` looks at the rings, at most, before it sleeps."""
+        """As `SessionServer`. `spin_us`: maximum time for which `wait` polls the rings before it sleeps."""
         super().__init__(*args, **options)
         self._spin = SpinBudget(int(spin_us * 1000))
         self._next_housekeeping = 0
@@ -115,23 +117,23 @@ class RingServer(SessionServer):
         self._filters: dict[int, bytes] = {}  # by client row and filter slot
 
     def receive(self, limit: int = 256) -> list[Request]:
-        """Up to `limit` new requests, clients in turn, each client's in its order. Never blocks.
+        """Return up to `limit` new requests, round robin over clients, in order within each. Never blocks.
 
-        Those with vectors in the arena come when the vectors are out of it, be it later than others.
-        Descriptors that cannot be served are answered here (status 'invalid_request' or 'stale_epoch') and do not
-        appear; a client whose descriptors no correct client writes is evicted.
+        Requests with vectors in the arena are returned once the vectors are copied, possibly after later ones. Invalid
+        descriptors are answered here (status 'invalid_request' or 'stale_epoch') and not returned; a client whose
+        descriptors no correct client writes is evicted.
         """
         now = time.monotonic_ns()
         self._cancel_gone_clients()
         requests: list[Request] = []
         table, words, found = self.client_table, self.client_table.words, -1
-        left, accepted = 2 * limit, 0  # some of what is found are no requests
+        left, accepted = 2 * limit, 0  # not every entry is a request
         while found != exchange.NONE and left and accepted < limit:
             left -= 1
             found = next_request(table.address)
             if found == exchange.CANCEL:
                 row, request_id = words[exchange.ROW], words[exchange.REQUEST_ID]
-                requests += [self._request(vector, now) for vector in self.copied_vectors()]  # it may be one of them
+                requests += [self._request(vector, now) for vector in self.copied_vectors()]  # it may be one of these
                 self._cancel(row, request_id)
             elif found == exchange.EVICT:
                 self.evict(words[exchange.ROW])
@@ -150,7 +152,7 @@ class RingServer(SessionServer):
                 self.cache_filter(number)
         requests += [self._request(vector, now) for vector in self.copied_vectors()]
         table.ring_bells()
-        # Those who wait for an answer come first, but not for ever.
+        # Requests have priority over housekeeping, up to a delay.
         if now >= self._next_housekeeping + (LATE_HOUSEKEEPING_NS if requests else 0):
             self.housekeep(now)
         return requests
@@ -188,7 +190,7 @@ class RingServer(SessionServer):
             self._cancelled.append(Cancel(session.attached.handle, request_id))
 
     def _cancel_gone_clients(self) -> None:
-        """Cancel the requests of clients that are gone."""
+        """Cancel the outstanding requests of clients that are gone."""
         for handle in [handle for handle in self._sessions if handle not in self._clients]:
             session = self._sessions.pop(handle)
             gone = (request_id for request_id in session.receive_ns if request_id not in session.cancelled)
@@ -199,7 +201,7 @@ class RingServer(SessionServer):
 
     @property
     def _ended(self) -> bool:
-        """Whether there is something to do that is in no ring."""
+        """Whether there is work that is not in a ring."""
         self._cancel_gone_clients()
         return bool(self._cancelled) or self.copying
 
@@ -208,9 +210,9 @@ class RingServer(SessionServer):
         self._next_housekeeping = now + HOUSEKEEPING_NS
 
     def wait(self, timeout_ms: float) -> bool:
-        """Sleep until there is something in a ring, or a client has gone, or the time is over (False).
+        """Sleep until a ring has an entry, a client has gone, or the timeout expires (False).
 
-        Spins `spin_us` first. Attaching, closing and dying clients are taken care of meanwhile.
+        Spins for `spin_us` first. Attaching, closing and dying clients are handled meanwhile.
         """
         begin = time.monotonic_ns()
         if begin >= self._next_housekeeping:
@@ -232,7 +234,7 @@ class RingServer(SessionServer):
                 return self._ended
 
     def arm(self) -> bool:
-        """Ask to be rung. False: something waits already, do not sleep."""
+        """Request to be woken by doorbells. Returns False if an entry is waiting already: do not sleep."""
         self.housekeep(time.monotonic_ns())
         if self._ended or not self.client_table.watch.arm():
             self.client_table.watch.disarm()
@@ -240,17 +242,18 @@ class RingServer(SessionServer):
         return True
 
     def disarm(self) -> None:
-        """Awake again."""
+        """Stop requesting doorbells after waking up."""
         self.client_table.watch.disarm()
-        if self._listener.poll_events():  # sessions and deaths are left to housekeeping, which comes at once then
+        if self._listener.poll_events():  # housekeeping handles sessions and deaths, at once
             self._next_housekeeping = 0
 
-    # ---- ends
+    # ---- ending requests
 
     def cancellations(self) -> list[Cancel]:
-        """Outstanding requests whose client cancelled them, or is gone, since the last call.
+        """Return the outstanding requests that were cancelled, or whose client is gone, since the last call.
 
-        Each still wants its one `publish` (which a gone client's requests swallow). `receive` gives the request first.
+        Each still needs its one `publish` (which is dropped if the client is gone). `receive` returns the request
+        first.
         """
         self._cancel_gone_clients()
         cancelled, self._cancelled = self._cancelled, []
@@ -271,14 +274,15 @@ class RingServer(SessionServer):
         extends: int = 0,
         begin_ns: int = 0,
     ) -> bool:
-        """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] copied into its client's ring.
+        """End a request: `status` of `STATUSES`, `ids` and `distances` [at most max_k] are copied into its client's
+        ring.
 
-        False: the client is gone, the result was dropped and counted. Raises `UnknownRequest` if the request is not
-        outstanding (every request ends once), `InvalidArgument` for results that do not fit.
+        Returns False if the client is gone; the result is dropped and counted. Raises `UnknownRequest` if the request
+        is not outstanding (every request ends once), `InvalidArgument` for results that do not fit.
         """
         if client not in self._clients:
             if not 0 < client < self._next_handle:
-                raise UnknownRequest(f"there never was a client {client}")
+                raise UnknownRequest(f"unknown client {client}")
             self._counts["dropped"] += 1
             return False
         session = self._sessions.get(client)
@@ -288,20 +292,20 @@ class RingServer(SessionServer):
         code = _PUBLISHABLE.get(status)
         if code is None:
             raise InvalidArgument(f"status must be one of {tuple(_PUBLISHABLE)}, got {status!r}")
-        some_ids = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
-        some_distances = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
+        id_array = _NO_IDS if ids is None else np.ascontiguousarray(ids, _INT64)
+        distance_array = _NO_DISTANCES if distances is None else np.ascontiguousarray(distances, _FLOAT32)
         most = session.attached.terms.max_k
-        if some_ids.ndim + some_distances.ndim != 2 or not len(some_ids) == len(some_distances) <= most:
+        if id_array.ndim + distance_array.ndim != 2 or not len(id_array) == len(distance_array) <= most:
             raise InvalidArgument(
-                f"ids {some_ids.shape} and distances {some_distances.shape} must be of one length up to {most}"
+                f"ids {id_array.shape} and distances {distance_array.shape} must have the same length, at most {most}"
             )
         row, table = session.attached.row, self.client_table
         sent = answer_with(
-            table.address, row, request_id, code, some_ids, some_distances, extends, receive_ns, begin_ns
+            table.address, row, request_id, code, id_array, distance_array, extends, receive_ns, begin_ns
         )
         del session.receive_ns[request_id]
         session.cancelled.discard(request_id)
-        if sent < 0:  # not for want of a slot, which every accepted request has: the client wrote what is not its own
+        if sent < 0:  # not a full ring, since a slot is reserved: the client has corrupted its ring
             self.evict(row)
             return False
         table.ring_bells()

@@ -1,4 +1,4 @@
-"""A vector pool by itself on the virtual clock: queries that come at given times, whoever asks them."""
+"""A vector pool on the virtual clock, with queries that arrive at given times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from runtime.simulator.times.service import ServiceTimes
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query comes `at_ns`, and takes so many extends. top_m: as it asks; 0: as `[pool]` has it. limit_ns: from
-    `at_ns` to its deadline, if it has one."""
+    """A query that arrives at `at_ns` and takes so many extends. top_m: 0 for the default of `[pool]`. limit_ns: its
+    deadline, relative to `at_ns`, if it has one."""
 
     at_ns: int
     stage: Stage
@@ -29,9 +29,9 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class QueryOutcome:
-    """How long a query waited for its slot, and how long it took until its answer was written; both from `at_ns`.
+    """Wait of a query for its slot, and latency until its result is written, both from `at_ns`.
 
-    `status` is "ok", or the code of the error that it was refused with: the two times mean nothing then.
+    `status` is "ok", or the code of the error that it was refused with, and then the times are undefined.
     """
 
     stage: Stage
@@ -41,7 +41,8 @@ class QueryOutcome:
 
 
 def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) -> list[QueryOutcome]:
-    """What becomes of `queries` (by time), by production's policy; in the order given."""
+    """Run `queries` (sorted by time) through the simulated pool with production's policy; returns their outcomes in
+    order."""
     events, limits = Events(), config.pool
     rules = PoolRules(policy_of(config, slots_of(limits, times)))
     pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), asks=len(queries) + 1)
@@ -50,13 +51,13 @@ def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) 
     for number, query in enumerate(queries):
         deadline_ns = NEVER_NS if query.limit_ns is None else query.at_ns + query.limit_ns
         reply = partial(statuses.__setitem__, number)
-        asked = pools.ask_at(
+        assigned = pools.ask_at(
             query.at_ns, group, query.stage, deadline_ns, reply, extends=query.extends, top_m=query.top_m
         )
-        assert asked == number, "no two queries share a number, so what is known of each stays known"
+        assert assigned == number, "queries are numbered consecutively"
     events.run()
-    fates = []
+    outcomes = []
     for number, query in enumerate(queries):
         begun_ns, ended_ns = pools.times_of(number)
-        fates.append(QueryOutcome(query.stage, begun_ns - query.at_ns, ended_ns - query.at_ns, statuses[number]))
-    return fates
+        outcomes.append(QueryOutcome(query.stage, begun_ns - query.at_ns, ended_ns - query.at_ns, statuses[number]))
+    return outcomes

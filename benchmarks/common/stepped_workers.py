@@ -1,6 +1,7 @@
-"""A prefill and decode workers in the caller's own process, over real hand-over.
+"""Prefill and decode workers in the caller's process, with the real hand-over between them.
 
-Workers step in turns and never sleep, so what happens when is up to the caller, who is their frontend too.
+The workers are stepped alternately and never sleep: the caller, who acts as their frontend, determines the order of
+events.
 """
 
 from collections.abc import Sequence
@@ -31,14 +32,12 @@ from runtime.serving.prefill.process import PrefillWorker
 from runtime.testing.worker import make_worker
 
 EPOCH = 7
-_WAIT_MS = 20_000  # for a message that has been sent
+_WAIT_MS = 20_000  # timeout for messages that have been sent
 
 
 class SteppedWorkers:
-    """`decodes` decode workers and one prefill worker of a model, configured by TOML tables.
-
-    `transport`: theirs, in place of that of their devices.
-    """
+    """`decodes` decode workers and one prefill worker of a model, configured by TOML sections. `transport` overrides
+    the default of their devices."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class SteppedWorkers:
         self._transport = transport
         sizes = {"context_tokens": context, "kv_block_tokens": block}
         raw = {"model": {"name": str(model), "weights": weights, **sizes}, **sections}
-        raw.setdefault("kv", {"host_mib": 0})  # what other tests have computed is not found here
+        raw.setdefault("kv", {"host_mib": 0})  # isolates tests from each other
         raw["decode"] = {"workers": decodes, **sections.get("decode", {})}
         self.plan = lay_out(parse_config(raw))
         self._frontend = bind(zmq.ROUTER, self.plan.endpoint("frontend"), max_message_bytes=1 << 24)
@@ -73,7 +72,7 @@ class SteppedWorkers:
         return worker
 
     def metric(self, name: str, metric: Counter | Gauge) -> float:
-        """What a worker has counted, or shows, as of its last step."""
+        """Return a metric of a worker as of its last step."""
         return self.tables[name].value(metric)
 
     def start_decode(self, name: str) -> None:
@@ -89,12 +88,12 @@ class SteppedWorkers:
         deadline_ns: int = 1 << 62,
         **more: Any,
     ) -> Prefill:
-        """Send a request for exactly so many tokens to prefill. `more`: `sampling` as a dict, `retrieval`, and
-        what else is of the message."""
+        """Send a request for exactly so many tokens to prefill. `more`: `sampling` as a dict, `retrieval`, and other
+        fields of the message."""
         sampling = Sampling(max_tokens, ignore_eos=True, **more.pop("sampling", {}))
         salt = more.pop("salt", b"")
-        asked = Generation(sampling, 1, deadline_ns, (), tuple(prompt), more.pop("retrieval", None), salt)
-        message = Prefill(request_id, EPOCH, asked, decode, self.plan.endpoint(decode), **more)
+        generation = Generation(sampling, 1, deadline_ns, (), tuple(prompt), more.pop("retrieval", None), salt)
+        message = Prefill(request_id, EPOCH, generation, decode, self.plan.endpoint(decode), **more)
         self.send("prefill-0", message)
         return message
 
@@ -102,28 +101,28 @@ class SteppedWorkers:
         self._frontend.send_multipart([self._identities[name], encode(message)])
 
     def round(self) -> None:
-        """One step of every worker."""
+        """Step every worker once."""
         self.prefill.step()
         for worker in list(self.decodes.values()):
             worker.step()
-        self.hear()
+        self.receive()
 
-    def hear(self) -> None:
-        """Take in what workers have said."""
+    def receive(self) -> None:
+        """Receive the workers' messages."""
         while self._frontend.poll(0):
             identity, content = self._frontend.recv_multipart()
             message = decode_to_frontend(content)
             if isinstance(message, Hello) and message.worker not in self._identities:
                 self._identities[message.worker] = identity
                 self.send(message.worker, Welcome(EPOCH))
-            self.heard(message)
+            self.handle(message)
 
-    def heard(self, message: ToFrontend) -> None:
-        """A worker has said this; nobody waits for answers here."""
+    def handle(self, message: ToFrontend) -> None:
+        """Handle a worker's message; does nothing by default."""
 
     def offer(self, *request_ids: str, decode: str = "decode-0") -> None:
-        """Prefill alone goes on until it has offered the KV of all these requests and `decode` can read of it, however
-        long messages take. Where decode is asked to keep room first it keeps it for all of them, before any offer."""
+        """Step prefill until it has offered the KV of all these requests and `decode` can read the offers. With order
+        "decode_first", decode reserves room for all of them first."""
         wanted = set(request_ids)
         if self.plan.config.handover.order == "decode_first":
             while not wanted <= {job.id for job in self.prefill._announced.values()}:
@@ -135,13 +134,13 @@ class SteppedWorkers:
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
     def offer_ahead(self, request_id: str, decode: str = "decode-0") -> None:
-        """Prefill alone goes on until it has computed a part of this request's prompt and `decode` can read of it."""
+        """Step prefill until it has computed a part of this request's prompt and `decode` can read of it."""
         while not any(job.id == request_id and job.early_offer is not None for job in self.prefill._running):
             self.prefill.step()
         assert self.decodes[decode]._sink.socket.poll(_WAIT_MS), "an offer that was sent arrives"
 
     def held(self) -> dict[str, tuple[int, int]]:
-        """By worker: KV blocks that are held, and leases of prefill that are taken."""
+        """Return, by worker, the KV blocks in use, and prefill's leases in use."""
         leases = self.plan.config.prefill.slots - self.prefill._source.free_leases
         taken = {"prefill-0": (self.prefill._blocks.held, leases)}
         for name, worker in self.decodes.items():

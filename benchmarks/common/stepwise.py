@@ -1,4 +1,5 @@
-"""An engine's slots, filled as they come free, by the functions that the pool's compiled loop calls, without it."""
+"""Stepwise search without the pool: fills an engine's slots as they become free, with the functions that the pool's
+loop calls."""
 
 from typing import Any
 
@@ -12,7 +13,7 @@ from ipc.memory.intrinsics import call
 
 
 class Stepwise:
-    """One thread's engine over an index, with so many slots, for searches up to `max_top_m` and `max_width`."""
+    """A single-threaded engine over an index with so many slots, for searches up to `max_top_m` and `max_width`."""
 
     def __init__(self, index: GraphIndex, slots: int, max_top_m: int = 1024, max_width: int = 1) -> None:
         self._engine = CpuEngine({"data": index}, slots=slots, max_top_m=max_top_m, max_search_width=max_width)
@@ -23,7 +24,7 @@ class Stepwise:
     def search(
         self, queries: npt.NDArray[np.float32], k: int, top_m: int, width: int = 1
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Ids int64 [q, k] and distances float32 [q, k] of contiguous float32 queries [q, d]."""
+        """Return ids int64 [q, k] and distances float32 [q, k] of contiguous float32 queries [q, d]."""
         ids, distances = np.empty((len(queries), k), np.int64), np.empty((len(queries), k), np.float32)
         _run(self._backend, queries, self._slots, top_m, width, self._owners, self._report, ids, distances)
         return ids, distances
@@ -33,15 +34,15 @@ class Stepwise:
 def _run(
     engine: Any, vectors: Any, slots: int, top_m: int, width: int, owners: Any, report: Any, ids: Any, distances: Any
 ) -> None:
-    """owners: int64 [slots], which query each slot has. report: int64 [2 + 2 · slots], the engine's."""
+    """owners: int64 [slots], the query in each slot. report: int64 [2 + 2 · slots], written by the engine."""
     admit, extend, read_result, change, handle = engine[0], engine[1], engine[2], engine[3], engine[4]
     k = ids.shape[1]
-    asked = running = 0
-    while asked < len(vectors) or running:
-        while running < slots and asked < len(vectors):
-            slot = call(admit, (handle, vectors.ctypes.data + asked * vectors.strides[0], 0, k, top_m, width, 0))
-            owners[slot] = asked
-            asked += 1
+    admitted = running = 0
+    while admitted < len(vectors) or running:
+        while running < slots and admitted < len(vectors):
+            slot = call(admit, (handle, vectors.ctypes.data + admitted * vectors.strides[0], 0, k, top_m, width, 0))
+            owners[slot] = admitted
+            admitted += 1
             running += 1
         done = call(extend, (handle, report.ctypes.data))
         for i in range(done):

@@ -1,8 +1,8 @@
-"""The real prefill and decode workers on a virtual clock: what a pass through the model takes is told, not measured.
+"""The real prefill and decode workers on a virtual clock: the time of a forward pass is computed, not measured.
 
-Their loops run as they are. A step begins when the last one ended, or when something has come for a loop that sleeps;
-a pass moves the worker's clock on, and what is sent before and after it is seen by the other side from then on. Steps
-are taken in the order in which they begin, so nobody sees what is sent later.
+Their loops run unchanged. A step begins when the previous one has ended, or when a message arrives for a sleeping loop.
+A forward pass advances the worker's clock, and messages sent before and after it become visible to the other side at
+those times. Steps run in the order of their start, so that no worker sees messages of the future.
 """
 
 import time
@@ -39,7 +39,7 @@ _NEVER_NS = 1 << 62
 
 
 class Clock:
-    """That of the worker whose turn it is."""
+    """Clock of the worker that is being stepped."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Mail:
-    """What was sent, by when it is there."""
+    """A queue of messages with delivery times."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._numbers = clock, count()
@@ -70,7 +70,7 @@ class Mail:
 
 
 class Frontend:
-    """Places requests as prefill takes them up. `done` has the stamps of every request that ended."""
+    """Places requests when prefill receives them. `done` has the stages of every finished request."""
 
     def __init__(self, clock: Clock, slots: dict[Role, int]) -> None:
         self.router = Router(max_in_flight=1 << 30, clock=clock.monotonic_ns)
@@ -83,9 +83,9 @@ class Frontend:
         self._placed[message.request_id] = placement = self.router.place(())
         return replace(message, decode_load=placement.decode_load)
 
-    def told(self, message: Tokens) -> None:
+    def handle(self, message: Tokens) -> None:
         placement = self._placed[message.request_id]
-        if message.prompt_token_ids:  # its first piece
+        if message.prompt_token_ids:  # first chunk of the answer
             self.router.prefilled(placement)
         if message.finish_reason is not None:
             self.router.finished(placement, prefilled=True)
@@ -93,7 +93,7 @@ class Frontend:
 
 
 class Link:
-    """A worker's to the frontend."""
+    """A worker's connection to the frontend."""
 
     socket = None
     frontend_epoch = _EPOCH
@@ -108,20 +108,20 @@ class Link:
 
     def send(self, message: Any) -> None:
         if isinstance(message, Tokens):
-            self._frontend.told(message)
+            self._frontend.handle(message)
 
     def report(self, *load: Any) -> None:
         self._frontend.router.report(Report(self._worker, 1, _EPOCH, *load))
 
 
 class Handover:
-    """Both ends of KV's way: an offer, and its acknowledgement. Copies take no time."""
+    """Both ends of the KV hand-over: offers and acknowledgements. Copies take no time."""
 
     socket = None
     name = ""
 
     def __init__(self, clock: Clock, kv_bytes: int, leases: int) -> None:
-        self.memory = memoryview(mmap(-1, kv_bytes))  # what nobody writes takes nothing
+        self.memory = memoryview(mmap(-1, kv_bytes))  # pages that are never written use no memory
         self.offers, self.outcomes = Mail(clock), Mail(clock)
         self.receive, self.poll = self.offers.take, self.outcomes.take
         self.free_leases, self._ids = leases, count(1)
@@ -169,7 +169,7 @@ class Handover:
 
 
 class Retriever:
-    """Embeds texts one after the other; `poll` sends on what is embedded and brings what the pool has answered."""
+    """Embeds texts one after another; `poll` forwards embedded queries and returns the pool's results."""
 
     def __init__(self, clock: Clock, embed_ns: int, search_ns: int, passages: bool) -> None:
         self._clock, self._embed_ns, self._search_ns, self._passages = clock, embed_ns, search_ns, passages
@@ -195,7 +195,7 @@ class Retriever:
 
 
 class Loop:
-    """A worker, and when its next step begins."""
+    """A worker, and the time of its next step."""
 
     def __init__(
         self, worker: Any, clock: Clock, cost_s: Callable[[Sequence[Any]], float], mail: Sequence[Mail]
@@ -226,7 +226,7 @@ class Loop:
 
 
 class Run(NamedTuple):
-    """The stamps of every request, in the order of their ends; by worker the tokens of prompts that it had already, or
+    """Stages of every request, in the order of their ends; and by worker the prompt tokens that were in its cache or
     loaded from KV tiers."""
 
     done: list[dict[str, int]]
@@ -243,10 +243,10 @@ def run_workers(
     passages: bool,
     **sections: Any,
 ) -> Run:
-    """`search_s`: what the pool takes; `passages`: whether probes bring some."""
+    """`search_s`: latency of the pool; `passages`: whether probes find any."""
     clock = Clock()
-    alone = {"kv": {"host_mib": 0}}  # what other runs have computed is not found
-    plan = lay_out(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **alone, **sections}))
+    no_tiers = {"kv": {"host_mib": 0}}  # isolates runs from each other
+    plan = lay_out(parse_config({"model": {"name": str(model), "context_tokens": 2048}, **no_tiers, **sections}))
     assert plan.config.own_model is not None
     handover = Handover(clock, 1 << 26, plan.config.prefill.slots)
     transport: Any = SimpleNamespace(
@@ -266,7 +266,12 @@ def run_workers(
     loops = [
         Loop(worker, clock, partial(cost, times), (mail, link.mail, retriever.embedding, retriever.searching))
         for worker, cost, mail, link, retriever in zip(
-            (prefill, decode), (_pass_s, _step_s), (handover.outcomes, handover.offers), links, retrievers, strict=True
+            (prefill, decode),
+            (_prefill_cost_s, _decode_cost_s),
+            (handover.outcomes, handover.offers),
+            links,
+            retrievers,
+            strict=True,
         )
     ]
     decode.probes.retriever, decode.probes.clock = retrievers[1], clock.monotonic_ns
@@ -274,28 +279,28 @@ def run_workers(
     decode._step_ns = round(times.decode_step_s * 1e9)
     for number, arrival in enumerate(arrivals):
         at_ns = round(arrival.at_s * 1e9)
-        asked = Generation(
+        generation = Generation(
             Sampling(arrival.output_tokens, ignore_eos=True),
             received_ns=at_ns,
             deadline_ns=1 << 62,
             prompt=_prompt(number, arrival),
             retrieval=Retrieval("docs", 1, every),
         )
-        message = Prefill(f"r{number}", _EPOCH, asked, "decode-0", "")
+        message = Prefill(f"r{number}", _EPOCH, generation, "decode-0", "")
         links[0].mail.put(message, at_ns)
     with _on(clock):
         while len(frontend.done) < len(arrivals):
             min(loops, key=lambda loop: loop.next_ns).run()
-    return Run(frontend.done, {worker._worker.name: _had(worker) for worker in (prefill, decode)})
+    return Run(frontend.done, {worker._worker.name: _cached_tokens(worker) for worker in (prefill, decode)})
 
 
-def _had(worker: Any) -> int:
+def _cached_tokens(worker: Any) -> int:
     loaded = sum(tier.counts["loaded"] for tier in worker._tiers._tiers)
     return int(worker._blocks.statistics().hit_tokens + loaded * worker._blocks.block_tokens)
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """The tokens of its prefix blocks are those of every such block; what is behind them is its own."""
+    """Return the prompt's tokens: those of its prefix blocks are shared by equal blocks, the others are unique."""
     known = [(block, i) for block in arrival.prefix for i in range(arrival.block_tokens)][: arrival.prompt_tokens]
     own = (number * 7 + i * i for i in range(len(known), arrival.prompt_tokens))
     return tuple(token % 250 + 3 for token in (*map(hash, known), *own))
@@ -303,7 +308,7 @@ def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:
 
 @contextmanager
 def _on(clock: Clock) -> Iterator[None]:
-    """The modules whose stamps count look at this clock."""
+    """Patch the clock into the modules that take the stages' timestamps."""
     modules: tuple[Any, ...] = (prefill_process, decode_process, handover_queue)
     for module in modules:
         module.time = clock
@@ -314,17 +319,17 @@ def _on(clock: Clock) -> Iterator[None]:
             module.time = time
 
 
-def _pass_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
+def _prefill_cost_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
     return times.prefill_pass_s + sum(times.prefill_s(chunk.start, len(chunk.tokens)) for chunk in chunks)
 
 
-def _step_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
+def _decode_cost_s(times: ServiceTimes, chunks: Sequence[Any]) -> float:
     more = sum(times.prefill_s(chunk.start, len(chunk.tokens) - 1) for chunk in chunks if len(chunk.tokens) > 1)
     return times.decode_s(len(chunks), sum(chunk.start for chunk in chunks)) + more
 
 
 def spans(done: Sequence[dict[str, int]], tokens: dict[int, int]) -> dict[str, list[float]]:
-    """TTFT and TPOT in ms; `tokens`: of each request's answer, by when it was received."""
+    """Return TTFT and TPOT in ms; `tokens`: number of output tokens by time of receipt."""
     ttft = [(one[stages.FIRST_TOKEN] - one[stages.RECEIVED]) / 1e6 for one in done]
     tpot = [(one[stages.END] - one[stages.FIRST_TOKEN]) / 1e6 / (tokens[one[stages.RECEIVED]] - 1) for one in done]
     return {"ttft": ttft, "tpot": tpot}

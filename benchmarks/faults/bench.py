@@ -1,18 +1,19 @@
-"""What a death costs: every process of a node is killed in turn under load; how soon is it back, and what was lost?
+"""Fault recovery under load: kills every process of a node in turn, and measures recovery times and failed requests.
 
-`python -m benchmarks.faults --config node.toml` measures, for kill -9 of each worker: until the supervisor has noticed
-and started a new process, until that one is ready, and until a request of the role's kind is answered again. Requests
-that ended with anything but an answer are counted by their error. Bars: a pool is ready again within 2 s (its index is
-memory-mapped), a worker whose place a standby worker takes (`spares` in the TOML file) within 1 s, other workers within
-2 s beyond the time that loading takes (the same worker's first start, measured in the same run by a rolling restart,
-which no standby worker shortens). Then the supervisor is killed, and what it leaves behind is counted. Writes
-faults.json and faults.md; of a node with standby workers faults-spares.json and faults-spares.md.
+`python -m benchmarks.faults --config node.toml` measures, for kill -9 of each worker, the time until the supervisor has
+started a new process, until that one is ready, and until a request of the role's kind succeeds again. Failed requests
+are counted by error code. Bars: a pool worker is ready again within 2 s (its index is memory-mapped), a worker that a
+standby worker replaces (`spares` in the TOML file) within 1 s, other workers within 2 s beyond their load time
+(measured in the same run by a rolling restart, which uses no standby worker). Then the supervisor is killed, and
+leftovers are counted. Writes faults.json and faults.md; for a node with standby workers faults-spares.json and
+faults-spares.md.
 
-`--rounds N` does another thing instead: it starts the node, has it answer, stops it, N times, and counts what each
-round left. Without `[model]` in the TOML file a round is cheapest. Writes faults-rounds.json and faults-rounds.md.
+`--rounds N` instead starts the node, sends a search and stops it, N times, and counts leftovers. Without `[model]` in
+the TOML file a round is cheapest. Writes faults-rounds.json and faults-rounds.md.
 
-`--kills N` (no TOML file: the node is the benchmark's own) kills N workers of all roles under a load whose answers are
-known, and counts what is lost or wrong: see `benchmarks/faults/kills.py`. Writes faults-kills.json and faults-kills.md.
+`--kills N` (without a TOML file: the benchmark has its own node) kills N workers of all roles under a load with known
+answers, and counts lost and wrong answers: see `benchmarks/faults/kills.py`. Writes faults-kills.json and
+faults-kills.md.
 """
 
 import argparse
@@ -45,7 +46,7 @@ STANDBY_BAR_S = 1.0
 
 
 def bodies(config: NodeConfig) -> dict[str, Any]:
-    """A request to every path that the node serves."""
+    """Return a request for every path that the node serves."""
     collection = config.collections[0].name
     found: dict[str, Any] = {"/v1/retrieval": {"query": "the with statement", "collection": collection, "k": 3}}
     if config.model is not None:
@@ -58,7 +59,7 @@ def bodies(config: NodeConfig) -> dict[str, Any]:
 
 @contextmanager
 def load(node: Node, config: NodeConfig) -> Iterator[Counter[str]]:
-    """One request of each kind after the other; how they ended."""
+    """Send requests of each kind sequentially in the background; yields the counts by outcome."""
     ends, url = Counter[str](), node.info.url
 
     def ask(path: str, body: dict[str, Any]) -> None:
@@ -75,12 +76,13 @@ def load(node: Node, config: NodeConfig) -> Iterator[Counter[str]]:
 
 
 def spares_ready(node: Node) -> None:
-    """Wait until every standby worker has loaded."""
+    """Wait until every standby worker is loaded."""
     node.wait(lambda: all(spare.phase == "standby" for spare in node.status().spares))
 
 
 def killed(node: Node, worker: str) -> dict[str, Any]:
-    """Seconds from a kill -9 until a new process runs, is ready, and the whole node is; if it was a standby worker."""
+    """Kill a worker with SIGKILL. Returns the seconds until its new process has started, is ready, and the node is
+    ready; and whether a standby worker replaced it."""
     spares_ready(node)
     spares = {spare.pid for spare in node.status().spares}
     before = next(found for found in node.status().workers if found.name == worker)
@@ -100,7 +102,7 @@ def killed(node: Node, worker: str) -> dict[str, Any]:
 
 
 def killed_under_load(node: Node, config: NodeConfig, worker: str) -> dict[str, Any]:
-    """`killed`'s times while requests come, and how these ended."""
+    """Return the times of `killed` under load, and the outcomes of the requests."""
     with load(node, config) as ends:
         node.wait(lambda: ends["ok"] >= 4)
         times = killed(node, worker)
@@ -110,7 +112,7 @@ def killed_under_load(node: Node, config: NodeConfig, worker: str) -> dict[str, 
 
 
 def rolled(node: Node, worker: str) -> float:
-    """Seconds that an orderly restart of an idle worker takes: its drain, which is nothing, and its load."""
+    """Return the seconds of an orderly restart of an idle worker, which are its load time."""
     spares_ready(node)
     begin = time.monotonic()
     restart_node(node.info, worker, 600.0)
@@ -129,7 +131,7 @@ def deaths(path: Path) -> dict[str, Any]:
 
 
 def supervisor_killed(config: Path) -> dict[str, Any]:
-    """Kill the supervisor: seconds until nothing of the node is left, and what is left then."""
+    """Kill the supervisor. Returns the seconds until no process of the node is left, and leftovers."""
     with running(config, "--quiet") as node:
         pids = node.pids().values()
         token = token_of(node.info)
@@ -142,7 +144,7 @@ def supervisor_killed(config: Path) -> dict[str, Any]:
 
 
 def rounds(config: Path, count: int) -> dict[str, Any]:
-    """Start the node, ask it once and stop it, so often: how it answered, how it ended, and what was left behind."""
+    """Start the node, query it once and stop it, repeatedly. Returns responses, exit codes and leftovers."""
     left: list[str] = []
     codes, answers = Counter[str](), Counter[str]()
     times = []
@@ -151,7 +153,7 @@ def rounds(config: Path, count: int) -> dict[str, Any]:
     for number in range(1, count + 1):
         begin = time.monotonic()
         try:
-            node = Node(config, "--quiet", look_s=0.1)  # who looks more often slows the start down
+            node = Node(config, "--quiet", look_s=0.1)  # frequent polling slows the start down
         except RuntimeError as error:
             codes["did not start"] += 1
             print(error, flush=True)
@@ -167,7 +169,7 @@ def rounds(config: Path, count: int) -> dict[str, Any]:
         left += leftovers(token, pids, run_dir)
         times.append(time.monotonic() - begin)
         if number % 10 == 0:
-            print(f"{number} of {count}: {dict(codes)}, {dict(answers)}, {len(left)} left behind", flush=True)
+            print(f"{number} of {count}: {dict(codes)}, {dict(answers)}, {len(left)} leftovers", flush=True)
     return {
         "rounds": count, "answers": dict(answers), "exit_codes": dict(codes), "left": left,
         "median_s": statistics.median(times or [0.0]), "slowest_s": max(times, default=0.0),
@@ -176,13 +178,13 @@ def rounds(config: Path, count: int) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the report as Markdown."""
     lines = [
         "# Faults under load", "", f"`{found['command']}`",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.", "",
         "kill -9 of each worker in turn, under load; seconds after it:", "",
     ]  # fmt: skip
-    head = ("killed", "by a standby worker", "new process", "ready", "whole node", "orderly restart", "over it", "bar")
+    head = ("killed", "standby worker", "new process", "ready", "whole node", "orderly restart", "over it", "bar")
     rows = []
     for worker, one in found["workers"].items():
         over, standby = one["ready_s"] - one["orderly_s"], one["standby"]
@@ -195,31 +197,31 @@ def report(found: dict[str, Any]) -> str:
         rows.append([worker, "yes" if standby else "no", *times, f"{over:+.2f}", "met" if met else "missed", ends])
     lines += [
         *table((*head, "how requests ended"), rows),
-        "", "Bars: 1 s until ready where a standby worker took the place (`spares`), 2 s for a pool, for the others "
-        "2 s beyond an orderly restart, which is their load.", "",
-        f"kill -9 of the supervisor: all gone after {found['supervisor']['gone_s']:.2f} s, "
-        f"left behind: {', '.join(found['supervisor']['left']) or 'nothing'}.", "",
+        "", "Bars: ready within 1 s if replaced by a standby worker (`spares`), within 2 s for a pool worker, for "
+        "others within 2 s beyond an orderly restart, which is their load time.", "",
+        f"kill -9 of the supervisor: all processes gone after {found['supervisor']['gone_s']:.2f} s, "
+        f"leftovers: {', '.join(found['supervisor']['left']) or 'nothing'}.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
 
 def report_rounds(found: dict[str, Any]) -> str:
-    """The rounds as Markdown."""
+    """Return the report of the rounds as Markdown."""
     one = found["rounds"]
     lines = [
         "# Starts and stops", "", f"`{found['command']}`",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
-        f"A node {'with' if one['model'] else 'without'} a model, started, asked one search and stopped "
+        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.", "",
+        f"A node {'with' if one['model'] else 'without'} a model, started, queried once and stopped "
         f"{one['rounds']} times; a round took {one['median_s']:.1f} s (median), {one['slowest_s']:.1f} s at most.", "",
         *table(
-            ("answers", "exit codes", "left behind: processes, sockets, run directories"),
-            [(_counted(one["answers"]), _counted(one["exit_codes"]), ", ".join(one["left"]) or "nothing")],
+            ("answers", "exit codes", "leftovers: processes, sockets, run directories"),
+            [(_format_counts(one["answers"]), _format_counts(one["exit_codes"]), ", ".join(one["left"]) or "nothing")],
         ),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _counted(ends: dict[str, int]) -> str:
+def _format_counts(ends: dict[str, int]) -> str:
     return ", ".join(f"{name}: {count}" for name, count in sorted(ends.items()))
 
 
@@ -227,8 +229,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="the node; not with --kills")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--rounds", type=int, default=0, help="start and stop the node so often, and nothing else")
-    parser.add_argument("--kills", type=int, default=0, help="kill so many workers of a node with known answers")
+    parser.add_argument("--rounds", type=int, default=0, help="start and stop the node so many times instead")
+    parser.add_argument("--kills", type=int, default=0, help="kill so many workers under a load with known answers")
     parser.add_argument("--seed", type=int, default=1, help="of --kills")
     options = parser.parse_args()
     if (options.config is None) == (options.kills == 0):
@@ -239,7 +241,7 @@ def main() -> int:
         found["command"] = f"{command} --kills {options.kills} --seed {options.seed}"
         with tempfile.TemporaryDirectory(prefix="trinity-kills-") as home:
             found["kills"] = kills.kills(Path(home), options.kills, options.seed)
-        name, text, left = "faults-kills", kills.report, kills.bad(found["kills"])
+        name, text, left = "faults-kills", kills.report, kills.failures(found["kills"])
     elif options.rounds:
         found["command"] += f" --rounds {options.rounds}"
         found["rounds"] = rounds(options.config, options.rounds)

@@ -1,18 +1,18 @@
-"""`python -m benchmarks.faults --kills N`: kill -9 of N workers of all roles under load, every answer known beforehand.
+"""`python -m benchmarks.faults --kills N`: SIGKILL of N workers of all roles under load with known answers.
 
-A node of its own (tiny model, 400 passages, replicas of every role but the frontend) first answers every question
-undisturbed: those answers, greedy, are the known ones. Then chats and completions with retrieval and probes, streamed
-and whole, and searches are asked without a pause, while worker after worker is killed, sometimes two or three at once.
-Every answer is compared token by token and passage by passage. An answer is
+The benchmark's own node (tiny model, 400 passages, replicas of every role but the frontend) first answers every
+question undisturbed; these greedy answers are the reference. Then clients send chats and completions with retrieval and
+probes, streamed and not, and searches without pause, while workers are killed, sometimes two or three at once. Every
+answer is compared token by token and passage by passage:
 
 - *right*;
-- *right, without a probe's passages*: a probe waits two seconds and the row goes on without, so what follows differs;
-- *cut*: its connection ended while a frontend was killed, whose own streams are the only ones that may end;
-- *lost*: anything else that is no answer;
-- *wrong*: with another token, passage or text, or with tokens twice.
+- *right, without a probe's passages*: a probe timed out after two seconds, and the row continued without its passages;
+- *cut*: its connection ended while a frontend was killed, which may only end its own streams;
+- *lost*: no answer for any other reason;
+- *wrong*: another token, passage or text, or tokens twice.
 
-The order is one shuffle of all workers after the other, seeded. A worker is killed when it has been ready for `REST_S`,
-so that the supervisor's back-off starts anew: what is measured is a death, not the fifth one in a row.
+The order is a seeded sequence of shuffles of all workers. A worker is killed once it has been ready for `REST_S`, so
+that the supervisor's back-off is reset: the benchmark measures single deaths, not repeated ones.
 """
 
 import os
@@ -83,7 +83,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request: its path, its body, and whether the answer is to be streamed."""
+    """A request: its path, its body, and whether the answer is streamed."""
 
     path: str
     body: Json
@@ -98,8 +98,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What came: token ids (none of a search), passages as (at_token, id, text or ""), and whether it was all."""
+class Answer:
+    """An answer: token ids (none for a search), passages as (at_token, id, text or ""), and whether it is complete."""
 
     tokens: tuple[int, ...]
     passages: tuple[tuple[int, str, str], ...]
@@ -108,18 +108,19 @@ class Found:
 
 @dataclass(slots=True)
 class Outcome:
-    """How one request ended; times are monotonic seconds. `error`: its code; "connection" if that ended."""
+    """Outcome of one request; times are monotonic seconds. `error`: its code, or "connection" if the connection
+    ended."""
 
     question: int
     begin_s: float
     end_s: float = 0.0
-    found: Found | None = None
+    found: Answer | None = None
     error: str = ""
-    says: str = ""
+    message: str = ""
 
 
 def questions() -> list[Question]:
-    """Sixteen generations with probes and eight searches, all different."""
+    """Return sixteen generations with probes and eight searches, all different."""
     made = []
     for number, subject in enumerate(_SUBJECTS):
         retrieval = {"collection": "docs", "k": 2, "every_tokens": 8}
@@ -137,13 +138,14 @@ def questions() -> list[Question]:
     return made
 
 
-def ask(url: str, question: Question) -> Found:
-    """One answer. Raises the `TrinityError` that came instead, `Unavailable` from an `OSError` for a connection."""
+def ask(url: str, question: Question) -> Answer:
+    """Send a request. Raises the `TrinityError` of an error response, `Unavailable` from an `OSError` for a broken
+    connection."""
     if not question.streamed:
         whole = post(url, question.path, question.body, timeout_s=300)
         choice = whole.get("choices", [{}])[0]
         passages = whole["passages"] if "passages" in whole else whole["retrieval"]["passages"]
-        return Found(tuple(choice.get("token_ids", ())), _passages(passages))
+        return Answer(tuple(choice.get("token_ids", ())), _passages(passages))
     tokens: list[int] = []
     passages, finished = [], False
     for event in stream(url, question.path, question.body, timeout_s=300):
@@ -151,15 +153,15 @@ def ask(url: str, question: Question) -> Found:
         for choice in event["choices"]:
             tokens += choice.get("token_ids") or ()
             finished = finished or choice.get("finish_reason") is not None
-    return Found(tuple(tokens), _passages(passages), finished)
+    return Answer(tuple(tokens), _passages(passages), finished)
 
 
 def _passages(found: list[Json]) -> tuple[tuple[int, str, str], ...]:
     return tuple((passage.get("at_token", 0), passage["id"], passage.get("text", "")) for passage in found)
 
 
-def judged(known: Found, outcome: Outcome, frontend_deaths: list[float]) -> str:
-    """What an outcome is: "right", "right, without a probe's passages", "cut", "lost", "wrong" or "twice"."""
+def classify(known: Answer, outcome: Outcome, frontend_deaths: list[float]) -> str:
+    """Classify an outcome: "right", "right, without a probe's passages", "cut", "lost", "wrong" or "twice"."""
     found = outcome.found
     cut = any(outcome.begin_s <= death <= outcome.end_s for death in frontend_deaths)
     if found is None:
@@ -180,32 +182,32 @@ def judged(known: Found, outcome: Outcome, frontend_deaths: list[float]) -> str:
 
 
 class Load(Background):
-    """Clients that ask question after question and keep every outcome; use as a context."""
+    """Clients that send questions continuously and record every outcome; use as a context."""
 
-    def __init__(self, url: str, asked: list[Question], seed: int) -> None:
+    def __init__(self, url: str, requests: list[Question], seed: int) -> None:
         super().__init__(partial(self._run, number) for number in range(CLIENTS))
-        self._url, self._asked, self._seed = url, asked, seed
+        self._url, self._requests, self._seed = url, requests, seed
         self.outcomes: list[Outcome] = []
 
     def _run(self, number: int) -> None:
         source = random.Random(self._seed * 1000 + number)
         while not self.ended.wait(source.random() * 0.1):
-            self.outcomes.append(self._one(source.randrange(len(self._asked))))
+            self.outcomes.append(self._one(source.randrange(len(self._requests))))
 
     def _one(self, question: int) -> Outcome:
         outcome = Outcome(question, time.monotonic())
         try:
-            outcome.found = ask(self._url, self._asked[question])
+            outcome.found = ask(self._url, self._requests[question])
         except TrinityError as error:
             outcome.error = "connection" if error.__cause__ is not None else error.code
-            outcome.says = error.message
+            outcome.message = error.message
         outcome.end_s = time.monotonic()
         return outcome
 
 
 @dataclass
 class Killer:
-    """Kills workers in their order, and times each one's return."""
+    """Kills workers in order, and measures their recovery."""
 
     node: Node
     source: random.Random
@@ -213,10 +215,10 @@ class Killer:
     frontend_deaths: list[float] = field(default_factory=list)
     done: int = 0
     _ready_since: dict[tuple[str, int], float] = field(default_factory=dict)
-    _killed: dict[str, tuple[int, float]] = field(default_factory=dict)  # its epoch then, and when
+    _killed: dict[str, tuple[int, float]] = field(default_factory=dict)  # its epoch, and the time of the kill
 
     def look(self) -> NodeStatus:
-        """Take in who has become ready."""
+        """Record which workers have become ready."""
         status, now = self.node.status(), time.monotonic()
         for worker in status.workers:
             if worker.phase == "ready":
@@ -228,7 +230,7 @@ class Killer:
         return status
 
     def kill(self, names: list[str]) -> None:
-        """Kill these at once, as soon as all of them have rested."""
+        """Kill these workers at once, as soon as all have been ready for `REST_S`."""
         while True:
             status, now = self.look(), time.monotonic()
             victims = [worker for worker in status.workers if worker.name in names]
@@ -244,19 +246,20 @@ class Killer:
             self.done += 1
 
     def wait(self, seconds: float) -> None:
-        """Look around for so long."""
+        """Wait, while recording recoveries."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             threading.Event().wait(min(left, _LOOK_S))
             self.look()
 
     def settle(self) -> None:
-        """Until everybody is back."""
+        """Wait until every worker has recovered."""
         self.node.wait(lambda: self.look() and not self._killed and self.node.ready(), within_s=300)
 
 
 def order(workers: list[str], count: int, source: random.Random) -> Iterator[list[str]]:
-    """`count` kills: shuffles of all workers, cut into ones, and now and then twos and threes."""
+    """Yield groups of workers, `count` in all: shuffles of all workers, split into groups of one, sometimes two or
+    three."""
     left = count
     while left > 0:
         shuffled = source.sample(workers, len(workers))
@@ -268,7 +271,7 @@ def order(workers: list[str], count: int, source: random.Random) -> Iterator[lis
 
 
 def make_node(home: Path) -> Path:
-    """Model, collection and configuration; the path of the latter."""
+    """Create model, collection and configuration; returns the path of the configuration."""
     make_tiny_llama(home / "tiny")
     Collection.build(python_documents()[:_PASSAGES], home / "docs", embedder="hashing-128")
     config = home / "node.toml"
@@ -277,18 +280,18 @@ def make_node(home: Path) -> Path:
 
 
 def kills(home: Path, count: int, seed: int) -> Json:
-    """The whole experiment, in an empty directory."""
+    """Run the experiment in an empty directory."""
     source = random.Random(seed)
     node = Node(make_node(home), "--quiet", look_s=0.1)
     try:
-        asked = questions()
-        known = [ask(node.info.url, question) for question in asked]
-        again = [ask(node.info.url, question) for question in asked]
+        requests = questions()
+        known = [ask(node.info.url, question) for question in requests]
+        again = [ask(node.info.url, question) for question in requests]
         if known != again:
-            raise RuntimeError("the undisturbed node gives two answers to one question")
+            raise RuntimeError("the undisturbed node is not deterministic")
         killer, begin = Killer(node, source), time.monotonic()
         workers = sorted(worker.name for worker in node.status().workers)
-        with Load(node.info.url, asked, seed) as load:
+        with Load(node.info.url, requests, seed) as load:
             killer.look()
             for names in order(workers, count, source):
                 killer.kill(names)
@@ -299,7 +302,7 @@ def kills(home: Path, count: int, seed: int) -> Json:
                         print(f"    {example}", flush=True)
             killer.settle()
         seconds = time.monotonic() - begin
-        after = [ask(node.info.url, question) for question in asked]
+        after = [ask(node.info.url, question) for question in requests]
         restarts = {worker.name: worker.epoch for worker in node.status().workers}
     finally:
         code = node.stop()
@@ -307,47 +310,48 @@ def kills(home: Path, count: int, seed: int) -> Json:
         "kills": count, "seed": seed, "seconds": seconds, "exit_code": code, "lives": restarts,
         "right_afterwards": after == known,
         "recovery_s": killer.recovery_s,
-        "answers": _by_kind(asked, known, load.outcomes, killer),
+        "answers": _by_kind(requests, known, load.outcomes, killer),
         "examples": _examples(known, load.outcomes, killer),
     }  # fmt: skip
 
 
-def _counted(known: list[Found], outcomes: list[Outcome], killer: Killer) -> dict[str, int]:
-    return dict(Counter(judged(known[one.question], one, killer.frontend_deaths) for one in list(outcomes)))
+def _counted(known: list[Answer], outcomes: list[Outcome], killer: Killer) -> dict[str, int]:
+    return dict(Counter(classify(known[one.question], one, killer.frontend_deaths) for one in list(outcomes)))
 
 
-def _by_kind(asked: list[Question], known: list[Found], outcomes: list[Outcome], killer: Killer) -> Json:
-    kinds = sorted({question.kind for question in asked})
+def _by_kind(requests: list[Question], known: list[Answer], outcomes: list[Outcome], killer: Killer) -> Json:
+    kinds = sorted({question.kind for question in requests})
     return {
-        kind: _counted(known, [one for one in outcomes if asked[one.question].kind == kind], killer) for kind in kinds
+        kind: _counted(known, [one for one in outcomes if requests[one.question].kind == kind], killer)
+        for kind in kinds
     }
 
 
-def _examples(known: list[Found], outcomes: list[Outcome], killer: Killer) -> list[Json]:
-    """The first of those that are not right."""
+def _examples(known: list[Answer], outcomes: list[Outcome], killer: Killer) -> list[Json]:
+    """Return the first outcomes that are not right."""
     found = []
     for one in outcomes:
-        verdict = judged(known[one.question], one, killer.frontend_deaths)
+        verdict = classify(known[one.question], one, killer.frontend_deaths)
         if verdict in ("lost", "wrong", "twice"):
             tokens = None if one.found is None else one.found.tokens
             found.append(
                 {"verdict": verdict, "question": one.question, "seconds": one.end_s - one.begin_s, "error": one.error,
-                 "says": one.says, "tokens": tokens, "known": known[one.question].tokens}
+                 "says": one.message, "tokens": tokens, "known": known[one.question].tokens}
             )  # fmt: skip
     return found[:20]
 
 
-def bad(found: Json) -> int:
-    """How many answers are lost, wrong or twice."""
+def failures(found: Json) -> int:
+    """Return the number of lost, wrong and duplicated answers."""
     return sum(kind.get(verdict, 0) for kind in found["answers"].values() for verdict in ("lost", "wrong", "twice"))
 
 
 def report(found: Json) -> str:
-    """The result as Markdown."""
+    """Return the report as Markdown."""
     one = found["kills"]
     lines = [
         "# Kills", "", f"`{found['command']}`",
-        f"Machine: {found['load_before']} before, {found['load_after']} after: others worked on it too.", "",
+        f"Machine: {found['load_before']} before, {found['load_after']} after: shared with other processes.", "",
         f"{one['kills']} kill -9 in {one['seconds'] / 60:.1f} minutes, seed {one['seed']}. "
         "Seconds from a kill until the same worker is ready again:", "",
         *table(
@@ -365,9 +369,9 @@ def report(found: Json) -> str:
             ("requests", *verdicts),
             [(kind, *(counts.get(verdict, 0) for verdict in verdicts)) for kind, counts in one["answers"].items()],
         ),
-        "", "*cut*: its connection was one of a frontend's that was killed. "
-        "Every other answer was compared token by token with the one that the undisturbed node gave.", "",
-        f"Afterwards the node answered every question as before: {'yes' if one['right_afterwards'] else 'NO'}; "
+        "", "*cut*: a connection of a frontend that was killed. "
+        "Every other answer was compared token by token with that of the undisturbed node.", "",
+        f"Afterwards the node gave the same answers as before: {'yes' if one['right_afterwards'] else 'NO'}; "
         f"it ended with exit code {one['exit_code']}.", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -193,8 +193,8 @@ class Bench:
     def _undisturbed(self, run: Callable[[], T], *processes: str, most: float = _MOST_LOST, tries: int = _TRIES) -> T:
         """What `run` finds in the try in which the processes lost least of their time to others."""
         tried = run_undisturbed(run, [self._pids[name] for name in processes], most=most, tries=tries)
-        self.again, self.lost = self.again + tried.tries - 1, max(self.lost, tried.lost)
-        return tried.found
+        self.again, self.lost = self.again + tried.tries - 1, max(self.lost, tried.stolen_share)
+        return tried.result
 
     def counters(self, pool: str) -> dict[Counter, float]:
         """What the pool has counted so far."""

@@ -18,19 +18,19 @@ def tried(*lost: int) -> tuple[UndisturbedRun[int], list[int]]:
     def told(pids: Sequence[int]) -> int:
         return taken[0] * len(pids)
 
-    return run_undisturbed(run, [1], most=0.05, tries=3, taken=told, clock=lambda: now[0]), runs
+    return run_undisturbed(run, [1], most=0.05, tries=3, stolen=told, clock=lambda: now[0]), runs
 
 
 def test_what_others_left_alone_is_measured_once() -> None:
     found, runs = tried(5)
-    assert (found.found, found.lost, len(runs)) == (0, 0.05, 1)
+    assert (found.result, found.stolen_share, len(runs)) == (0, 0.05, 1)
 
 
 def test_what_others_disturbed_is_measured_again_until_they_do_not() -> None:
     found, runs = tried(30, 2)
-    assert (found.found, found.tries, len(runs)) == (1, 2, 2)
+    assert (found.result, found.tries, len(runs)) == (1, 2, 2)
 
 
 def test_of_tries_that_were_all_disturbed_the_least_disturbed_one_counts() -> None:
     found, runs = tried(30, 10, 20)
-    assert (found.found, found.lost, len(runs)) == (1, 0.1, 3)
+    assert (found.result, found.stolen_share, len(runs)) == (1, 0.1, 3)

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.faults.kills import Found, Outcome, judged, order
+from benchmarks.faults.kills import Answer, Outcome, classify, order
 
-KNOWN = Found((1, 2, 3, 4, 5, 6), ((0, "a", ""), (0, "b", ""), (2, "c", ""), (4, "d", "")))
+KNOWN = Answer((1, 2, 3, 4, 5, 6), ((0, "a", ""), (0, "b", ""), (2, "c", ""), (4, "d", "")))
 
 
-def outcome(found: Found | None, error: str = "") -> Outcome:
+def outcome(found: Answer | None, error: str = "") -> Outcome:
     return Outcome(0, 10.0, 20.0, found, error)
 
 
@@ -18,28 +18,28 @@ def outcome(found: Found | None, error: str = "") -> Outcome:
     ("found", "verdict"),
     [
         (KNOWN, "right"),
-        (Found((1, 2, 3, 9, 5, 6), KNOWN.passages), "wrong"),
-        (Found(KNOWN.tokens[:5], KNOWN.passages), "wrong"),
-        (Found((*KNOWN.tokens, 6), KNOWN.passages), "twice"),
-        (Found(KNOWN.tokens, (*KNOWN.passages, (4, "e", ""))), "wrong"),
-        (Found((1, 2, 3, 4, 8, 9), KNOWN.passages[:3]), "right, without a probe's passages"),
-        (Found((1, 2, 3, 8, 8, 9), KNOWN.passages[:3]), "wrong"),
-        (Found((1, 2, 3, 4, 8), KNOWN.passages[:3]), "wrong"),
-        (Found((1, 2, 3, 4, 5, 6), KNOWN.passages[1:]), "wrong"),
-        (Found((1, 2), KNOWN.passages[:2], whole=False), "lost"),
+        (Answer((1, 2, 3, 9, 5, 6), KNOWN.passages), "wrong"),
+        (Answer(KNOWN.tokens[:5], KNOWN.passages), "wrong"),
+        (Answer((*KNOWN.tokens, 6), KNOWN.passages), "twice"),
+        (Answer(KNOWN.tokens, (*KNOWN.passages, (4, "e", ""))), "wrong"),
+        (Answer((1, 2, 3, 4, 8, 9), KNOWN.passages[:3]), "right, without a probe's passages"),
+        (Answer((1, 2, 3, 8, 8, 9), KNOWN.passages[:3]), "wrong"),
+        (Answer((1, 2, 3, 4, 8), KNOWN.passages[:3]), "wrong"),
+        (Answer((1, 2, 3, 4, 5, 6), KNOWN.passages[1:]), "wrong"),
+        (Answer((1, 2), KNOWN.passages[:2], whole=False), "lost"),
     ],
 )
-def test_an_answer_is_compared_token_by_token_and_passage_by_passage(found: Found, verdict: str) -> None:
-    assert judged(KNOWN, outcome(found), []) == verdict
+def test_an_answer_is_compared_token_by_token_and_passage_by_passage(found: Answer, verdict: str) -> None:
+    assert classify(KNOWN, outcome(found), []) == verdict
 
 
 def test_what_no_frontends_death_explains_is_lost() -> None:
-    partial = Found((1, 2), KNOWN.passages[:2], whole=False)
+    partial = Answer((1, 2), KNOWN.passages[:2], whole=False)
     for deaths, verdict in (([15.0], "cut"), ([9.0, 21.0], "lost")):
-        assert judged(KNOWN, outcome(None, "connection"), deaths) == verdict
-        assert judged(KNOWN, outcome(partial), deaths) == verdict
-    assert judged(KNOWN, outcome(None, "unavailable"), [15.0]) == "lost"
-    assert judged(KNOWN, outcome(Found((1, 3), KNOWN.passages[:2], whole=False)), [15.0]) == "wrong"
+        assert classify(KNOWN, outcome(None, "connection"), deaths) == verdict
+        assert classify(KNOWN, outcome(partial), deaths) == verdict
+    assert classify(KNOWN, outcome(None, "unavailable"), [15.0]) == "lost"
+    assert classify(KNOWN, outcome(Answer((1, 3), KNOWN.passages[:2], whole=False)), [15.0]) == "wrong"
 
 
 def test_every_worker_is_killed_equally_often_in_a_seeded_order_and_sometimes_two_or_three_at_once() -> None:

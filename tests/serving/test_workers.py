@@ -446,7 +446,7 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         for _ in range(int(random.integers(0, 4))):
             workers.round()
     while not workers.told["r0"].tokens:
-        workers.hear()
+        workers.receive()
     lost = [
         f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.told[f"r{number}"].ended
     ]

@@ -187,14 +187,14 @@ class Workers(SteppedWorkers):
             self.round()
         raise AssertionError("workers still hold requests")
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what workers have said."""
         late, self._late = self._late, []
         for message in late:
-            self.heard(message)
-        super().hear()
+            self.handle(message)
+        super().receive()
 
-    def heard(self, message: ToFrontend) -> None:
+    def handle(self, message: ToFrontend) -> None:
         if isinstance(message, Hello | Report):
             return
         request = self._table.get(message.request_id)
