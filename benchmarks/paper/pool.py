@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.common.report import plot, table
 from benchmarks.common.standalone_pool import Query, QueryOutcome, run_pool
 from benchmarks.policy import bench
-from benchmarks.policy.rows import SHIPPED
+from benchmarks.policy.records import SHIPPED
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes

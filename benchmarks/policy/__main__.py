@@ -10,9 +10,9 @@ from benchmarks.common.machine import machine
 from benchmarks.common.report import write
 from benchmarks.policy import bench as tables
 from benchmarks.policy.bench import TRACES, Bench, day, placements, policies
-from benchmarks.policy.changing import CHANGES, ChangingBench
+from benchmarks.policy.changing_loads import CHANGES, ChangingBench
+from benchmarks.policy.records import Report
 from benchmarks.policy.report import draw_goodput, draw_plans, markdown
-from benchmarks.policy.rows import Report
 
 
 def main() -> None:
@@ -52,16 +52,18 @@ def _installed(name: str) -> bool:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=tables.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="the folder of traces")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--traces", default=",".join(TRACES))
-    parser.add_argument("--changes", nargs="*", default=list(CHANGES), choices=CHANGES, help="of loads")
-    parser.add_argument("--requests", type=int, default=1200, help="of each window")
-    parser.add_argument("--windows", type=int, nargs="+", default=range(0, 12000, 1200), help="first requests")
+    parser.add_argument("--changes", nargs="*", default=list(CHANGES), choices=CHANGES, help="changing loads")
+    parser.add_argument("--requests", type=int, default=1200, help="requests of each window")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=range(0, 12000, 1200), help="first requests of windows"
+    )
     parser.add_argument("--loads", type=float, nargs="+", default=[0.9, 1.0, 1.1, 1.2])
-    parser.add_argument("--fixed", type=float, nargs="+", default=[20e-6, 300e-6], help="s, see above")
+    parser.add_argument("--fixed", type=float, nargs="+", default=[20e-6, 300e-6], help="fixed part of an extend, s")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="the first table only")
+    parser.add_argument("--quick", action="store_true", help="only the first table")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args()
 

@@ -1,24 +1,23 @@
-"""Which policy serves more requests within their SLOs? The simulator's answer, on real traces, at 90 to 120% load.
+"""Policy benchmark: which policy serves more requests within their SLOs? Simulated on real traces, at 90 to 120% load.
 
     python -m benchmarks.policy --data DIR [--processes 2]
 
-All of it is simulated: production's scheduler, router and control law on a virtual clock. Nothing is timed here but
-the simulator itself, and the same seed gives the same figures on any machine.
+Everything is simulated: production's scheduler, router and control law on a virtual clock. Only the simulator itself is
+timed, and the same seed gives the same figures on any machine.
 
 1. Policies. A node of 3 prefill and 4 decode GPUs, with the vector pool as its scarcest resource: an extend costs
-   `--fixed` s (each of them: how many slots a pool has depends on that) plus so much a slot that the pool is busy all
-   the time at 100% load, and the next resource at 80%. With
-   an H100's own extend times the pool has nothing to decide (the placements' "busiest" column shows it); this is the
-   case that policies are for: searches that are hard for the pool they have. The pool's settings are those that are
-   shipped, with the trace's SLOs as the promise: r is where the control law has it.
-2. Changing loads: the same over surges and mixes (`benchmarks.policy.changing`).
+   `--fixed` s (each of them: the number of slots depends on it) plus a cost per slot at which the pool is fully busy at
+   100% load, and the next resource at 80%. With an H100's own extend times the pool would have nothing to decide (see
+   the placements' "busiest" column); this is the case for which policies exist: searches that are hard for the pool.
+   The pool has the default settings, with the trace's SLOs: the control law sets r.
+2. Changing loads: the same with surges and mixes (`benchmarks.policy.changing_loads`).
 3. Placements. Eight GPUs with an H100's service times, and with searches that cost many times as much: the best split
-   of each placement, with the greatest rate at which 90% of the sent requests meet both SLOs.
-4. A day. Azure's hour 24 times over at its own rate, to say how long that takes.
+   of each placement, with the highest rate at which 90% of the sent requests meet both SLOs.
+4. A day. Azure's hour 24 times over at its own rate, to measure the simulator's time.
 
 Goodput is over *sent* requests: the rate times the share that met TTFT and TPOT. Every policy gets the same requests at
-the same times, from several windows of each trace, each with a seed of its own. The traces' own rates are scaled
-(RAGPulse's by far the most: it has 42 requests an hour).
+the same times, from several windows of each trace, each with its own seed. The traces' own rates are scaled (RAGPulse's
+by far the most: it has 42 requests an hour).
 """
 
 import argparse
@@ -33,7 +32,7 @@ from itertools import product
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Day, Planned, Row
+from benchmarks.policy.records import FIXED, OTHERS, SHIPPED, Day, Planned, Row
 from runtime.node.config import DecodeSection, HttpSection, KvSection, NodeConfig, PrefillSection, SloSection
 from runtime.simulator.capacity import capacity, demands
 from runtime.simulator.node import simulate
@@ -52,7 +51,7 @@ TRACES = {
     "mooncake": ("mooncake-conversation.jsonl.gz", Slos(ttft_s=5.0, tpot_s=0.05)),
     "ragpulse": ("ragpulse/0_trace.jsonl.gz", Slos(ttft_s=1.0, tpot_s=0.025)),
 }
-SPARE = 1.25  # how much more of the pool than of the next resource a request takes
+SPARE = 1.25  # a request's use of the pool relative to the next resource
 SEARCH_COSTS = (1, 30, 100, 300)
 HOURS = 24
 _ROUNDS = 4
@@ -61,7 +60,7 @@ Window = list[Arrival]
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One run: a window of a trace at a load, under a policy."""
+    """One simulation: a window of a trace at a load, under a policy."""
 
     trace: str
     window: int
@@ -71,13 +70,13 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Bench:
-    """Makes setups and windows from the options; a copy of it runs the jobs in each process."""
+    """Creates setups and windows from the options, and runs jobs; each process has a copy."""
 
     def __init__(self, options: argparse.Namespace, workload: Workload | None = None) -> None:
         self.options, self._workload = options, workload or Workload()
 
     def window(self, trace: str, begin: int) -> Window:
-        """So many requests of a trace, at its own times."""
+        """Return a window of a trace, at its own times."""
         return self._part(trace, begin)
 
     @cache  # noqa: B019  (lives as long as the process)
@@ -87,22 +86,22 @@ class Bench:
         return [moved(arrival, at_s=arrival.at_s - found[0].at_s) for arrival in found]
 
     def windows(self, trace: str) -> list[int]:
-        """The first requests of those windows that the trace is long enough for."""
+        """Return the first requests of the windows for which the trace is long enough."""
         count = len(load_trace(self.options.data / TRACES[trace][0]))
         return [begin for begin in self.options.windows if begin + self.options.requests <= count]
 
     def slos(self, trace: str) -> Slos:
-        """What the node promises."""
+        """Return the node's SLOs."""
         return TRACES[trace][1]
 
     def arrivals(self, setup: Setup, trace: str, begin: int, load: float) -> Window:
-        """The window, in time for its load."""
+        """Return the window, scaled to the load."""
         found = self.window(trace, begin)
         return at_rate(found, load * capacity(setup, found))
 
     @cache  # noqa: B019
     def setup(self, trace: str, begin: int, fixed_s: float) -> Setup:
-        """The first table's node, with a pool that is its scarcest resource for this window."""
+        """Return the first table's node, whose pool is the scarcest resource for this window."""
         slos = self.slos(trace)
         made = Setup(config=node(slos), slos=slos, workload=self._workload, seed=self.options.seed + begin)
         return scarce_pool(made, self.window(trace, begin), fixed_s)
@@ -113,7 +112,7 @@ class Bench:
 
 
 def node(slos: Slos) -> NodeConfig:
-    """The first table's node: shipped settings but KV tiers, and a promise."""
+    """Return the first table's node: default settings without KV tiers, and with SLOs."""
     return NodeConfig(
         kv=KvSection(host_mib=0),
         http=HttpSection(max_in_flight=100_000),
@@ -124,16 +123,16 @@ def node(slos: Slos) -> NodeConfig:
 
 
 def scarce_pool(setup: Setup, arrivals: Window, fixed_s: float) -> Setup:
-    """The same node with a pool that is its scarcest resource."""
+    """Return the setup with a cost per slot at which the pool is the scarcest resource."""
     needs = demands(setup, arrivals)
     others = max(seconds for name, seconds in needs.items() if name != "pool")
     unit = demands(replace(setup, times=replace(setup.times, extend_s=0.0, extend_slot_s=1e-6)), arrivals)["pool"]
     times = replace(setup.times, extend_s=fixed_s)
-    for _ in range(_ROUNDS):  # how many slots "auto" finds depends on what they cost
+    for _ in range(_ROUNDS):  # the number of slots depends on their cost
         slots = slots_of(setup.config.pool, times)
         times = replace(times, extend_slot_s=SPARE * others / unit * 1e-6 - fixed_s / slots)
         if times.extend_slot_s < 0:
-            sys.exit(f"--fixed {fixed_s}: an extend of {slots} slots takes no longer than that")
+            sys.exit(f"--fixed {fixed_s}: longer than a whole extend of {slots} slots may take")
     return replace(setup, times=times)
 
 
@@ -177,7 +176,7 @@ def placements(bench: Bench) -> Iterator[Planned]:
 
 
 def day(bench: Bench) -> Day:
-    """Azure's hour, 24 times over, through a node that it does not overload."""
+    """Simulate Azure's hour 24 times over, on a node that it does not overload."""
     hour = load_trace(bench.options.data / TRACES["azure"][0])
     arrivals = [moved(arrival, at_s=arrival.at_s + 3600.0 * n) for n in range(HOURS) for arrival in hour]
     slos = TRACES["azure"][1]

@@ -1,10 +1,10 @@
-"""The control law, as it ships, against the reserve that it starts from: is it better, or worse, by more than noise?
+"""Control law benchmark: the default law against a constant reserve, by more than noise?
 
     python -m benchmarks.policy.control --data DIR --out benchmarks/results/policy-control
 
-The nodes, traces, loads and windows of `benchmarks.policy`, with probes as often as there and with few, so that most of
-the queries are prefill's; both get the same requests in each window. The law is on by default because it is ahead
-somewhere and nowhere behind by two standard errors.
+The nodes, traces, loads and windows of `benchmarks.policy`, with the same probe interval and with rare probes, so that
+most of the queries are prefill's; both variants get the same requests in each window. The law is the default because it
+is ahead by two standard errors in some rows, and not behind by more than 1% in any.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import msgspec
 from benchmarks.common.machine import machine
 from benchmarks.common.report import keep, table
 from benchmarks.policy.bench import TRACES, Bench, Job
-from benchmarks.policy.rows import SHIPPED
+from benchmarks.policy.records import SHIPPED
 from runtime.node.config import PoolSection
 from runtime.simulator.workload import Workload
 
@@ -28,8 +28,10 @@ _STAYS = f"fixed:{PoolSection().reserve:g}"
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Goodput in requests/s over all windows, with r as configured (`stays`) and with the law (`shipped`). `every`:
-    tokens between probes. `error`: a standard error of the difference, from how it varies over them."""
+    """Goodput in requests/s over all windows, with constant r (`stays`) and with the law (`shipped`).
+
+    `every`: tokens between probes. `error`: standard error of the difference over the windows.
+    """
 
     every: int
     trace: str
@@ -60,7 +62,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def standing(self) -> str:
-        """Against a reserve that stays: even within two standard errors."""
+        """Compare with the constant reserve: "even" within two standard errors, else "ahead" or "behind"."""
         difference = self.shipped - self.stays
         if abs(difference) <= 2 * self.error:
             return "even"
@@ -68,7 +70,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def markdown(pairs: Sequence[Pair]) -> str:
-    """The table, and what follows from it."""
+    """Return the table with a summary."""
     rows = [
         (
             str(pair.every), pair.trace, f"{pair.fixed_s * 1e6:.0f} µs", f"{pair.load:.0%}", str(pair.windows),
@@ -81,13 +83,13 @@ def markdown(pairs: Sequence[Pair]) -> str:
     ratios = [pair.ratio for pair in pairs]
     return "\n".join(
         [
-            "# The control law against a reserve that stays",
+            "# The control law against a constant reserve",
             "",
             f"`python -m benchmarks.policy.control`: windows of 1,200 requests, both with the same, simulated. Of "
             f"{len(pairs)} rows it is ahead by two standard errors in {standings.count('ahead')}, behind in "
-            f"{standings.count('behind')}; it has {min(ratios):.3f} to {max(ratios):.3f} of the goodput of a reserve "
-            f"that stays where it is configured, {statistics.mean(ratios):.3f} in the mean. `every`: tokens between "
-            "probes. In rows that are left out the fixed part alone is more than the whole extend may take.",
+            f"{standings.count('behind')}; its goodput is {min(ratios):.3f} to {max(ratios):.3f} times that of the "
+            f"constant configured reserve, {statistics.mean(ratios):.3f} in the mean. `every`: tokens between "
+            "probes. Rows are omitted where the fixed part alone exceeds the time of a whole extend.",
             "",
             *table(("every", "trace", "fixed", "load", "windows", "r stays", "the law", "ratio", "±", ""), rows),
             "",
@@ -114,7 +116,7 @@ def main() -> None:
                 [bench.run(Job(trace, begin, fixed_s, load, policy)).goodput for begin in bench.windows(trace)]
                 for policy in (_STAYS, SHIPPED)
             )
-        except SystemExit:  # no pool with such an extend is the scarcest resource
+        except SystemExit:  # no pool with this fixed part can be the scarcest resource
             continue
         pairs.append(Pair.of(every, Job(trace, 0, fixed_s, load, SHIPPED), stays, shipped))
         print(pairs[-1], file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
-"""Tables and plots of what `benchmarks.policy` found."""
+"""Report of `benchmarks.policy`: tables and plots."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import plot, table
-from benchmarks.policy.rows import FIXED, OTHERS, SHIPPED, Report, Row
+from benchmarks.policy.records import FIXED, OTHERS, SHIPPED, Report, Row
 
 _HEAD = (
     *("trace", "fixed", "N", "load", "sent/s", "shipped", "paper", "FIFO", "static"),
@@ -14,13 +14,13 @@ _HEAD = (
 
 
 def markdown(report: Report) -> str:
-    """The whole report."""
+    """Return the whole report."""
     machine = report.machine
     lines = [
         "# Policies and placements, simulated",
         "",
         f"`python -m benchmarks.policy`: windows of {report.requests} requests of each trace that begin at requests "
-        f"{', '.join(map(str, report.windows))}, as far as it is long enough; {report.took_s:.0f} s on "
+        f"{', '.join(map(str, report.windows))}, as far as the trace is long enough; {report.took_s:.0f} s on "
         f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}. Simulated, not measured: "
         "service times of an H100 with an 8-billion-parameter Llama from data sheets "
         "(`runtime/simulator/times/service.py`).",
@@ -47,11 +47,11 @@ def _policies(report: Report) -> Iterator[str]:
     yield "## Goodput (requests/s that met TTFT and TPOT, over sent requests)"
     yield ""
     yield (
-        "3 prefill and 4 decode GPUs; a pool that is busy all the time at 100% load: `fixed` of an extend does not "
-        "depend on its slots, and N, the slots that the pool finds for itself, does on that. SLOs: "
+        "3 prefill and 4 decode GPUs; a pool that is fully busy at 100% load: `fixed` is the part of an extend that "
+        "does not depend on its slots, N the number of slots that the pool derives from it. SLOs: "
         + ", ".join(f"{name} TTFT {slo.ttft_s} s, TPOT {slo.tpot_s * 1e3:.0f} ms" for name, slo in report.slos.items())
-        + ". `±` is a standard error of the difference to the best of the others, over windows, as a ratio. "
-        'Shipped is `policy = "trinity"` with the control law, which starts at r = 0.3; r: where it moved it.'
+        + ". `±` is the standard error over windows of the difference to the best of the others, as a ratio. "
+        'Shipped is `policy = "trinity"` with the control law, which starts at r = 0.3; r: the range it used.'
     )
     yield ""
     yield from table(_HEAD, map(_cells, report.rows))
@@ -65,7 +65,7 @@ def _changing(report: Report) -> Iterator[str]:
     yield (
         f"The same nodes; {report.requests // 2} requests a phase. Surge: a trace at 60, 120 and 60% of capacity. Mix: "
         "Azure's chats, documents, chats again, each at 110% of capacity, with the documents' SLOs "
-        "(`benchmarks/policy/changing.py`)."
+        "(`benchmarks/policy/changing_loads.py`)."
     )
     yield ""
     yield from table(_HEAD, map(_cells, report.changing))
@@ -104,9 +104,9 @@ def _verdict(rows: list[Row]) -> str:
     )
     ahead = sum(row.against_all >= 1.05 for row in rows)
     return (
-        f"In {len(rows) - len(behind)} of {len(rows)} rows the shipped policy has .98 or more of the best of paper, "
-        f"FIFO, static and every fixed r, 1.05 or more in {ahead}{f'; less in {missed}' if missed else ''}. "
-        f"It has between {ends} of what the best fixed r has."
+        f"In {len(rows) - len(behind)} of {len(rows)} rows the shipped policy's goodput is at least .98 of the best of "
+        f"paper, FIFO, static and every fixed r, at least 1.05 in {ahead}{f'; less in {missed}' if missed else ''}. "
+        f"Relative to the best fixed r it is between {ends}."
     )
 
 
@@ -114,11 +114,11 @@ def _placements(report: Report) -> Iterator[str]:
     yield "## Placements of the index on 8 GPUs"
     yield ""
     yield (
-        "The greatest rate at which 90% of the sent requests met both SLOs, for the best split of each placement "
-        "(prefill + decode + pool GPUs, and the resource that by the roofline ends first). `search` is the cost of an "
-        "extend over an H100's for 10 million vectors of 768 float16. With an H100's searches a pool of its own idles "
-        "nearly all the time, and a GPU that could run the model is gone. The dearer a search, the more it slows down "
-        "the model that it shares a GPU with, and the sooner a pool of its own pays."
+        "The highest rate at which 90% of the sent requests met both SLOs, for the best split of each placement "
+        "(prefill + decode + pool GPUs, and the limiting resource by the roofline). `search` is the cost of an "
+        "extend relative to an H100's for 10 million vectors of 768 float16. With an H100's searches a dedicated pool "
+        "is idle nearly all the time, and takes a GPU that could run the model. The more expensive a search, the more "
+        "it slows down the model on a shared GPU, and the sooner a dedicated pool is better."
     )
     yield ""
     rows = []
@@ -144,17 +144,17 @@ def _ratio(value: float, other: float, digits: int = 2) -> str:
 
 
 def draw_goodput(report: Report, path: Path) -> None:
-    """Share of the sent requests that met both SLOs, by load, a panel for each trace."""
-    kinds = list(dict.fromkeys((row.trace, row.fixed_s) for row in report.rows))
-    columns = len({trace for trace, _ in kinds})
-    each = len(kinds) // columns
-    kinds = [kinds[column * each + row] for row in range(each) for column in range(columns)]  # a column a trace
+    """Plot the share of sent requests that met both SLOs by load, with a panel for each trace."""
+    cases = list(dict.fromkeys((row.trace, row.fixed_s) for row in report.rows))
+    columns = len({trace for trace, _ in cases})
+    each = len(cases) // columns
+    cases = [cases[column * each + row] for row in range(each) for column in range(columns)]  # a column per trace
     with plot(path, columns, each) as panels:
-        _goodput_panels(report, kinds, panels)
+        _goodput_panels(report, cases, panels)
 
 
-def _goodput_panels(report: Report, kinds: list[tuple[str, float]], panels: list[Any]) -> None:
-    for axes, (trace, fixed_s) in zip(panels, kinds, strict=True):
+def _goodput_panels(report: Report, cases: list[tuple[str, float]], panels: list[Any]) -> None:
+    for axes, (trace, fixed_s) in zip(panels, cases, strict=True):
         rows = [row for row in report.rows if (row.trace, row.fixed_s) == (trace, fixed_s)]
         loads = [row.load * 100 for row in rows]
         best = [max(row.attainment[name] for name in FIXED) for row in rows]
@@ -170,7 +170,7 @@ def _goodput_panels(report: Report, kinds: list[tuple[str, float]], panels: list
 
 
 def draw_plans(report: Report, path: Path) -> None:
-    """The greatest rate of each placement over that of a pool of its own, by what a search costs."""
+    """Plot the highest rate of each placement by the cost of a search."""
     traces = list(dict.fromkeys(row.trace for row in report.placements))
     with plot(path, len(traces)) as panels:
         for axes, trace in zip(panels, traces, strict=True):

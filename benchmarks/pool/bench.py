@@ -1,29 +1,29 @@
-"""The pool's table: what the rings cost, and what the scheduler keeps of prefill's latency under a decode flood.
+"""Pool benchmark: cost of the rings and the loop, and prefill latency under a decode flood.
 
     python -m benchmarks.pool --data DIR [--rounds 3] [--seconds 3] [--only mixed] [--out benchmarks/results/pool]
     python -m benchmarks.pool --quick
 
 Over MiniLM's 70,639 vectors of 384 dimensions, and throughput also over 8,000 of 64 (`--quick`: everything over these).
 
-Real pool processes, clients and the bare engine on one machine (`benchmarks/pool/processes.py`), configured as it
-ships. Every round runs everything, one after the other; figures are medians over rounds. Latencies are from the
-client's enqueue to the pool's publish, so they leave out when a client looks, which has two rings to look at.
-Throughputs are per second of CPU time that the pool's (or the engine's) process got, so that neighbours do not count.
-What was measured while others had the processes' cores for more than .5% of the time is measured again, whatever it is.
+Real pool processes, clients and the bare engine on one machine (`benchmarks/pool/processes.py`), in the default
+configuration. Every round runs all sections; figures are medians over rounds. Latencies are from the client's enqueue
+to the pool's publish, because the client polls two rings. Throughputs are per second of CPU time of the pool's (or the
+engine's) process, which excludes other processes' load. Runs in which other processes had the cores for more than .5%
+of the time are repeated, whatever their results.
 
-- throughput: clients keep 240 queries each outstanding; against the engine alone in one process on the pool's core,
-  in turns of a second, run to completion and stepwise, over the same queries in as random an order. The loop's own
-  time: all that the pool does between two extends (a query's preparation and Python's part too), once with the usual
-  queries and once with short ones, as so much a query and so much a step.
-- overload: one client asks prefill queries at random times, 15% of what the pool can do; the other decode
-  queries at twice what the pool can do (what its ring does not take is dropped).
-- mixed: both clients ask decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
-  65% of what *static batches* can do; both pools in turns of a quarter of a second, with the same times, after another
-  one that is not counted. A stall of the core delays some times as many queries as come in it, so that a p99 is decided
-  by stalls of .2% of the time: each turn is tried until less than .1% of it is lost, five times at most.
-- idle: one client asks one query at a time, from its own submit to its own poll, less the engine's time for it: 20 a
-  second, so that the pool sleeps before each, and one right after the other, so that it spins. Under the former
-  stands the floor: what waking any process takes here (`benchmarks/pool/wake.py`), measured in the same round.
+- throughput: clients keep 240 queries each outstanding; compared with the engine alone in one process on the pool's
+  core, alternating every second, run to completion and stepwise, over the same queries in random order. The loop's own
+  time is all that the pool does between two extends (preparation of queries and control work included); measured with
+  usual and with short queries, it is split into a cost per query and a cost per step.
+- overload: one client sends prefill queries at random times, 15% of the pool's capacity; the other decode queries at
+  twice the capacity (queries that do not fit into its ring are dropped).
+- mixed: both clients send decode queries at random times, 90% with top_m 64, k 10, 10% with top_m 512, k 100, together
+  65% of the capacity of *static batches*; both pools alternate every quarter of a second, with the same arrival times,
+  after a warm-up. A stall of the core delays several times as many queries as arrive during it, so that stalls of .2%
+  of the time determine a p99: each turn is repeated until less than .1% of it is lost, five times at most.
+- idle: one client sends one query at a time; the round trip from its submit to its poll without the engine's time: at
+  20 per second, so that the pool sleeps before each, and back to back, so that it spins. Below the former is the
+  floor: the wake-up of any process here (`benchmarks/pool/wake_up.py`), measured in the same round.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.retrieval.collections.collection import Collection
 
 _PREFILL_SHARE, _OVERLOAD, _MIXED_LOAD = 0.15, 2.0, 0.65
-_WINDOW = 240  # of 256 places in a ring
+_WINDOW = 240  # of 256 slots of a ring
 _TURNS, _MIXED_TURNS = 3, 12
 _MIXED_LOST, _MIXED_TRIES, _MIXED_BEFORE = 0.001, 5, 0.25
 _SECTIONS = ("throughput", "overload", "mixed", "idle")
@@ -62,7 +62,7 @@ Found = dict[str, float]
 
 
 def one_round(bench: Bench, seconds: float, seed: int, sections: Sequence[str]) -> Found:
-    """Each section once."""
+    """Run each section once."""
     found = {"load_average": os.getloadavg()[0]}
     if "throughput" in sections or "overload" in sections:
         found |= _throughput(bench, seconds, seed)
@@ -77,13 +77,13 @@ def one_round(bench: Bench, seconds: float, seed: int, sections: Sequence[str]) 
 
 def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
     part = [Load("decode", seconds / _TURNS, (bench.usual,), window=_WINDOW, seed=seed + n) for n in range(2)]
-    alone, asked = [], []
-    for _ in range(_TURNS):  # what makes the machine slower for a while is shared
+    alone, served = [], []
+    for _ in range(_TURNS):  # alternating: both share the machine's noise
         alone.append(bench.engine(seconds / _TURNS))
-        asked.append((*_own_time(bench, part), bench.cpu))
-    capacity, cpu = fmean(one[0] for one in asked), fmean(one[2] for one in asked)
-    usual = np.sum([one[1] for one in asked], axis=0)
-    _, other = _own_time(bench, [load._replace(kinds=(_SHORT,), seconds=seconds) for load in part])
+        served.append((*_own_time(bench, part), bench.cpu))
+    capacity, cpu = fmean(one[0] for one in served), fmean(one[2] for one in served)
+    usual = np.sum([one[1] for one in served], axis=0)
+    _, other = _own_time(bench, [load._replace(classes=(_SHORT,), seconds=seconds) for load in part])
     # loop seconds = queries · a + steps · b, of two runs that differ in steps a query
     a, b = np.linalg.solve([usual[:2], other[:2]], [usual[2], other[2]]) * 1e6
     return {
@@ -100,8 +100,8 @@ def _throughput(bench: Bench, seconds: float, seed: int) -> Found:
 
 
 def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
-    """Queries a second; and the pool's queries, steps, and seconds beside extends and in them."""
-    capacity = _per_second(bench.ask("trinity", *loads))
+    """Return queries per second; and the pool's queries, steps, seconds outside of extends, and seconds in extends."""
+    capacity = _per_second(bench.run_load("trinity", *loads))
     counters = (
         PoolMetrics.QUERIES["decode"], PoolMetrics.EXTENDS, PoolMetrics.LOOP_SECONDS, PoolMetrics.EXTEND_SECONDS
     )  # fmt: skip
@@ -111,12 +111,12 @@ def _own_time(bench: Bench, loads: list[Load]) -> tuple[float, list[float]]:
 def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found:
     prefill = Load("prefill", seconds, (bench.usual,), rate=_PREFILL_SHARE * capacity, seed=seed)
     flood = Load("decode", seconds, (bench.usual,), rate=_OVERLOAD * capacity, seed=seed + 1)
-    (alone,) = bench.ask("trinity", prefill)
+    (alone,) = bench.run_load("trinity", prefill)
     found = {"alone_p50_us": alone.p(50), "alone_p99_us": alone.p(99)}
-    (only,) = bench.ask("trinity", flood)
+    (only,) = bench.run_load("trinity", flood)
     found["decode_only_per_cpu_s"] = only.per_second() / bench.cpu
     for pool in ("trinity", "fifo", "static"):
-        first, second = bench.ask(pool, prefill, flood)
+        first, second = bench.run_load(pool, prefill, flood)
         found |= {
             f"{pool}_prefill_p50_us": first.p(50),
             f"{pool}_prefill_p99_us": first.p(99),
@@ -129,41 +129,41 @@ def _overload(bench: Bench, seconds: float, seed: int, capacity: float) -> Found
 
 def _mixed(bench: Bench, seconds: float, seed: int) -> Found:
     both = [Load("decode", seconds, (_SMALL, _LARGE), window=32, seed=seed + n) for n in range(2)]
-    rate = _MIXED_LOAD * _per_second(bench.ask("static", *both))
+    rate = _MIXED_LOAD * _per_second(bench.run_load("static", *both))
     found = {"mixed_per_s": rate}
     runs: dict[str, list[Outcome]] = {"trinity": [], "static": []}
     for turn in range(_MIXED_TURNS):
-        asks = Load(
+        load = Load(
             "decode", _MIXED_BEFORE + seconds / _MIXED_TURNS, (_SMALL, _LARGE), rate / 2, uncounted=_MIXED_BEFORE
         )
-        part = [asks._replace(seed=load.seed + 2 * turn) for load in both]
+        part = [load._replace(seed=one.seed + 2 * turn) for one in both]
         for pool, run in runs.items():
-            run += bench.ask(pool, *part, most=_MIXED_LOST, tries=_MIXED_TRIES)
+            run += bench.run_load(pool, *part, most=_MIXED_LOST, tries=_MIXED_TRIES)
     for pool, run in runs.items():
-        for name, kind in (("small", 0), ("large", 1)):
+        for name, number in (("small", 0), ("large", 1)):
             for percent in (50, 99):
-                found[f"{pool}_{name}_p{percent}_us"] = _percentile(run, percent, kind)
+                found[f"{pool}_{name}_p{percent}_us"] = _percentile(run, percent, number)
     return found
 
 
 def _idle(bench: Bench, seconds: float, seed: int) -> Found:
-    (asleep,) = bench.ask("trinity", Load("decode", seconds, (bench.usual,), rate=IDLE_PER_S, seed=seed))
-    (spinning,) = bench.ask("trinity", Load("decode", seconds, (bench.usual,), window=1, seed=seed))
+    (asleep,) = bench.run_load("trinity", Load("decode", seconds, (bench.usual,), rate=IDLE_PER_S, seed=seed))
+    (spinning,) = bench.run_load("trinity", Load("decode", seconds, (bench.usual,), window=1, seed=seed))
     return {
-        "idle_asleep_us": asleep.beside_us(),
-        "idle_spinning_us": spinning.beside_us(),
-        "idle_floor_us": bench.wake_us(),
+        "idle_asleep_us": asleep.overhead_us(),
+        "idle_spinning_us": spinning.overhead_us(),
+        "idle_floor_us": bench.wake_up_us(),
     }
 
 
 def disturbed(*benches: Bench) -> Found:
-    """How much had to be measured again since the last time, and what the tries that count lost."""
+    """Return the repeated runs since the last call, and the largest loss of the counted ones."""
     found = {
-        "measured_again": float(sum(bench.again for bench in benches)),
+        "measured_again": float(sum(bench.retries for bench in benches)),
         "lost_percent": 100 * max(bench.lost for bench in benches),
     }
     for bench in benches:
-        bench.again, bench.lost = 0, 0.0
+        bench.retries, bench.lost = 0, 0.0
     return found
 
 
@@ -171,20 +171,20 @@ def _per_second(outcomes: list[Outcome]) -> float:
     return sum(outcome.per_second() for outcome in outcomes)
 
 
-def _percentile(outcomes: list[Outcome], percent: float, kind: int) -> float:
-    return float(np.percentile(np.concatenate([outcome.latencies_us(kind) for outcome in outcomes]), percent))
+def _percentile(outcomes: list[Outcome], percent: float, number: int) -> float:
+    return float(np.percentile(np.concatenate([outcome.latencies_us(number) for outcome in outcomes]), percent))
 
 
 # ---- the report
 
 
 def overall(rounds: list[Found]) -> Found:
-    """The median of each figure."""
+    """Return the median of each figure."""
     return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
 
 
 class Bar(NamedTuple):
-    """A figure, and what it is to be. names: of what was measured, as `value` takes them."""
+    """A figure with its required bound. names: the measured values that `value` takes."""
 
     figure: str
     sign: str
@@ -193,13 +193,13 @@ class Bar(NamedTuple):
     names: str
 
     def of(self, found: Found) -> float | None:
-        """None where it was not measured."""
+        """Return the figure; None if it was not measured."""
         names = self.names.split()
         return self.value(*(found[name] for name in names)) if set(names) <= set(found) else None
 
 
 def bars(quick: bool) -> list[Bar]:
-    """Of `quick`'s vectors of 64 dimensions, a query's share in the loop is larger."""
+    """Return the bars. With `quick`, over 64 dimensions, the loop's share of a query's time is larger."""
     return [
         Bar("pool / engine", "≥", 0.85 if quick else 0.95, truediv, "pool_per_cpu_s engine_per_cpu_s"),
         Bar("stepwise / run to completion", "≥", 0.95, truediv, "stepwise_per_cpu_s engine_per_cpu_s"),
@@ -225,16 +225,16 @@ def bars(quick: bool) -> list[Bar]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    told, shown = report["machine"], report["settings"]
+    host, shown = report["machine"], report["settings"]
     lines = [
         f"# The pool: {report['data']}",
         "",
-        f"{told['processor']}, {told['cores']} cores, {told['system']}, Python {told['python']}; "
+        f"{host['processor']}, {host['cores']} cores, {host['system']}, Python {host['python']}; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; seed {shown['seed']}, {shown['rounds']} rounds of {shown['seconds']:g} s; "
         f"load average {report['overall']['load_average']:.1f}; "
-        f"{sum(found['measured_again'] for found in report['rounds']):.0f} runs were disturbed and made again, "
-        f"what counts lost at most {max(found['lost_percent'] for found in report['rounds']):.1f}% of its time to "
+        f"{sum(found['measured_again'] for found in report['rounds']):.0f} runs were disturbed and repeated, "
+        f"the counted ones lost at most {max(found['lost_percent'] for found in report['rounds']):.1f}% of its time to "
         f"others; took {report['took_s'] / 60:.1f} minutes.",
         "",
     ]
@@ -251,7 +251,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def synthetic(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vectors, float]:
-    """8,000 clustered vectors of 64 dimensions; see `data_of`."""
+    """Return 8,000 clustered vectors of 64 dimensions, as `data_of`."""
     random = np.random.default_rng(0)
     centres = random.normal(size=(64, 64))
     base = (centres[random.integers(64, size=8000)] + 0.4 * random.normal(size=(8000, 64))).astype(np.float32)
@@ -261,7 +261,7 @@ def synthetic(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vec
 
 
 def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vectors, float]:
-    """A collection and queries, with recall@10 at the parameters used."""
+    """Return the name of the data, a collection, queries, and recall@10 with the parameters used."""
     if options.quick:
         return synthetic(options, folder)
     if options.data is None:
@@ -270,7 +270,7 @@ def data_of(options: argparse.Namespace, folder: Path) -> tuple[str, Path, Vecto
     parts = ("base", "query", "truth")
     files = [path for part in parts for path in options.data.rglob(f"{name}.{part}.npy")]
     if len(files) != len(parts):
-        sys.exit(f"{options.data} has {name}.{{base,query,truth}}.npy not once in it")
+        sys.exit(f"{options.data} has {name}.{{base,query,truth}}.npy not exactly once")
     base, queries, truth = map(np.load, files)
     found = options.collection or folder / "docs"
     return _built(name, options, found, base.astype(np.float32), queries.astype(np.float32), truth[:, :10])
@@ -290,14 +290,14 @@ def _built(
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """The options that all of the pool's benchmarks have."""
+    """Return a parser with the options of all pool benchmarks."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a folder with minilm-384-cosine.{base,query,truth}.npy in it")
-    parser.add_argument("--collection", type=Path, help="where the built collection is kept, for another run")
+    parser.add_argument("--data", type=Path, help="folder with minilm-384-cosine.{base,query,truth}.npy")
+    parser.add_argument("--collection", type=Path, help="folder of the collection, built if it does not exist")
     parser.add_argument("--quick", action="store_true", help="synthetic vectors, one short round")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--slots", type=int, default=0, help="instead of what ships")
+    parser.add_argument("--slots", type=int, default=0, help="instead of the default")
     parser.add_argument("--top-m", type=int, default=NodeConfig().pool.top_m)
     parser.add_argument("--search-width", type=int, default=NodeConfig().pool.search_width)
     parser.add_argument("--seed", type=int, default=0)
@@ -307,11 +307,11 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", default=",".join(_SECTIONS), help="sections, with commas between")
+    parser.add_argument("--only", default=",".join(_SECTIONS), help="sections, comma-separated")
     options = parser.parse_args()
     sections = options.only.split(",")
     if unknown := sorted(set(sections) - set(_SECTIONS)):
-        parser.error(f"--only: no section {unknown[0]!r}; there are {', '.join(_SECTIONS)}")
+        parser.error(f"--only: no section {unknown[0]!r}; sections: {', '.join(_SECTIONS)}")
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.seconds = options.seconds or (1.0 if options.quick else 3.0)
     rounds = []
@@ -320,17 +320,17 @@ def main() -> None:
         name, collection, queries, recall = data_of(options, Path(folder))
         bench = Bench(options, collection, queries, stack)
         small = None if options.quick or "throughput" not in sections else synthetic(options, Path(folder))
-        beside = None if small is None else Bench(options, small[1], small[2], stack, ("trinity",))
+        small_bench = None if small is None else Bench(options, small[1], small[2], stack, ("trinity",))
         for number in range(options.rounds):
             seed = options.seed + 100 * number
             rounds.append(one_round(bench, options.seconds, seed, sections))
-            if beside is not None:
-                found = _throughput(beside, options.seconds, seed)
+            if small_bench is not None:
+                found = _throughput(small_bench, options.seconds, seed)
                 rounds[-1] |= {f"small_{key}": value for key, value in found.items()}
-            rounds[-1] |= disturbed(*filter(None, (bench, beside)))
+            rounds[-1] |= disturbed(*filter(None, (bench, small_bench)))
             shown = {bar.figure: bar.of(rounds[-1]) for bar in bars(options.quick)}
-            told = ", ".join(f"{figure}: {value:.2f}" for figure, value in shown.items() if value is not None)
-            print(f"round {number + 1}: {told}", file=sys.stderr)
+            line = ", ".join(f"{figure}: {value:.2f}" for figure, value in shown.items() if value is not None)
+            print(f"round {number + 1}: {line}", file=sys.stderr)
     report = {
         "data": f"{name}, recall@10 {recall:.3f} at top_m {options.top_m}, search_width {options.search_width}"
         + ("" if small is None else f"; {small[0]}, recall@10 {small[3]:.3f}"),

@@ -2,10 +2,10 @@
 
     python -m benchmarks.ring [--rounds 7] [--out benchmarks/results/ring-host]
 
-Every way runs in the same process pair pattern (a parent that asks, a child that answers), the ways in turn in every
-round, so that the machine's mood hits all alike; the table shows each way's median over rounds, and ratios are taken
-within rounds. Busy: the next request follows at once. Idle: both sides have been asleep for a few ms.
-Parent and child are pinned to a core each (with their ZeroMQ threads), where there are two.
+Every transport runs between a parent that sends requests and a child that answers. The transports alternate in every
+round, so that the machine's noise affects all alike; the table shows each transport's median over rounds, and ratios
+are taken within rounds. Busy: the next request follows immediately. Idle: both sides have slept for a few ms. Parent
+and child are pinned to one core each (with their ZeroMQ threads), if there are two.
 
 - ring: `RingProducer`/`RingConsumer`, 1,536 bytes each way, spin with yield, eventfd when asleep;
 - session: `RingClient.submit` → `RingServer.receive` → `publish` → `poll`, 384 floats out, 10 ids and distances back;
@@ -28,7 +28,7 @@ import zmq
 
 from benchmarks.common.machine import machine
 from benchmarks.common.report import table, write
-from benchmarks.ring.ways import (
+from benchmarks.ring.transports import (
     BYTES,
     context,
     pin,
@@ -45,15 +45,15 @@ ONE_WAY = {"ring": ring_one_way, "session": session_searches_per_second, "pyzmq"
 
 
 def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
-    """Percentiles in µs and vectors/s of every way in every round."""
+    """Measure percentiles in µs and vectors/s of every transport in every round."""
     found: list[dict[str, dict[str, float]]] = []
     for _ in range(rounds):
         this: dict[str, dict[str, float]] = {}
         for name, trips in ROUND_TRIPS.items():
             busy_ns, idle_ns = trips(busy, idle)
             this[name] = {
-                f"{mood}_p{q}_us": float(np.percentile(times, q)) / 1e3
-                for mood, times in (("busy", busy_ns), ("idle", idle_ns))
+                f"{load}_p{q}_us": float(np.percentile(times, q)) / 1e3
+                for load, times in (("busy", busy_ns), ("idle", idle_ns))
                 for q in (50, 99)
             }
             this[name]["vectors_per_s"] = ONE_WAY[name](one_way)
@@ -64,7 +64,7 @@ def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
         for name in ROUND_TRIPS
     }
     ratios = {
-        name: {column: float(np.median([_times_better(this, name, column) for this in found])) for column in columns}
+        name: {column: float(np.median([_ratio_to_zmq(this, name, column) for this in found])) for column in columns}
         for name in ("ring", "session")
     }
     quietest = {
@@ -74,7 +74,7 @@ def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
     return {"medians": medians, "ratios": ratios, "quietest": quietest, "rounds": found}
 
 
-def _times_better(this: dict[str, dict[str, float]], name: str, column: str) -> float:
+def _ratio_to_zmq(this: dict[str, dict[str, float]], name: str, column: str) -> float:
     ours, theirs = this[name][column], this["pyzmq"][column]
     return ours / theirs if column == "vectors_per_s" else theirs / ours
 
@@ -89,12 +89,12 @@ def markdown(report: dict[str, Any]) -> str:
     for name, row in report["medians"].items():
         ratio = report["ratios"].get(name)
         better = [f"{ratio[c]:.1f}" for c in ("busy_p50_us", "idle_p50_us", "vectors_per_s")] if ratio else ["1"] * 3
-        busy, idle = (f"{row[f'{kind}_p50_us']:.1f}/{row[f'{kind}_p99_us']:.0f}" for kind in ("busy", "idle"))
+        busy, idle = (f"{row[f'{load}_p50_us']:.1f}/{row[f'{load}_p99_us']:.0f}" for load in ("busy", "idle"))
         rows.append([name, busy, idle, f"{row['vectors_per_s']:,.0f}", *better])
-    where, versions = report["machine"], report["versions"]
-    return "\n".join(table(("way", *head), rows)) + (
-        f"\n\n{where['processor']}, {where['cores']} cores, {where['system']}, load average "
-        f"{report['load_average_before']:.1f} at the beginning; Python {versions['python']}, pyzmq "
+    host, versions = report["machine"], report["versions"]
+    return "\n".join(table(("transport", *head), rows)) + (
+        f"\n\n{host['processor']}, {host['cores']} cores, {host['system']}, load average "
+        f"{report['load_average_before']:.1f} at start; Python {versions['python']}, pyzmq "
         f"{versions['pyzmq']}; medians of {len(report['rounds'])} rounds; × against pyzmq, within rounds. "
         "`python -m benchmarks.ring`"
     )
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ring-host"))
     arguments = parser.parse_args()
     context.set_forkserver_preload(["ipc"])
-    multiprocessing.forkserver.ensure_running()  # before pinning: children choose their own core
+    multiprocessing.forkserver.ensure_running()  # before pinning: children select their own core
     pin(0)
     report: dict[str, Any] = {
         "machine": machine(),

@@ -84,7 +84,7 @@ def test_loads_of_one_process_are_asked_at_their_own_times_and_not_in_bunches(of
         times = [at for at, _ in pool.asked]
         assert outcome.per_second() == len(times) == pytest.approx(rate, rel=0.1)
         assert max(np.diff(np.searchsorted(times, np.arange(0, _SECOND, 100_000)))) <= 10
-        assert [len(kind) for kind in outcome.answers] == [
+        assert [len(answers) for answers in outcome.answers] == [
             sum(spec.k == k for _, spec in pool.asked) for k in (10, 100)
         ]
 

@@ -1,7 +1,7 @@
-"""The floor under a query that wakes its pool: one process sleeps in a read of an eventfd, another writes to it.
+"""Floor of the latency of a query that wakes its pool: a process sleeps in a read of an eventfd, another writes to it.
 
-Nothing of Trinity runs here. What is measured is the machine's: the write, the wake-up of a core that has gone idle (in
-a virtual machine the hypervisor's too), and the return from the read, until the writer, which spins, sees the answer.
+Nothing of Trinity runs here. Measured are the write, the wake-up of an idle core (in a virtual machine also the
+hypervisor's part), and the return from the read, until the spinning writer sees the answer.
 """
 
 import mmap
@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-_WARM = 5  # first rounds, which are not counted
+_WARM = 5  # warm-up rounds, which are not counted
 
 
-def wake_main(rate: float, seconds: float, sleeper_core: int, writer_core: int, pipe: Connection) -> None:
-    """Says that it is ready, waits for an order, then sends the median µs of wake-ups, `rate` a second on average."""
+def wake_up_main(rate: float, seconds: float, sleeper_core: int, writer_core: int, pipe: Connection) -> None:
+    """Wake-up process: for each order send the median µs of wake-ups, `rate` per second on average."""
     pipe.send("ready")
     while pipe.recv() is not None:
         pipe.send(_median_us(rate, max(int(rate * seconds), 3 * _WARM), sleeper_core, writer_core))

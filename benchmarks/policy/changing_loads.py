@@ -1,9 +1,9 @@
-"""Loads that change within a window, made of the real traces: minutes of what a node sees in a day.
+"""Loads that change within a window, composed of the real traces.
 
 A surge is one trace at 60, then 120, then 60% of the node's capacity for it: a busy hour between two quiet ones. A mix
 is Azure's chats (about 210 tokens an answer), then documents (RAGPulse's prompts are three times, Mooncake's ten times
 as long, their answers longer, so that more of the queries are decode's), then chats again, each at 110% of capacity: a
-day, a night, a day. The node, its pool and its promise stay as they are; for mixes the promise is the documents'.
+day, a night, a day. The node, its pool and its SLOs do not change; mixes have the documents' SLOs.
 """
 
 from dataclasses import replace as moved
@@ -17,9 +17,9 @@ from runtime.simulator.workload import Slos
 
 
 class Change(NamedTuple):
-    """Traces and loads, one after the other, and whose promise it is."""
+    """Consecutive phases (trace, load), and the trace whose SLOs apply."""
 
-    promise: str
+    slos_of: str
     phases: tuple[tuple[str, float], ...]
 
 
@@ -37,19 +37,19 @@ CHANGES = {f"{trace} surge": _surge(trace) for trace in TRACES} | {
 
 
 class ChangingBench(Bench):
-    """`Bench`, of changes instead of traces. A phase has half as many requests as a window."""
+    """A `Bench` of changes instead of traces. A phase has half as many requests as a window."""
 
     def slos(self, trace: str) -> Slos:
-        return super().slos(CHANGES[trace].promise)
+        return super().slos(CHANGES[trace].slos_of)
 
     def window(self, trace: str, begin: int) -> Window:
-        """What is asked, without its times: the pool is its scarcest resource over all phases."""
+        """Return the requests of all phases, for which the pool is the scarcest resource; their times are not used."""
         return [arrival for phase in self._phases(trace, begin) for arrival in phase]
 
     def windows(self, trace: str) -> list[int]:
         phases = CHANGES[trace].phases
         windows = [super(ChangingBench, self).windows(name) for name, _ in phases]
-        return [begin for begin in self.options.windows if all(begin in of_phase for of_phase in windows)]
+        return [begin for begin in self.options.windows if all(begin in phase for phase in windows)]
 
     def arrivals(self, setup: Setup, trace: str, begin: int, load: float) -> Window:
         found: Window = []
@@ -60,7 +60,7 @@ class ChangingBench(Bench):
         return found
 
     def _phases(self, trace: str, begin: int) -> list[Window]:
-        """Phases of one trace are different parts of it, as far as a window goes."""
+        """Return the phases; those of one trace are different parts of its window."""
         each, seen, found = self.options.requests // 2, dict[str, int](), []
         for name, _ in CHANGES[trace].phases:
             first = begin + seen.get(name, 0)

@@ -1,4 +1,4 @@
-"""The ways that `benchmarks.ring` compares: each a pair of processes, its round trips, and its one-way traffic."""
+"""Transports compared by `benchmarks.ring`: for each a pair of processes, round trips, and one-way traffic."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ SPIN_NS = 200_000
 LAYOUT = RingLayout(256, BYTES)
 EPOCH = 1
 K = 10
-TOGETHER = 32  # searches that are submitted in one call, at least
+MIN_BATCH = 32  # searches submitted in one call
 MESSAGE, LAST = bytes(BYTES), b"\1" * BYTES
 
 Nanoseconds = list[int]
@@ -100,7 +100,7 @@ def _ring_child(reference: MemoryReference, mailbox: str, one_way: int) -> None:
 
 
 def _ring_sink(end: RingEnd, count: int) -> None:
-    """Take `count` vectors as they come, in runs, then answer once."""
+    """Receive `count` vectors in batches, then send one answer."""
     whole = end.consumer.payload(np.float32, 0, DIM)
     while count:
         ready = end.consumer.ready(LAYOUT.slots)
@@ -145,7 +145,7 @@ def ring_round_trips(busy: int, idle: int) -> tuple[Nanoseconds, Nanoseconds]:
 
 
 def ring_one_way(count: int) -> float:
-    """Vectors per second, written one by one, sent and taken in runs of what there is."""
+    """Return vectors per second: written one by one, published and received in batches."""
     with _ring_pair(count) as end:
         producer = end.producer
         outgoing = end.outgoing
@@ -204,14 +204,14 @@ def session_round_trips(busy: int, idle: int) -> tuple[Nanoseconds, Nanoseconds]
 
 
 def session_searches_per_second(count: int) -> float:
-    """Requests answered per second with many outstanding: both ways of the session, one client."""
+    """Return requests answered per second with many outstanding, for one client; both directions of the session."""
     vectors = np.ones((200, DIM), np.float32)
     with _session_pair() as client:
         begin = time.perf_counter_ns()
         submitted = answered = 0
         while answered < count:
             room = min(count - submitted, 200 - client.outstanding, len(vectors))
-            if room >= TOGETHER or room == count - submitted > 0:
+            if room >= MIN_BATCH or room == count - submitted > 0:
                 submitted += len(client.submit_many(vectors[:room], SearchSpec("docs", K, "prefill")))
             found = len(client.poll())
             answered += found
@@ -236,7 +236,7 @@ def _zmq_child(there: str, back: str, one_way: int) -> None:
         while (message := incoming.recv()) != LAST:
             outgoing.send(message)
     outgoing.send(LAST)
-    incoming.recv()  # the parent has heard it
+    incoming.recv()  # the parent has received it
     incoming.close()
     outgoing.close()
 
@@ -279,11 +279,11 @@ def zmq_one_way(count: int) -> float:
         return count / (time.perf_counter_ns() - begin) * 1e9
 
 
-# ---- a pair's clock and end
+# ---- timing
 
 
 def pin(which: int) -> None:
-    """Keep this process, and the threads it will start, on the first or second core that it may use."""
+    """Pin this process and the threads that it starts to the first or second core that it may use."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > which:
         os.sched_setaffinity(0, {cores[which]})

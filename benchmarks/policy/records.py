@@ -1,4 +1,4 @@
-"""What `benchmarks.policy` found: one row a trace and load, and how sure a difference between two policies is."""
+"""Results of `benchmarks.policy`: one row for each trace and load, with the standard error of differences."""
 
 import statistics
 
@@ -11,15 +11,15 @@ from runtime.simulator.workload import Slos
 SHIPPED = "configured"
 OTHERS = ("paper", "fifo", "static")
 FIXED = ("fixed:0.1", "fixed:0.3", "fixed:0.5", "fixed:0.7", "fixed:0.9")
-Runs = dict[str, list[Result]]  # by policy, a window each
+Runs = dict[str, list[Result]]  # by policy, one for each window
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One trace at one load and one kind of pool, over all windows: goodput by policy in requests/s.
+    """One trace at one load and one cost of extends, over all windows: goodput by policy in requests/s.
 
     `fixed_s`: the fixed part of an extend; `slots`: N, by window.
-    `error`: a standard error of the shipped policy's goodput less that of the best of all others, from how the
-    difference varies over windows; 0 with one window.
+    `error`: standard error over the windows of the difference between the shipped policy's goodput and that of the
+    best of all others; 0 with one window.
     """
 
     trace: str
@@ -63,7 +63,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     @property
     def best(self) -> float:
-        """The best of all the others, every fixed reserve among them."""
+        """Goodput of the best of all others, including every fixed reserve."""
         return max(self.best_other, self.goodput[self.best_fixed], 1e-9)
 
     @property
@@ -72,7 +72,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     @property
     def standing(self) -> str:
-        """Against the best of all: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
+        """Compare with the best of all others: "ahead", "even" (behind by less than 2 standard errors) or "behind"."""
         behind = self.best - self.goodput[SHIPPED]
         return "ahead" if behind <= 1e-9 else "even" if behind <= 2 * self.error else "behind"
 
@@ -82,7 +82,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class Planned(msgspec.Struct, kw_only=True):
-    """The best split of each placement, with searches that cost `cost` times an H100's."""
+    """Best split of each placement, with searches that cost `cost` times an H100's."""
 
     trace: str
     cost: int
