@@ -18,8 +18,8 @@ from gpu.cpu.extend.keys import may_be_result
 from gpu.cpu.queries import write_query
 from gpu.cpu.simd import pointer
 from gpu.cpu.tables import ALLOWED, ALLOWED_COUNT, DEGREE, DIM, ENCODING_FIELDS, FACTOR, OFFSET, SCANNING, SIZE
-from gpu.cpu.tables import EXTENDS as SPENT
-from gpu.cpu.tables import K as WANTED
+from gpu.cpu.tables import EXTENDS as SCAN_EXTENDS
+from gpu.cpu.tables import K as REQUESTED_K
 from gpu.cuda import filtered, layout
 from gpu.cuda.driver import NOT_READY
 from gpu.engine import FAILED, INVALID, PAUSE, RELEASE, RESUME
@@ -302,8 +302,8 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 def _scan_step(words: Any, scans: Any, slot: int) -> Any:
     """Make one extend of a slot that the host scans. Returns whether it is finished."""
     search = scans.slots[slot]
-    search[SPENT] += 1
-    store_release(_result(words, slot) + _EXTENDS_OFFSET, search[SPENT])
+    search[SCAN_EXTENDS] += 1
+    store_release(_result(words, slot) + _EXTENDS_OFFSET, search[SCAN_EXTENDS])
     if not scan_rows(scans, slot):
         return False
     filtered.write_scan_result(scans, slot, _nodes(words, slot), _raw(words, slot))
@@ -321,9 +321,9 @@ def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
     if search[ALLOWED] == 0:
         return True
     found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]
-    if filtered.count_allowed(search, found_nodes) >= min(search[WANTED], search[ALLOWED_COUNT]):
+    if filtered.count_allowed(search, found_nodes) >= min(search[REQUESTED_K], search[ALLOWED_COUNT]):
         return True
-    search[SCANNING], search[SPENT] = 1, load_acquire(result + _EXTENDS_OFFSET)
+    search[SCANNING], search[SCAN_EXTENDS] = 1, load_acquire(result + _EXTENDS_OFFSET)
     return False
 
 
@@ -379,11 +379,10 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     words = words_at(handle, HANDLE_WORDS)
     scans, number = scans_of(words), np.int64(_head(words, slot)[layout.COLLECTION_NUMBER])
     search, collection = scans.slots[slot], scans.collections[number]
-    factor, offset = (
-        np.int64(collection[FACTOR]).view(np.float64),
-        np.int64(collection[OFFSET]).view(np.float64),
-    )
-    k, nodes, raw, names = search[WANTED], _nodes(words, slot), _raw(words, slot), words_at(words[IDS], MAX_COLLECTIONS)
+    factor = np.int64(collection[FACTOR]).view(np.float64)
+    offset = np.int64(collection[OFFSET]).view(np.float64)
+    k, names = search[REQUESTED_K], words_at(words[IDS], MAX_COLLECTIONS)
+    nodes, raw = _nodes(words, slot), _raw(words, slot)
     to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
     found = 0
     for i in range(k if search[SCANNING] else np.int64(_head(words, slot)[layout.K])):

@@ -221,7 +221,7 @@ class EmulatedDriver:
         return 2
 
     def act_as_host(self, batch: Argument, entries: int, slots: int, lines: int) -> None:
-        """In the device's process, have blocks that stay answer queries whose lines are at an address."""
+        """In the device's process, run the resident kernel over queries whose lines are at an address."""
         self._send(_order("HOST", entries, slots, lines, bytes(batch)))
 
     def waits(self) -> int:

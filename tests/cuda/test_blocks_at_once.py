@@ -37,7 +37,7 @@ FAULTS = {
     ),
 }  # fmt: skip
 
-# The same of blocks that stay.
+# The same for the resident kernel.
 RESIDENT_FAULTS = {
     "a record is told without its slot's results": (
         "store_release_system(&record->slot, slot);",
@@ -85,7 +85,7 @@ def search(driver: EmulatedDriver, seed: int) -> None:
 
 
 def search_resident(driver: EmulatedDriver, seed: int) -> None:
-    """The same by two blocks that stay, for slots of which some stop short and go on, in any block."""
+    """The same by two blocks of the resident kernel; some slots pause and continue in any block."""
     random = np.random.default_rng(seed)
     data = random_index(random, 200, "l2", "float32", 8, 12)
     bench = Workbench(driver, [data], Limits(slots=8))

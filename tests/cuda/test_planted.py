@@ -147,7 +147,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 
 @pytest.fixture(scope="module")
 def orders() -> Path:
-    """With faults in the order of threads, and one of a block's that stays."""
+    """Faults in the order of threads, and one of the resident kernel."""
     return emulator((), planted(ORDERS))
 
 

@@ -123,7 +123,7 @@ class Workbench:
         self.driver.synchronise(self.stream)
 
     def stay(self, blocks: int, life_us: int, places: int = layout.RING_PLACES[0]) -> None:
-        """Launch blocks that stay."""
+        """Launch the resident kernel."""
         numbers = layout.EXTEND_RESIDENT.argument_values(entries=self.shape.entries, life_us=life_us, places=places)
         self.launch(layout.EXTEND_RESIDENT, blocks, self.shape.resident_shared_bytes(places), *numbers)
 

@@ -29,7 +29,7 @@ from tests.pool.test_process import ask, collect
 
 @pytest.fixture(params=[1, 8, "resident"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaEngine]]:
-    """Engines that pools open, of one extend or up to eight a launch, or with blocks that stay."""
+    """Engines of pools: one extend per launch, up to eight, or the resident kernel."""
     drivers: list[EmulatedDriver] = []
     engines: list[CudaEngine] = []
 
@@ -65,7 +65,9 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     assert pool.metric(PoolMetrics.EXTENDS) >= max(extends) > 1
     assert opened[0].extends_per_launch in (1, 8, 1024)
     padded = pool.metric(PoolMetrics.PADDED_SLOT_STEPS)
-    assert (padded == 0) == opened[0].resident, "at last fewer run than a graph has, but blocks that stay have none"
+    assert (padded == 0) == opened[0].resident, (
+        "fewer slots run at the end than a graph covers; the resident kernel has no padding"
+    )
 
 
 def test_a_device_that_fails_ends_the_pool_with_its_own_error(
@@ -78,7 +80,7 @@ def test_a_device_that_fails_ends_the_pool_with_its_own_error(
 
     with pool.attach() as client:
         ask(client, queries[0], "prefill", search_width=2)
-        opened[0].stop()  # blocks that stay would need no other launch
+        opened[0].stop()  # a resident kernel would not launch again
         monkeypatch.setattr(EmulatedDriver, "replay", fail)
         with pytest.raises(DeviceError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
             collect(pool, client, 1)
