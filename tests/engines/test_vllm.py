@@ -293,7 +293,7 @@ def test_each_instance_has_gpus_of_its_own_in_order() -> None:
     ("model", "message"),
     [
         ({"instances": 2, "devices": ["cuda:0"]}, "model.devices has 1 entries: 2 instances of 1 GPUs"),
-        ({"devices": ["cpu", "cuda:0"], "instances": 2}, '"cpu" stands alone'),
+        ({"devices": ["cpu", "cuda:0"], "instances": 2}, '"cpu" cannot be combined with GPUs'),
         ({"devices": ["cuda:0", "cuda:0"], "instances": 2}, "names a GPU twice"),
         ({"devices": ["gpu0"]}, "'gpu0' is not a device"),
         ({"python": "/nowhere/python"}, "no such program"),
