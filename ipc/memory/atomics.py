@@ -26,7 +26,7 @@ WATCH_COLUMNS = 5
 WATCH_BASE, WATCH_STRIDE, WATCH_SLOTS, WATCH_POSITION, WATCH_SLEEPING = range(WATCH_COLUMNS)
 _ROW_BYTES = 8 * WATCH_COLUMNS
 
-WRITER, READER, SLEEPING, CONSUMER_STATE = 64, 128, 192, 256
+READER, SLEEPING, CONSUMER_STATE = 128, 192, 256
 """Byte offsets of these words in a ring, see `ring.py`."""
 
 END_COLUMNS = 8
@@ -68,9 +68,8 @@ def publish_slots(end: Any, count: int) -> int:
     )  # fmt: skip
     end[END_POSITION] = position + count
     for i in range(position, position + count):
-        # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_news`.
+        # SYNC POINT: slot sequence. The release pairs with the acquire in `ready` and `has_message`.
         intrinsics.store_release(base + (i % slots) * stride, i + 1)
-    intrinsics.store_release(words + WRITER, position + count)
     # SYNC POINT: sleeping. Publish, fence, read the flag; `arm` sets the flag, fences, reads the slot. Without both
     # fences each side may miss the other's store, and the consumer would sleep with a published slot.
     intrinsics.fence()

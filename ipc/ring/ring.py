@@ -2,7 +2,7 @@
 
 ```
 byte    0  magic | version | slots | stride | payload bytes | epoch | 0 | 0     written once by the creator
-       64  writer position                                                      producer, for statistics
+       64  unused
       128  reader position                                                      consumer: slots released
       192  sleeping: 1 while the consumer sleeps and waits for a doorbell       consumer sets, producer clears
       256  consumer state: OPEN, DRAINING, CLOSED, EVICTED                      consumer
@@ -66,16 +66,6 @@ class RingLayout(msgspec.Struct, frozen=True):
     def size(self) -> int:
         """Bytes of the whole ring."""
         return HEADER_BYTES + self.slots * self.stride
-
-
-class RingStatistics(msgspec.Struct, frozen=True):
-    """Counters of one end of a ring since it was made. `position`: slots sent (producer) or released (consumer)."""
-
-    slots: int
-    position: int
-    used: int
-    full: int
-    rung: int
 
 
 def format_ring(view: memoryview, layout: RingLayout, epoch: int) -> None:
@@ -150,7 +140,6 @@ class RingProducer(_End):
 
     def __init__(self, view: memoryview, layout: RingLayout, epoch: int) -> None:
         super().__init__(view, layout, epoch)
-        self._full = 0
         end = np.zeros(atomics.END_COLUMNS, np.int64)
         self.end_address = int(end.ctypes.data)
         """Address of the end's words for compiled functions (`atomics.py`)."""
@@ -196,7 +185,6 @@ class RingProducer(_End):
     def loan(self) -> int:
         """Return the slot to fill next. Raises `RingFull`. Repeated calls without `send` return the same slot."""
         if self.room() <= 0 and self.free() <= 0:
-            self._full += 1
             raise self.send_error(atomics.FULL)
         return self.position % self._slots
 
@@ -228,10 +216,6 @@ class RingProducer(_End):
     def joined(self) -> bool:
         """Whether the consumer has opened its end."""
         return self._word(_JOINED) != 0
-
-    def statistics(self) -> RingStatistics:
-        """Return counters; cheap."""
-        return RingStatistics(self._slots, self.position, self._slots - self.room(), self._full, self.rung)
 
 
 class RingConsumer(_End):
@@ -296,11 +280,6 @@ class RingConsumer(_End):
     def join(self) -> None:
         """Report to the producer that this end is open."""
         atomics.store_release(self._address + _JOINED, 1)
-
-    def statistics(self) -> RingStatistics:
-        """Return counters; cheap. `used`: slots written, by the producer's word, and not released."""
-        used = min(max(self._word(atomics.WRITER) - self.position, 0), self._slots)
-        return RingStatistics(self._slots, self.position, used, 0, 0)
 
 
 class Watch:

@@ -207,7 +207,7 @@ class PoolLoop:
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
 
     def _resolve_filter(self) -> None:
-        """Resolve the filter of the request found to a scope's number, or refuse the request."""
+        """Resolve the current request's filter to a scope's number, or refuse the request."""
         wanted = self._server.request_filter()
         if wanted is None:
             self.drop_gone_clients()

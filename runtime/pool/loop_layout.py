@@ -101,5 +101,5 @@ HISTOGRAMS = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY
 LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
 
 IDLE, TIME_UP, ARENA_VECTOR, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER = range(6)
-"""Exit reasons of `run_loop`: no query is active; `until` has passed; the request found has its vector in the arena;
-clients are to be evicted; the engine failed; the request found has a filter without a number yet."""
+"""Exit reasons of `run_loop`: no query is active; `until` has passed; the current request's vector is in the arena;
+clients are to be evicted; the engine failed; the current request's filter has no number yet."""
