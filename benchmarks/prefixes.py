@@ -139,8 +139,8 @@ def _tiered(
         "tier": f"{size}, {copies}" if host_mib else "none, decode first" if first else "none",
         "found": result.use["prefix_hits"], "ttft_p50_s": result.ttft_s.p50, "ttft_p90_s": result.ttft_s.p90,
         "attainment": result.attainment,
-        "stored": sum(prompts.tiers.counted("stored") for prompts in kept),
-        "loaded": sum(prompts.tiers.counted("loaded") for prompts in kept),
+        "stored": sum(prompts.tiers.count("stored") for prompts in kept),
+        "loaded": sum(prompts.tiers.count("loaded") for prompts in kept),
     }  # fmt: skip
 
 

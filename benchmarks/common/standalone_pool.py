@@ -45,13 +45,13 @@ def run_pool(queries: Sequence[Query], times: ServiceTimes, config: NodeConfig) 
     order."""
     events, limits = Events(), config.pool
     rules = PoolRules(policy_of(config, slots_of(limits, times)))
-    pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), asks=len(queries) + 1)
+    pools = Pools(events, times, limits, [(rules, Gpu())], Random(0), capacity=len(queries) + 1)
     group = pools.group([0])
     statuses: dict[int, str] = {}
     for number, query in enumerate(queries):
         deadline_ns = NEVER_NS if query.limit_ns is None else query.at_ns + query.limit_ns
         reply = partial(statuses.__setitem__, number)
-        assigned = pools.ask_at(
+        assigned = pools.submit_at(
             query.at_ns, group, query.stage, deadline_ns, reply, extends=query.extends, top_m=query.top_m
         )
         assert assigned == number, "queries are numbered consecutively"

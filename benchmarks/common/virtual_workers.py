@@ -146,13 +146,13 @@ class Handover:
     def withdraw(self, number: int) -> None:
         pass
 
-    def wrote(self, lease: int, amount: int) -> None:
+    def set_written(self, lease: int, amount: int) -> None:
         pass
 
     def written(self, offer: Any) -> int:
         return 0
 
-    def current(self, offer: Any) -> bool:
+    def is_current(self, offer: Any) -> bool:
         return True
 
     def pull(self, *_: Any) -> Any:

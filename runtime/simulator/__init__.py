@@ -1,1 +1,1 @@
-"""A discrete-event model of a whole node: production's scheduler, router and control law on a virtual clock."""
+"""Discrete-event simulator of a node: production's scheduler, router and control law on a virtual clock."""

@@ -1,6 +1,6 @@
-"""The simulated node: arrivals → router → prefill → link → decode, with pools beside them and the control law above.
+"""Simulated node: arrivals → router → prefill → link → decode, with pools and the control loop.
 
-Router, the pool's policy and control law are production's own; what stands in for the rest is in the files beside this.
+Router, pool policy and control law are production's code; the other files of this package model the rest.
 """
 
 import gc
@@ -35,13 +35,15 @@ from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.stages.request import FINISHED, SimRequest
 from runtime.simulator.traces import Arrival
 
-_MAX_TOKENS = 1 << 40  # of context: a trace's requests are not refused for their length, if blocks are not counted
+_MAX_TOKENS = 1 << 40  # context limit: requests are not rejected for their length if blocks are not counted
 
 
 class Simulation:
-    """One run. `run` lets every arrival go through to its end and says how they fared. most_steps: of decode's that are
-    one event, for which contexts are taken not to grow. most_missed: the run ends as soon as more requests than that
-    have missed an SLO; those that have not ended by then met nothing."""
+    """One run of the simulator. `run` processes all arrivals and returns the result.
+
+    `most_steps`: decode steps in one event, during which contexts count as constant. `most_missed`: the run ends when
+    more requests than that have missed an SLO; requests that have not ended by then count as missed.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Simulation:
             self.router,
             Planner.of(config, replace(config.slo, ttft_s=setup.slos.ttft_s, tpot_s=setup.slos.tpot_s)),
             self._work,
-            self._rests,
+            self._is_idle,
         )
         self._block_tokens = (config.own_model or ModelSection(name="")).kv_block_tokens
         self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
@@ -84,19 +86,19 @@ class Simulation:
     # ---- building
 
     def _build_workers(self) -> None:
-        setup, config, there = self._setup, self._setup.config, self._setup.config
-        if moves := config.control.planner == "act":  # every GPU has a worker of either role
+        setup, config, initial = self._setup, self._setup.config, self._setup.config
+        if moves := config.control.planner == "act":  # every GPU has a worker of each role
             both = config.prefill.workers + config.decode.workers
             config = replace(
                 config,
                 prefill=replace(config.prefill, workers=both),
                 decode=replace(config.decode, workers=both),
             )
-        near = {role: config.pool.placement in (f"with-{role}", "coupled") for role in ("prefill", "decode")}
+        coupled = {role: config.pool.placement in (f"with-{role}", "coupled") for role in ("prefill", "decode")}
         slowdown = setup.times.extend_shared
-        prefill_gpus = [Gpu(slowdown if near["prefill"] else 1.0) for _ in range(config.prefill.workers)]
-        decode_gpus = [Gpu(slowdown if near["decode"] else 1.0) for _ in range(config.decode.workers)]
-        with_pool = prefill_gpus * near["prefill"] + decode_gpus * near["decode"]
+        prefill_gpus = [Gpu(slowdown if coupled["prefill"] else 1.0) for _ in range(config.prefill.workers)]
+        decode_gpus = [Gpu(slowdown if coupled["decode"] else 1.0) for _ in range(config.decode.workers)]
+        with_pool = prefill_gpus * coupled["prefill"] + decode_gpus * coupled["decode"]
         if config.pool.placement == "own":
             with_pool = [Gpu() for _ in range(config.pool.workers)]
         rules = setup.policy.rules(config, slots_of(config.pool, setup.times))
@@ -105,9 +107,9 @@ class Simulation:
         )
         self.pools = self._pools.pools
         everyone = self._pools.group(range(len(self.pools)))
-        beside = iter(range(len(with_pool)))  # a worker asks the pool beside it
-        prefill_pools = [self._pools.group([next(beside)]) if near["prefill"] else everyone for _ in prefill_gpus]
-        decode_pools = [self._pools.group([next(beside)]) if near["decode"] else everyone for _ in decode_gpus]
+        own_pool = iter(range(len(with_pool)))  # a coupled worker queries its own pool
+        prefill_pools = [self._pools.group([next(own_pool)]) if coupled["prefill"] else everyone for _ in prefill_gpus]
+        decode_pools = [self._pools.group([next(own_pool)]) if coupled["decode"] else everyone for _ in decode_gpus]
         batches = Batches(
             self.events, setup.times, config.decode, setup.workload, self._pools,
             [(gpu, decode_pools[i], Random(setup.seed * 64 + i)) for i, gpu in enumerate(decode_gpus)],
@@ -125,7 +127,7 @@ class Simulation:
             self.router.add(self._hello("decode", decode.name, config.decode, kv))
         for i, gpu in enumerate(prefill_gpus):
             prompts = self._prompts(config.prefill)
-            ask = partial(self._pools.ask, prefill_pools[i], "prefill") if setup.workload.retrieval else None
+            ask = partial(self._pools.submit, prefill_pools[i], "prefill") if setup.workload.retrieval else None
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
                 ask, self._offer, self._roles.report, self._end_once,
@@ -136,15 +138,15 @@ class Simulation:
             self.router.add(self._hello("prefill", prefill.name, config.prefill, prompts))
         if moves:
             prefills, decodes = list(self.prefills), list(self.decodes)
-            away = [*prefills[there.prefill.workers :], *decodes[there.decode.workers :]]
-            self._roles.begin({"prefill": prefills, "decode": decodes}, away)
+            inactive = [*prefills[initial.prefill.workers :], *decodes[initial.decode.workers :]]
+            self._roles.begin({"prefill": prefills, "decode": decodes}, inactive)
 
-    def _rests(self, worker: str) -> bool:
-        """Whether a worker has nothing to do now."""
-        return (self.prefills.get(worker) or self.decodes[worker]).rests
+    def _is_idle(self, worker: str) -> bool:
+        """Return whether a worker has no work."""
+        return (self.prefills.get(worker) or self.decodes[worker]).idle
 
     def _work(self, workers: dict[Stage, int]) -> Work:
-        """What the planner looks at."""
+        """Return the node's state for the planner."""
         prefills, decodes = self.prefills.values(), self.decodes.values()
         return Work(
             pass_s=sum(worker.busy_ns for worker in prefills) / 1e9,
@@ -162,32 +164,32 @@ class Simulation:
         )
 
     def _prompts(self, limits: KvWorkerSection) -> PromptBlocks | None:
-        """What a worker keeps of prompts, where the trace says what they share."""
+        """Return a worker's prompt blocks, if the trace contains shared blocks."""
         return prompt_blocks(self._arrivals, limits.slots, limits.kv_blocks * self._block_tokens, self.tiers)
 
     def _hello(self, role: Role, name: str, limits: KvWorkerSection, kv: KvRows | PromptBlocks | None = None) -> Hello:
         hello = Hello(role=role, worker=name, epoch=1, pid=0, slots=limits.slots, limit_tokens=_MAX_TOKENS)
         if kv is None:
             return hello
-        told = replace(hello, block_tokens=kv.block_tokens, blocks=kv.available)
-        return replace(told, limit_tokens=kv.available * kv.block_tokens) if limits.kv_blocks else told
+        with_blocks = replace(hello, block_tokens=kv.block_tokens, blocks=kv.available)
+        return replace(with_blocks, limit_tokens=kv.available * kv.block_tokens) if limits.kv_blocks else with_blocks
 
-    # ---- a request's way
+    # ---- requests
 
     def run(self) -> Result:
-        """Deterministic: the same setup and arrivals give the same result."""
+        """Run the simulation. Deterministic: the same setup and arrivals give the same result."""
         if self._arrivals:
             self._plan_arrival(0)
             self._sample()
             if self._setup.policy.controlled(self._setup.config):
                 self._set_knobs()
                 self._control()
-            with _without_collector():
+            with _gc_disabled():
                 self.events.run()
         return Result.of(self._setup, self._arrivals, self.requests, self.refused, self._samples, self._use())
 
     def drain(self) -> None:
-        """After `run`: let what was still under way for requests that had ended come to its end too."""
+        """After `run`: process the remaining events of requests that have ended."""
         self._draining = True
         self.events.run()
 
@@ -207,10 +209,10 @@ class Simulation:
         deadline_ns = now + self._timeout_ns
         request = SimRequest(arrival, now, deadline_ns, placement)
         self.requests.append(request)
-        self._timeouts.begin(request)
+        self._timeouts.start(request)
         prefill = self.prefills[placement.prefill]
         if self._setup.times.request_core_s:
-            self._decode_of(request).hold_up(self._setup.times.request_core_s)
+            self._decode_of(request).delay_next_step(self._setup.times.request_core_s)
         if self._frontend_ns:
             self.events.after(self._frontend_ns, partial(prefill.receive, request))
         else:
@@ -229,7 +231,7 @@ class Simulation:
             self.end(request, outcome)
 
     def _expire(self, request: SimRequest) -> None:
-        """The frontend ends what is past its deadline; the workers drop it when they next touch it."""
+        """End a request at its deadline, as the frontend does; the workers drop it later."""
         self._end_once(request, "deadline_exceeded")
         self._decode_of(request).expire(request)
 
@@ -238,7 +240,7 @@ class Simulation:
         slos = self._setup.slos
         self._judged += 1
         self._missed += not request.met(slos.ttft_s, slos.tpot_s)
-        self._timeouts.end(request)
+        self._timeouts.cancel(request)
         self._count_end()
         self.router.finished(request.placement, prefilled=request.left_prefill)
 
@@ -292,7 +294,7 @@ class Simulation:
         self.events.after(ns(self._setup.sample_s), self._sample)
 
     def _use(self) -> dict[str, float]:
-        """Busy shares over the whole run, and what went through."""
+        """Return busy shares over the run, and counters."""
         span = max(self.events.now_ns, 1)
         decodes, prefills = self.decodes.values(), self.prefills.values()
         row_ns = sum(decode.row_ns for decode in decodes)
@@ -313,22 +315,22 @@ class Simulation:
             "changes": float(self._law.changes),
             "span_s": span / 1e9,
             "moves": float(self._roles.moves),
-            "events": float(self.events.happened),
+            "events": float(self.events.processed),
         }
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """The garbage collector would look through all requests of a trace time and again: a tenth of the time."""
-    collects = gc.isenabled()
+def _gc_disabled() -> Iterator[None]:
+    """Disable garbage collection, which would scan all requests of a trace repeatedly: a tenth of the run time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 def simulate(setup: Setup, arrivals: Sequence[Arrival]) -> Result:
-    """Run `arrivals` through the node that `setup` describes."""
+    """Simulate `arrivals` on the node that `setup` describes."""
     return Simulation(setup, arrivals).run()

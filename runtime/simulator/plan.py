@@ -1,6 +1,6 @@
-"""Which split of a node's GPUs serves a trace best: x prefill, y decode, z pool; and where the index should lie.
+"""Search for the best split of a node's GPUs for a trace: x prefill, y decode, z pool, and the pool's placement.
 
-Every split is first rated by the utilisation law, which costs nothing; the best few of each placement are simulated.
+Every split is ranked by the utilisation law, which is cheap; the best few of each placement are simulated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.traces import Arrival, at_rate
 
 PLACEMENTS: tuple[PoolPlacement, ...] = ("own", "with-prefill", "with-decode", "coupled")
-_MEMORY_IN_USE = 0.9  # of a GPU's memory may be planned; activations and the like have the rest
-_TRIED = 3  # splits of each placement that are simulated
-_ROUNDS = 6  # of bisection: the greatest rate is found to within 2% of the capacity
+_MEMORY_SHARE = 0.9  # share of GPU memory to plan for; the rest is for activations and the like
+_TRIED = 3  # splits simulated per placement
+_ROUNDS = 6  # bisection steps: finds the highest rate to within 2% of the capacity
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A split and what it can do. `rate` is the greatest at which `share` of the sent requests met both SLOs."""
+    """A split and its performance. `rate` is the highest at which `share` of the sent requests met both SLOs."""
 
     placement: PoolPlacement
     prefill: int
@@ -42,7 +42,7 @@ def plans(
     tried: int = _TRIED,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Plan]:
-    """Splits of `gpus` GPUs of every placement, the best first. Raises `ConfigError` if none can be."""
+    """Return the best splits of `gpus` GPUs over all placements, in order. Raises `ConfigError` if there is none."""
     found = []
     for placement in PLACEMENTS:
         splits = sorted(_splits(setup, arrivals, placement, gpus), key=lambda split: -capacity(split, arrivals))
@@ -68,9 +68,9 @@ def plans(
 
 
 def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes: int = 1) -> float:
-    """The greatest rate at which `share` of the sent requests meet both SLOs, by bisection below 1.2 × the capacity.
+    """Return the highest rate at which `share` of the sent requests meet both SLOs, by bisection below 1.2 × capacity.
 
-    nodes: that are alike, know nothing of each other, and get the requests in turn.
+    `nodes`: number of identical, independent nodes that receive the requests round-robin.
     """
     low, high = 0.0, 1.2 * nodes * capacity(setup, arrivals)
     for _ in range(_ROUNDS):
@@ -84,7 +84,7 @@ def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes
 
 def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PoolPlacement, gpus: int) -> Iterator[Setup]:
     config = setup.config
-    slots = fitting_slots(setup, arrivals, index_there=placement in ("with-decode", "coupled"))
+    slots = fitting_slots(setup, arrivals, with_index=placement in ("with-decode", "coupled"))
     if not slots:
         return
     for pool in range(1, gpus - 1) if placement == "own" else (0,):
@@ -98,10 +98,10 @@ def _splits(setup: Setup, arrivals: Sequence[Arrival], placement: PoolPlacement,
             yield replace(setup, config=split)
 
 
-def fitting_slots(setup: Setup, arrivals: Sequence[Arrival], index_there: bool) -> int:
-    """Decode slots, at most as configured, whose KV fits beside the weights, and the index if it lies there too."""
+def fitting_slots(setup: Setup, arrivals: Sequence[Arrival], with_index: bool) -> int:
+    """Return how many of the configured decode slots fit into GPU memory with the weights and, if set, the index."""
     times = setup.times
-    free = times.gpu_bytes * _MEMORY_IN_USE - times.weight_bytes - (times.index_bytes if index_there else 0)
+    free = times.gpu_bytes * _MEMORY_SHARE - times.weight_bytes - (times.index_bytes if with_index else 0)
     context = sum(arrival.prompt_tokens + arrival.output_tokens for arrival in arrivals) / len(arrivals)
     fits = free / max(times.kv_token_bytes * context, 1)
     return max(0, min(setup.config.decode.slots, int(fits)))

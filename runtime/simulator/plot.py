@@ -1,4 +1,4 @@
-"""A run over time as a picture, where matplotlib is installed: the knobs, the queues, and decode's rows."""
+"""Plot of a run over time, if matplotlib is installed: control parameters, queues, and decode rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from runtime.simulator.result import Result
 
 
 def draw(results: Sequence[Result], path: Path) -> bool:
-    """Write a PNG with a column for each result; False, and no file, without matplotlib."""
+    """Write a PNG with a column per result. Return False, and write nothing, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,5 +1,5 @@
-"""The policies to try: as the file has it, with the control law, with a fixed reserve; those that production ships to
-compare with, and the naive ones."""
+"""Policies for simulation: as configured, with the control law, with a fixed reserve, production's baselines, and naive
+ones."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -15,15 +15,15 @@ _KINDS: tuple[Kind, ...] = tuple(name for kinds in get_args(Kind) for name in ge
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """configured: as the file says; adaptive: with the control law; fixed: with r = `reserve`; prefill-first and
-    decode-first: one queue in which one stage goes before."""
+    """A policy. configured: as in the file; adaptive: with the control law; fixed: with r = `reserve`; prefill-first
+    and decode-first: one queue with strict priority for one stage."""
 
     kind: Kind
     reserve: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
-        """From the name of a kind, `fixed:r` for a fixed one. Raises `ConfigError`."""
+        """Parse a policy name, or `fixed:r`. Raises `ConfigError`."""
         kind, _, value = text.partition(":")
         if kind == "fixed":
             try:
@@ -32,22 +32,22 @@ class PolicyChoice:
                 reserve = -1.0
             if 0 <= reserve <= 1:
                 return cls("fixed", reserve)
-            raise ConfigError(f"policy {text!r}: give fixed:r with r from 0 to 1, such as fixed:0.3")
+            raise ConfigError(f"policy {text!r}: expected fixed:r with r from 0 to 1, such as fixed:0.3")
         for known in _KINDS:
             if text == known:
                 return cls(known)
         names = ", ".join("fixed:r" if known == "fixed" else known for known in _KINDS)
-        raise ConfigError(f"policy {text!r}: known are {names}")
+        raise ConfigError(f"unknown policy {text!r}; known policies: {names}")
 
     def controlled(self, config: NodeConfig) -> bool:
-        """Whether the control law moves the reserve."""
+        """Return whether the control law adjusts the reserve."""
         return self.kind == "adaptive" or (self.kind == "configured" and config.control.enabled)
 
     def __str__(self) -> str:
         return f"fixed:{self.reserve:g}" if self.kind == "fixed" else self.kind
 
     def rules(self, config: NodeConfig, slots: int) -> PoolRules:
-        """Of a pool of so many slots."""
+        """Return the rules of a pool with `slots` slots."""
         policy = policy_of(config, slots)
         if self.kind == "prefill-first":
             return PoolRules(replace(policy, rules="fifo"), "prefill")

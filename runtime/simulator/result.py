@@ -1,4 +1,4 @@
-"""How a run went: attainment and goodput over all sent requests, percentiles, and samples over time."""
+"""Result of a run: attainment and goodput over all sent requests, percentiles, and samples over time."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from runtime.simulator.traces import Arrival
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The node at a moment: the knobs, who waits where, rows in decode and how many of them stall for a probe."""
+    """State of the node at a time: control parameters, queue lengths, decode rows and rows stalled by a probe."""
 
     at_s: float
     reserve: float
@@ -37,7 +37,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Shares are of *sent* requests: one that was refused or failed met nothing. `goodput` in requests/s."""
+    """Result of a run. Shares refer to *sent* requests: a refused or failed one met no SLO. `goodput` in requests/s."""
 
     policy: str
     placement: str

@@ -1,6 +1,8 @@
-"""Workers of the simulated node that change their role, as the planner says: each GPU has a worker of either role, of
-which one takes requests. As in production the new worker starts beside the old one, which serves meanwhile and then
-drains; but here the new one takes nothing until the old one has ended."""
+"""Role changes of simulated workers by the planner. Each GPU has a worker of each role, one of which is active.
+
+As in production the new worker starts while the old one serves, which then drains; here the new one receives no
+requests before the old one has drained.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -12,12 +14,12 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.messages import Report
 from runtime.simulator.events import Events, ns
 
-START_S = 10.0  # until a worker is ready in its new role
-_LOOK_S = 0.25
+START_S = 10.0  # start time of a worker in its new role
+_INTERVAL_S = 0.25
 
 
 class Roles:
-    """`away` are the workers that take nothing. `work` tells the node's state with so many workers of each role."""
+    """Active and inactive workers. `work` returns the node's state for a number of workers of each role."""
 
     def __init__(
         self,
@@ -25,60 +27,60 @@ class Roles:
         router: Router,
         planner: Planner,
         work: Callable[[dict[Stage, int]], Work],
-        rests: Callable[[str], bool],
+        is_idle: Callable[[str], bool],
     ) -> None:
-        self._events, self._router, self._planner, self._work, self._rests = events, router, planner, work, rests
-        self.away: set[str] = set()
+        self._events, self._router, self._planner, self._work, self._is_idle = events, router, planner, work, is_idle
+        self.inactive: set[str] = set()
         self._names: dict[Stage, list[str]] = {"prefill": [], "decode": []}
         self._moving = False
         self.stopped = False
         self.moves = 0
 
-    def begin(self, names: dict[Stage, list[str]], away: Sequence[str]) -> None:
-        """All workers of either role, and those that take nothing at first."""
-        self._names, self.away = names, set(away)
-        for name in away:
-            self._tell(name)
-        self._look()
+    def begin(self, names: dict[Stage, list[str]], inactive: Sequence[str]) -> None:
+        """Set all workers of each role, and the initially inactive ones."""
+        self._names, self.inactive = names, set(inactive)
+        for name in inactive:
+            self._update_router(name)
+        self._check()
 
     def report(self, report: Report) -> None:
-        """A worker's report to the router, which is told too who takes nothing."""
-        self._router.report(replace(report, draining=report.worker in self.away) if self.away else report)
+        """Forward a worker's report to the router; an inactive worker is reported as draining."""
+        self._router.report(replace(report, draining=report.worker in self.inactive) if self.inactive else report)
 
-    def _tell(self, name: str) -> None:
+    def _update_router(self, name: str) -> None:
         for worker in self._router.workers():
             if worker.hello.worker == name:
-                worker.reported = replace(worker.reported, draining=name in self.away)
+                worker.reported = replace(worker.reported, draining=name in self.inactive)
 
-    def _there(self, role: Stage) -> list[str]:
-        return [name for name in self._names[role] if name not in self.away]
+    def _active(self, role: Stage) -> list[str]:
+        return [name for name in self._names[role] if name not in self.inactive]
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self.stopped:
             return
-        there = {role: len(self._there(role)) for role in self._names}
-        move = self._planner.update(self._events.now_ns / 1e9, self._work(there))
+        active = {role: len(self._active(role)) for role in self._names}
+        move = self._planner.update(self._events.now_ns / 1e9, self._work(active))
         if move is not None and not self._moving:
             self._moving = True
             self.moves += 1
-            name = self._there(move.role)[-1]
-            self._events.after(ns(START_S), lambda: self._leave(name))
-        self._events.after(ns(_LOOK_S), self._look)
+            name = self._active(move.role)[-1]
+            self._events.after(ns(START_S), lambda: self._deactivate(name))
+        self._events.after(ns(_INTERVAL_S), self._check)
 
-    def _leave(self, name: str) -> None:
-        self.away.add(name)
-        self._tell(name)
+    def _deactivate(self, name: str) -> None:
+        self.inactive.add(name)
+        self._update_router(name)
         self._drain(name)
 
     def _drain(self, name: str) -> None:
-        """Wait until the old worker has ended, then have the new one take requests."""
+        """Wait until the old worker has drained, then activate the new one."""
         if self.stopped:
             return
-        if not self._rests(name):
-            self._events.after(ns(_LOOK_S), lambda: self._drain(name))
+        if not self._is_idle(name):
+            self._events.after(ns(_INTERVAL_S), lambda: self._drain(name))
             return
         other = self._names["decode" if name in self._names["prefill"] else "prefill"]
-        new = next(new for new in other if new in self.away)
-        self.away.discard(new)
-        self._tell(new)
+        new = next(new for new in other if new in self.inactive)
+        self.inactive.discard(new)
+        self._update_router(new)
         self._moving = False

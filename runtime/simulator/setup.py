@@ -1,4 +1,4 @@
-"""What a run of the simulator is told."""
+"""Parameters of a simulator run."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from runtime.simulator.workload import Slos, Workload
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a run depends on, beside its arrivals."""
+    """All parameters of a run except its arrivals."""
 
     config: NodeConfig
     times: ServiceTimes = ServiceTimes()

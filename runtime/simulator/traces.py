@@ -1,7 +1,7 @@
 """Traces of real services as arrivals: Azure (.csv), Mooncake and RAGPulse (.jsonl or .jsonl.gz).
 
-The kind is seen from the first line, not from the name. Every line is checked and every number bounded; an error names
-the file and the line.
+The format is detected from the first line, not from the name. Every line is validated and every number is bounded; an
+error names the file and the line.
 """
 
 import gzip
@@ -27,7 +27,7 @@ _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class TraceError(ConfigError):
-    """A trace cannot be read: missing, of no known kind, or with a line that is not what its kind says."""
+    """Raised if a trace cannot be read: missing, of an unknown format, or with an invalid line."""
 
     code = "trace_error"
 
@@ -36,7 +36,7 @@ class TraceError(ConfigError):
 class Arrival:
     """One request of a trace: seconds after the first one, prompt and answer tokens, and its prefix blocks.
 
-    These are hashes, each over all before it, of `block_tokens` tokens each; 0: how many is not known.
+    `prefix` contains chained block hashes, of `block_tokens` tokens each; 0: unknown.
     """
 
     at_s: float
@@ -65,7 +65,7 @@ class _RagPulse(msgspec.Struct):
 
 
 def load_trace(path: Path, limit: int = MAX_REQUESTS) -> list[Arrival]:
-    """The first `limit` requests of a trace, by time, the first one at 0 s. Raises `TraceError`."""
+    """Return the first `limit` requests of a trace by time; the first one is at 0 s. Raises `TraceError`."""
     try:
         arrivals = list(_read(path, min(limit, MAX_REQUESTS)))
     except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
@@ -80,7 +80,7 @@ def load_trace(path: Path, limit: int = MAX_REQUESTS) -> list[Arrival]:
 
 
 def at_rate(arrivals: list[Arrival], requests_per_s: float) -> list[Arrival]:
-    """The same requests in the same order and the same bursts, with time stretched so that this is their mean rate."""
+    """Return the same requests with time scaled to a mean rate of `requests_per_s`; order and bursts are kept."""
     if requests_per_s <= 0:
         raise TraceError(f"a rate of {requests_per_s} requests/s: it must be over 0")
     factor = len(arrivals) / requests_per_s / max(arrivals[-1].at_s, 1e-9)
@@ -88,7 +88,7 @@ def at_rate(arrivals: list[Arrival], requests_per_s: float) -> list[Arrival]:
 
 
 def mean_rate(arrivals: list[Arrival]) -> float:
-    """Requests/s over the trace's span."""
+    """Return the mean requests/s of the trace."""
     return len(arrivals) / max(arrivals[-1].at_s, 1e-9)
 
 
@@ -129,7 +129,7 @@ def _json_kind(path: Path, line: str) -> Any:
 
 def _azure(line: str) -> Arrival:
     stamp, prompt, output = line.strip().split(",")
-    moment = datetime.fromisoformat(stamp[:26])  # seven digits of a second: Python knows six
+    moment = datetime.fromisoformat(stamp[:26])  # the trace has seven digits of a second, Python six
     return _arrival(moment.timestamp(), _tokens(prompt), _tokens(output))
 
 
@@ -156,7 +156,7 @@ def _ragpulse(line: str) -> Arrival:
 
 
 def _arrival(at_s: float, prompt: int, output: int, hashes: Sequence[int] = (), block_tokens: int = 0) -> Arrival:
-    """A request with no tokens on a side is served as one with one: the model needs one to begin, and draws one."""
+    """Treat 0 prompt or answer tokens as 1: a model needs at least one and generates at least one."""
     chain = 0
     prefix = []
     for block in hashes:

@@ -1,4 +1,4 @@
-"""What a trace does not say: when requests retrieve, how hard their queries are, and what is promised to them."""
+"""Workload parameters that a trace does not contain: retrieval, probes, and SLOs."""
 
 from typing import Annotated
 
@@ -7,11 +7,11 @@ from msgspec import Meta
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Retrieval beside the trace's tokens (whose prompts are taken to hold their passages already).
+    """Retrieval of a trace's requests, whose prompts are assumed to contain their passages.
 
-    Each request asks once before prefill, and every `probe_every_tokens` while it decodes (0: never); `probe_hit` of
-    the probes bring passages that the row has not seen, `decode.probe_tokens` of them. A query takes top_m /
-    search_width extends and 1 to 3 more.
+    Each request queries the pool once before prefill, and every `probe_every_tokens` during decode (0: never). A share
+    `probe_hit` of the probes returns new passages, of `decode.probe_tokens` tokens. A query takes top_m / search_width
+    extends plus 1 to 3.
     """
 
     retrieval: bool = True
@@ -20,7 +20,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Slos(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A request is good if its first token came within `ttft_s`, and the others took `tpot_s` each in the mean."""
+    """SLOs of a request: its TTFT is at most `ttft_s`, and its mean TPOT at most `tpot_s`."""
 
     ttft_s: Annotated[float, Meta(gt=0)] = 1.0
     tpot_s: Annotated[float, Meta(gt=0)] = 0.025

@@ -47,7 +47,7 @@ class Sink:
     def written(self, offer: Offer) -> int:
         return self.has_written
 
-    def current(self, offer: Offer) -> bool:
+    def is_current(self, offer: Offer) -> bool:
         return offer.offer_id not in self.withdrawn
 
     def acknowledge(self, offer: Offer) -> bool:

@@ -80,13 +80,13 @@ def test_a_busy_worker_writes_for_a_thirtieth_of_its_time_and_an_idle_one_writes
     busy = ran(node(kv_blocks=400), *(asked(0.0, 3000, *range(n * 100, n * 100 + 94)) for n in range(4)))
     (prefill,) = busy.prefills.values()
     assert prefill.prompts is not None
-    written_ns = prefill.prompts.tiers.counted("stored") * 2 * MS
+    written_ns = prefill.prompts.tiers.count("stored") * 2 * MS
     assert 0.8 * prefill.busy_ns / 30 < written_ns < 1.2 * prefill.busy_ns / 30
     rested = ran(node(), asked(0.0, 96, 1, 2, 3), asked(1.0, 1))
     workers: list[SimPrefill | SimDecode] = [*rested.prefills.values(), *rested.decodes.values()]
     kept = [worker.prompts for worker in workers if worker.prompts is not None]
     assert not any(prompts.unsaved for prompts in kept)
-    assert sum(prompts.tiers.counted("stored") for prompts in kept) == 3
+    assert sum(prompts.tiers.count("stored") for prompts in kept) == 3
 
 
 def test_where_the_model_is_quicker_than_its_tiers_nothing_is_loaded_once_that_is_known() -> None:
@@ -104,7 +104,7 @@ def test_a_tier_gives_up_the_longest_unused_and_is_never_larger_than_its_limit()
     simulation = ran(
         node(times=large), *prompts, asked(40.0, 96, *prompts[0].prefix), asked(41.0, 96, *prompts[37].prefix)
     )
-    (shelf,) = simulation.tiers.shelves
+    (shelf,) = simulation.tiers.shared_tiers
     assert 0 < shelf.used_bytes <= mib
     assert [request.found_tokens for request in simulation.requests[-2:]] == [0, 64]
 
@@ -118,6 +118,6 @@ def test_a_row_that_made_room_comes_back_from_a_tier() -> None:
         (decode,) = simulation.decodes.values()
         assert decode.preemptions > 0
         assert decode.kv is not None
-        assert (decode.kv.tiers.counted("loaded") > 0) == bool(host_mib)
+        assert (decode.kv.tiers.count("loaded") > 0) == bool(host_mib)
         ended[host_mib] = max(request.end_ns for request in simulation.requests)
     assert ended[0] - ended[1] > 100 * MS

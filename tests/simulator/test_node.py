@@ -124,7 +124,7 @@ def test_an_index_beside_the_kv_takes_decode_slots_away() -> None:
     made = setup()
     tight = replace(made, times=replace(made.times, gpu_bytes=19.5e9, weight_bytes=16e9, index_bytes=1e9))
     arrivals = poisson(50, 5.0, prompt=3000)
-    assert 0 < fitting_slots(tight, arrivals, index_there=True) < fitting_slots(tight, arrivals, index_there=False)
+    assert 0 < fitting_slots(tight, arrivals, with_index=True) < fitting_slots(tight, arrivals, with_index=False)
 
 
 def test_gpus_too_small_for_the_model_cannot_be_planned() -> None:

@@ -19,24 +19,29 @@ NEVER_NS = 1 << 62
 class Stand:
     """Pools of two slots; when each decode query that they were asked (by its number of extends) was answered."""
 
-    def __init__(self, gpu: Gpu, *, pools: int = 1, asks: int = 8) -> None:
+    def __init__(self, gpu: Gpu, *, pools: int = 1, capacity: int = 8) -> None:
         self.events = Events()
         rules = PoolRules(Policy(slots=2))
         self.pools = Pools(
-            self.events, TIMES, PoolSection(top_m=64), [(rules, gpu) for _ in range(pools)], Random(0), asks=asks
+            self.events,
+            TIMES,
+            PoolSection(top_m=64),
+            [(rules, gpu) for _ in range(pools)],
+            Random(0),
+            capacity=capacity,
         )
         self.group = self.pools.group(range(pools))
         self.answered_us: dict[int, float] = {}
 
-    def ask(self, *extends: int) -> list[int]:
+    def submit(self, *extends: int) -> list[int]:
         return [self._ask(count) for count in extends]
 
     def ask_more(self, *extends: int) -> None:
-        self.ask(*extends)
+        self.submit(*extends)
 
     def _ask(self, extends: int) -> int:
         note = partial(self._note, extends)
-        return self.pools.ask_at(self.events.now_ns, self.group, "decode", NEVER_NS, note, extends=extends)
+        return self.pools.submit_at(self.events.now_ns, self.group, "decode", NEVER_NS, note, extends=extends)
 
     def _note(self, extends: int, status: str) -> None:
         assert status == "ok"
@@ -47,7 +52,7 @@ def test_the_model_is_owed_what_extends_beside_it_would_take_alone_also_after_so
     gpu = Gpu(slowdown=2.0)
     gpu.model_busy = True
     stand = Stand(gpu)
-    stand.ask(2, 40, 3, 4, 5, 41)
+    stand.submit(2, 40, 3, 4, 5, 41)
     stand.events.run()
     assert sorted(stand.answered_us) == [2, 3, 4, 5, 40, 41]
     (pool,) = stand.pools.pools
@@ -57,7 +62,7 @@ def test_the_model_is_owed_what_extends_beside_it_would_take_alone_also_after_so
 
 def test_a_crowd_that_comes_in_the_very_extend_that_ends_a_query_has_its_slot_after_it() -> None:
     stand = Stand(Gpu())
-    stand.ask(3, 1000)
+    stand.submit(3, 1000)
     stand.events.at(400_000, partial(stand.ask_more, 10, 11, 12))  # the third extend of both: 280 to 420 µs
     stand.events.run()
     assert stand.answered_us[10] < 5_000 < stand.answered_us[1000]
@@ -65,14 +70,14 @@ def test_a_crowd_that_comes_in_the_very_extend_that_ends_a_query_has_its_slot_af
 
 def test_queries_find_the_pools_of_a_group_in_turn() -> None:
     stand = Stand(Gpu(), pools=3)
-    stand.ask(*range(10, 22))
+    stand.submit(*range(10, 22))
     stand.events.run()
     assert [pool.served for pool in stand.pools.pools] == [4, 4, 4]
 
 
 def test_more_queries_at_a_time_than_there_was_room_for_at_first_are_all_answered() -> None:
-    stand = Stand(Gpu(), asks=2)
-    stand.ask(*range(5, 25))
+    stand = Stand(Gpu(), capacity=2)
+    stand.submit(*range(5, 25))
     stand.events.at(300_000, partial(stand.ask_more, *range(30, 60)))
     stand.events.run()
     assert sorted(stand.answered_us) == [*range(5, 25), *range(30, 60)]
@@ -83,9 +88,9 @@ def test_a_query_that_is_forgotten_on_its_way_waiting_or_in_its_slot_is_never_an
     at_ns: int,
 ) -> None:
     stand = Stand(Gpu())
-    _, active, waiting = stand.ask(50, 51, 52)
+    _, active, waiting = stand.submit(50, 51, 52)
     for number in (active, waiting):
-        stand.events.at(at_ns, partial(stand.pools.forget, number))
+        stand.events.at(at_ns, partial(stand.pools.cancel, number))
     stand.events.run()
     assert sorted(stand.answered_us) == [50]
     assert stand.pools.pools[0].empty

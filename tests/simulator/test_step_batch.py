@@ -39,7 +39,7 @@ class Stand:
             drawn=np.zeros((1, 1)),
             events=np.zeros((256, at.EVENT_WORDS), np.int64),
         )
-        self.state.workers[0, at.RESTING] = 1
+        self.state.workers[0, at.IDLE] = 1
 
     def join(self, row: int, steps: int) -> None:
         batch.join(self.state, 0, row, steps)
@@ -47,7 +47,7 @@ class Stand:
     def run(self, others: Sequence[tuple[int, Callable[[], None]]] = ()) -> None:
         """Let the batch run, and what else is planned, which comes first at the same moment."""
         waiting = sorted(others, key=lambda other: other[0])
-        batch.poke(self.state, 0, 0)
+        batch.interrupt(self.state, 0, 0)
         while waiting or self.state.words[at.EVENTS]:
             if waiting and not (self.state.words[at.EVENTS] and self.state.events[0, at.WHEN] < waiting[0][0]):
                 self.now, action = waiting.pop(0)
@@ -58,8 +58,8 @@ class Stand:
             if self.state.workers[0, at.END] == self.now:
                 self._run_ends()
 
-    def poke(self) -> None:
-        batch.poke(self.state, 0, self.now)
+    def interrupt(self) -> None:
+        batch.interrupt(self.state, 0, self.now)
 
     def boundary_ns(self) -> int:
         return int(batch.boundary_ns(self.state, 0, self.now))
@@ -91,7 +91,7 @@ def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
     def come(row: int, count: int) -> Callable[[], None]:
         def action() -> None:
             waiting.append((row, count))
-            stand.poke()
+            stand.interrupt()
 
         return action
 
@@ -148,7 +148,7 @@ def test_a_row_that_leaves_has_taken_the_steps_until_then() -> None:
             stand.join(0, 10)
             return 4, STEP, 0
         if len(stand):
-            taken.append(batch.leave(stand.state, 0, 0))
+            taken.append(batch.remove(stand.state, 0, 0))
         return 1, STEP, 0
 
     stand = Stand(between)
@@ -158,7 +158,7 @@ def test_a_row_that_leaves_has_taken_the_steps_until_then() -> None:
 
 
 def told_of(
-    rows: dict[int, int], most: int = 1 << 30, pokes: tuple[int, ...] = (), extra_ns: int = 0
+    rows: dict[int, int], most: int = 1 << 30, interrupts: tuple[int, ...] = (), extra_ns: int = 0
 ) -> list[tuple[int, list[int], int]]:
     """When `between` is called, with whom and how many steps."""
     told: list[tuple[int, list[int], int]] = []
@@ -171,7 +171,7 @@ def told_of(
         return most, STEP, extra_ns
 
     stand = Stand(between)
-    stand.run([(moment, stand.poke) for moment in pokes])
+    stand.run([(moment, stand.interrupt) for moment in interrupts])
     return told[1:]
 
 
@@ -183,10 +183,10 @@ def test_a_run_ends_with_a_rows_last_step_and_with_the_most_steps_it_may_have() 
     assert told_of({A: 1, B: 4}, most=2) == [(10, [A], 1), (30, [], 2), (40, [B], 1)]
 
 
-def test_a_poke_ends_a_run_with_the_step_under_way() -> None:
-    assert told_of({A: 4, B: 9}, pokes=(35,))[0] == (40, [A], 4)
-    assert told_of({A: 2, B: 9}, pokes=(15,))[0] == (20, [A], 2)  # in the very step that is A's last
-    assert told_of({A: 9, B: 9}, pokes=(5, 6)) == [(10, [], 1), (90, [A, B], 8)]  # and no later run
+def test_an_interrupt_ends_a_run_with_the_step_under_way() -> None:
+    assert told_of({A: 4, B: 9}, interrupts=(35,))[0] == (40, [A], 4)
+    assert told_of({A: 2, B: 9}, interrupts=(15,))[0] == (20, [A], 2)  # in the very step that is A's last
+    assert told_of({A: 9, B: 9}, interrupts=(5, 6)) == [(10, [], 1), (90, [A, B], 8)]  # and no later run
 
 
 def test_rows_that_end_together_do_so_in_the_order_in_which_they_joined() -> None:
@@ -199,7 +199,7 @@ def test_what_a_run_costs_beside_its_steps_is_paid_once() -> None:
 
 
 @pytest.mark.parametrize(("moment", "boundary"), [(1, 17), (16, 17), (17, 17), (18, 27), (30, 37)])
-def test_the_step_under_way_ends_where_a_poke_would_end_the_run(moment: int, boundary: int) -> None:
+def test_the_step_under_way_ends_where_an_interrupt_would_end_the_run(moment: int, boundary: int) -> None:
     seen = []
 
     def between(stand: Stand, now: int, done: list[int], steps: int) -> tuple[int, int, int]:

@@ -1,1 +1,1 @@
-"""KV on the simulated node: what workers hold, what they find again, and the tiers that all of them share."""
+"""KV of the simulated node: blocks of rows and prompts, prefix reuse, early pulls, and shared tiers."""

@@ -14,8 +14,8 @@ from runtime.simulator.traces import Arrival
 
 @dataclass(slots=True, eq=False)
 class EarlyPull:
-    """Of its KV `copied_ns` of copying are done, or under way until `end_ns`, of `there_ns` that prefill has; it is
-    heard of from `ready_ns` on. With blocks (`held`), `found_tokens` of it were here before."""
+    """An early pull: `copied_ns` of copying are done, or in progress until `end_ns`, of `there_ns` that prefill has
+    computed. Decode receives its offer at `ready_ns`. If it holds blocks (`held`), `found_tokens` were cached."""
 
     request: SimRequest
     ready_ns: int
@@ -28,7 +28,7 @@ class EarlyPull:
 
 
 class EarlyPulls:
-    """Those of one worker, the first one first; blocks where they are counted."""
+    """The early pulls of one worker, in order of arrival, and their blocks where these are counted."""
 
     def __init__(self, kv: KvRows | None, prompts: PromptBlocks | None) -> None:
         self._kv, self._prompts = kv, prompts
@@ -37,16 +37,16 @@ class EarlyPulls:
     def __len__(self) -> int:
         return len(self._all)
 
-    def of(self, request: SimRequest, ready_ns: int) -> EarlyPull:
-        """A prompt of which something is computed; new ones are heard of at `ready_ns`."""
+    def add(self, request: SimRequest, ready_ns: int) -> EarlyPull:
+        """Return the early pull of a prompt; a new one is received at `ready_ns`."""
         return self._all.setdefault(request, EarlyPull(request, ready_ns))
 
     def reserve(self, request: SimRequest, found_tokens: int, now_ns: int) -> None:
-        """A prompt that was announced has a slot and blocks."""
+        """Add an announced prompt, which has a slot and blocks."""
         self._all[request] = EarlyPull(request, now_ns, True, True, found_tokens)
 
     def first(self, now_ns: int) -> EarlyPull | None:
-        """The first of which there is more to copy, now."""
+        """Return the first pull that has KV to copy now."""
         for early in self._all.values():
             if early.held and early.there_ns > early.copied_ns and max(early.ready_ns, early.end_ns) <= now_ns:
                 return early
@@ -56,29 +56,29 @@ class EarlyPulls:
         return self._all.get(request)
 
     def pop(self, request: SimRequest) -> EarlyPull | None:
-        """It is whole, or over."""
+        """Remove the pull of a prompt that is complete or has ended."""
         return self._all.pop(request, None)
 
     # ---- blocks
 
     def has_room(self, arrival: Arrival, running: int) -> bool:
-        """Whether there are blocks for a prompt, beside one for each running row."""
+        """Return whether there are blocks for a prompt plus one for each running row."""
         if self._kv is not None and not self._kv.has_room(arrival.prompt_tokens, running):
             return False
         return self._prompts is None or self._prompts.has_room(arrival)
 
-    def take(self, early: EarlyPull, running: int, *, out: bool) -> bool:
-        """Have blocks for it, if nobody wants them: rows that are `out` do."""
+    def take(self, early: EarlyPull, running: int, *, preempted: bool) -> bool:
+        """Allocate spare blocks for it. Return False if there are none, or preempted rows need them."""
         request = early.request
-        if out or not self.has_room(request.arrival, running):
+        if preempted or not self.has_room(request.arrival, running):
             return False
         if self._kv is not None:
             self._kv.take(request, request.arrival.prompt_tokens)
         early.found_tokens = self._prompts.take(request) if self._prompts is not None else 0
         return True
 
-    def give_up(self) -> bool:
-        """The latest that is not reserved loses its blocks; False if none has any."""
+    def evict(self) -> bool:
+        """Evict the latest pull without a reservation. Return False if none holds blocks."""
         for early in reversed(self._all.values()):
             if early.held and not early.reserved:
                 self.release(early)
@@ -87,7 +87,7 @@ class EarlyPulls:
         return False
 
     def release(self, early: EarlyPull | None) -> None:
-        """Its blocks are free."""
+        """Free its blocks."""
         if early is None or not early.held:
             return
         if self._kv is not None:

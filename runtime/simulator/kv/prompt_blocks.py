@@ -1,8 +1,7 @@
-"""What simulated workers find again of prompts, for traces that say which blocks their prompts share.
+"""Prefix reuse of simulated workers, for traces that contain the shared blocks of their prompts.
 
-A block is one of the trace's; production's block manager holds and caches it, and production's rules write it to KV
-tiers and load it from there. Blocks are not shared before they are full, and a prompt's last token is always computed,
-as there.
+A block is a block of the trace. Production's block manager allocates and caches it, and production's rules write it to
+KV tiers and load it. As in production, only full blocks are shared and a prompt's last token is always computed.
 """
 
 from collections.abc import Sequence
@@ -13,53 +12,50 @@ from runtime.simulator.kv.tiers import NodeTiers
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.traces import Arrival
 
-_LAST = (0,)  # stands for the tokens behind a prompt's last block that can be shared
+_LAST = (0,)  # stands for the tokens after a prompt's last shareable block
 
 
 class PromptBlocks:
-    """The blocks of one worker, for the prompts that it holds, and cached until their room is needed.
-
-    What answers add is not counted.
-    """
+    """Prompt blocks of a worker: held by its prompts, then cached until eviction. Answers' tokens are not counted."""
 
     def __init__(self, blocks: int, block_tokens: int, tiers: NodeTiers) -> None:
         self.block_tokens, self.blocks = block_tokens, blocks
-        self._manager = BlockManager(blocks, 1, b"")  # a trace's block is what a token is there
+        self._manager = BlockManager(blocks, 1, b"")  # one token of the manager is a block of the trace
         self.tiers = tiers.of_worker(self._manager, block_tokens)
         self._tables: dict[SimRequest, BlockTable] = {}
         self._loads: dict[SimRequest, Load] = {}
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: free ones and cached ones."""
+        """Number of blocks that can be allocated: free and cached ones."""
         return self._manager.available
 
     @property
     def evicted_ns(self) -> int:
-        """When the latest request came of whose blocks one was given up."""
+        """Latest arrival time of a request with an evicted block."""
         return self._manager.evicted_ns
 
     def cached_tokens(self, arrival: Arrival) -> int:
-        """How many leading tokens of a prompt are there now, or in tiers."""
-        return self.tiers.cached_tokens(self._known(arrival)) * self.block_tokens
+        """Return how many leading tokens of a prompt are cached here or in tiers."""
+        return self.tiers.cached_tokens(self._lookup_keys(arrival)) * self.block_tokens
 
     def has_room(self, arrival: Arrival) -> bool:
-        known = self._known(arrival)
+        known = self._lookup_keys(arrival)
         others = -(-arrival.prompt_tokens // self.block_tokens) - len(known)
         return self._manager.blocks_needed(known) + others <= self.available
 
     def take(self, request: SimRequest) -> int:
-        """Blocks for its prompt; how many leading tokens are there already. Raises `OutOfBlocks`."""
+        """Allocate blocks for a prompt. Return how many leading tokens are cached. Raises `OutOfBlocks`."""
         arrival = request.arrival
-        table = self._manager.open(self._known(arrival))
+        table = self._manager.open(self._lookup_keys(arrival))
         table.requested_ns = request.received_ns
         self._tables[request] = table
         self._manager.grow(table, -(-arrival.prompt_tokens // self.block_tokens))
         return table.reused_tokens * self.block_tokens
 
     def begin_load(self, request: SimRequest) -> int:
-        """How long loading takes what tiers have of its prompt beyond that, in ns; 0 if they have nothing."""
-        table, known = self._tables[request], self._known(request.arrival)
+        """Start loading further blocks of a prompt from tiers. Return the time it takes in ns; 0 if there are none."""
+        table, known = self._tables[request], self._lookup_keys(request.arrival)
         load = self.tiers.load(table, known)
         if load is None:
             return 0
@@ -68,47 +64,47 @@ class PromptBlocks:
         return max(blocks * self.tiers.files * self.tiers.costs.load_ns, 1)
 
     def end_load(self, request: SimRequest) -> int:
-        """It is loaded, and its time counted elsewhere: how many leading tokens are there now."""
+        """Finish loading; the caller accounts for its time. Return how many leading tokens are cached."""
         load, table = self._loads.pop(request, None), self._tables.get(request)
         if table is None:
-            return 0  # it has made room, or has ended
+            return 0  # it was preempted or has ended
         if load is not None:
-            before = self.tiers.watch.spent_ns
+            before = self.tiers.clock.spent_ns
             load.step()
-            self.tiers.watch.spent_ns = before
+            self.tiers.clock.spent_ns = before
         return table.reused_tokens * self.block_tokens
 
     def fill(self, request: SimRequest, tokens: int) -> None:
-        """The KV of its first `tokens` tokens is there: others find it, if it has not made room meanwhile."""
+        """Register the KV of a prompt's first `tokens` tokens for reuse, unless it was preempted meanwhile."""
         table = self._tables.get(request)
         if table is not None:
             full = min(tokens // self.block_tokens, len(request.arrival.prefix))
             self._manager.fill(table, request.arrival.prefix, full)
 
     def release(self, request: SimRequest) -> None:
-        """It needs its blocks no longer; those that are full stay cached. One that holds none is left alone."""
+        """Release a prompt's blocks; full ones stay cached. Idempotent."""
         self._loads.pop(request, None)
         table = self._tables.pop(request, None)
         if table is not None:
             self._manager.close(table)
 
     def record_compute(self, tokens: int, took_ns: int) -> None:
-        """See `Tiers.computed`."""
+        """See `Tiers.record_compute`."""
         self.tiers.record_compute(tokens / self.block_tokens, took_ns)
 
     @property
     def unsaved(self) -> bool:
-        """Whether there are blocks that no tier has had yet."""
+        """Whether there are blocks that no tier has stored yet."""
         return bool(self._manager.unsaved)
 
-    def _known(self, arrival: Arrival) -> Sequence[int]:
-        """The blocks that may be there already, and what stands for the rest, with the last token."""
+    def _lookup_keys(self, arrival: Arrival) -> Sequence[int]:
+        """Return the shareable blocks of a prompt, and a stand-in for the rest with its last token."""
         return (*arrival.prefix[: (arrival.prompt_tokens - 1) // self.block_tokens], *_LAST)
 
 
 def prompt_blocks(arrivals: Sequence[Arrival], slots: int, kv_tokens: int, tiers: NodeTiers) -> PromptBlocks | None:
-    """Those of a worker that holds `kv_tokens` tokens; 0: as many as `slots` of the longest prompts have. None if the
-    trace does not say what its prompts share."""
+    """Return the prompt blocks of a worker with room for `kv_tokens` tokens (0: for `slots` of the longest prompts).
+    None if the trace contains no shared blocks."""
     block_tokens = arrivals[0].block_tokens if arrivals else 0
     if not block_tokens:
         return None

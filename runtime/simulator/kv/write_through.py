@@ -1,4 +1,4 @@
-"""A simulated worker's blocks on their way to KV tiers: beside what its loop does, and while it has nothing to do."""
+"""Write-through of a simulated worker's blocks to KV tiers, while its loop is busy and while it is idle."""
 
 from collections.abc import Callable
 
@@ -8,35 +8,35 @@ from runtime.simulator.kv.prompt_blocks import PromptBlocks
 
 
 class WriteThrough:
-    """`rests` says whether the loop has nothing else to do."""
+    """`is_idle` returns whether the loop has no other work."""
 
-    def __init__(self, events: Events, prompts: PromptBlocks, rests: Callable[[], bool]) -> None:
-        self._events, self._prompts, self._rests = events, prompts, rests
-        self._until_ns = 0  # the loop writes until then
+    def __init__(self, events: Events, prompts: PromptBlocks, is_idle: Callable[[], bool]) -> None:
+        self._events, self._prompts, self._is_idle = events, prompts, is_idle
+        self._until_ns = 0  # end of the current writes
         self._planned = False
 
     @property
     def left_ns(self) -> int:
-        """How long the loop still writes."""
+        """Remaining time of the current writes."""
         return max(self._until_ns - self._events.now_ns, 0)
 
-    def beside(self, busy_ns: int = 0) -> int:
-        """Write for a share of what the loop was busy; what that takes, and what was written to make room, in ns."""
+    def write_for(self, busy_ns: int = 0) -> int:
+        """Write for a share of the loop's busy time. Return the time of all writes, with those before evictions."""
         if busy_ns:
             self._prompts.tiers.write(busy_ns // BUSY_SHARE)
         took_ns = self._prompts.tiers.take_time_ns()
         self._until_ns = max(self._until_ns, self._events.now_ns) + took_ns
         return took_ns
 
-    def idle(self) -> None:
-        """The loop has nothing else to do: one block after the other, until it has."""
+    def write_when_idle(self) -> None:
+        """Write one block at a time until the loop has other work."""
         if self._prompts.unsaved and not self._planned:
             self._planned = True
-            self._events.at(max(self._until_ns, self._events.now_ns), self._next)
+            self._events.at(max(self._until_ns, self._events.now_ns), self._write_one)
 
-    def _next(self) -> None:
+    def _write_one(self) -> None:
         self._planned = False
-        if self._rests() and self._prompts.unsaved:
+        if self._is_idle() and self._prompts.unsaved:
             self._prompts.tiers.write()
-            self.beside()
-            self.idle()
+            self.write_for()
+            self.write_when_idle()

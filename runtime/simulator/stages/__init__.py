@@ -1,1 +1,1 @@
-"""The simulated workers, and the requests on their way through them."""
+"""Simulated workers and requests."""

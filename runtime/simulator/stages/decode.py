@@ -1,13 +1,13 @@
-"""A simulated decode worker. As `runtime.serving.decode`: pull → probe → decode, rows join and leave between steps.
+"""Simulated decode worker. Like `runtime.serving.decode`: pull → probe → decode; rows join and leave between steps.
 
-Its loop looks around between two steps only, as the real one's does: what comes during a step, be it a hand-over, a
-probe's vector or its passages, is taken up when the step is over. KV is copied by the loop itself in slices between
-steps, or on a GPU beside them over a link of its own; one hand-over at a time, and unlike there not before its row has
-a slot. What prefill has of a prompt is pulled while it computes the rest; in order "decode first" the prompt has its
-slot before. Where `[decode] kv_blocks` says how many KV blocks there are, they are counted: when they run out, the
-youngest row makes room, and its KV is loaded from tiers later, or computed again. The blocks of prompts are found again
-by others where the trace says which ones they share; rows are counted as if they shared none. A prompt that comes
-without KV is computed in chunks beside the steps of the others, but for what tiers have of it.
+Its loop acts between two steps only, as the real one does: a hand-over, a probe's vector or its passages that arrive
+during a step are processed after the step. On CPUs the loop itself copies KV in slices between steps; on GPUs copies
+run concurrently over a link of their own. One hand-over is pulled at a time and, unlike in production, not before its
+row has a slot. Finished passes of a prompt are pulled while prefill computes the rest; in order "decode first" the
+prompt has its slot before. KV blocks are counted if `[decode] kv_blocks` is set: when they run out, the youngest row is
+preempted, and its KV is loaded from tiers later or recomputed. Prompt blocks are reused if the trace contains shared
+prefixes; rows are counted as if they shared none. A prompt without KV is computed in chunks during other rows' steps,
+except the part that tiers hold.
 """
 
 from collections import deque
@@ -29,19 +29,19 @@ from runtime.simulator.times.service import ServiceTimes
 
 
 @dataclass(slots=True, eq=False)
-class _HandOver:
-    """A prompt whose KV is pulled: `left_ns` of copying, which ends at `end_ns` once nothing interrupts it. `least_ns`:
-    it is loaded from tiers, by the loop itself, so much at least at a time."""
+class _Pull:
+    """A pull: `left_ns` of copying remain, until `end_ns` once it runs uninterrupted. `min_slice_ns`: it is a load from
+    tiers by the loop itself, in slices of at least this time."""
 
     request: SimRequest
     pulled: Callable[[], None]
     left_ns: int
     end_ns: int = 0
-    least_ns: int = 0
+    min_slice_ns: int = 0
 
 
 class SimDecode:
-    """Offers → rows. A row leaves the batch while a probe of its runs, two seconds at most."""
+    """Offers → rows. A row leaves the batch while its probe is in flight, two seconds at most."""
 
     def __init__(
         self,
@@ -59,21 +59,25 @@ class SimDecode:
         self.name = name
         self._events, self._times = events, times
         self._report, self._finish = report, finish
-        self.offers: deque[tuple[SimRequest, Callable[[], None], bool]] = deque()  # the last: announced
-        self._pulling: deque[_HandOver] = deque()
-        self._computing: deque[_HandOver] = deque()  # prompts without KV
-        self._computed: list[SimRequest] = []  # whole with the step under way
+        self.offers: deque[tuple[SimRequest, Callable[[], None], bool]] = (
+            deque()
+        )  # (request, callback, is an announcement)
+        self._pulling: deque[_Pull] = deque()
+        self._computing: deque[_Pull] = deque()  # prompts without KV
+        self._computed: list[SimRequest] = []  # complete with the current step
         self._chunk_tokens = limits.chunk_tokens
         self._link_ns = ns(times.link_s)
         self._load_slice_ns = ns(slice_s)
-        self._slice_ns = 0 if limits.devices[0] != "cpu" else self._load_slice_ns  # 0: copied beside the steps
+        self._slice_ns = (
+            0 if limits.devices[0] != "cpu" else self._load_slice_ns
+        )  # 0: copies run concurrently with steps
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
         self.early = EarlyPulls(kv, prompts)
-        self._writes = WriteThrough(events, prompts, lambda: not self._runs) if prompts is not None else None
-        self._steps = 0  # of the batch, when it was last written beside them
-        self.batch = batches.add(self._between, kv.most_tokens if kv is not None else NEVER_NS)
-        self.batch.calls(kv is not None)
+        self._writes = WriteThrough(events, prompts, lambda: not self._running) if prompts is not None else None
+        self._steps = 0  # steps of the batch at the last write-through
+        self.batch = batches.add(self._between_runs, kv.most_tokens if kv is not None else NEVER_NS)
+        self.batch.call_between_runs(kv is not None)
         self._requests: dict[int, SimRequest] = {}  # by row
         self.rows = 0
         self.preemptions = 0
@@ -84,8 +88,8 @@ class SimDecode:
     # ---- hand-over
 
     def announce(self, request: SimRequest, has_room: Callable[[], None]) -> None:
-        """Keep room for a prompt that prefill is to compute then."""
-        self._events.after(self._link_ns, partial(self._take_in, request, has_room, announced=True))
+        """Reserve a slot and blocks for a prompt before prefill computes it."""
+        self._events.after(self._link_ns, partial(self._queue_offer, request, has_room, announced=True))
 
     def offer(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         if self._link_ns:
@@ -93,88 +97,92 @@ class SimDecode:
         else:
             self._offered(request, pulled)
 
-    def wrote(self, request: SimRequest) -> None:
-        """Prefill has computed more of a prompt, and is not done with it yet."""
-        early = self.early.of(request, self._events.now_ns + self._link_ns)
-        if not early.held and not self.offers and self.early.take(early, len(self.batch), out=bool(self.batch.out)):
+    def record_progress(self, request: SimRequest) -> None:
+        """Process a finished pass of a prompt that prefill is computing."""
+        early = self.early.add(request, self._events.now_ns + self._link_ns)
+        if (
+            not early.held
+            and not self.offers
+            and self.early.take(early, len(self.batch), preempted=bool(self.batch.preempted))
+        ):
             early.held = True
         if not early.held:
             return
         early.there_ns = ns(self._times.copy_s(max(request.done_tokens - early.found_tokens, 0)))
-        if not self._slice_ns:  # beside the steps
+        if not self._slice_ns:  # concurrently with the steps
             begin_ns = max(early.end_ns, early.ready_ns, self.batch.boundary_ns())
             self.link_busy_ns += early.there_ns - early.copied_ns
             early.end_ns = begin_ns + early.there_ns - early.copied_ns
             early.copied_ns = early.there_ns
         elif early.there_ns > early.copied_ns:
-            self.batch.calls(True)
-            self._events.at(early.ready_ns, self.batch.poke)
+            self.batch.call_between_runs(True)
+            self._events.at(early.ready_ns, self.batch.interrupt)
 
     def _offered(self, request: SimRequest, pulled: Callable[[], None]) -> None:
         early = self.early.get(request)
         if early is not None and early.reserved:
             self.early.pop(request)
-            self._pulling.append(self._rest_of(early, pulled))
-            self.batch.calls(True)
-            self.batch.poke()
-            self._tell()
+            self._pulling.append(self._remaining_pull(early, pulled))
+            self.batch.call_between_runs(True)
+            self.batch.interrupt()
+            self._send_report()
         else:
-            self._take_in(request, pulled)
+            self._queue_offer(request, pulled)
 
-    def _take_in(self, request: SimRequest, pulled: Callable[[], None], *, announced: bool = False) -> None:
+    def _queue_offer(self, request: SimRequest, pulled: Callable[[], None], *, announced: bool = False) -> None:
         self.offers.append((request, pulled, announced))
-        self.batch.calls(True)
+        self.batch.call_between_runs(True)
         if self._slice_ns or self._pulling or self.kv is not None:
-            self.batch.poke()
-        else:  # the loop sees it with the next step, and has nothing else to do than to begin the copy
-            self._give_room()
-            if self._pulling and not self._pulling[0].least_ns:
-                self._begin(self._pulling[0], self.batch.boundary_ns())
+            self.batch.interrupt()
+        else:  # the loop sees it after the current step, and only has to start the copy
+            self._admit()
+            if self._pulling and not self._pulling[0].min_slice_ns:
+                self._schedule_end(self._pulling[0], self.batch.boundary_ns())
             if self._computing or self._pulling:
-                self.batch.poke()
-        self._tell()
+                self.batch.interrupt()
+        self._send_report()
 
-    def _rest_of(self, early: EarlyPull, pulled: Callable[[], None]) -> _HandOver:
-        """A prompt that is whole now, of which some is here."""
+    def _remaining_pull(self, early: EarlyPull, pulled: Callable[[], None]) -> _Pull:
+        """Return the remaining pull of a complete prompt that was pulled early."""
         request, now = early.request, self._events.now_ns
         took = ns(self._times.copy_s(max(request.arrival.prompt_tokens - early.found_tokens, 0)))
         left = max(took - early.copied_ns, 0)
         self.link_busy_ns += left
-        return _HandOver(request, pulled, left + max(early.end_ns - now, 0))
+        return _Pull(request, pulled, left + max(early.end_ns - now, 0))
 
     @property
-    def _runs(self) -> bool:
-        """Whether there is a batch that a copy would hold up."""
+    def _running(self) -> bool:
+        """Whether there is a batch that a copy would delay."""
         return bool(len(self.batch) or self.batch.joining)
 
     def _pull(self) -> None:
-        """Give room to what is offered, and bring KV in."""
-        self._give_room()
+        """Admit offers and pull KV."""
+        self._admit()
         while self._pulling and self._copy(self._pulling[0]):
-            self._arrived(self._pulling.popleft())
-            self._give_room()
-            if self._slice_ns and self._runs:
+            self._finish_pull(self._pulling.popleft())
+            self._admit()
+            if self._slice_ns and self._running:
                 return  # one between two steps
         if self._slice_ns and not self._pulling:
             self._pull_early()
 
     def _pull_early(self) -> None:
-        """Copy some of the first prompt that is still computed and of which there is more."""
+        """Copy from the first early pull that has new KV."""
         now = self._events.now_ns
         early = self.early.first(now)
         if early is None:
             return
         left = early.there_ns - early.copied_ns
-        if self._runs:
+        if self._running:
             left = min(left, self._slice_ns, self.batch.step_ns() // BUSY_SHARE)
-            self.batch.lengthen(left / 1e9)
+            self.batch.delay_next_step(left / 1e9)
         else:
             early.end_ns = now + left
-            self._events.at(early.end_ns, self.batch.poke)
+            self._events.at(early.end_ns, self.batch.interrupt)
         early.copied_ns += left
         self.link_busy_ns += left
 
-    def _give_room(self) -> None:
+    def _admit(self) -> None:
         while self.free and self.offers:
             request, pulled, announced = self.offers[0]
             early = self.early.get(request) if not announced else None
@@ -189,70 +197,70 @@ class SimDecode:
                 continue
             self.free -= 1
             if early is not None and early.held:
-                self._pulling.append(self._rest_of(early, pulled))
+                self._pulling.append(self._remaining_pull(early, pulled))
                 continue
-            found = self._take(request)
+            found = self._take_blocks(request)
             if announced:
                 self.early.reserve(request, found, self._events.now_ns)
                 self._events.after(0, pulled)
             elif request.by_decode:
-                self._begin_prompt(request, pulled, found)
+                self._start_prompt(request, pulled, found)
             else:
                 took = ns(self._times.copy_s(request.arrival.prompt_tokens - found))
                 self.link_busy_ns += took
-                self._pulling.append(_HandOver(request, pulled, took))
+                self._pulling.append(_Pull(request, pulled, took))
 
-    def _take(self, request: SimRequest) -> int:
-        """Blocks for a prompt; how many of its tokens are here already."""
+    def _take_blocks(self, request: SimRequest) -> int:
+        """Allocate blocks for a prompt. Return how many of its tokens are cached."""
         if self.kv is not None:
             self.kv.take(request, request.arrival.prompt_tokens)
         return self.prompts.take(request) if self.prompts is not None else 0
 
-    def _begin_prompt(self, request: SimRequest, pulled: Callable[[], None], found: int) -> None:
-        """A prompt without KV has room: what tiers have of it is loaded, the rest computed."""
+    def _start_prompt(self, request: SimRequest, pulled: Callable[[], None], found: int) -> None:
+        """Start an admitted prompt without KV: load from tiers first, then compute the rest."""
         request.done_tokens = request.found_tokens = found
         if self.prompts is not None and (load_ns := self.prompts.begin_load(request)):
-            least_ns = self.prompts.tiers.costs.load_ns
-            self._pulling.append(_HandOver(request, pulled, load_ns, least_ns=least_ns))
+            min_slice_ns = self.prompts.tiers.costs.load_ns
+            self._pulling.append(_Pull(request, pulled, load_ns, min_slice_ns=min_slice_ns))
         else:
-            self._computing.append(_HandOver(request, pulled, 0))
+            self._computing.append(_Pull(request, pulled, 0))
 
     def _has_room(self, request: SimRequest) -> bool:
-        """Whether there are blocks for a prompt; those of prompts that come early are given up for it."""
-        while self.batch.out or not self.early.has_room(request.arrival, len(self.batch)):
-            if self.batch.out or not self.early.give_up():
-                return False  # who was here before comes first
+        """Return whether there are blocks for a prompt, after evicting early pulls if necessary."""
+        while self.batch.preempted or not self.early.has_room(request.arrival, len(self.batch)):
+            if self.batch.preempted or not self.early.evict():
+                return False  # preempted rows have priority
         return True
 
-    def _copy(self, handover: _HandOver) -> bool:
-        """Go on with the first hand-over; whether all of it is here now."""
+    def _copy(self, pull: _Pull) -> bool:
+        """Continue a pull. Return whether it is complete."""
         now = self._events.now_ns
-        if handover.end_ns:
-            return handover.end_ns <= now
-        if (self._slice_ns or handover.least_ns) and self._runs:
-            slice_ns = max(min(self._load_slice_ns, self.batch.step_ns() // BUSY_SHARE), handover.least_ns)
-            copied = min(handover.left_ns, slice_ns)
-            handover.left_ns -= copied
-            self.batch.lengthen(copied / 1e9)
-            return handover.left_ns == 0
-        self._begin(handover, now)
-        return handover.end_ns <= now
+        if pull.end_ns:
+            return pull.end_ns <= now
+        if (self._slice_ns or pull.min_slice_ns) and self._running:
+            slice_ns = max(min(self._load_slice_ns, self.batch.step_ns() // BUSY_SHARE), pull.min_slice_ns)
+            copied = min(pull.left_ns, slice_ns)
+            pull.left_ns -= copied
+            self.batch.delay_next_step(copied / 1e9)
+            return pull.left_ns == 0
+        self._schedule_end(pull, now)
+        return pull.end_ns <= now
 
-    def _begin(self, handover: _HandOver, at_ns: int) -> None:
-        """Copy all of it from then on; the loop sees its end."""
-        handover.end_ns = at_ns + handover.left_ns
-        if handover.end_ns > self._events.now_ns:
-            self._events.at(handover.end_ns, self.batch.poke)
+    def _schedule_end(self, pull: _Pull, at_ns: int) -> None:
+        """Let the rest of a pull run uninterrupted from `at_ns`."""
+        pull.end_ns = at_ns + pull.left_ns
+        if pull.end_ns > self._events.now_ns:
+            self._events.at(pull.end_ns, self.batch.interrupt)
         else:
-            self.batch.poke()
+            self.batch.interrupt()
 
     def _compute(self) -> None:
-        """A chunk of the prompts that are computed here goes through the model with the next step; one that is whole
-        then has its first token when that is over. Without other rows a chunk is a pass of its own."""
+        """Add a chunk of prompts that decode computes to the next step; a prompt that it completes has its first token
+        after it. Without other rows a chunk is a pass of its own."""
         now, budget = self._events.now_ns, self._chunk_tokens - self.batch.appended
         computed, self._computed = self._computed, []
         for request in computed:
-            self._joined(request)
+            self._join(request)
         while self._computing and budget > 0:
             prompt = self._computing[0]
             request = prompt.request
@@ -262,7 +270,7 @@ class SimDecode:
                 break
             if request.ended or not left:
                 self._computing.popleft()
-                self._joined(request)
+                self._join(request)
                 continue
             tokens = min(left, budget)
             seconds = self._times.prefill_s(request.done_tokens, tokens)
@@ -270,31 +278,31 @@ class SimDecode:
             budget -= tokens
             if self.prompts is not None:
                 self.prompts.record_compute(tokens, ns(seconds))
-            if not self._runs:
+            if not self._running:
                 prompt.left_ns = ns(seconds) + self.batch.step_ns()
-                self._begin(prompt, now)
+                self._schedule_end(prompt, now)
                 break
-            self.batch.lengthen(seconds)
+            self.batch.delay_next_step(seconds)
             if tokens == left:
                 self._computed.append(self._computing.popleft().request)
 
-    def _arrived(self, handover: _HandOver) -> None:
-        request = handover.request
-        if handover.least_ns:
-            assert self.prompts is not None, "tiers have blocks of prompts"
+    def _finish_pull(self, pull: _Pull) -> None:
+        request = pull.request
+        if pull.min_slice_ns:
+            assert self.prompts is not None, "only prompt blocks are loaded from tiers"
             request.done_tokens = request.found_tokens = self.prompts.end_load(request)
-            self._computing.append(_HandOver(request, handover.pulled, 0))
+            self._computing.append(_Pull(request, pull.pulled, 0))
             return
-        handover.pulled()
-        self._joined(request)
+        pull.pulled()
+        self._join(request)
 
-    def _joined(self, request: SimRequest) -> None:
+    def _join(self, request: SimRequest) -> None:
         self._count_row_time()
         if self.prompts is not None:
             self.prompts.fill(request, request.done_tokens)
         self.rows += 1
         request.first_token_ns = self._events.now_ns
-        request.row = self.batch.arrive(
+        request.row = self.batch.add_row(
             request.arrival.prompt_tokens,
             request.arrival.output_tokens,
             expired=request.ended,
@@ -307,48 +315,50 @@ class SimDecode:
 
     # ---- rows
 
-    def _between(self, over: list[int]) -> None:
-        """What compiled code leaves to this one between two runs of steps."""
+    def _between_runs(self, over: list[int]) -> None:
+        """Process Python's part between two runs of steps; `over`: rows that have ended."""
         for row in over:
             self._end(self._requests[row])
-        if self.batch.out:
-            self._bring_back()
+        if self.batch.preempted:
+            self._restore_rows()
         if self.offers or self._pulling or self._computing or self._computed or self.early:
             self._pull()
             self._compute()
-            if self.batch.out:  # the blocks of one that has just come may have been given up on its way
-                self._bring_back()
+            if self.batch.preempted:  # a row that has just joined may have lost its blocks during the pull
+                self._restore_rows()
         steps, self._steps = self.batch.steps - self._steps, self.batch.steps
         if self.kv is not None:
-            self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # of rows that make room
+            self.kv.tiers.write(steps * self.batch.step_ns() // BUSY_SHARE)  # blocks of preempted rows
         if self._writes is not None:
-            took_ns = self._writes.beside(steps * self.batch.step_ns())
-            if self._runs:
-                self.batch.lengthen(took_ns / 1e9)
+            took_ns = self._writes.write_for(steps * self.batch.step_ns())
+            if self._running:
+                self.batch.delay_next_step(took_ns / 1e9)
             else:
-                self._writes.idle()
-        comes = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
-        self.batch.calls(comes or self.kv is not None or (self.prompts is not None and self.prompts.unsaved))
-        most = self.kv.secure(self.batch, self._make_room) if self.kv is not None else self.batch.most_steps
-        sliced = self._pulling and (self._slice_ns or self._pulling[0].least_ns)
+                self._writes.write_when_idle()
+        pending = bool(self.offers or self._pulling or self._computing or self._computed or self.early)
+        self.batch.call_between_runs(
+            pending or self.kv is not None or (self.prompts is not None and self.prompts.unsaved)
+        )
+        most = self.kv.allocate(self.batch, self._preempt) if self.kv is not None else self.batch.most_steps
+        sliced = self._pulling and (self._slice_ns or self._pulling[0].min_slice_ns)
         early = self._slice_ns and self.early.first(self._events.now_ns)
-        self.batch.go_on(1 if self._computing or self._computed or sliced or early else most)
+        self.batch.resume(1 if self._computing or self._computed or sliced or early else most)
 
-    def hold_up(self, seconds: float) -> None:
-        """Others have its core for so long: if there is a step under way, the next one ends later."""
-        if self._runs:
-            self.batch.lengthen(seconds)
-            self.batch.poke()
+    def delay_next_step(self, seconds: float) -> None:
+        """Delay the next step: other processes use its core."""
+        if self._running:
+            self.batch.delay_next_step(seconds)
+            self.batch.interrupt()
 
     def expire(self, request: SimRequest) -> None:
-        """Nobody waits for it any more."""
+        """End a request that is past its deadline."""
         if request.row >= 0:
             self.batch.expire(request.row)
         elif (early := self.early.pop(request)) is not None:
             self.free += early.reserved
             self.early.release(early)
             if self.offers:
-                self.batch.poke()
+                self.batch.interrupt()
 
     def _end(self, request: SimRequest) -> None:
         self._count_row_time()
@@ -363,53 +373,53 @@ class SimDecode:
         self.rows -= 1
         self.free += 1
         self._finish(request)
-        self._tell()
+        self._send_report()
 
     # ---- KV blocks
 
-    def _bring_back(self) -> None:
-        """Rows that made room get blocks again, the oldest first, and are computed anew with the batch's next step."""
+    def _restore_rows(self) -> None:
+        """Allocate blocks for preempted rows, oldest first; the next step recomputes what tiers do not hold."""
         assert self.kv is not None
-        for row in [row for row in self.kv if self.batch.is_out(row.row)]:
+        for row in [row for row in self.kv if self.batch.is_preempted(row.row)]:
             context = self.batch.context(row.row)
             if not row.ended and not self.kv.has_room(context, len(self.batch) + self.batch.joining):
                 break
-            self.batch.bring_back(row.row, over=row.ended)
+            self.batch.restore(row.row, over=row.ended)
             if row.ended:
                 self._end(row)
                 continue
             self.kv.take(row, context)
-            loaded = self.kv.come_back(row)
+            loaded = self.kv.load(row)
             computed_s = self._times.prefill_s(loaded, context - loaded)
             self.kv.tiers.record_compute(context - loaded, ns(computed_s))
-            self.batch.lengthen(computed_s)
-            self.batch.lengthen(self.kv.tiers.take_time_ns() / 1e9)
+            self.batch.delay_next_step(computed_s)
+            self.batch.delay_next_step(self.kv.tiers.take_time_ns() / 1e9)
 
-    def _make_room(self) -> None:
-        """Take blocks from a prompt that came early, or from the youngest row."""
+    def _preempt(self) -> None:
+        """Evict an early pull, or preempt the youngest row."""
         assert self.kv is not None
-        if self.early.give_up():
+        if self.early.evict():
             return
         row = self.kv.youngest()
         self.preemptions += 1
-        held = row.row >= 0  # else its hand-over is under way
-        self.kv.give_up(row, self.batch.context_after(row.row, 0) if held else 0)
-        self.batch.lengthen(self.kv.tiers.take_time_ns() / 1e9)
+        joined = row.row >= 0  # else it is being pulled
+        self.kv.preempt(row, self.batch.context_after(row.row, 0) if joined else 0)
+        self.batch.delay_next_step(self.kv.tiers.take_time_ns() / 1e9)
         if self.prompts is not None:
             self.prompts.release(row)
-        if held:
-            self.batch.make_room(row.row)
+        if joined:
+            self.batch.preempt(row.row)
 
-    # ---- what others see
+    # ---- reports
 
     @property
-    def rests(self) -> bool:
-        """Whether it has nothing to do."""
+    def idle(self) -> bool:
+        """Whether it has no work."""
         return not self.offers and not self.early and self.free == self.slots
 
     @property
     def row_ns(self) -> int:
-        """The time of all rows, up to now."""
+        """Total time of all rows up to now."""
         self._count_row_time()
         return self._row_ns
 
@@ -418,7 +428,7 @@ class SimDecode:
         self._row_ns += self.rows * (now - self._counted_ns)
         self._counted_ns = now
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         free_blocks = self.kv.available if self.kv is not None else 0
         rows = self.rows + len(self._computing) + len(self._computed)
         self._report(

@@ -1,5 +1,5 @@
-"""The batches of all simulated decode workers: what compiled code does with their rows (`decode_core`), and when each
-worker's own code is called."""
+"""Batches of all simulated decode workers: runs the compiled events (`decode_core`) and calls each worker's Python
+code."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -17,15 +17,15 @@ from runtime.simulator.stages.pool import Pools
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.workload import Workload
 
-MOST_STEPS = 64  # in one run: contexts grow, and the time of a step with them
+MOST_STEPS = 64  # in one run, since the time of a step grows with the contexts
 _PROBE_TIMEOUT_NS = 2_000_000_000  # as in runtime.serving.decode
-_DRAWS = 1 << 12  # at a time
+_RANDOM_BATCH = 1 << 12  # drawn at a time
 
 
 class Batches:
-    """All decode workers' batches, and the pools that they ask: what happens beside `events`.
+    """Batches of all decode workers, and the pools that they query: an `EventSource`.
 
-    `workers`: of each its GPU, the group of pools that it asks, and what draws whether a probe finds something.
+    `workers`: for each its GPU, its group of pools, and the random generator of probe hits.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Batches:
     ) -> None:
         self._events, self._pools, self._most_steps = events, pools, most_steps
         self._randoms = [random for _, _, random in workers]
-        self._between: list[Callable[[list[int]], None]] = []
+        self._callbacks: list[Callable[[list[int]], None]] = []
         count, slots = len(workers), limits.slots
         rows = count * slots
         self._state = at.State(
@@ -58,13 +58,13 @@ class Batches:
             lists=np.zeros((5 * count, slots), np.int64),
             rows=np.zeros((rows, at.ROW_WORDS), np.int64),
             free=np.arange(rows, dtype=np.int64)[::-1].copy(),
-            drawn=np.zeros((count, _DRAWS + 2 * slots)),
+            drawn=np.zeros((count, _RANDOM_BATCH + 2 * slots)),
             events=np.zeros((4 * (rows + 2 * count + 64), at.EVENT_WORDS), np.int64),
         )  # fmt: skip
         for column, value in {
             at.FREE_ROWS: rows,
-            at.EVERY: workload.probe_every_tokens,
-            at.ASKS: workload.retrieval,
+            at.PROBE_INTERVAL: workload.probe_every_tokens,
+            at.PROBES_ENABLED: workload.retrieval,
             at.MOST_STEPS: most_steps,
             at.PROBE_TOKENS: limits.probe_tokens,
             at.TOP_M: pools.top_m,
@@ -75,60 +75,60 @@ class Batches:
             self._state.words[column] = value
         self._slots = slots
         self._state.workers[:, [at.DUE_FIRST, at.DUE_LAST, at.END]] = -1
-        self._state.workers[:, at.RESTING] = 1
+        self._state.workers[:, at.IDLE] = 1
         self._state.workers[:, at.DRAWN] = self._state.drawn.shape[1]
         for worker, (gpu, group, _) in zip(self._state.workers, workers, strict=True):
             worker[at.GPU] = gpu.words.ctypes.data if gpu.slowdown > 1.0 else 0
             worker[at.GROUP] = group
         self.handle = handle_of(self._state)
-        self._have_room()
-        events.beside = self
+        self._ensure_capacity()
+        events.source = self
 
     def add(self, between: Callable[[list[int]], None], most_tokens: int) -> "Batch":
-        """The next worker's: `between` is called between two runs, with the rows that are over, whenever it has to be
-        (see `Batch.calls`); it calls `go_on` in the end. A row holds `most_tokens` at most."""
-        number = len(self._between)
-        self._between.append(between)
+        """Create the batch of the next worker. `between` is called between two runs with the rows that have ended, when
+        necessary (see `Batch.call_between_runs`), and calls `resume` at its end. A row has at most `most_tokens`."""
+        number = len(self._callbacks)
+        self._callbacks.append(between)
         self._state.workers[number, at.MOST_TOKENS] = most_tokens
         return Batch(self._events, self._pools, self.handle, self._state, number, self._most_steps)
 
     @property
     def at_work(self) -> bool:
-        """Whether a worker has a step under way."""
+        """Whether a worker has a step in progress."""
         return bool(self._state.workers[:, at.STEPS].any())
 
-    def beside(self, prefills: int) -> None:
-        """So many more (or fewer) prefill workers are at work: steps take longer beside them from the next on."""
+    def add_busy_prefills(self, prefills: int) -> None:
+        """Change the number of busy prefill workers, which slow down later steps."""
         words = self._state.words
         before = words[at.PREFILLS]
         words[at.PREFILLS] += prefills
-        if self._state.costs[at.BESIDE] > 1.0 and (before == 0) != (words[at.PREFILLS] == 0):
+        if self._state.costs[at.BUSY_FACTOR] > 1.0 and (before == 0) != (words[at.PREFILLS] == 0):
             for number, worker in enumerate(self._state.workers):
                 if worker[at.STEPS] > 1:
-                    core.poke(self.handle, number, self._events.now_ns)
+                    core.interrupt(self.handle, number, self._events.now_ns)
 
     def run(self, until_ns: int, planned: int) -> bool:
-        """See `Beside`."""
-        why, now, what, status = core.run(self.handle, self._pools.handle, until_ns, planned)
-        if why == core.NOTHING:
+        """See `EventSource`."""
+        reason, now, what, status = core.run(self.handle, self._pools.handle, until_ns, planned)
+        if reason == core.NO_EVENT:
             return False
-        if why == core.ROOM:
-            self._have_room()
+        if reason == core.OUT_OF_CAPACITY:
+            self._ensure_capacity()
             return True
         self._events.now_ns = now
-        self._events.happened += 1
-        if why == core.ANSWERED:
+        self._events.processed += 1
+        if reason == core.QUERY_ANSWERED:
             self._pools.reply(what, status)
         else:
             worker = self._state.workers[what]
-            count = worker[at.LISTS + at.OVER]
-            worker[at.LISTS + at.OVER] = 0
-            self._between[what](self._state.lists[5 * what + at.OVER, :count].tolist() if count else [])
+            count = worker[at.LISTS + at.FINISHED]
+            worker[at.LISTS + at.FINISHED] = 0
+            self._callbacks[what](self._state.lists[5 * what + at.FINISHED, :count].tolist() if count else [])
         return True
 
-    def _have_room(self) -> None:
-        """For what one event may ask, plan and draw."""
-        self._pools.have_room(self._slots)
+    def _ensure_capacity(self) -> None:
+        """Provide capacity for the queries, events and random numbers of one event."""
+        self._pools.ensure_capacity(self._slots)
         state = self._state
         if state.words[at.EVENTS] > len(state.events) // 2:
             more = np.zeros_like(state.events)
@@ -143,7 +143,7 @@ class Batches:
 
 
 class Batch:
-    """One decode worker's: rows, which advance step by step together. See `decode_core` for what they do."""
+    """The batch of one decode worker. `decode_core` implements its rows."""
 
     def __init__(
         self, events: Events, pools: Pools, handle: Any, state: at.State, number: int, most_steps: int
@@ -152,53 +152,53 @@ class Batch:
         self.most_steps = most_steps  # in one run
         self._worker, self._rows, self._extra_s = state.workers[number], state.rows, state.extra_s
 
-    def calls(self, always: bool) -> None:
-        """Whether `between` is to be called between every two runs, not only when rows are over."""
-        self._worker[at.PYTHON] = always
+    def call_between_runs(self, always: bool) -> None:
+        """Set whether `between` is called between every two runs, not only when rows have ended."""
+        self._worker[at.CALLBACK] = always
 
-    def arrive(self, prompt: int, output: int, *, expired: bool, holds: bool) -> int:
-        """A prompt's KV is here, and the first token; its row, or -1 if it is over. holds: it has KV blocks."""
-        row: int = core.arrive(self._handle, self._number, prompt, output, expired, holds, self._events.now_ns)
+    def add_row(self, prompt: int, output: int, *, expired: bool, holds: bool) -> int:
+        """Add a row with its KV and first token. Return the row, or -1 if it has ended. `holds`: it has KV blocks."""
+        row: int = core.add_row(self._handle, self._number, prompt, output, expired, holds, self._events.now_ns)
         return row
 
     def expire(self, row: int) -> None:
-        """Nobody waits for the row any more: it is over when it would go on."""
+        """Mark a row as expired: it ends at its next step."""
         self._rows[row, at.EXPIRED] = 1
 
     def free(self, row: int) -> int:
-        """A row is over; how long its probes have held it up, in ns."""
+        """Free a row that has ended. Return its stall time in ns."""
         core.free(self._handle, row)
-        return int(self._rows[row, at.WAITED])
+        return int(self._rows[row, at.STALL])
 
-    def poke(self) -> None:
-        """Something has changed: have `between` called as soon as the step under way ends."""
-        core.poke(self._handle, self._number, self._events.now_ns)
+    def interrupt(self) -> None:
+        """End the current run with the step in progress, so that `between` is called."""
+        core.interrupt(self._handle, self._number, self._events.now_ns)
 
-    def go_on(self, most: int) -> None:
-        """The next run, of `most` steps at most. Only between two."""
-        core.go_on(self._handle, self._pools.handle, self._number, self._events.now_ns, most)
+    def resume(self, most: int) -> None:
+        """Start the next run of at most `most` steps. Only between runs."""
+        core.resume(self._handle, self._pools.handle, self._number, self._events.now_ns, most)
 
-    def take_in(self) -> None:
-        """Let who is to join the batch join it, before `go_on`."""
-        core.join_all(self._handle, self._number)
+    def join_pending(self) -> None:
+        """Let pending rows join the batch, before `resume`."""
+        core.join_pending(self._handle, self._number)
 
     def boundary_ns(self) -> int:
-        """When the step under way ends: now, if there is none."""
+        """Return the end of the step in progress; now without one."""
         when: int = core.boundary_ns(self._handle, self._number, self._events.now_ns)
         return when
 
     def step_ns(self) -> int:
-        """The next step's time, but for contexts of who is to join."""
-        took: int = core.time_of_step(self._handle, self._number, len(self) + self.joining)
-        return took
+        """Return the time of the next step, without the contexts of pending rows."""
+        step_ns: int = core.next_step_ns(self._handle, self._number, len(self) + self.joining)
+        return step_ns
 
-    def lengthen(self, seconds: float) -> None:
-        """The next step takes so much longer."""
+    def delay_next_step(self, seconds: float) -> None:
+        """Add time to the next step."""
         self._extra_s[self._number] += seconds
 
     @property
     def appended(self) -> int:
-        """Tokens of passages that go through the model with the next step."""
+        """Passage tokens in the next step."""
         return int(self._worker[at.APPENDED])
 
     def __len__(self) -> int:
@@ -206,43 +206,43 @@ class Batch:
 
     @property
     def joining(self) -> int:
-        """How many rows are to join it."""
+        """Number of pending rows."""
         return int(self._worker[at.LISTS + at.JOINING])
 
     # ---- a row's KV blocks
 
-    def has(self, row: int) -> bool:
-        """Whether a row (-1: none) is in the batch."""
+    def contains(self, row: int) -> bool:
+        """Return whether a row (-1: none) is in the batch."""
         return row >= 0 and bool(self._rows[row, at.ENDS] >= 0)
 
     def context(self, row: int) -> int:
-        """The tokens that a row holds; of one in the batch as of when it joined."""
+        """Return the tokens of a row; for one in the batch, as of when it joined."""
         return int(self._rows[row, at.ROW_CONTEXT])
 
     def context_after(self, row: int, steps: int) -> int:
-        """The tokens that a row of the batch will hold so many steps on."""
+        """Return the tokens that a row of the batch will have after `steps` more steps."""
         one = self._rows[row]
         left = one[at.ENDS] - self._worker[at.TAKEN]
         return int(one[at.ROW_CONTEXT] + one[at.ROW_STEPS] - left + min(steps, left))
 
-    def make_room(self, row: int) -> None:
-        """A row loses its KV blocks; if it is in the batch, it leaves it until it has others."""
-        core.make_room(self._handle, row)
+    def preempt(self, row: int) -> None:
+        """Remove a row's KV blocks; it leaves the batch until it has blocks again."""
+        core.preempt(self._handle, row)
 
-    def is_out(self, row: int) -> bool:
-        """Whether a row (-1: none) waits for KV blocks."""
-        return row >= 0 and bool(self._rows[row, at.OUT])
+    def is_preempted(self, row: int) -> bool:
+        """Return whether a row (-1: none) is preempted."""
+        return row >= 0 and bool(self._rows[row, at.PREEMPTED])
 
     @property
-    def out(self) -> int:
-        """Rows that wait for KV blocks."""
-        return int(self._worker[at.OUT_ROWS])
+    def preempted(self) -> int:
+        """Number of preempted rows."""
+        return int(self._worker[at.PREEMPTED_ROWS])
 
-    def bring_back(self, row: int, *, over: bool) -> None:
-        """A row that waits for blocks has some, and joins the batch, unless it is over."""
-        core.bring_back(self._handle, row, over)
+    def restore(self, row: int, *, over: bool) -> None:
+        """Return blocks to a preempted row; it joins the batch unless it has ended (`over`)."""
+        core.restore(self._handle, row, over)
 
-    # ---- what it has counted
+    # ---- counters
 
     @property
     def busy_ns(self) -> int:
@@ -250,7 +250,7 @@ class Batch:
 
     @property
     def steps(self) -> int:
-        """That it has taken, in runs that are over."""
+        """Steps of finished runs."""
         return int(self._worker[at.TAKEN])
 
     @property
@@ -263,11 +263,11 @@ class Batch:
 
     @property
     def stalled(self) -> int:
-        """Rows that wait for a probe's answer."""
+        """Number of rows that wait for a probe."""
         return int(self._worker[at.STALLED])
 
     @property
     def stall_ns(self) -> int:
-        """The time of stalled rows, up to now."""
-        core.count(self._handle, self._number, self._events.now_ns)
+        """Total time of stalled rows up to now."""
+        core.update_stall_time(self._handle, self._number, self._events.now_ns)
         return int(self._worker[at.STALL_NS])

@@ -1,9 +1,8 @@
-"""The rows of simulated decode workers, compiled: a row takes its steps, probes, waits for the answer and goes on.
+"""Compiled events of the rows of simulated decode workers: steps, probes, waits for passages.
 
-Between a row's first token and its last nobody else takes part but the pools, whose events happen here too
-(`pool_core`), so all of that happens without Python. `run` returns where Python has its say: for the answer to a
-query of prefill's, and in the middle between two runs of a worker's steps, if rows are over, KV is handed over or KV
-blocks are counted (`decode`).
+Between its first and last token a row interacts only with the pools, whose events are processed here too (`pool_core`),
+so this needs no Python. `run` returns when Python is needed: for the answer to a prefill query, and between two runs of
+a worker's steps if rows have ended, KV is being handed over, or KV blocks are counted (`decode`).
 """
 
 from typing import Any
@@ -15,14 +14,16 @@ from runtime.simulator.stages import pool_core as pool
 from runtime.simulator.stages import step_batch as batch
 from runtime.simulator.stages.pool_core import compiled
 
-NOTHING, ANSWERED, BETWEEN, ROOM = range(4)  # why `run` returns
+NO_EVENT, QUERY_ANSWERED, BETWEEN, OUT_OF_CAPACITY = range(4)  # reasons why `run` returns
 TIMED_OUT = len(pool.STATUSES)
 
 
 @compiled
 def run(handle: Any, pools: Any, until: int, until_planned: int) -> Any:
-    """Let everything happen that comes before an event of that moment and place in the order of plans, or until Python
-    is needed: (why, now, the query and its status | the worker). `clock` has then when the next thing happens."""
+    """Process the events before the event at (`until`, `until_planned`), or until Python is needed.
+
+    Return (reason, now, query and status | worker). `clock` then contains the time of the next event.
+    """
     s, p = at.state_at(handle), pool.state_at(pools)
     slots = s.lists.shape[1]
     now = until
@@ -33,38 +34,38 @@ def run(handle: Any, pools: Any, until: int, until_planned: int) -> Any:
             if first[at.WHEN] < when or (first[at.WHEN] == when and first[at.PLANNED] < planned):
                 when, planned, ours = first[at.WHEN], first[at.PLANNED], True
         pools_next = pool.next_ns(p)
-        if not _has_room(s, p, slots):
+        if not _has_capacity(s, p, slots):
             s.clock[at.CLOCK_NEXT] = min(when, pools_next)
-            return ROOM, now, -1, 0
+            return OUT_OF_CAPACITY, now, -1, 0
         if pools_next <= when and pools_next < NEVER_NS:
             now, _, number, status = pool.run(pools, when)
             if number >= 0:
-                row = p.asks[number, pool.WHO]
+                row = p.queries[number, pool.CALLER]
                 if row < 0:
-                    s.clock[at.CLOCK_NEXT] = now  # whatever comes is looked for again
-                    return ANSWERED, now, number, status
+                    s.clock[at.CLOCK_NEXT] = now  # search for the next event again
+                    return QUERY_ANSWERED, now, number, status
                 _reply(s, row, status, now)
         elif ours:
             now = when
             kind, what, probe = at.pop(s)
             if kind == at.RUN_ENDS:
-                if s.workers[what, at.END] == now and _between(s, pools, what, now):
+                if s.workers[what, at.END] == now and _between_runs(s, pools, what, now):
                     s.clock[at.CLOCK_NEXT] = now
                     return BETWEEN, now, what, 0
-            elif kind == at.LOOK:
-                _look(s, pools, what, now)
+            elif kind == at.TIMEOUT:
+                _end_timeouts(s, pools, what, now)
             elif s.rows[what, at.PROBE] == probe:
                 d = s.rows[what, at.WORKER]
                 _send(s, pools, what, batch.boundary_ns(s, d, now))
         else:
             first_ns = s.events[0, at.WHEN] if s.words[at.EVENTS] else NEVER_NS
             s.clock[at.CLOCK_NEXT] = min(first_ns, pools_next)
-            return NOTHING, now, -1, 0
+            return NO_EVENT, now, -1, 0
 
 
 @compiled
-def _has_room(s: Any, p: Any, slots: int) -> Any:
-    """Whether there is room for what one event may plan, ask and draw."""
+def _has_capacity(s: Any, p: Any, slots: int) -> Any:
+    """Return whether the arrays have capacity for the events, queries and random numbers of one event."""
     if s.words[at.EVENTS] + slots + 2 * len(s.workers) + 8 > len(s.events):
         return False
     if p.words[pool.FREE] <= slots or p.words[pool.DRAWN] == len(p.drawn):
@@ -79,8 +80,8 @@ def _has_room(s: Any, p: Any, slots: int) -> Any:
 
 
 @compiled
-def _between(s: Any, pools: Any, d: int, now: int) -> Any:
-    """A run is over: rows go on, or end. Whether Python is to be called before the next one (`go_on`)."""
+def _between_runs(s: Any, pools: Any, d: int, now: int) -> Any:
+    """End a run: rows continue or end. Return whether Python must be called before the next run (`resume`)."""
     worker = s.workers[d]
     members = worker[at.LISTS + at.MEMBERS]
     steps = batch.end_run(s, d, now)
@@ -90,20 +91,20 @@ def _between(s: Any, pools: Any, d: int, now: int) -> Any:
         row = batch.next_done(s, d)
         if row < 0:
             break
-        taken(s, d, row, s.rows[row, at.ROW_STEPS])
-        _go_on(s, d, row, now)
+        record_steps(s, d, row, s.rows[row, at.ROW_STEPS])
+        _advance_row(s, d, row, now)
     if worker[at.LISTS + at.ANSWERED]:
-        _take_answers(s, d, now)
-    if worker[at.PYTHON] or worker[at.LISTS + at.OVER]:
+        _process_answers(s, d, now)
+    if worker[at.CALLBACK] or worker[at.LISTS + at.FINISHED]:
         return True
-    _join_all(s, d)
-    _begin(s, pools, d, now, s.words[at.MOST_STEPS])
+    _join_pending(s, d)
+    _begin_run(s, pools, d, now, s.words[at.MOST_STEPS])
     return False
 
 
 @compiled
-def taken(s: Any, d: int, row: int, steps: int) -> None:
-    """A row that leaves the batch has taken so many steps."""
+def record_steps(s: Any, d: int, row: int, steps: int) -> None:
+    """Record the steps of a row that leaves the batch."""
     one = s.rows[row]
     one[at.GENERATED] += steps
     one[at.ROW_CONTEXT] += steps
@@ -111,12 +112,12 @@ def taken(s: Any, d: int, row: int, steps: int) -> None:
 
 
 @compiled
-def _go_on(s: Any, d: int, row: int, now: int) -> None:
-    """After a token: the row ends, asks, or takes more steps."""
-    one, every = s.rows[row], s.words[at.EVERY]
+def _advance_row(s: Any, d: int, row: int, now: int) -> None:
+    """Continue a row after a token: it ends, probes, or takes more steps."""
+    one, every = s.rows[row], s.words[at.PROBE_INTERVAL]
     if one[at.EXPIRED] or one[at.GENERATED] >= one[at.OUTPUT]:
-        at.append(s, d, at.OVER, row)
-    elif s.words[at.ASKS] and every and one[at.GENERATED] % every == 0:
+        at.append(s, d, at.FINISHED, row)
+    elif s.words[at.PROBES_ENABLED] and every and one[at.GENERATED] % every == 0:
         _probe(s, d, row, now)
     else:
         _join(s, d, row)
@@ -124,17 +125,17 @@ def _go_on(s: Any, d: int, row: int, now: int) -> None:
 
 @compiled
 def _join(s: Any, d: int, row: int) -> None:
-    """With the next step."""
-    if s.rows[row, at.HOLDS]:
+    """Let a row join with the next step."""
+    if s.rows[row, at.HAS_BLOCKS]:
         at.append(s, d, at.JOINING, row)
-    else:  # it has made room while it waited for its probe
-        s.rows[row, at.OUT] = 1
-        s.workers[d, at.OUT_ROWS] += 1
+    else:  # it was preempted while it waited for its probe
+        s.rows[row, at.PREEMPTED] = 1
+        s.workers[d, at.PREEMPTED_ROWS] += 1
 
 
 @compiled
-def _join_all(s: Any, d: int) -> None:
-    worker, every = s.workers[d], s.words[at.EVERY]
+def _join_pending(s: Any, d: int) -> None:
+    worker, every = s.workers[d], s.words[at.PROBE_INTERVAL]
     for place in range(worker[at.LISTS + at.JOINING]):
         row = s.lists[5 * d + at.JOINING, place]
         one = s.rows[row]
@@ -145,7 +146,7 @@ def _join_all(s: Any, d: int) -> None:
 
 
 @compiled
-def _begin(s: Any, pools: Any, d: int, now: int, most: int) -> None:
+def _begin_run(s: Any, pools: Any, d: int, now: int, most: int) -> None:
     worker, extra_ns = s.workers[d], 0
     members = worker[at.LISTS + at.MEMBERS]
     if worker[at.GPU]:
@@ -153,14 +154,14 @@ def _begin(s: Any, pools: Any, d: int, now: int, most: int) -> None:
         gpu[pool.MODEL_BUSY] = members > 0
         extra_ns, gpu[pool.DEBT_NS] = gpu[pool.DEBT_NS], 0
     if members:
-        s.extra_s[d] += worker[at.LISTS + at.ASKING] * s.costs[at.EMBED_CORE]
+        s.extra_s[d] += worker[at.LISTS + at.PROBING] * s.costs[at.EMBED_CORE]
     if s.extra_s[d]:
         extra_ns += round(s.extra_s[d] * 1e9)
         s.extra_s[d] = 0.0
     each_ns = step_ns(s, d, members)
     if s.words[at.PREFILLS]:
-        each_ns, extra_ns = round(each_ns * s.costs[at.BESIDE]), round(extra_ns * s.costs[at.BESIDE])
-    if worker[at.LISTS + at.ASKING]:
+        each_ns, extra_ns = round(each_ns * s.costs[at.BUSY_FACTOR]), round(extra_ns * s.costs[at.BUSY_FACTOR])
+    if worker[at.LISTS + at.PROBING]:
         _embed(s, pools, d, now, now + extra_ns + each_ns if members else 0)
     worker[at.APPENDED] = 0
     batch.begin_run(s, d, now, most, each_ns, extra_ns)
@@ -168,7 +169,7 @@ def _begin(s: Any, pools: Any, d: int, now: int, most: int) -> None:
 
 @compiled
 def step_ns(s: Any, d: int, rows: int) -> Any:
-    """`ServiceTimes.decode_s`, with the contexts of the batch."""
+    """Return `ServiceTimes.decode_s` for `rows` rows, with the contexts of the batch."""
     costs = s.costs
     return max(int(costs[at.STEP] + rows * costs[at.ROW] + s.workers[d, at.CONTEXT] * costs[at.CONTEXT_TOKEN]), 1)
 
@@ -177,8 +178,8 @@ def step_ns(s: Any, d: int, rows: int) -> Any:
 
 
 @compiled
-def count_stalls(s: Any, d: int, now: int) -> None:
-    """The time of stalled rows, up to now."""
+def add_stall_time(s: Any, d: int, now: int) -> None:
+    """Add the time of stalled rows up to now."""
     worker = s.workers[d]
     worker[at.STALL_NS] += worker[at.STALLED] * (now - worker[at.COUNTED])
     worker[at.COUNTED] = now
@@ -187,35 +188,35 @@ def count_stalls(s: Any, d: int, now: int) -> None:
 @compiled
 def _probe(s: Any, d: int, row: int, now: int) -> None:
     worker, one = s.workers[d], s.rows[row]
-    count_stalls(s, d, now)
+    add_stall_time(s, d, now)
     worker[at.STALLED] += 1
     worker[at.PROBES] += 1
-    s.words[at.ASKED] += 1
-    one[at.PROBE], one[at.QUERY], one[at.DEADLINE] = s.words[at.ASKED], -1, now + s.words[at.TIMEOUT_NS]
+    s.words[at.PROBES_STARTED] += 1
+    one[at.PROBE], one[at.QUERY], one[at.DEADLINE] = s.words[at.PROBES_STARTED], -1, now + s.words[at.TIMEOUT_NS]
     one[at.DUE_BEFORE], one[at.DUE_AFTER] = worker[at.DUE_LAST], -1
     if worker[at.DUE_LAST] >= 0:
         s.rows[worker[at.DUE_LAST], at.DUE_AFTER] = row
     else:
         worker[at.DUE_FIRST] = row
     worker[at.DUE_LAST] = row
-    if not worker[at.LOOKS]:
-        worker[at.LOOKS] = 1
-        at.plan(s, one[at.DEADLINE], at.LOOK, d, 0)
-    at.append(s, d, at.ASKING, row)
+    if not worker[at.TIMEOUT_PLANNED]:
+        worker[at.TIMEOUT_PLANNED] = 1
+        at.plan(s, one[at.DEADLINE], at.TIMEOUT, d, 0)
+    at.append(s, d, at.PROBING, row)
 
 
 @compiled
 def _embed(s: Any, pools: Any, d: int, now: int, boundary: int) -> None:
-    """The pool is asked when the step that begins now is over, or later, when a vector is there."""
+    """Plan the probes' queries: after the step that begins now, or when the vector is ready, whichever is later."""
     worker = s.workers[d]
-    for place in range(worker[at.LISTS + at.ASKING]):
-        row = s.lists[5 * d + at.ASKING, place]
+    for place in range(worker[at.LISTS + at.PROBING]):
+        row = s.lists[5 * d + at.PROBING, place]
         worker[at.EMBEDDED] = max(worker[at.EMBEDDED], now) + s.words[at.EMBED_NS]
         if worker[at.EMBEDDED] <= boundary:
             _send(s, pools, row, boundary)
         else:
             at.plan(s, worker[at.EMBEDDED], at.VECTOR, row, s.rows[row, at.PROBE])
-    worker[at.LISTS + at.ASKING] = 0
+    worker[at.LISTS + at.PROBING] = 0
 
 
 @compiled
@@ -223,13 +224,13 @@ def _send(s: Any, pools: Any, row: int, when: int) -> None:
     one = s.rows[row]
     group = s.workers[one[at.WORKER], at.GROUP]
     when += s.words[at.WAIT_NS] + pool.state_at(pools).words[pool.RING_NS]
-    one[at.QUERY] = pool.ask(pools, 1, group, when, one[at.DEADLINE], 0, s.words[at.TOP_M], row)
+    one[at.QUERY] = pool.submit(pools, 1, group, when, one[at.DEADLINE], 0, s.words[at.TOP_M], row)
     s.clock[at.CLOCK_NEXT] = min(s.clock[at.CLOCK_NEXT], when)
 
 
 @compiled
 def _reply(s: Any, row: int, status: int, now: int) -> None:
-    """The row's probe is over: its loop sees that between two steps."""
+    """End a row's probe; the worker's loop sees it between two steps."""
     one = s.rows[row]
     d = one[at.WORKER]
     worker = s.workers[d]
@@ -243,44 +244,44 @@ def _reply(s: Any, row: int, status: int, now: int) -> None:
     else:
         worker[at.DUE_LAST] = one[at.DUE_BEFORE]
     at.append(s, d, at.ANSWERED, row)
-    batch.poke(s, d, now)
+    batch.interrupt(s, d, now)
 
 
 @compiled
-def _look(s: Any, pools: Any, d: int, now: int) -> None:
-    """End the probes whose time is over."""
+def _end_timeouts(s: Any, pools: Any, d: int, now: int) -> None:
+    """End the probes that have timed out."""
     worker = s.workers[d]
-    worker[at.LOOKS] = 0
+    worker[at.TIMEOUT_PLANNED] = 0
     while worker[at.DUE_FIRST] >= 0:
         row = worker[at.DUE_FIRST]
         one = s.rows[row]
         if one[at.DEADLINE] > now:
-            worker[at.LOOKS] = 1
-            at.plan(s, one[at.DEADLINE], at.LOOK, d, 0)
+            worker[at.TIMEOUT_PLANNED] = 1
+            at.plan(s, one[at.DEADLINE], at.TIMEOUT, d, 0)
             return
         if one[at.QUERY] >= 0:
-            pool.forget(pools, one[at.QUERY])
+            pool.cancel(pools, one[at.QUERY])
         _reply(s, row, TIMED_OUT, now)
 
 
 @compiled
-def _take_answers(s: Any, d: int, now: int) -> None:
-    """Let rows go on whose probes are over."""
+def _process_answers(s: Any, d: int, now: int) -> None:
+    """Continue the rows whose probes have ended."""
     worker = s.workers[d]
-    count_stalls(s, d, now)
+    add_stall_time(s, d, now)
     for place in range(worker[at.LISTS + at.ANSWERED]):
         row = s.lists[5 * d + at.ANSWERED, place]
         one = s.rows[row]
         worker[at.STALLED] -= 1
-        one[at.WAITED] += now - one[at.DEADLINE] + s.words[at.TIMEOUT_NS]
-        s.extra_s[d] += s.costs[at.A_PROBE]
+        one[at.STALL] += now - one[at.DEADLINE] + s.words[at.TIMEOUT_NS]
+        s.extra_s[d] += s.costs[at.PROBE_COST]
         if one[at.STATUS] == pool.OK:
             found = s.drawn[d, worker[at.DRAWN]] < s.costs[at.HIT]
             worker[at.DRAWN] += 1
             if found:
                 _append(s, d, row)
         if one[at.EXPIRED]:
-            at.append(s, d, at.OVER, row)
+            at.append(s, d, at.FINISHED, row)
         else:
             _join(s, d, row)
     worker[at.LISTS + at.ANSWERED] = 0
@@ -288,7 +289,7 @@ def _take_answers(s: Any, d: int, now: int) -> None:
 
 @compiled
 def _append(s: Any, d: int, row: int) -> None:
-    """New passages: a chunk that goes through the model with the row's next step (`ServiceTimes.prefill_s`)."""
+    """Append new passages: a chunk computed with the row's next step (`ServiceTimes.prefill_s`)."""
     one, tokens, costs = s.rows[row], s.words[at.PROBE_TOKENS], s.costs
     if one[at.ROW_CONTEXT] + tokens + one[at.OUTPUT] - one[at.GENERATED] > s.workers[d, at.MOST_TOKENS]:
         return
@@ -298,12 +299,12 @@ def _append(s: Any, d: int, row: int) -> None:
     s.workers[d, at.APPENDED] += tokens
 
 
-# ---- what Python calls
+# ---- functions called from Python
 
 
 @compiled
-def arrive(handle: Any, d: int, prompt: int, output: int, expired: bool, holds: bool, now: int) -> Any:
-    """A prompt's KV is here, and with it the first token: its row, or -1 if it is over already."""
+def add_row(handle: Any, d: int, prompt: int, output: int, expired: bool, holds: bool, now: int) -> Any:
+    """Add a row for a prompt that has its KV and first token. Return the row, or -1 if it has ended already."""
     s = at.state_at(handle)
     s.workers[d, at.TOKENS] += 1
     if expired or output <= 1:
@@ -312,63 +313,63 @@ def arrive(handle: Any, d: int, prompt: int, output: int, expired: bool, holds: 
     row = s.free[s.words[at.FREE_ROWS]]
     one = s.rows[row]
     one[:] = 0
-    one[at.WORKER], one[at.ENDS], one[at.QUERY], one[at.HOLDS] = d, -1, -1, holds
+    one[at.WORKER], one[at.ENDS], one[at.QUERY], one[at.HAS_BLOCKS] = d, -1, -1, holds
     one[at.GENERATED], one[at.OUTPUT], one[at.ROW_CONTEXT] = 1, output, prompt
-    _go_on(s, d, row, now)
+    _advance_row(s, d, row, now)
     return row
 
 
 @compiled
 def free(handle: Any, row: int) -> None:
-    """A row is over."""
+    """Free a row that has ended."""
     s = at.state_at(handle)
     s.free[s.words[at.FREE_ROWS]] = row
     s.words[at.FREE_ROWS] += 1
 
 
 @compiled
-def go_on(handle: Any, pools: Any, d: int, now: int, most: int) -> None:
-    """The next run, after Python's part between two."""
+def resume(handle: Any, pools: Any, d: int, now: int, most: int) -> None:
+    """Start the next run after Python's callback."""
     s = at.state_at(handle)
-    _join_all(s, d)
-    _begin(s, pools, d, now, most)
+    _join_pending(s, d)
+    _begin_run(s, pools, d, now, most)
 
 
 @compiled
-def join_all(handle: Any, d: int) -> None:
-    """Have the batch take in who is to join it."""
-    _join_all(at.state_at(handle), d)
+def join_pending(handle: Any, d: int) -> None:
+    """Let pending rows join the batch."""
+    _join_pending(at.state_at(handle), d)
 
 
 @compiled
-def make_room(handle: Any, row: int) -> None:
-    """A row loses its KV blocks; if it is in the batch, it leaves it until it has others."""
+def preempt(handle: Any, row: int) -> None:
+    """Remove a row's KV blocks; it leaves the batch until it has blocks again."""
     s = at.state_at(handle)
     one = s.rows[row]
     d = one[at.WORKER]
-    one[at.HOLDS] = 0
+    one[at.HAS_BLOCKS] = 0
     if one[at.ENDS] >= 0:
-        taken(s, d, row, batch.leave(s, d, row))
-        one[at.OUT] = 1
-        s.workers[d, at.OUT_ROWS] += 1
+        record_steps(s, d, row, batch.remove(s, d, row))
+        one[at.PREEMPTED] = 1
+        s.workers[d, at.PREEMPTED_ROWS] += 1
 
 
 @compiled
-def bring_back(handle: Any, row: int, over: bool) -> None:
-    """A row without KV blocks has some again, and joins the batch, unless it is over."""
+def restore(handle: Any, row: int, over: bool) -> None:
+    """Return blocks to a preempted row; it joins the batch unless it has ended."""
     s = at.state_at(handle)
     one = s.rows[row]
     d = one[at.WORKER]
-    one[at.OUT], one[at.HOLDS] = 0, 1
-    s.workers[d, at.OUT_ROWS] -= 1
+    one[at.PREEMPTED], one[at.HAS_BLOCKS] = 0, 1
+    s.workers[d, at.PREEMPTED_ROWS] -= 1
     if not over:
         at.append(s, d, at.JOINING, row)
 
 
 @compiled
-def poke(handle: Any, d: int, now: int) -> None:
-    """See `step_batch.poke`."""
-    batch.poke(at.state_at(handle), d, now)
+def interrupt(handle: Any, d: int, now: int) -> None:
+    """See `step_batch.interrupt`."""
+    batch.interrupt(at.state_at(handle), d, now)
 
 
 @compiled
@@ -378,12 +379,12 @@ def boundary_ns(handle: Any, d: int, now: int) -> Any:
 
 
 @compiled
-def time_of_step(handle: Any, d: int, rows: int) -> Any:
-    """See `step_ns`."""
+def next_step_ns(handle: Any, d: int, rows: int) -> Any:
+    """Return `step_ns`."""
     return step_ns(at.state_at(handle), d, rows)
 
 
 @compiled
-def count(handle: Any, d: int, now: int) -> None:
-    """See `count_stalls`."""
-    count_stalls(at.state_at(handle), d, now)
+def update_stall_time(handle: Any, d: int, now: int) -> None:
+    """See `add_stall_time`."""
+    add_stall_time(at.state_at(handle), d, now)

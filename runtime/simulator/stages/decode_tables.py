@@ -1,4 +1,4 @@
-"""The arrays of all simulated decode workers, which compiled functions work on (`step_batch`, `decode_core`)."""
+"""State arrays of all simulated decode workers, for compiled code (`step_batch`, `decode_core`)."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,14 +9,14 @@ import numpy.typing as npt
 from ipc.memory.intrinsics import floats, words
 from runtime.simulator.stages.pool_core import compiled
 
-# Of all workers. EVERY: tokens between probes (0: none). MOST_STEPS: in one run. PREFILLS: prefill workers at work.
-# WAIT_NS: of a probe's row alone.
+# Words shared by all workers. PROBE_INTERVAL: tokens between probes (0: none). MOST_STEPS: limit of a run. PREFILLS:
+# number of busy prefill workers. WAIT_NS: a probe's wait that delays its own row only.
 (
     EVENTS,
     FREE_ROWS,
-    ASKED,
-    EVERY,
-    ASKS,
+    PROBES_STARTED,
+    PROBE_INTERVAL,
+    PROBES_ENABLED,
     MOST_STEPS,
     PROBE_TOKENS,
     TOP_M,
@@ -26,14 +26,14 @@ from runtime.simulator.stages.pool_core import compiled
     WAIT_NS,
 ) = range(12)
 WORDS = 12
-# Costs in ns; of a chunk, a text beside a step and a probe in s; BESIDE is a factor.
-(STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT, EMBED_CORE, A_PROBE, BESIDE) = range(10)
+# Costs in ns; of a chunk, a text embedded during a step and a probe in s. BUSY_FACTOR: slowdown while prefill is busy.
+(STEP, ROW, CONTEXT_TOKEN, CHUNK_TOKEN, CHUNK_BEHIND, CHUNK_PAIR, HIT, EMBED_CORE, PROBE_COST, BUSY_FACTOR) = range(10)
 COSTS = 10
 
-# Of a worker. END: of the run under way, of STEPS steps from BEGIN on, the first of which takes FIRST ns, the others
-# EACH; TAKEN before it. HOLD: TOKENS of all rows in the batch. PYTHON: whether the worker's own code is to be called
-# between two runs (`decode`). DUE_FIRST, DUE_LAST: rows whose probes end by their timeouts, as a list. APPENDED: tokens
-# of passages that go through the model with the next step.
+# Words of a worker. END: end of the current run, of STEPS steps from BEGIN on, the first of which takes FIRST ns, the
+# others EACH; TAKEN: steps before it. CONTEXT: tokens of all rows in the batch. CALLBACK: whether Python is called
+# between every two runs (`decode`). DUE_FIRST, DUE_LAST: linked list of rows by probe timeout. APPENDED: passage tokens
+# in the next step.
 (
     END,
     STEPS,
@@ -41,7 +41,7 @@ COSTS = 10
     FIRST,
     EACH,
     TAKEN,
-    RESTING,
+    IDLE,
     JOINED,
     BUSY,
     CONTEXT,
@@ -53,21 +53,22 @@ COSTS = 10
     EMBEDDED,
     DUE_FIRST,
     DUE_LAST,
-    LOOKS,
-    PYTHON,
+    TIMEOUT_PLANNED,
+    CALLBACK,
     MOST_TOKENS,
-    OUT_ROWS,
+    PREEMPTED_ROWS,
     GPU,
     GROUP,
     DRAWN,
     APPENDED,
 ) = range(26)
-LISTS = 26  # and from here on how long each list is
-MEMBERS, JOINING, ASKING, ANSWERED, OVER = range(5)  # of rows: in the batch, to join it, with a probe to ask, …
+LISTS = 26  # the lengths of the lists follow
+MEMBERS, JOINING, PROBING, ANSWERED, FINISHED = range(5)  # lists of rows: in the batch, about to join, …
 WORKER_WORDS = LISTS + 5
 
-# Of a row. ENDS: TAKEN when its STEPS are over, -1 outside of the batch; ORDER: in which it joined. OUT: it has no KV
-# blocks (HOLDS), so it cannot join. ASKS: the number of its probe, 0 if it has none; QUERY: the pool's, or -1.
+# Words of a row. ENDS: value of TAKEN when its STEPS are done, -1 outside the batch; ORDER: order of joining.
+# PREEMPTED: it has no KV blocks (HAS_BLOCKS) and cannot join. PROBE: number of its probe, 0: none; QUERY: the pool's
+# query, or -1. STALL: total time stalled by probes.
 (
     WORKER,
     ENDS,
@@ -76,10 +77,10 @@ WORKER_WORDS = LISTS + 5
     GENERATED,
     ROW_STEPS,
     ROW_CONTEXT,
-    WAITED,
+    STALL,
     EXPIRED,
-    HOLDS,
-    OUT,
+    HAS_BLOCKS,
+    PREEMPTED,
     PROBE,
     DEADLINE,
     QUERY,
@@ -89,30 +90,30 @@ WORKER_WORDS = LISTS + 5
 ) = range(17)
 ROW_WORDS = 17
 
-(WHEN, PLANNED, KIND, WHAT, OF_PROBE) = range(5)  # of an event
+(WHEN, PLANNED, KIND, SUBJECT, OF_PROBE) = range(5)  # of an event
 EVENT_WORDS = 5
-RUN_ENDS, VECTOR, LOOK = range(3)  # kinds of events: of a worker, a row, a worker
+RUN_ENDS, VECTOR, TIMEOUT = range(3)  # kinds of events; subject: a worker, a row, a worker
 CLOCK_PLANNED, CLOCK_NEXT = range(2)
 
 
 class State(NamedTuple):
-    """`clock` is what `Events` shares with those beside it."""
+    """`clock` is shared with `Events`."""
 
     clock: npt.NDArray[np.int64]  # [2]
     words: npt.NDArray[np.int64]  # [WORDS]
     costs: npt.NDArray[np.float64]  # [COSTS]
     workers: npt.NDArray[np.int64]  # [workers, WORKER_WORDS]
-    extra_s: npt.NDArray[np.float64]  # [workers]: what the next step takes longer
+    extra_s: npt.NDArray[np.float64]  # [workers]: extra time of the next step
     lists: npt.NDArray[np.int64]  # [workers · 5, slots]: of rows
     rows: npt.NDArray[np.int64]  # [workers · slots, ROW_WORDS]
     free: npt.NDArray[np.int64]  # [workers · slots]: a stack of rows
-    drawn: npt.NDArray[np.float64]  # [workers, draws]: whether a probe finds something
+    drawn: npt.NDArray[np.float64]  # [workers, draws]: random numbers for probe hits
     events: npt.NDArray[np.int64]  # [events, EVENT_WORDS]: a heap
 
 
 @partial(compiled, returns_array=True)
 def state_at(handle: Any) -> Any:
-    """The arrays that `handle_of` described."""
+    """Return the arrays that `handle_of` described."""
     return State(
         words(handle[0, 0], handle[0, 1]),
         words(handle[1, 0], handle[1, 1]),
@@ -129,14 +130,14 @@ def state_at(handle: Any) -> Any:
 
 @compiled
 def append(s: Any, d: int, kind: int, row: int) -> None:
-    """To the end of one of a worker's lists."""
+    """Append a row to one of a worker's lists."""
     s.lists[5 * d + kind, s.workers[d, LISTS + kind]] = row
     s.workers[d, LISTS + kind] += 1
 
 
 @compiled
 def plan(s: Any, when: int, kind: int, what: int, probe: int) -> None:
-    """Something happens then: into the heap of events."""
+    """Push an event to the heap."""
     s.clock[CLOCK_PLANNED] += 1
     order = s.clock[CLOCK_PLANNED]
     s.clock[CLOCK_NEXT] = min(s.clock[CLOCK_NEXT], when)
@@ -144,18 +145,18 @@ def plan(s: Any, when: int, kind: int, what: int, probe: int) -> None:
     s.words[EVENTS] += 1
     while place:
         above = (place - 1) >> 1
-        if s.events[above, WHEN] <= when:  # planned before, so it comes before
+        if s.events[above, WHEN] <= when:  # planned earlier, so it stays first
             break
         _move(s, above, place)
         place = above
     one = s.events[place]
-    one[WHEN], one[PLANNED], one[KIND], one[WHAT], one[OF_PROBE] = when, order, kind, what, probe
+    one[WHEN], one[PLANNED], one[KIND], one[SUBJECT], one[OF_PROBE] = when, order, kind, what, probe
 
 
 @compiled
 def pop(s: Any) -> Any:
-    """The next event: (kind, what, probe)."""
-    found = s.events[0, KIND], s.events[0, WHAT], s.events[0, OF_PROBE]
+    """Pop the next event: (kind, subject, probe)."""
+    found = s.events[0, KIND], s.events[0, SUBJECT], s.events[0, OF_PROBE]
     s.words[EVENTS] -= 1
     count = s.words[EVENTS]
     last = s.events[count]

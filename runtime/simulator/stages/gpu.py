@@ -1,4 +1,4 @@
-"""A GPU that a model and a vector pool may share: each slows the other down, and no work is for nothing."""
+"""A GPU that a model and a vector pool may share, with mutual slowdown."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ from runtime.simulator.stages.pool_core import DEBT_NS, MODEL_BUSY
 
 
 class Gpu:
-    """While the model is at work an extend takes `slowdown` times as long, and its time alone is added to the model's
-    next pass: the two take turns. A GPU with one tenant costs nothing beside.
+    """While the model is busy, an extend takes `slowdown` times as long, and its unshared time is added to the model's
+    next pass (time slicing). With one tenant (`slowdown` 1) there is no cost.
     """
 
     def __init__(self, slowdown: float = 1.0) -> None:
         self.slowdown = slowdown
-        self.words = np.zeros(2, np.int64)  # what the pool sees and adds to
+        self.words = np.zeros(2, np.int64)  # shared with compiled code of the pool
         self._model_busy = False
 
     @property
@@ -26,7 +26,7 @@ class Gpu:
             self.words[MODEL_BUSY] = busy
 
     def take_debt_ns(self) -> int:
-        """What the model's next pass takes longer, because of extends beside the last one."""
+        """Return, and reset, the time that concurrent extends add to the model's next pass."""
         if self.slowdown == 1.0:
             return 0
         debt, self.words[DEBT_NS] = int(self.words[DEBT_NS]), 0

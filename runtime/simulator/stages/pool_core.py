@@ -1,11 +1,11 @@
-"""The simulated pools' events, compiled: a query comes through the ring, joins a batch of extends, is answered.
+"""Compiled events of the simulated pools: a query arrives through the ring, joins a batch of extends, is answered.
 
-Between its query and its answer a request's worker does nothing that a pool could see, so all of this happens without
-Python; `run` returns for answers. A pool's batch advances all its queries together, and who is in it changes between
-*runs* of extends only. While nothing changes, many extends are one event: a run is planned up to the next query's
-last extend, and whoever comes earlier (`_poke`) ends it with the extend that is under way.
+Between a query and its answer a pool does not depend on the workers, so these events run without Python; `run` returns
+for answers. A pool's batch advances all its queries together, and its members change only between *runs* of extends.
+While nothing changes, many extends are one event: a run is planned up to the next query's last extend, and an earlier
+arrival (`_interrupt`) ends it with the extend in progress.
 
-Who is active is production's policy's to say (`runtime.pool.policy`).
+Production's policy (`runtime.pool.policy`) selects the active queries.
 """
 
 from functools import partial
@@ -27,25 +27,27 @@ compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc
 
 OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")
-FIRST_IN_LINE_NS = 1 << 60  # how much earlier the stage seems to have come that goes before the other
-_LOOK_NS = 100_000  # how often the policy is asked while someone waits and nobody comes or ends
+PRIORITY_NS = 1 << 60  # subtracted from the arrival of the stage with strict priority
+_POLICY_INTERVAL_NS = 100_000  # interval of policy calls while queries wait and none arrives or ends
 _TABLES = len(at.Tables._fields)
 
-# Words of all pools. Asks on their way to a pool and answers on their way back are rings, by time. DRAWN: how many of
-# the drawn extends are used.
-(NOW, FREE, COMING, CAME_FIRST, LEAVING, LEFT_FIRST, DRAWN, RING_NS, SEARCH_WIDTH, EXTENDS_LEAST, PLANS) = range(11)
+# Words shared by all pools. Queries in transit to a pool (ARRIVING) and answers in transit back (ANSWERS) are rings
+# ordered by time. DRAWN: number of drawn extends that are used.
+(NOW, FREE, ARRIVING, ARRIVING_HEAD, ANSWERS, ANSWERS_HEAD, DRAWN, RING_NS, SEARCH_WIDTH, MIN_EXTENDS, PLANS) = range(
+    11
+)
 WORDS = 11
 
-# Of an ask. AT: when it is at the pool, or its answer at who asked. EXTENDS: 0 until they are drawn.
-# WHO: the row of a decode worker, or -1.
-(STATE, STAGE, GROUP, AT, DEADLINE, EXTENDS, TOP_M, ASKED, BEGUN, ENDED, POOL, ENTRY, STATUS, WHO) = range(14)
-ASK_WORDS = 14
-ON_ITS_WAY, INSIDE, LEAVES, FORGOTTEN = range(1, 5)
+# Words of a query. AT: when it reaches the pool, or its answer the caller. EXTENDS: 0 until drawn.
+# CALLER: the row of a decode worker, or -1.
+(STATE, STAGE, GROUP, AT, DEADLINE, EXTENDS, TOP_M, ENQUEUED, BEGUN, ENDED, POOL, ENTRY, STATUS, CALLER) = range(14)
+QUERY_WORDS = 14
+SENT, IN_POOL, ANSWERED, CANCELLED = range(1, 5)
 
-# Of a pool. END: of the run under way, of STEPS extends from BEGIN on, the first of which takes FIRST ns, the others
-# EACH. WAKE: when what is held back is to be looked at again; WOKEN: the last such moment. BESIDE: the run began beside
-# a model at work. PREFERRED: the stage that goes before the other (-1: none).
-# PLANNED: when, in the order of all plans, END was set.
+# Words of a pool. END: end of the current run, of STEPS extends from BEGIN on, the first of which takes FIRST ns, the
+# others EACH. WAKE: next policy call for queries held back by the flush timeout; WOKEN: the last such time. SHARED: the
+# run began while the model was busy. PREFERRED: the stage with strict priority (-1: none). PLANNED: sequence number of
+# the plan that set END.
 (
     END,
     STEPS,
@@ -53,7 +55,7 @@ ON_ITS_WAY, INSIDE, LEAVES, FORGOTTEN = range(1, 5)
     FIRST,
     EACH,
     TAKEN,
-    RESTING,
+    IDLE,
     BUSY,
     MEMBER_STEPS,
     COUNTED,
@@ -64,39 +66,39 @@ ON_ITS_WAY, INSIDE, LEAVES, FORGOTTEN = range(1, 5)
     WAITED,
     SERVED,
     QUERIES,
-    BESIDE,
+    SHARED,
     GPU,
     WAKE_NS,
     PREFERRED,
     PLANNED,
 ) = range(22)
 POOL_WORDS = 22
-PACE, ROUND_S, QUERY_S = range(3)  # PACE: how many times as long an extend takes beside a model at work
+SLOWDOWN, ROUND_S, QUERY_S = range(3)  # SLOWDOWN: factor of an extend while the model is busy
 MODEL_BUSY, DEBT_NS = range(2)  # words of a GPU
-_ASK, _LAST_STEP, _ORDER = range(at.CALLER, at.CALLER + 3)  # the simulator's columns of a policy's entry
+_QUERY, _LAST_STEP, _ORDER = range(at.CALLER, at.CALLER + 3)  # the simulator's columns of a policy entry
 
 
 class State(NamedTuple):
-    """The arrays of all pools, which `run` works on."""
+    """The arrays of all pools."""
 
     words: npt.NDArray[np.int64]  # [WORDS]
-    asks: npt.NDArray[np.int64]  # [asks, ASK_WORDS]
-    free: npt.NDArray[np.int64]  # [asks]: a stack
-    coming: npt.NDArray[np.int64]  # [asks]: a ring
-    leaving: npt.NDArray[np.int64]  # [asks]: a ring
+    queries: npt.NDArray[np.int64]  # [queries, QUERY_WORDS]
+    free: npt.NDArray[np.int64]  # [queries]: a stack
+    arriving: npt.NDArray[np.int64]  # [queries]: a ring
+    answers: npt.NDArray[np.int64]  # [queries]: a ring
     pools: npt.NDArray[np.int64]  # [pools, POOL_WORDS]
     costs: npt.NDArray[np.float64]  # [pools, 3]
-    extend_s: npt.NDArray[np.float64]  # [most slots + 1]: an extend by active slots
+    extend_s: npt.NDArray[np.float64]  # [max slots + 1]: time of an extend by active slots
     handles: npt.NDArray[np.int64]  # [pools · tables, 3]: of the policies' tables
-    groups: npt.NDArray[np.int64]  # [groups, pools + 2]: whose turn it is, how many, and which pools
-    drawn: npt.NDArray[np.int64]  # extends of the next queries, drawn beforehand
+    groups: npt.NDArray[np.int64]  # [groups, pools + 2]: next pool, number of pools, pools
+    drawn: npt.NDArray[np.int64]  # extra extends of the next queries, drawn in advance
     waits: npt.NDArray[np.float64]  # [pools, buckets]: prefill queries' waits for a slot
     edges: npt.NDArray[np.float64]  # [buckets - 1], in s
 
 
 @partial(compiled, returns_array=True)
 def state_at(handle: Any) -> Any:
-    """The arrays that `handle_of` described."""
+    """Return the arrays that `handle_of` described."""
     return State(
         words(handle[0, 0], handle[0, 1]),
         words(handle[1, 0], (handle[1, 1], handle[1, 2])),
@@ -115,45 +117,45 @@ def state_at(handle: Any) -> Any:
 
 
 @compiled
-def ask(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends: int, top_m: int, who: int) -> Any:
-    """A query that is at the pool `at_ns`: its number, or -1 if there is no room."""
+def submit(handle: Any, stage: int, group: int, at_ns: int, deadline: int, extends: int, top_m: int, who: int) -> Any:
+    """Add a query that reaches its pool at `at_ns`. Return its number, or -1 without capacity."""
     s = state_at(handle)
     w = s.words
     if w[FREE] == 0:
         return -1
     w[FREE] -= 1
     number = s.free[w[FREE]]
-    one = s.asks[number]
-    one[STATE], one[STAGE], one[GROUP], one[AT], one[DEADLINE] = ON_ITS_WAY, stage, group, at_ns, deadline
-    one[EXTENDS], one[TOP_M], one[BEGUN], one[WHO] = extends, top_m, 0, who
-    place = w[CAME_FIRST] + w[COMING]
-    while place > w[CAME_FIRST] and s.asks[s.coming[(place - 1) % len(s.coming)], AT] > at_ns:
-        s.coming[place % len(s.coming)] = s.coming[(place - 1) % len(s.coming)]
+    one = s.queries[number]
+    one[STATE], one[STAGE], one[GROUP], one[AT], one[DEADLINE] = SENT, stage, group, at_ns, deadline
+    one[EXTENDS], one[TOP_M], one[BEGUN], one[CALLER] = extends, top_m, 0, who
+    place = w[ARRIVING_HEAD] + w[ARRIVING]
+    while place > w[ARRIVING_HEAD] and s.queries[s.arriving[(place - 1) % len(s.arriving)], AT] > at_ns:
+        s.arriving[place % len(s.arriving)] = s.arriving[(place - 1) % len(s.arriving)]
         place -= 1
-    s.coming[place % len(s.coming)] = number
-    w[COMING] += 1
+    s.arriving[place % len(s.arriving)] = number
+    w[ARRIVING] += 1
     return number
 
 
 @compiled
-def forget(handle: Any, number: int) -> None:
-    """No answer is wanted any more. A query that has a slot is let go on, as its end is near."""
+def cancel(handle: Any, number: int) -> None:
+    """Cancel a query. One that has a slot continues, because it ends soon."""
     s = state_at(handle)
-    one = s.asks[number]
-    if one[STATE] == INSIDE and not one[BEGUN]:
+    one = s.queries[number]
+    if one[STATE] == IN_POOL and not one[BEGUN]:
         t = _tables(s, one[POOL])
         at.release(t, one[ENTRY])
         at.free_entry(t, one[ENTRY])
         s.pools[one[POOL], QUERIES] -= 1
         _free(s, number)
     else:
-        one[STATE] = FORGOTTEN
+        one[STATE] = CANCELLED
 
 
 @compiled
 def run(handle: Any, until: int) -> Any:
-    """Let everything happen up to a moment, or to an answer: (now, when the next thing happens, who is answered or -1,
-    its status). What has been drawn may be used up: then `DRAWN` is all of it, and more are to be drawn."""
+    """Process events up to `until` or the next answer. Return (now, time of the next event, answered query or -1,
+    status). Returns early if all drawn extends are used (`DRAWN`): the caller must draw more."""
     s = state_at(handle)
     w = s.words
     while True:
@@ -161,39 +163,39 @@ def run(handle: Any, until: int) -> Any:
         if when > until or when == NEVER_NS or w[DRAWN] == len(s.drawn):
             return w[NOW], when, -1, OK
         w[NOW] = when
-        if w[COMING] and s.asks[s.coming[w[CAME_FIRST]], AT] == when:
-            number = s.coming[w[CAME_FIRST]]
-            w[CAME_FIRST] = (w[CAME_FIRST] + 1) % len(s.coming)
-            w[COMING] -= 1
-            if s.asks[number, STATE] == FORGOTTEN:
+        if w[ARRIVING] and s.queries[s.arriving[w[ARRIVING_HEAD]], AT] == when:
+            number = s.arriving[w[ARRIVING_HEAD]]
+            w[ARRIVING_HEAD] = (w[ARRIVING_HEAD] + 1) % len(s.arriving)
+            w[ARRIVING] -= 1
+            if s.queries[number, STATE] == CANCELLED:
                 _free(s, number)
             else:
                 _arrive(s, number)
-        elif w[LEAVING] and s.asks[s.leaving[w[LEFT_FIRST]], AT] == when:
-            number = s.leaving[w[LEFT_FIRST]]
-            w[LEFT_FIRST] = (w[LEFT_FIRST] + 1) % len(s.leaving)
-            w[LEAVING] -= 1
-            wanted = s.asks[number, STATE] != FORGOTTEN
+        elif w[ANSWERS] and s.queries[s.answers[w[ANSWERS_HEAD]], AT] == when:
+            number = s.answers[w[ANSWERS_HEAD]]
+            w[ANSWERS_HEAD] = (w[ANSWERS_HEAD] + 1) % len(s.answers)
+            w[ANSWERS] -= 1
+            wanted = s.queries[number, STATE] != CANCELLED
             _free(s, number)
             if wanted:
-                return when, next_ns(s), number, s.asks[number, STATUS]
+                return when, next_ns(s), number, s.queries[number, STATUS]
         else:
             p = _due(s, when)
             if s.pools[p, END] == when:
-                _between(s, p)
+                _between_runs(s, p)
             else:
                 s.pools[p, WAKE] = NEVER_NS
-                _poke(s, p)
+                _interrupt(s, p)
 
 
 @compiled
 def next_ns(s: Any) -> Any:
-    """When the next thing happens."""
+    """Return the time of the next event."""
     w, when = s.words, NEVER_NS
-    if w[COMING]:
-        when = s.asks[s.coming[w[CAME_FIRST]], AT]
-    if w[LEAVING]:
-        when = min(when, s.asks[s.leaving[w[LEFT_FIRST]], AT])
+    if w[ARRIVING]:
+        when = s.queries[s.arriving[w[ARRIVING_HEAD]], AT]
+    if w[ANSWERS]:
+        when = min(when, s.queries[s.answers[w[ANSWERS_HEAD]], AT])
     for p in range(len(s.pools)):
         when = min(when, s.pools[p, END], s.pools[p, WAKE])
     return when
@@ -201,7 +203,7 @@ def next_ns(s: Any) -> Any:
 
 @compiled
 def _due(s: Any, when: int) -> Any:
-    """The pool to which something happens at that moment: of several the one for which it was planned first."""
+    """Return the pool with an event at that time; of several the one whose event was planned first."""
     found = -1
     for p in range(len(s.pools)):
         pool = s.pools[p]
@@ -212,7 +214,7 @@ def _due(s: Any, when: int) -> Any:
 
 @compiled
 def _end_at(s: Any, pool: Any, when: int) -> None:
-    """The run under way ends then."""
+    """Set the end of the current run."""
     s.words[PLANS] += 1
     pool[END], pool[PLANNED] = when, s.words[PLANS]
 
@@ -224,34 +226,34 @@ def _tables(s: Any, p: int) -> Any:
 
 @compiled
 def _free(s: Any, number: int) -> None:
-    s.asks[number, STATE] = 0
+    s.queries[number, STATE] = 0
     s.free[s.words[FREE]] = number
     s.words[FREE] += 1
 
 
 @compiled
 def _arrive(s: Any, number: int) -> None:
-    """Through the ring: it joins the next extend, if the policy lets it."""
-    w, one = s.words, s.asks[number]
+    """Process a query that leaves the ring: it joins the next extend if the policy admits it."""
+    w, one = s.words, s.queries[number]
     now = w[NOW]
     if not one[EXTENDS]:
-        one[EXTENDS] = w[EXTENDS_LEAST] + s.drawn[w[DRAWN]]
+        one[EXTENDS] = w[MIN_EXTENDS] + s.drawn[w[DRAWN]]
         w[DRAWN] += 1
     group = s.groups[one[GROUP]]
-    p = group[2 + group[0]]  # replicas in turn, as the search client does
+    p = group[2 + group[0]]  # replicas round-robin, as the search client
     group[0] = (group[0] + 1) % group[1]
     pool, t = s.pools[p], _tables(s, p)
-    one[STATE], one[POOL], one[ASKED] = INSIDE, p, now - w[RING_NS]
+    one[STATE], one[POOL], one[ENQUEUED] = IN_POOL, p, now - w[RING_NS]
     entry = one[ENTRY] = at.new_entry(t)
     e = t.entries[entry]
-    e[at.STAGE], e[at.ARRIVAL], e[at.DEADLINE], e[_ASK] = one[STAGE], now, one[DEADLINE], number
+    e[at.STAGE], e[at.ARRIVAL], e[at.DEADLINE], e[_QUERY] = one[STAGE], now, one[DEADLINE], number
     if one[STAGE] == pool[PREFERRED]:
-        e[at.ARRIVAL] -= FIRST_IN_LINE_NS
+        e[at.ARRIVAL] -= PRIORITY_NS
     e[at.CLASS_A], e[at.CLASS_B] = class_a(0, one[TOP_M]), class_b(w[SEARCH_WIDTH], 0)
     verdict = policy.add(t, entry, now)
     if verdict == policy.ACCEPTED:
         pool[QUERIES] += 1
-        _poke(s, p)
+        _interrupt(s, p)
     else:
         at.free_entry(t, entry)
         _answer(s, number, OVERLOADED if verdict == policy.OVERLOADED else LATE)
@@ -259,23 +261,23 @@ def _arrive(s: Any, number: int) -> None:
 
 @compiled
 def _answer(s: Any, number: int, status: int) -> None:
-    w, one = s.words, s.asks[number]
+    w, one = s.words, s.queries[number]
     one[ENDED], one[STATUS], one[AT] = w[NOW], status, w[NOW] + w[RING_NS]
-    if one[STATE] != FORGOTTEN:
-        one[STATE] = LEAVES
-    s.leaving[(w[LEFT_FIRST] + w[LEAVING]) % len(s.leaving)] = number
-    w[LEAVING] += 1
+    if one[STATE] != CANCELLED:
+        one[STATE] = ANSWERED
+    s.answers[(w[ANSWERS_HEAD] + w[ANSWERS]) % len(s.answers)] = number
+    w[ANSWERS] += 1
 
 
 # ---- a pool's batch
 
 
 @compiled
-def _poke(s: Any, p: int) -> None:
-    """Something has changed: the policy is asked as soon as the extend under way ends."""
+def _interrupt(s: Any, p: int) -> None:
+    """End the current run with the extend in progress, so that the policy is called."""
     pool, now = s.pools[p], s.words[NOW]
-    if pool[RESTING]:
-        pool[RESTING], pool[STEPS] = 0, 0
+    if pool[IDLE]:
+        pool[IDLE], pool[STEPS] = 0, 0
         _end_at(s, pool, now + pool[WAKE_NS])
     elif pool[STEPS] > 1:
         passed = now - pool[BEGIN] - pool[FIRST]
@@ -286,18 +288,18 @@ def _poke(s: Any, p: int) -> None:
 
 
 @compiled
-def _between(s: Any, p: int) -> None:
-    """A run of extends is over: who is done is answered, the policy says who is active in the next."""
+def _between_runs(s: Any, p: int) -> None:
+    """End a run of extends: answer finished queries, and let the policy select the active ones of the next run."""
     pool, t, now = s.pools[p], _tables(s, p), s.words[NOW]
     steps, pool[STEPS] = pool[STEPS], 0
     if steps:
-        _took(s, pool, t, steps)
+        _finish_run(s, pool, t, steps)
     while True:
-        entry = _done(pool, t)
+        entry = _next_finished(pool, t)
         if entry < 0:
             break
-        number = t.entries[entry, _ASK]
-        policy.finish(t, entry, s.asks[number, EXTENDS])
+        number = t.entries[entry, _QUERY]
+        policy.finish(t, entry, s.queries[number, EXTENDS])
         at.free_entry(t, entry)
         pool[SERVED] += 1
         pool[QUERIES] -= 1
@@ -308,16 +310,16 @@ def _between(s: Any, p: int) -> None:
         entry = t.changes[at.LATE, i]
         at.free_entry(t, entry)
         pool[QUERIES] -= 1
-        _answer(s, t.entries[entry, _ASK], LATE)
-    for i in range(changed[at.PREEMPTED]):  # how many it has left, until it goes on
+        _answer(s, t.entries[entry, _QUERY], LATE)
+    for i in range(changed[at.PREEMPTED]):  # keep the number of remaining extends until it resumes
         t.entries[t.changes[at.PREEMPTED, i], _LAST_STEP] -= pool[TAKEN]
     for i in range(changed[at.RESUMED]):
         _join(pool, t, t.changes[at.RESUMED, i], t.entries[t.changes[at.RESUMED, i], _LAST_STEP])
     for i in range(changed[at.ADMITTED]):
         entry = t.changes[at.ADMITTED, i]
-        _join(pool, t, entry, s.asks[t.entries[entry, _ASK], EXTENDS])
-        _begun(s, pool, p, t.entries[entry, _ASK])
-    _plan(s, pool, t, p)
+        _join(pool, t, entry, s.queries[t.entries[entry, _QUERY], EXTENDS])
+        _record_admission(s, pool, p, t.entries[entry, _QUERY])
+    _plan_run(s, pool, t, p)
 
 
 @compiled
@@ -326,20 +328,20 @@ def _active(t: Any) -> Any:
 
 
 @compiled
-def _took(s: Any, pool: Any, t: Any, steps: int) -> None:
+def _finish_run(s: Any, pool: Any, t: Any, steps: int) -> None:
     active = _active(t)
     pool[BUSY] += s.words[NOW] - pool[BEGIN]
     pool[MEMBER_STEPS] += steps * active
     pool[TAKEN] += steps
     policy.advance(t, t.words[at.ACTIVE_PREFILL], active, steps, steps * pool[EACH])
-    if pool[BESIDE]:
+    if pool[SHARED]:
         gpu = words(pool[GPU], 2)
         gpu[DEBT_NS] += steps * round(s.extend_s[active] * 1e9)
 
 
 @compiled
-def _done(pool: Any, t: Any) -> Any:
-    """The query whose extends are over that joined first; -1 if there is none."""
+def _next_finished(pool: Any, t: Any) -> Any:
+    """Return the finished query that joined first; -1 without one."""
     found = -1
     for stage in range(2):
         for i in range(t.words[at.LISTED + stage]):
@@ -357,11 +359,11 @@ def _join(pool: Any, t: Any, entry: int, steps: int) -> None:
 
 
 @compiled
-def _begun(s: Any, pool: Any, p: int, number: int) -> None:
-    """A query has its slot."""
-    one = s.asks[number]
+def _record_admission(s: Any, pool: Any, p: int, number: int) -> None:
+    """Record the admission of a query to a slot."""
+    one = s.queries[number]
     one[BEGUN] = s.words[NOW]
-    wait = one[BEGUN] - one[ASKED]
+    wait = one[BEGUN] - one[ENQUEUED]
     pool[ADMITTED] += 1
     pool[WAITED] += wait
     if one[STAGE] == at.PREFILL:
@@ -372,21 +374,21 @@ def _begun(s: Any, pool: Any, p: int, number: int) -> None:
 
 
 @compiled
-def _plan(s: Any, pool: Any, t: Any, p: int) -> None:
-    """The next run: up to the next query's last extend, or until the policy is to be asked again."""
+def _plan_run(s: Any, pool: Any, t: Any, p: int) -> None:
+    """Plan the next run: up to the next query's last extend, or the next policy call."""
     now, active, cost = s.words[NOW], _active(t), s.costs[p]
     if active == 0:
         until = policy.held_until(t, now)
         if now < until < NEVER_NS and until != pool[WOKEN]:
             pool[WAKE] = pool[WOKEN] = until
-        pool[RESTING], pool[END] = 1, NEVER_NS
+        pool[IDLE], pool[END] = 1, NEVER_NS
         return
-    pool[BESIDE] = 0
-    pace = 1.0
-    if cost[PACE] > 1.0 and words(pool[GPU], 2)[MODEL_BUSY]:
-        pool[BESIDE], pace = 1, cost[PACE]
-    pool[EACH] = max(round((s.extend_s[active] * pace + cost[ROUND_S]) * 1e9), 1)
-    steps = NEVER_NS if pool[QUERIES] <= active else -(-_LOOK_NS // pool[EACH])
+    pool[SHARED] = 0
+    slowdown = 1.0
+    if cost[SLOWDOWN] > 1.0 and words(pool[GPU], 2)[MODEL_BUSY]:
+        pool[SHARED], slowdown = 1, cost[SLOWDOWN]
+    pool[EACH] = max(round((s.extend_s[active] * slowdown + cost[ROUND_S]) * 1e9), 1)
+    steps = NEVER_NS if pool[QUERIES] <= active else -(-_POLICY_INTERVAL_NS // pool[EACH])
     for stage in range(2):
         for i in range(t.words[at.LISTED + stage]):
             steps = min(steps, t.entries[t.lists[stage, i], _LAST_STEP] - pool[TAKEN])

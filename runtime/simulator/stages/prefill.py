@@ -1,9 +1,8 @@
-"""A simulated prefill worker. As `runtime.serving.prefill`: receive → retrieve → prefill → offer.
+"""Simulated prefill worker. Like `runtime.serving.prefill`: receive → retrieve → prefill → offer.
 
-Its loop looks around between two passes only, as the real one's does: what comes during a pass, be it a request, its
-query's vector or its passages, is taken up when the pass is over. What KV tiers have of a prompt is loaded between
-passes; what a pass has computed of one is offered to decode while the rest is; and in order "decode first" a prompt
-waits until decode has room for it.
+Its loop acts between two passes only, as the real one does: a request, its query's vector or its passages that arrive
+during a pass are processed after the pass. KV in tiers is loaded between passes; finished passes of a prompt are
+offered to decode while the rest is computed; in order "decode first" a prompt waits until decode has reserved blocks.
 """
 
 from bisect import insort
@@ -27,7 +26,7 @@ Ask = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply
 
 
 class SimPrefill:
-    """A request asks the pool before it takes a KV slot, and keeps the slot until decode has pulled its KV."""
+    """A request queries the pool before it takes a KV slot, and keeps the slot until decode has pulled its KV."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class SimPrefill:
         decode_of: Callable[[SimRequest], SimDecode],
         decode_first: bool,
     ) -> None:
-        """`decode_of`: whom to tell of what a pass has computed, and to ask for room before, if `decode_first`."""
+        """`decode_of`: returns the decode worker that gets finished passes and, with `decode_first`, announcements."""
         self.name = name
         self._events, self._times, self._gpu = events, times, gpu
         self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
@@ -54,21 +53,21 @@ class SimPrefill:
         self.prompts = prompts
         self._decode_of, self._decode_first = decode_of, decode_first
         self._writes = WriteThrough(events, prompts, lambda: not self._busy) if prompts is not None else None
-        self._ahead = 0  # tokens that wait or are being run
-        self._embed_ns, self._embeds = ns(times.embed_s), 0  # of a text; texts that came since the last pass
-        self._embedded_ns = 0  # when the thread beside the loop that embeds them, one after the other, has done so
+        self._queued_tokens = 0  # tokens of prompts that wait or run
+        self._embed_ns, self._embeds = ns(times.embed_s), 0  # per text; texts since the last pass
+        self._embedded_ns = 0  # when the embedding thread, which processes one text at a time, is done
         self._arrived: list[SimRequest] = []
         self._answered: list[tuple[SimRequest, str]] = []
-        self.asking = 0  # arrived, and not yet waiting
-        self.waiting: list[SimRequest] = []  # the last one's turn comes first
+        self.retrieving = 0  # arrived and not waiting yet
+        self.waiting: list[SimRequest] = []  # by descending virtual deadline
         self._running: list[SimRequest] = []
         self._prompt_ns = ns(times.prompt_s) if ask is not None else 0
         self._chunk_tokens = limits.expected_chunk_tokens
-        self._owed_ns = 0  # the loop's own work before the next pass
+        self._overhead_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
         self._busy = False
         self._pass_end_ns = 0
-        self._told = (-1, -1, -1)
+        self._reported = (-1, -1, -1)
         self.busy_ns = 0
         self.tokens = 0  # computed here
         self.arrived_tokens = self.decode_prompt_tokens = (
@@ -76,67 +75,67 @@ class SimPrefill:
         )
 
     def receive(self, request: SimRequest) -> None:
-        self.asking += 1
+        self.retrieving += 1
         self._arrived.append(request)
-        self._look()
+        self._wake()
 
-    def _look(self) -> None:
-        """Something has come: the loop sees it now, or when the pass under way is over."""
+    def _wake(self) -> None:
+        """Run the loop now, or after the pass in progress."""
         if not self._busy:
-            self._round()
-        self._tell()
+            self._run_loop()
+        self._send_report()
 
-    def _round(self) -> None:
-        """What the loop does between two passes: take up what has come, and begin the next pass."""
+    def _run_loop(self) -> None:
+        """Process arrivals and answers between two passes, and start the next pass."""
         if self._arrived:
             arrived, self._arrived = self._arrived, []
             for request in arrived:
                 request.taken_ns = self._events.now_ns
                 if self._ask is None:
-                    self._take(request)
+                    self._enqueue(request)
                 else:
                     self._embeds += 1
                     self._embedded_ns = max(self._embedded_ns, self._events.now_ns) + self._embed_ns
-                    self._events.at(self._embedded_ns, partial(self._vector, request))
+                    self._events.at(self._embedded_ns, partial(self._send_query, request))
         if self._answered:
             answered, self._answered = self._answered, []
             for request, status in answered:
                 if status == "ok" or request.ended:
-                    self._take(request)
+                    self._enqueue(request)
                 else:
-                    self.asking -= 1
+                    self.retrieving -= 1
                     self._fail(request, status)
-        self._pass()
+        self._start_pass()
 
-    def _vector(self, request: SimRequest) -> None:
-        """The pool is asked now, or when the pass under way is over."""
+    def _send_query(self, request: SimRequest) -> None:
+        """Query the pool now, or after the pass in progress."""
         now = request.embedded_ns = self._events.now_ns
         assert self._ask is not None
         self._ask(max(self._pass_end_ns, now), request.deadline_ns, partial(self._reply, request))
 
     def _reply(self, request: SimRequest, status: str) -> None:
         self._answered.append((request, status))
-        self._look()
+        self._wake()
 
-    def _take(self, request: SimRequest) -> None:
+    def _enqueue(self, request: SimRequest) -> None:
         request.searched_ns = self._events.now_ns
-        self._owed_ns += self._prompt_ns
-        self.asking -= 1
+        self._overhead_ns += self._prompt_ns
+        self.retrieving -= 1
         place, tokens = request.placement, request.arrival.prompt_tokens
         own = tokens - self.prompts.cached_tokens(request.arrival) if self.prompts is not None else tokens
         self.arrived_tokens += own
         now_ns = self._events.now_ns
-        if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._ahead, place.decode_load):
+        if self._disaggregation.route_to_decode(now_ns, place.decode, own, self._queued_tokens, place.decode_load):
             request.by_decode = True
             self.decode_prompt_tokens += own
-            self._events.after(self._owed_ns, partial(self._offer, request, lambda: None))
+            self._events.after(self._overhead_ns, partial(self._offer, request, lambda: None))
             return
-        self._ahead += tokens
+        self._queued_tokens += tokens
         request.virtual_deadline_ns = virtual_deadline_ns(request.received_ns, own, self._disaggregation.token_s)
         insort(self.waiting, request, key=lambda one: -one.virtual_deadline_ns)
 
     def _admit(self) -> bool:
-        """Give slots and blocks to who waits, in their turns; whether anybody has some now."""
+        """Give slots and blocks to waiting prompts by virtual deadline. Return whether any was admitted."""
         if self._decode_first:
             for request in self.waiting[-self.slots :]:
                 if not request.announced and not request.ended:
@@ -152,25 +151,25 @@ class SimPrefill:
                 break
             del self.waiting[place]
             if request.ended:
-                self._ahead -= request.arrival.prompt_tokens
+                self._queued_tokens -= request.arrival.prompt_tokens
                 continue
             admitted = True
             self.free -= 1
             if self.prompts is not None:
                 request.done_tokens = request.found_tokens = self.prompts.take(request)
-                self._ahead -= request.found_tokens
+                self._queued_tokens -= request.found_tokens
                 request.load_ns = self.prompts.begin_load(request)
-            request.begun_ns = self._events.now_ns + self._owed_ns
+            request.begun_ns = self._events.now_ns + self._overhead_ns
             self._running.append(request)
         return admitted
 
     def _has_room(self, request: SimRequest) -> None:
-        """Decode keeps room for it."""
+        """Process decode's reservation for a prompt."""
         request.has_room = True
-        self._look()
+        self._wake()
 
     def _load(self) -> int:
-        """Load some of what tiers have of the prompts that are run; how long that takes."""
+        """Load KV of running prompts from tiers. Return the time it takes."""
         took_ns = 0
         for request in self._running:
             if request.load_ns and self.prompts is not None:
@@ -180,23 +179,23 @@ class SimPrefill:
                 if not request.load_ns:
                     before = request.done_tokens
                     request.done_tokens = request.found_tokens = self.prompts.end_load(request)
-                    self._ahead -= request.found_tokens - before
+                    self._queued_tokens -= request.found_tokens - before
         return took_ns
 
-    def _pass(self) -> None:
-        """One pass through the model, as long as there is anything to run."""
+    def _start_pass(self) -> None:
+        """Start a pass if there are prompts to compute."""
         admitted = self._admit()
         if admitted:
             self._running.sort(key=lambda one: one.virtual_deadline_ns)
         embeds, self._embeds = self._embeds, 0
-        self._be_busy(bool(self._running))
+        self._set_busy(bool(self._running))
         if self._writes is not None:
-            self._writes.beside()  # to make room
+            self._writes.write_for()  # blocks written before an eviction
         if not self._running:
             if self._writes is not None:
-                self._writes.idle()
+                self._writes.write_when_idle()
             return
-        self._owed_ns += self._load() + (self._writes.left_ns if self._writes is not None else 0)
+        self._overhead_ns += self._load() + (self._writes.left_ns if self._writes is not None else 0)
         budget, seconds = self._chunk_tokens, 0.0
         chunks: list[tuple[SimRequest, int]] = []
         for request in self._running:
@@ -215,26 +214,26 @@ class SimPrefill:
             self._disaggregation.record_pass(self._chunk_tokens - budget, seconds)
             if self.prompts is not None:
                 self.prompts.record_compute(self._chunk_tokens - budget, ns(seconds))
-        took = self._owed_ns + ns(seconds) + self._gpu.take_debt_ns()
-        self._owed_ns = 0
+        took = self._overhead_ns + ns(seconds) + self._gpu.take_debt_ns()
+        self._overhead_ns = 0
         self.busy_ns += took
         self._pass_end_ns = self._events.now_ns + took
-        self._events.after(took, partial(self._passed, chunks, ns(seconds)))
+        self._events.after(took, partial(self._finish_pass, chunks, ns(seconds)))
 
-    def _be_busy(self, busy: bool) -> None:
+    def _set_busy(self, busy: bool) -> None:
         if busy != self._busy:
             self._busy = self._gpu.model_busy = busy
-            self._decodes.beside(1 if busy else -1)
+            self._decodes.add_busy_prefills(1 if busy else -1)
 
-    def _passed(self, chunks: list[tuple[SimRequest, int]], took_ns: int) -> None:
+    def _finish_pass(self, chunks: list[tuple[SimRequest, int]], took_ns: int) -> None:
         for request, tokens in chunks:
             request.done_tokens += tokens
             self.tokens += tokens
-            self._ahead -= tokens
+            self._queued_tokens -= tokens
             if self.prompts is not None:
                 self.prompts.fill(request, request.done_tokens)
             if request.ended:
-                self._ahead -= request.arrival.prompt_tokens - request.done_tokens
+                self._queued_tokens -= request.arrival.prompt_tokens - request.done_tokens
                 self._running.remove(request)
                 self._release(request)
             elif request.done_tokens == request.arrival.prompt_tokens:
@@ -242,16 +241,16 @@ class SimPrefill:
                 request.prefilled_ns = self._events.now_ns
                 self._offer(request, partial(self._pulled, request))
             else:
-                self._decode_of(request).wrote(request)
+                self._decode_of(request).record_progress(request)
         if self._writes is not None:
-            self._writes.beside(took_ns)
-        self._round()
-        self._tell()
+            self._writes.write_for(took_ns)
+        self._run_loop()
+        self._send_report()
 
     def _pulled(self, request: SimRequest) -> None:
-        """Decode has the KV of an offer, or will not take it."""
+        """Release a prompt that decode has pulled or rejected."""
         self._release(request)
-        self._look()
+        self._wake()
 
     def _release(self, request: SimRequest) -> None:
         self.free += 1
@@ -259,23 +258,23 @@ class SimPrefill:
             self.prompts.release(request)
 
     @property
-    def rests(self) -> bool:
-        """Whether it has nothing to do."""
+    def idle(self) -> bool:
+        """Whether it has no work."""
         return not self.queued and self.free == self.slots
 
     @property
     def queued(self) -> int:
-        return self.asking + len(self.waiting)
+        return self.retrieving + len(self.waiting)
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         evicted_ns = self.prompts.evicted_ns if self.prompts is not None else 0
-        told = self.asking + len(self.waiting), self.free, evicted_ns
-        if told != self._told:
-            self._told = told
+        state = self.retrieving + len(self.waiting), self.free, evicted_ns
+        if state != self._reported:
+            self._reported = state
             free_blocks = self.prompts.available if self.prompts is not None else 0
             running = self.slots - self.free
             self._report(
                 Report(
-                    self.name, 1, 1, told[0], running, self.free, free_blocks=free_blocks, evicted_ns=evicted_ns,
+                    self.name, 1, 1, state[0], running, self.free, free_blocks=free_blocks, evicted_ns=evicted_ns,
                 )
             )  # fmt: skip

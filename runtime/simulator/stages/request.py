@@ -1,4 +1,4 @@
-"""A request on its way through the simulated node, and how it ended."""
+"""State of a request in the simulated node, and its outcome."""
 
 from dataclasses import dataclass
 
@@ -10,29 +10,29 @@ FINISHED = "finished"
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """Times are virtual ns; `outcome` is "" until it ends: once, as "finished" or with an error's code."""
+    """Times are virtual ns. `outcome` is "" until the request ends, once, as "finished" or with an error code."""
 
     arrival: Arrival
     received_ns: int
     deadline_ns: int
     placement: Placement
-    taken_ns: int = 0  # prefill's loop has seen it
+    taken_ns: int = 0  # prefill's loop has received it
     embedded_ns: int = 0
     searched_ns: int = 0
-    begun_ns: int = 0  # its first chunk goes through the model
+    begun_ns: int = 0  # start of its first chunk
     prefilled_ns: int = 0
     first_token_ns: int = 0
     end_ns: int = 0
     outcome: str = ""
     left_prefill: bool = False
-    by_decode: bool = False  # its prompt is computed by the decode worker
-    done_tokens: int = 0  # of the prompt
-    found_tokens: int = 0  # of them its worker had the KV already
-    virtual_deadline_ns: int = 0  # of its prompt, where prefill computes it
-    load_ns: int = 0  # of loading left, of what KV tiers have of it
-    announced: bool = False  # decode is asked to keep room before it is computed
-    has_room: bool = False  # and does
-    row: int = -1  # of decode's batch
+    by_decode: bool = False  # the decode worker computes its prompt
+    done_tokens: int = 0  # computed or cached prompt tokens
+    found_tokens: int = 0  # cached ones
+    virtual_deadline_ns: int = 0  # if prefill computes its prompt
+    load_ns: int = 0  # remaining time of loading from KV tiers
+    announced: bool = False  # decode was asked to reserve blocks before it is computed
+    has_room: bool = False  # decode has reserved them
+    row: int = -1  # in decode's batch; -1: none
     stalled_ns: int = 0
 
     @property
@@ -49,5 +49,5 @@ class SimRequest:
         return (self.end_ns - self.first_token_ns) / 1e9 / max(self.arrival.output_tokens - 1, 1)
 
     def met(self, ttft_s: float, tpot_s: float) -> bool:
-        """Whether it finished with its first token and the others within these limits."""
+        """Return whether it finished within these TTFT and TPOT limits."""
         return self.outcome == FINISHED and self.ttft_s <= ttft_s and self.tpot_s <= tpot_s

@@ -1,7 +1,7 @@
-"""A decode worker's batch, which advances all its rows together, step by step, compiled.
+"""Compiled batch of a simulated decode worker, which advances all its rows together, step by step.
 
-Rows join and leave between *runs* only. While nothing changes, many steps are one event: a run is planned up to the
-next row's last step, and whoever wants in earlier (`poke`) ends it with the step that is under way.
+Rows join and leave only between *runs*. While nothing changes, many steps are one event: a run is planned up to the
+next row's last step, and `interrupt` ends it with the step in progress.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from runtime.simulator.stages.pool_core import compiled
 
 @compiled
 def join(s: Any, d: int, row: int, steps: int) -> None:
-    """Let a row take `steps` ≥ 1 steps. Only between runs."""
+    """Add a row for `steps` ≥ 1 steps. Only between runs."""
     worker, one = s.workers[d], s.rows[row]
     worker[at.JOINED] += 1
     one[at.ENDS], one[at.ORDER], one[at.ROW_STEPS] = worker[at.TAKEN] + steps, worker[at.JOINED], steps
@@ -21,8 +21,8 @@ def join(s: Any, d: int, row: int, steps: int) -> None:
 
 
 @compiled
-def leave(s: Any, d: int, row: int) -> Any:
-    """Take a row out before its steps are over; how many it has taken. Only between runs."""
+def remove(s: Any, d: int, row: int) -> Any:
+    """Remove a row before its steps are done. Return how many it has taken. Only between runs."""
     worker, one, members = s.workers[d], s.rows[row], s.lists[5 * d + at.MEMBERS]
     taken = one[at.ROW_STEPS] - one[at.ENDS] + worker[at.TAKEN]
     place = 0
@@ -36,7 +36,7 @@ def leave(s: Any, d: int, row: int) -> Any:
 
 @compiled
 def boundary_ns(s: Any, d: int, now: int) -> Any:
-    """When the step under way ends: now, if there is none."""
+    """Return the end of the step in progress; now without one."""
     worker = s.workers[d]
     if worker[at.STEPS] == 0:
         return now
@@ -46,11 +46,11 @@ def boundary_ns(s: Any, d: int, now: int) -> Any:
 
 
 @compiled
-def poke(s: Any, d: int, now: int) -> None:
-    """Something has changed: let the run end as soon as the step under way does."""
+def interrupt(s: Any, d: int, now: int) -> None:
+    """End the current run with the step in progress."""
     worker = s.workers[d]
-    if worker[at.RESTING]:
-        worker[at.RESTING], worker[at.STEPS], worker[at.END] = 0, 0, now
+    if worker[at.IDLE]:
+        worker[at.IDLE], worker[at.STEPS], worker[at.END] = 0, 0, now
         at.plan(s, now, at.RUN_ENDS, d, 0)
         return
     if worker[at.STEPS] <= 1:
@@ -65,8 +65,8 @@ def poke(s: Any, d: int, now: int) -> None:
 
 @compiled
 def end_run(s: Any, d: int, now: int) -> Any:
-    """The run under way is over: how many steps it was. An event for another moment than END is of a plan that was
-    replaced."""
+    """End the current run and return its number of steps. An event at a time other than END belongs to a replaced
+    plan."""
     worker = s.workers[d]
     steps, worker[at.STEPS], worker[at.END] = worker[at.STEPS], 0, -1
     if steps:
@@ -77,7 +77,7 @@ def end_run(s: Any, d: int, now: int) -> Any:
 
 @compiled
 def next_done(s: Any, d: int) -> Any:
-    """Takes the row out whose steps are over and that joined first; -1 if there is none."""
+    """Remove and return the row that is done and joined first; -1 without one."""
     worker, members, found, there = s.workers[d], s.lists[5 * d + at.MEMBERS], -1, -1
     for place in range(worker[at.LISTS + at.MEMBERS]):
         row = members[place]
@@ -93,10 +93,10 @@ def next_done(s: Any, d: int) -> Any:
 
 @compiled
 def begin_run(s: Any, d: int, now: int, most: int, each_ns: int, extra_ns: int) -> None:
-    """The next run, of `most` steps at most, each of `each_ns`, the first of which takes `extra_ns` longer."""
+    """Plan the next run of at most `most` steps of `each_ns`; the first one takes `extra_ns` longer."""
     worker = s.workers[d]
     if worker[at.LISTS + at.MEMBERS] == 0:
-        worker[at.RESTING] = 1
+        worker[at.IDLE] = 1
         return
     ends = NEVER_NS
     for place in range(worker[at.LISTS + at.MEMBERS]):

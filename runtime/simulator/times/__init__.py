@@ -1,1 +1,1 @@
-"""What a step of each stage costs: defaults, or measured here."""
+"""Service times of the stages: defaults, or measured by calibration."""

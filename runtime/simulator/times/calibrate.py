@@ -1,8 +1,8 @@
-"""Service times of the machine at hand: the engine's extends and the model's passes, each fitted by a line, and what
-the pool's loop takes beside its extends.
+"""Calibration of service times on this machine: linear fits of the engine's extends and the model's passes, and the
+pool loop's overhead.
 
-Run it on a machine that does nothing else. Fits take the fastest of some repetitions: what else runs only adds time.
-Memory sizes, the ring and the embedder stay as they are in `base`.
+Run it on an idle machine. Fits use the fastest of several repetitions, because other load only adds time. Memory sizes,
+ring and embedder times are taken from `base`.
 """
 
 import tempfile
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from runtime.serving.kv.transport import KvArray
 
 _REPEAT = 3
-_SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, where the pool finds out by itself how many it has
-_TIER_BLOCKS = 16  # of KV, written and loaded
-_QUERIES = 256  # different ones that the pool's loop is asked
+_SLOTS = {True: 32, False: 512}  # on a CPU and on a GPU, if the pool chooses its slots itself
+_TIER_BLOCKS = 16  # KV blocks written and loaded
+_QUERIES = 256  # distinct queries for the pool's loop
 
 Progress = Callable[[str], None]
 
 
 class Line(msgspec.Struct, frozen=True):
-    """y = fixed + each · x, neither below 0."""
+    """y = fixed + each · x, with non-negative coefficients."""
 
     fixed: float
     each: float
 
     @classmethod
     def fit(cls, x: Sequence[float], y: Sequence[float]) -> "Line":
-        """Least squares of relative errors, so that small values count as much as great ones."""
+        """Fit by least squares of relative errors, so that small and large values weigh the same."""
         weight = 1 / np.maximum(np.asarray(y), 1e-12)
         matrix = np.stack([weight, np.asarray(x) * weight], axis=1)
         fixed, each = np.linalg.lstsq(matrix, np.ones(len(x)), rcond=None)[0]
@@ -56,8 +56,8 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def costs(parts: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
-    """What each part costs, if a measurement that took `took[i]` had `parts[i]` of them: least squares of relative
-    errors, in which no cost is below 0."""
+    """Return the cost of each part from measurements of `took[i]` with `parts[i]` parts: least squares of relative
+    errors with non-negative costs."""
     matrix = np.asarray(parts, float) / np.asarray(took)[:, None]
     found, left = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
     while left:
@@ -70,7 +70,7 @@ def costs(parts: Sequence[Sequence[float]], took: Sequence[float]) -> list[float
 
 
 def prefill_parts(chunks: Sequence[tuple[int, int]]) -> list[float]:
-    """Of passes that are a chunk (start, tokens) each: passes, tokens, tokens behind others, pairs."""
+    """Return the parts of passes of one chunk (start, tokens) each: passes, tokens, tokens after others, pairs."""
     return [
         float(len(chunks)),
         float(sum(tokens for _, tokens in chunks)),
@@ -80,20 +80,20 @@ def prefill_parts(chunks: Sequence[tuple[int, int]]) -> list[float]:
 
 
 def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambda text: None) -> ServiceTimes:
-    """Measure what `config` names: its collections and its model; simulations take the first collection's extends.
+    """Measure the collections and the model of `config`; simulations use the first collection's extend times.
 
-    Of a collection that is split, one shard is measured: a pool worker searches one, and all are of one size.
-    Raises `ConfigError` if it names neither.
+    Only one shard of a sharded collection is measured: a pool worker searches one, and all have the same size. Raises
+    `ConfigError` if `config` has neither collections nor a model.
     """
     if not config.collections and config.own_model is None:
-        raise ConfigError("nothing to calibrate: give a [model], [[collections]], or both")
+        raise ConfigError("nothing to calibrate: configure [model], [[collections]], or both")
     found, parts = base, []
     if config.collections:
         curves, queries = [], []
         for collection in config.collections:
             progress(f"extends of collection {collection.name!r}")
             with Collection.open(Path(collection.path)) as opened:
-                index = opened.shards[0]  # of a split collection: a pool worker has one shard, and this is the largest
+                index = opened.shards[0]  # a pool worker has one shard, and this is the largest
                 curves.append(search_times(index, config.pool))
                 queries.append(typical_queries(index, _QUERIES))
         first = curves[0].measured
@@ -111,7 +111,7 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
 
 
 def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
-    """Extends by active slots on the device of the pool's first worker, beside what a copy of memory reaches there."""
+    """Measure extends by active slots on the first pool worker's device, and the copy bandwidth there."""
     device = pool.devices[0]
     engine = open_engine(
         device,
@@ -129,12 +129,12 @@ def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
 
 
 def _starts(far: int) -> list[int]:
-    """Where chunks begin that lie behind others."""
+    """Return start positions of chunks after earlier positions."""
     return sorted({max(1, far // part) for part in (8, 2, 1)}) if far > 0 else []
 
 
 def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
-    """Blocks of the model written to a host tier, which lies where temporary files do, and loaded again."""
+    """Measure writing and loading the model's blocks with a host tier in the temporary directory."""
     from runtime.serving.kv.blocks import BlockManager, BlockTable
     from runtime.serving.kv.file_tier import FileTier
     from runtime.serving.kv.tiers import Tiers
@@ -151,8 +151,8 @@ def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
             begin = time.perf_counter()
             tiers.write()
             middle = time.perf_counter()
-            whole = tiers.load_block(key, 0)
-            assert whole, "it has just been written"
+            loaded_ok = tiers.load_block(key, 0)
+            assert loaded_ok, "the block has just been written"
             written.append(middle - begin)
             loaded.append(time.perf_counter() - middle)
         tiers.close()
@@ -204,7 +204,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
     steps = Line.fit(active, taken)
     deep = section.context_tokens - 2
     context_s = max(0.0, step(rows, deep) - step(rows, 16)) / (rows * max(deep - 16, 1))
-    if config.decode.devices[0] == "cpu":  # the way between two GPUs is nothing that one process can measure
+    if config.decode.devices[0] == "cpu":  # one process cannot measure the link between two GPUs
         kv = model.kv.numpy()
         target = np.zeros_like(kv[:, :, : section.row_blocks])
         copies = [Transfer(kv, tables[0], target, tables[0]) for _ in range(_REPEAT)]

@@ -1,7 +1,7 @@
-"""What the pool's loop takes beside its extends: a real pool worker, asked through its ring.
+"""Calibration of the pool loop's overhead per extend and per query, with a real pool worker queried through its ring.
 
-Both costs are of a loop whose code and data were driven out of the caches by the vectors that extends read: timed by
-itself it would take less.
+The extends between loop iterations evict the loop's code and data from the caches, as in production; the loop timed
+alone would be faster.
 """
 
 import os
@@ -27,14 +27,14 @@ from runtime.node.placement.plan import NodePlan
 from runtime.node.supervisor.supervised_worker import COMMAND, kill_group, spawn
 from runtime.node.worker import WorkerSpec
 
-_ALONE, _FEW, _MANY = 200, 1000, 4000  # queries: one at a time, three, and many
-_WINDOW = 256  # of these
+_ALONE, _FEW, _MANY = 200, 1000, 4000  # queries: sent one, three and many at a time
+_WINDOW = 256  # queries in flight of the many
 _START_S = 120.0
 _SILENT_S = 30.0
 
 
 class Totals(NamedTuple):
-    """Extends of a pool, queries in them, and the seconds that the loop took between extends."""
+    """Extends of a pool, its queries, and the seconds that its loop took between extends."""
 
     extends: float
     queries: float
@@ -42,8 +42,7 @@ class Totals(NamedTuple):
 
 
 class LoopTimes(NamedTuple):
-    """Seconds of the pool's loop for each extend, for each query that passes through it, and until a loop that sleeps
-    has begun with a query."""
+    """Seconds of the pool's loop per extend and per query, and the wake-up time of a sleeping loop."""
 
     round_s: float
     query_s: float
@@ -51,11 +50,10 @@ class LoopTimes(NamedTuple):
 
 
 def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
-    """What the pool's loop costs on this machine.
+    """Measure the pool loop on this machine.
 
-    The first pool worker of `config` is asked for the first collection's neighbours of `queries` [n, dim]: one at a
-    time, between which the loop sleeps; three at a time; and many at once, which share extends. Raises `ConfigError`
-    without a worker.
+    Sends `queries` [n, dim] for the first collection to the first pool worker of `config`: one at a time, between which
+    the loop sleeps; three at a time; and many at once, which share extends. Raises `ConfigError` if the worker fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
@@ -72,14 +70,14 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
 
 
 def solve(few: Totals, many: Totals) -> tuple[float, float]:
-    """Both costs, from seconds = extends · a round + queries · a query in two measurements; neither is below 0."""
+    """Solve seconds = extends · round_s + queries · query_s for two measurements; neither result is negative."""
     determinant = few.extends * many.queries - many.extends * few.queries
     if determinant:
         a_round = (few.seconds * many.queries - many.seconds * few.queries) / determinant
         a_query = (few.extends * many.seconds - many.extends * few.seconds) / determinant
         if a_round >= 0.0 and a_query >= 0.0:
             return a_round, a_query
-    return many.seconds / many.extends, 0.0  # too alike to be told apart
+    return many.seconds / many.extends, 0.0  # the measurements are too similar to separate the costs
 
 
 def _between(before: Totals, after: Totals) -> Totals:
@@ -87,9 +85,9 @@ def _between(before: Totals, after: Totals) -> Totals:
 
 
 def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int) -> list[int]:
-    """The waits of `count` queries from enqueue to slot, in ns; `window` are out at a time, or as many as may be.
+    """Send `count` queries, at most `window` in flight. Return their waits from enqueue to slot in ns.
 
-    Raises `ConfigError` for one that is not answered.
+    Raises `ConfigError` if a query fails.
     """
     pool, sent = config.pool, 0
     window = min(window, pool.ring_slots, pool.queue - pool.queue // 4)
@@ -115,7 +113,7 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
 
 
 def _totals(table: WorkerTable) -> Totals:
-    """So far; the last one's count comes just after its answers."""
+    """Return the totals so far, after a delay: a query is counted just after its answer."""
     time.sleep(0.01)
     extends, seconds = table.value(PoolMetrics.EXTENDS), table.value(PoolMetrics.LOOP_SECONDS)
     queries = sum(map(table.value, PoolMetrics.QUERIES.values()))
@@ -124,7 +122,7 @@ def _totals(table: WorkerTable) -> Totals:
 
 @contextmanager
 def _worker(plan: NodePlan) -> Iterator[WorkerTable]:
-    """The first pool worker of a plan, without the rest of its node: its table, once it is ready."""
+    """Run the first pool worker of a plan without the rest of its node. Yield its table once it is ready."""
     place = plan.of_role("pool")[0]
     table = WorkerTable.create("pool", place.name, plan.config.slo)
     process = spawn(COMMAND, WorkerSpec(plan, place.name, 1, table.reference, os.getpid()), place)

@@ -1,7 +1,7 @@
-"""Utilisation by load, u(X) = min(u_max, (X / X_sat)^α), of search, prefill and decode on one machine, and its figure.
+"""Utilisation by load, u(X) = min(u_max, (X / X_sat)^α), of search, prefill and decode on one machine, and its plot.
 
-Search: X active slots, u the share of a plain copy's bandwidth (`gpu.roofline`). Prefill: X tokens a pass, decode: X
-rows a step, u the share of the most tokens a second that any of the measured passes reached.
+Search: X active slots, u the share of a plain copy's bandwidth (`gpu.roofline`). Prefill: X tokens per pass; decode: X
+rows per step; u the share of the highest tokens/s of all measured passes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gpu.roofline import Saturation, SearchRoofline
 
 
 class PassRoofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Passes of a model by what they carry: `measured` has (tokens, seconds); `peak_tokens_s` is the best of them."""
+    """Passes of a model by size: `measured` contains (tokens, seconds), `peak_tokens_s` the best rate."""
 
     peak_tokens_s: float
     saturation: Saturation
@@ -21,7 +21,7 @@ class PassRoofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def fit(cls, tokens: Sequence[int], seconds: Sequence[float]) -> "PassRoofline":
-        """Raises `gpu.InvalidParams` for fewer than two different sizes."""
+        """Fit a curve. Raises `gpu.InvalidParams` for fewer than two different sizes."""
         rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
         peak = max(rates)
         curve = Saturation.fit([float(count) for count in tokens], [rate / peak for rate in rates])
@@ -29,7 +29,7 @@ class PassRoofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured; None for a stage that was not."""
+    """Measured utilisation by stage; None for stages that were not measured."""
 
     search: tuple[SearchRoofline, ...] = ()
     prefill: PassRoofline | None = None
@@ -37,7 +37,7 @@ class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def draw_roofline(roofline: Roofline, path: Path) -> bool:
-    """Write a PNG with points and curves of every stage; False, and no file, without matplotlib."""
+    """Write a PNG with points and curves of every stage. Return False, and write nothing, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,45 +1,45 @@
-"""Service times: what a step of each stage costs. Documented defaults, or measured ones from `trinity calibrate`.
+"""Service times of the stages: documented defaults, or measured values from `trinity calibrate`.
 
 The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that serves an 8-billion-parameter Llama
-(32 layers, 8 KV heads of 128) in bfloat16. They are computed from those data sheet numbers, not measured:
+(32 layers, 8 KV heads of 128) in bfloat16. They are computed from the data sheet, not measured:
 
 | field | default | from |
 |---|---|---|
 | `prefill_pass_s` | 2 ms | launches and synchronisation of one pass; an assumption |
 | `prefill_token_s` | 30 µs | 2 · 8e9 FLOP a token at 55% of 989 TFLOP/s |
-| `prefill_behind_s` | 0 | what a token takes more in a chunk behind others; measured by `calibrate` |
+| `prefill_behind_s` | 0 | extra time of a token in a chunk after others; measured by `calibrate` |
 | `prefill_pair_s` | 1 ns | attention: 4 · 32 layers · 4096 FLOP for each earlier token, at the same rate |
 | `decode_step_s` | 6 ms | 16 GB of weights read at 80% of 3.35 TB/s |
 | `decode_row_s` | 40 µs | 2 · 8e9 FLOP a row at 40% of 989 TFLOP/s |
 | `decode_context_s` | 49 ns | 128 KiB of KV a token at 80% of 3.35 TB/s |
 | `kv_token_bytes` | 131,072 | 32 layers · 2 · 8 heads · 128 · 2 bytes |
 | `link_bytes_s` | 3.6e11 | NVLink 4: 450 GB/s a direction, 80% of it |
-| `link_s` | 50 µs | from prefill's offer to decode's hands; an assumption |
-| `tier_block_s` | 50 µs | of a KV block written to a tier, or loaded: opening, renaming; measured by `calibrate` |
-| `tier_write_bytes_s` | 2e9 | the rest of writing, checksum and copies; measured on two CPU cores, not beside a GPU |
-| `tier_load_bytes_s` | 2e9 | the same of loading |
-| `frontend_s` | 0 | from the frontend's reading of a request to a prefill worker; measured by `benchmarks.serve` |
-| `request_core_s` | 0 | of frontend and client, for a request, on the core of steps; measured by `benchmarks.serve` |
-| `prompt_s` | 0 | prefill's loop, for a request's passages and prompt; measured by `benchmarks.serve` |
-| `prefill_beside` | 1 | a pass while decode is at work too, over one while it is not; measured by `benchmarks.serve` |
-| `decode_beside` | 1 | the same of a step while prefill is at work; measured by `benchmarks.serve` |
-| `probe_s` | 0 | decode's loop, for a probe and its answer; measured by `benchmarks.serve` |
-| `probe_wait_s` | 0 | what a probe's row waits beside that, while others go on; measured by `benchmarks.serve` |
+| `link_s` | 50 µs | latency from prefill's offer to decode; an assumption |
+| `tier_block_s` | 50 µs | fixed cost of writing or loading a KV block: open, rename; measured by `calibrate` |
+| `tier_write_bytes_s` | 2e9 | write bandwidth with checksum and copies; measured on two CPU cores, not next to a GPU |
+| `tier_load_bytes_s` | 2e9 | the same for loading |
+| `frontend_s` | 0 | latency from the frontend to a prefill worker; measured by `benchmarks.serve` |
+| `request_core_s` | 0 | time of frontend and client per request on decode's core; measured by `benchmarks.serve` |
+| `prompt_s` | 0 | time of prefill's loop for a request's passages and prompt; measured by `benchmarks.serve` |
+| `prefill_beside` | 1 | slowdown of a pass while decode is busy; measured by `benchmarks.serve` |
+| `decode_beside` | 1 | slowdown of a step while prefill is busy; measured by `benchmarks.serve` |
+| `probe_s` | 0 | time of decode's loop per probe; measured by `benchmarks.serve` |
+| `probe_wait_s` | 0 | further wait of a probe's row, during which others continue; measured by `benchmarks.serve` |
 | `embed_s` | 2 ms | one query through a small embedder; an assumption |
-| `embed_core_s` | 0 | of that on the core that the worker's passes or steps need, too; measured by `benchmarks.serve` |
-| `ring_s` | 10 µs | from one process to another through the ring; measured on two CPU cores (4–8 µs busy) |
+| `embed_core_s` | 0 | part of that on the core of the worker's passes or steps; measured by `benchmarks.serve` |
+| `ring_s` | 10 µs | latency through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
-| `extend_shared` | 2 | an extend beside a busy model on the same GPU, over one alone (time slices); an assumption |
-| `query_s` | 0 | a query of the pool beside its extends: ring, admission, result; measured by `calibrate` |
-| `round_s` | 0 | the pool's loop for each extend; measured by `calibrate` |
-| `wake_s` | 0 | until a pool that sleeps has noticed a query; measured by `calibrate` |
+| `extend_shared` | 2 | slowdown of an extend while a model is busy on the same GPU (time slices); an assumption |
+| `query_s` | 0 | time of a query in the pool besides its extends: ring, admission, result; measured by `calibrate` |
+| `round_s` | 0 | time of the pool's loop per extend; measured by `calibrate` |
+| `wake_s` | 0 | wake-up time of a sleeping pool; measured by `calibrate` |
 | `gpu_bytes` | 8e10 | device memory |
 | `weight_bytes` | 1.6e10 | 8e9 parameters in bfloat16 |
 | `index_bytes` | 1.664e10 | 10 million vectors of 768 float16 and 32 edges of 4 bytes |
 
-`trinity calibrate` adds a `roofline`. Where that has search, extends take what its curve says instead of `extend_s` and
-`extend_slot_s`; those of prefill and decode are for the eye, for a pass also depends on its context.
+`trinity calibrate` adds a `roofline`. If it contains search, its curve replaces `extend_s` and `extend_slot_s`; the
+curves of prefill and decode are informative only, because a pass also depends on its context.
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What each stage costs, in seconds and bytes; the module's table has units and sources."""
+    """Service times in seconds, and sizes in bytes; the module's table has units and sources."""
 
     source: str = "defaults: H100 data sheet, an 8-billion-parameter Llama, not measured"
     prefill_pass_s: _Cost = 2e-3
@@ -96,22 +96,22 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     roofline: Roofline = Roofline()
 
     def prefill_s(self, start: int, tokens: int) -> float:
-        """A chunk of `tokens` behind `start` cached ones, without the pass's own share."""
+        """Return the time of a chunk of `tokens` tokens after `start` cached ones, without the fixed cost of a pass."""
         each = self.prefill_token_s + self.prefill_pair_s * (start + tokens / 2)
         return tokens * (each + self.prefill_behind_s if start else each)
 
     def decode_s(self, rows: int, context_tokens: int) -> float:
-        """One step of `rows` rows that hold `context_tokens` together."""
+        """Return the time of a step of `rows` rows with `context_tokens` tokens in total."""
         return self.decode_step_s + rows * self.decode_row_s + context_tokens * self.decode_context_s
 
     def extend_time_s(self, slots: float) -> float:
-        """One extend of `slots` active slots."""
+        """Return the time of an extend with `slots` active slots."""
         if self.roofline.search and slots:
             return self.roofline.search[0].extend_seconds(slots)
         return self.extend_s + slots * self.extend_slot_s
 
     def copy_s(self, tokens: int) -> float:
-        """Copying the KV of `tokens` tokens."""
+        """Return the time to copy the KV of `tokens` tokens."""
         return tokens * self.kv_token_bytes / self.link_bytes_s
 
     def save(self, path: Path) -> None:
@@ -119,15 +119,15 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @classmethod
     def load(cls, path: Path) -> "ServiceTimes":
-        """Read what `save` wrote; a field that is left out has its default. Raises `ConfigError`."""
+        """Read a file written by `save`; missing fields have their defaults. Raises `ConfigError`."""
         try:
             with path.open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"{path}: cannot read the service times: {error.strerror}") from error
         if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: over {_MAX_FILE_BYTES} bytes: these are no service times")
+            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes: not a service times file")
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: not service times: {error}") from error
+            raise ConfigError(f"{path}: invalid service times: {error}") from error
