@@ -1,1 +1,1 @@
-"""The path of a request: frontend, prefill, decode, the model they run, and what they say to each other."""
+"""Serving of generation requests: frontend, prefill, decode, the model, and the messages between them."""

@@ -1,1 +1,1 @@
-"""The comparisons of `benchmarks.serve`, each with what it is meant to beat."""
+"""Sections of `benchmarks.serve`, each a comparison with its baseline."""

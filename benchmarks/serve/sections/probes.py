@@ -28,16 +28,16 @@ def run(bench: Bench) -> Section:
             o for o in open_loop(system.url, [(at * 0.25, b) for at, b in enumerate(bodies)]) if o.completed
         ]
     stalled = {mode: fmean(o.timings["probe_stall"] for o in outcomes) * 1e3 for mode, outcomes in found.items()}
-    brought = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in found.items()}
+    inserted = {mode: fmean(len(o.passages) for o in outcomes) for mode, outcomes in found.items()}
     for mode, outcomes in found.items():
         section.measures += [
             Measure(f"{mode}: stalled, of a request", stalled[mode], "ms"),
             Measure(f"{mode}: TPOT p50", percentile([o.timings["tpot"] * 1e3 for o in outcomes], 50), "ms"),
-            Measure(f"{mode}: passages of a request", brought[mode]),
+            Measure(f"{mode}: passages of a request", inserted[mode]),
         ]
     section.measures += [
         Measure("stalled, prefetch / wait", stalled["prefetch"] / stalled["wait"], "×", "≤", 1 / 3),
-        Measure("passages, prefetch / wait", brought["prefetch"] / brought["wait"], "×", "≥", 0.9),
+        Measure("passages, prefetch / wait", inserted["prefetch"] / inserted["wait"], "×", "≥", 0.9),
     ]
     section.details = {"requests": {mode: len(outcomes) for mode, outcomes in found.items()}}
     return section

@@ -1,1 +1,1 @@
-"""The life of requests: placed on workers, kept until they end, started again; traces and stored answers."""
+"""Life cycle of requests: routing to workers, restarts, traces and metrics, answer cache."""

@@ -1,1 +1,1 @@
-"""The frontend's process and its HTTP interface: OpenAI's routes and our own, in front of an engine."""
+"""Frontend process and its HTTP API: OpenAI's routes and Trinity's own, in front of an engine."""

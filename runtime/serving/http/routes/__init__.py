@@ -1,1 +1,1 @@
-"""Routes beside those that generate: documents, embeddings, tokens, vector stores."""
+"""Routes other than generation: documents, draining, embeddings, tokenization, vector stores."""

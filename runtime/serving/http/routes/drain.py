@@ -46,7 +46,7 @@ class Readiness:
         return self.draining and self._clock() >= self._notice_until
 
     def record_ready(self) -> None:
-        """Record that a client was told that the node is ready."""
+        """Record that a health check returned ready."""
         self._reported_ready.append(self._clock())
 
     def drain(self, wanted: bool) -> None:
