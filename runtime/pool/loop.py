@@ -28,7 +28,7 @@ from runtime.pool.compiled import compiled
 from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
 
 _RECEIVE = 64  # requests received before an extend, so that arrivals do not delay active queries
-_LOOKS_PER_YIELD = 32
+_POLLS_PER_YIELD = 32
 _OK, _OVERLOADED, _LATE, _INVALID, _CANCELLED = (
     STATUS_CODES[status] for status in ("ok", "overloaded", "deadline_exceeded", "invalid_request", "cancelled")
 )
@@ -44,9 +44,7 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
             stopped = _receive(loop, t, clients)
             if stopped >= 0:
                 return stopped
-            now = _now(
-                loop
-            )  # reading the clock costs more than polling: a round without requests reuses the last extend's end
+            now = _now(loop)  # else the last extend's end is reused: reading the clock costs more than a poll
         policy.schedule(t, now)
         if not _apply_schedule(loop, t, clients, now):
             return layout.ENGINE_FAILED
@@ -75,7 +73,7 @@ def _now(loop: Any) -> Any:
 def _spin(loop: Any, clients: Any, until: int) -> Any:
     """Poll for requests, yielding the core every few polls. Return whether there is one."""
     while True:
-        for _ in range(_LOOKS_PER_YIELD):
+        for _ in range(_POLLS_PER_YIELD):
             if exchange.any_request(clients):
                 return True
         if _now(loop) >= until:
@@ -94,9 +92,8 @@ def _receive(loop: Any, t: Any, clients: Any) -> Any:
         if found == exchange.NONE:
             return -1
         if found == exchange.ACCEPTED:
-            enqueue(
-                loop, t, clients, clients[exchange.VECTOR], _now(loop)
-            )  # read the clock now: the request may have just been sent
+            now = _now(loop)  # read again: the request may have been sent just now
+            enqueue(loop, t, clients, clients[exchange.VECTOR], now)
             exchange.release(clients)
         elif found == exchange.CANCEL:
             _cancel(loop, t, clients, clients[exchange.ROW], clients[exchange.REQUEST_ID])
@@ -119,18 +116,11 @@ def enqueue(loop: Any, t: Any, clients: Any, vector: int, now: int) -> None:
     entry[tables.STAGE], entry[tables.ARRIVAL] = stage, now
     entry[tables.DEADLINE] = clients[exchange.DEADLINE] if clients[exchange.DEADLINE] > 0 else NEVER_NS
     entry[layout.ROW], entry[layout.REQUEST_ID] = clients[exchange.ROW], clients[exchange.REQUEST_ID]
-    entry[layout.ENQUEUED], entry[layout.RECEIVED], entry[layout.BEGUN], entry[layout.SLOT] = (
-        clients[exchange.ENQUEUE],
-        now,
-        0,
-        -1,
-    )
-    entry[layout.COLLECTION], entry[layout.K], entry[layout.TOP_M] = (
-        clients[exchange.COLLECTION],
-        clients[exchange.K],
-        clients[exchange.TOP_M],
-    )
-    entry[layout.WIDTH], entry[layout.PATIENCE] = clients[exchange.WIDTH], clients[exchange.PATIENCE]
+    entry[layout.ENQUEUED], entry[layout.RECEIVED] = clients[exchange.ENQUEUE], now
+    entry[layout.BEGUN], entry[layout.SLOT] = 0, -1
+    entry[layout.COLLECTION], entry[layout.K] = clients[exchange.COLLECTION], clients[exchange.K]
+    entry[layout.TOP_M], entry[layout.WIDTH] = clients[exchange.TOP_M], clients[exchange.WIDTH]
+    entry[layout.PATIENCE] = clients[exchange.PATIENCE]
     entry[layout.PARTS] = entry[layout.PART_COUNT] = entry[layout.KEPT] = 0
     searched, scope = clients[exchange.COLLECTION], clients[exchange.FILTER_NUMBER]
     if scope < 0 and searched >= LIVE:

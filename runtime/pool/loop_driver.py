@@ -190,10 +190,8 @@ class PoolLoop:
             if stopped == layout.ARENA_VECTOR:
                 self._server.accept_from_arena()
                 self.drop_gone_clients()
-                until_ns, spin_ns = (
-                    min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS),
-                    0,
-                )  # other queries run meanwhile
+                until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)  # other queries run meanwhile
+                spin_ns = 0
             elif stopped == layout.EVICTIONS:
                 self._evict()
             elif stopped == layout.UNKNOWN_FILTER:

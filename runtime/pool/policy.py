@@ -253,9 +253,7 @@ def _pause_one(t: Any) -> Any:
     if found < 0:
         return False
     tables.remove_from_list(t, tables.DECODE, found)
-    t.entries[found, tables.BEGAN] -= t.words[
-        tables.TOTAL_EXTENDS
-    ]  # minus the extends that it has done, while it is paused
+    t.entries[found, tables.BEGAN] -= t.words[tables.TOTAL_EXTENDS]  # while paused: minus its completed extends
     t.entries[found, tables.PAUSES] += 1
     t.entries[found, tables.STATE] = tables.PAUSED
     tables.add_to_list(t, tables.PAUSED_LIST, found)

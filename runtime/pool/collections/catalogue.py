@@ -229,9 +229,7 @@ class PoolCatalogue:
         signatures = entry.opened = []
 
         def open_changed(work: BackgroundTask[Shard | None]) -> Shard | None:
-            signatures.append(
-                signature_of(Path(section.path))
-            )  # before reading: later changes are for the next attempt
+            signatures.append(signature_of(Path(section.path)))  # first: later changes are for the next attempt
             if signatures[0] == damaged:
                 return None
             shard = self._open(section, self._worker)
