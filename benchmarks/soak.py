@@ -30,7 +30,7 @@ from runtime.testing.node import Node, running
 
 SAMPLE_S = 5.0
 WARM_UP = 0.2
-MOST_IN_FLIGHT = 64
+MAX_IN_FLIGHT = 64
 QUANTITIES = {"memory": "MiB", "fds": "", "threads": ""}
 KINDS = (("stream", 0.35), ("whole", 0.2), ("gone", 0.05), ("search", 0.4))  # shares of the arrivals
 
@@ -92,10 +92,10 @@ def sample(node: Node) -> dict[str, dict[str, float]]:
 def run(node: Node, load: Load, seconds: float, rate: float, seed: int) -> list[tuple[float, Any]]:
     """Apply load for so many seconds; returns the samples with their times."""
     arrivals, samples = random.Random(seed + 1), []
-    slots = threading.Semaphore(MOST_IN_FLIGHT)
+    slots = threading.Semaphore(MAX_IN_FLIGHT)
     begin = time.monotonic()
     due, sampled = begin, begin
-    with ThreadPoolExecutor(MOST_IN_FLIGHT) as threads:
+    with ThreadPoolExecutor(MAX_IN_FLIGHT) as threads:
         while (now := time.monotonic()) < begin + seconds:
             if now >= sampled:
                 samples.append((now - begin, sample(node)))

@@ -1,1 +1,1 @@
-"""What benchmarks have in common, some of it with tests."""
+"""Helpers shared by benchmarks, and by some tests."""

@@ -1,1 +1,1 @@
-"""Kills under load, starts and stops: `python -m benchmarks.faults`."""
+"""Fault injection under load, and repeated starts and stops: `python -m benchmarks.faults`."""

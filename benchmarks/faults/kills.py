@@ -39,7 +39,7 @@ from runtime.testing.node import Node
 from runtime.testing.tiny_model import make_tiny_llama
 
 REST_S = 31.0  # a little over `Backoff`'s healthy_s
-GAP_S = 2.0  # between two kills, on average
+GAP_S = 2.0  # mean time between two kills
 CLIENTS = 5
 _LOOK_S = 0.1
 _PASSAGES = 400

@@ -1,7 +1,7 @@
-"""`python -m runtime.checks.cuda_ipc_probe export|open`: whether GPU memory can be shared between two processes.
+"""`python -m runtime.checks.cuda_ipc_probe export|open`: tests whether GPU memory can be shared between two processes.
 
-The first allocates, writes a pattern and prints a reference, and holds it until its standard input ends; the second
-reads the reference from its standard input, opens the memory and compares.
+The first process allocates memory, writes a pattern, prints a reference, and keeps the memory until its standard input
+ends. The second one reads the reference from standard input, opens the memory and compares the pattern.
 """
 
 import sys
@@ -32,7 +32,7 @@ def main(part: str) -> int:
         memory.read(0, found)
         memory.flush()
         if not np.array_equal(found, pattern):
-            print("the memory opened, but holds something else", file=sys.stderr)
+            print("the memory was opened, but its content differs", file=sys.stderr)
             return 1
     memory.close()
     return 0

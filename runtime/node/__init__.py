@@ -1,1 +1,1 @@
-"""The node as a whole: its configuration, its supervisor, and the tables its workers write."""
+"""Configuration, placement, supervision, metrics and logs of a node."""

@@ -17,8 +17,8 @@ from runtime.node.remote_config import Name, RemoteSection
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 
 Role = Literal["pool", "prefill", "decode", "engine", "frontend"]
-MOST_WORKERS = 8
-Workers = Annotated[int, Meta(ge=0, le=MOST_WORKERS)]
+MAX_WORKERS = 8
+Workers = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
 Threads = Annotated[int, Meta(ge=1, le=256)]
 Origin = Annotated[str, Meta(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]-]+)\Z")]
 Verify = Literal["start", "background", "never"]

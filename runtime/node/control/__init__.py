@@ -1,1 +1,1 @@
-"""The control loop: from how the node fares to the pool's knobs."""
+"""The control loop and the role planner."""

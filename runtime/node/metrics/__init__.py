@@ -1,1 +1,1 @@
-"""A node's metrics: what each role writes into its table, and Prometheus's text of it."""
+"""Metrics of a node: declarations, the workers' tables, and the Prometheus exporter."""

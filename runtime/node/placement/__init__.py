@@ -1,1 +1,1 @@
-"""From a configuration to a plan, and the plan laid out on a machine."""
+"""Planning of a node's workers, and their layout on a machine."""

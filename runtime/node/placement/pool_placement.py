@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpu import is_device_name
 from runtime.errors import ConfigError
-from runtime.node.config import MOST_WORKERS, NodeConfig, PoolSection, Role, WorkerSection
+from runtime.node.config import MAX_WORKERS, NodeConfig, PoolSection, Role, WorkerSection
 
 _ROLES: dict[str, tuple[Role, ...]] = {
     "own": (),
@@ -47,8 +47,8 @@ def resolve_pool_placement(config: NodeConfig) -> NodeConfig:
             )
     count = len(paired_workers(config))
     beside = f"one beside each {' and '.join(roles)} worker"
-    if count > MOST_WORKERS:
-        raise ConfigError(f"{setting}: {count} pool workers, {beside}; the limit is {MOST_WORKERS}")
+    if count > MAX_WORKERS:
+        raise ConfigError(f"{setting}: {count} pool workers, {beside}; the limit is {MAX_WORKERS}")
     places = [place for role in roles for place in worker_devices(role, getattr(config, role))]
     devices = tuple(device for device, _ in places)
     # beside a model on a GPU, the pool's loop gets a core of its own

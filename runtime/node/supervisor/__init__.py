@@ -1,1 +1,1 @@
-"""The supervisor: a node's worker processes, their lives, and the admin socket."""
+"""The supervisor: lifecycle of worker processes, and the admin protocol."""

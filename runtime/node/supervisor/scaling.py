@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import msgspec
 
 from runtime.errors import InvalidRequest
-from runtime.node.config import MOST_WORKERS, Role
+from runtime.node.config import MAX_WORKERS, Role
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.supervisor.supervised_worker import Desired, Phase, SupervisedWorker
 
@@ -108,8 +108,8 @@ class Scaler:
 
     def _add_like(self, model: WorkerPlan, role: Role) -> str:
         used = {worker.placement.index for worker in self._workers if worker.placement.role == role}
-        if len(used) >= MOST_WORKERS:
-            raise InvalidRequest(f"the node has {len(used)} {role} workers, the limit is {MOST_WORKERS}")
+        if len(used) >= MAX_WORKERS:
+            raise InvalidRequest(f"the node has {len(used)} {role} workers, the limit is {MAX_WORKERS}")
         # The name of a vacant placement on another GPU stays reserved for the worker that returns there.
         used |= {p.index for p in self._planned if p.role == role and p.gpu != model.gpu}
         index = next(index for index in itertools.count() if index not in used)
