@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import InternalError
 from runtime.serving.messages import Sampling
 from runtime.serving.model.language_model import Sampler
 
@@ -16,7 +15,12 @@ def logits_of(probabilities: list[float]) -> np.ndarray:
 
 def draws(sampling: Sampling, logits: np.ndarray, count: int, drawn: int = 0) -> list[int]:
     sampler = Sampler(sampling, drawn)
-    return [sampler.sample(logits) for _ in range(count)]
+    tokens = []
+    for _ in range(count):
+        token = sampler.sample(logits)
+        assert token is not None
+        tokens.append(token)
+    return tokens
 
 
 def test_temperature_zero_takes_the_largest_logit_and_of_equals_the_first() -> None:
@@ -70,10 +74,11 @@ def test_a_worker_that_takes_over_draws_what_the_first_would_have_drawn(top_p: f
     assert draws(sampling, logits, 13, drawn=7) == draws(sampling, logits, 20)[7:]
 
 
-@pytest.mark.parametrize("logit", [float("nan"), float("-inf")])
-def test_a_model_without_a_finite_logit_is_an_internal_error(logit: float) -> None:
-    with pytest.raises(InternalError, match="largest logit"):
-        Sampler(Sampling(8)).sample(np.full(4, logit, np.float32))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logit", [float("nan"), float("-inf"), float("inf")])
+def test_logits_whose_largest_is_not_finite_give_no_token(logit: float, temperature: float) -> None:
+    row = np.array([0.0, logit, 0.0, 0.0], np.float32) if logit > 0 else np.full(4, logit, np.float32)
+    assert Sampler(Sampling(8, temperature=temperature)).sample(row) is None
 
 
 @given(

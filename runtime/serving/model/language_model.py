@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from runtime.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidRequest, ResourceBusy
+from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ResourceBusy
 from runtime.node.startup import run_in_background
 from runtime.serving.messages import Sampling
 from runtime.serving.model.model_info import (
@@ -187,7 +187,7 @@ class LanguageModel:
         if self._cache.kernels == "cpu":
             rows = zip(samplers, self.forward(chunks), scored, strict=True)
             return [
-                SampledToken(_sampled(sampler, row), row if with_scores else None) if sampler is not None else None
+                SampledToken(sampler.sample(row), row if with_scores else None) if sampler is not None else None
                 for sampler, row, with_scores in rows
             ]
         import torch
@@ -244,13 +244,6 @@ class LanguageModel:
                 raise InvalidRequest(
                     f"token ids must be in 0..{self.info.vocabulary - 1}, got {min(chunk.tokens)}..{max(chunk.tokens)}"
                 )
-
-
-def _sampled(sampler: Sampler, logits: torch.Tensor) -> int | None:
-    try:
-        return sampler.sample(logits)
-    except InternalError:
-        return None
 
 
 def _check_sizes(info: ModelInfo, blocks: int, block_tokens: int, context_tokens: int, threads: int) -> None:
@@ -334,16 +327,16 @@ class Sampler:
         """Return the parameters of the next sample, for `network.sampling`, and advance the generator."""
         return SampleSpec(self._temperature, self._top_p, 0.0 if self._generator is None else self._generator.random())
 
-    def sample(self, logits: npt.ArrayLike) -> int:
+    def sample(self, logits: npt.ArrayLike) -> int | None:
         """Return the next token for logits float32 [vocabulary] (array or CPU tensor).
 
-        Temperature 0 selects the largest logit, the first one of equals. Raises `InternalError` without a finite logit.
+        Temperature 0 selects the largest logit, the first one of equals. None if the largest logit is not finite.
         """
         row = np.asarray(logits, dtype=np.float32)
         best = int(row.argmax())
         point = self.next_spec().uniform
         if not np.isfinite(row[best]):
-            raise InternalError(f"the model's largest logit is {row[best]}")
+            return None
         if self._generator is None:
             return best
         weights = np.exp((row.astype(np.float64) - float(row[best])) / self._temperature)

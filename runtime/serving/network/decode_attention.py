@@ -106,14 +106,14 @@ class PagedAttention:
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
         """query [rows, kv_heads, group, head_dim], keys and values [blocks, kv_heads, block_tokens, head_dim],
         contiguous, of one type and finite. Returns the shape of `query`."""
-        asked = query if self._padded is None else query[self._padded]
-        found: torch.Tensor = _compiled()(
-            asked.flatten(0, 1).unsqueeze(1),
+        padded = query if self._padded is None else query[self._padded]
+        attended: torch.Tensor = _compiled()(
+            padded.flatten(0, 1).unsqueeze(1),
             keys.view(1, 1, -1, keys.shape[-1]),
             values.view(1, 1, -1, keys.shape[-1]),
             self._counts, self._pages, self._last, self._tail, scaling, self._size,
         )  # fmt: skip
-        return found.view(asked.shape)[: self._rows]
+        return attended.view(padded.shape)[: self._rows]
 
 
 def power_of_two(count: int) -> int:

@@ -40,6 +40,10 @@ class Job:
     virtual_deadline_ns: int = 0  # set when it is queued
     done: int = 0
     offer: int | None = None
+    trigger: Trigger | None = field(init=False)  # the condition under which its answer probes the pool
+
+    def __post_init__(self) -> None:
+        self.trigger = trigger_of(self.request.generation.retrieval)
 
     @property
     def id(self) -> str:
@@ -57,11 +61,6 @@ class Job:
     def resumed_token(self) -> int | None:
         """The next token of a resumed answer that the client has received already."""
         return self.request.resume.last_token if self.request.resume else None
-
-    @property
-    def trigger(self) -> Trigger | None:
-        """The condition under which its answer probes the pool."""
-        return trigger_of(self.request.generation.retrieval)
 
     def sampler(self) -> Sampler | None:
         """Return the sampler of its first token; None if the client has that token already."""
