@@ -1,13 +1,13 @@
-"""Live collections measured: replaced rows, filters beside hnswlib's and faiss's, the latency of acknowledged upserts.
+"""Benchmark of live collections: replaced rows, filtered search against other libraries, latency of upserts.
 
     python -m benchmarks.collections --data DIR [--set minilm-384-cosine] [--rows 20000] [--queries 100] [--seed 0]
         [--part replaced] [--out benchmarks/results/collections]
-    python -m benchmarks.collections --kills 200    processes of a node killed under writes, searches, seals and merges
+    python -m benchmarks.collections --kills 200    kill processes of a node during writes, searches, seals and merges
                                                     (--kills 40, and four times --kills 40 --seed N --add, in pieces)
-    python -m benchmarks.collections --beside       a node's searches alone, beside 200 upserts a second, beside a merge
+    python -m benchmarks.collections --beside       a node's searches alone, during 200 upserts/s, during a merge
 
-DIR as for `benchmarks.engine`. One thread; times are processor time but for the upserts', which wait for the disk.
-Filtered speeds are compared at equal recall: for each engine the least effort that reaches .95, or its best.
+DIR as for `benchmarks.engine`. One thread; times are processor time, except of upserts, which wait for the disk.
+Filtered speeds are compared at equal recall: each engine with the least effort that reaches .95, or its best.
 """
 
 import argparse
@@ -48,46 +48,46 @@ PARTS = ("upserts", "switch", "replaced", "filtered")
 ENOUGH = 0.95
 ROUNDS = 3
 SLOW_S = 0.005
-"""An engine that takes longer for a query is asked fewer."""
+"""An engine that takes longer for a query gets fewer queries."""
 Search = Callable[[Array, int], Array]
 
 
 def recall(found: Array, truth: Array) -> float:
-    """Of truth [q, k], -1 where there is none."""
+    """Return the recall against truth [q, k], which is padded with -1."""
     hits = (found[:, :, None] == truth[:, None, :]) & (truth[:, None, :] >= 0)
     return float(hits.any(axis=1).sum() / (truth >= 0).sum())
 
 
 def best_at(search: Search, truth: Array, queries: Array, efforts: Sequence[int] = EFFORTS) -> dict[str, float]:
-    """The first setting that reaches ENOUGH, else the one of most recall: effort, recall, queries a second."""
-    for _ in range(2):  # the first time compiles
+    """Return the first setting that reaches ENOUGH, else that of the highest recall: effort, recall, qps."""
+    for _ in range(2):  # the first call compiles
         begin = time.process_time()
         search(queries[:5], efforts[0])
     slow = time.process_time() - begin > 5 * SLOW_S
-    asked, rounds = (queries[:10], 1) if slow else (queries, ROUNDS)
+    measured, rounds = (queries[:10], 1) if slow else (queries, ROUNDS)
     found = []
     for effort in efforts:
         seconds = []
         for _ in range(rounds):
             begin = time.process_time()
-            ids = search(asked, effort)
+            ids = search(measured, effort)
             seconds.append(time.process_time() - begin)
-        told = recall(ids, truth[: len(asked)])
-        found.append({"effort": effort, "recall": told, "qps": len(asked) / statistics.median(seconds)})
+        reached = recall(ids, truth[: len(measured)])
+        found.append({"effort": effort, "recall": reached, "qps": len(measured) / statistics.median(seconds)})
         if found[-1]["recall"] >= ENOUGH:
             break
     return max(found, key=lambda one: (one["recall"] >= ENOUGH, one["recall"]))
 
 
 def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, str, Array]]:
-    """By name: every selectivity, uncorrelated and correlated with the queries, and which rows pass, bool [N]."""
+    """Return filters by name: selectivity, correlation with the queries, and which rows pass, bool [N]."""
     random, order = np.random.default_rng(seed), np.argsort(-(base @ queries.mean(axis=0)))
     found: dict[str, tuple[float, str, Array]] = {}
     for part in SELECTIVITIES:
         count = max(K, round(part * len(base)))
         for kind, rows in (
             ("uncorrelated", random.permutation(len(base))[:count]),
-            ("near", order[:count]),  # to the queries' middle
+            ("near", order[:count]),  # to the mean of the queries
             ("far", order[-count:]),
         ):
             allowed = np.zeros(len(base), bool)
@@ -97,7 +97,7 @@ def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, st
 
 
 def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -> list[dict[str, Any]]:
-    """Every filter, every engine."""
+    """Measure every engine with every filter."""
     index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
     wanted = filters(base, queries, seed)
     others = peers(base, {name: allowed for name, (_, _, allowed) in wanted.items()}, place)
@@ -108,9 +108,9 @@ def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -
         engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed)}
         engines |= {peer: partial(search, name) for peer, search in others.items()}
         for engine, search in engines.items():
-            told = best_at(search, truth, queries, EFFORTS[:1] if engine in EXACT else EFFORTS)
-            records.append({"part": part, "kind": kind, "engine": engine, **told})
-            print(f"  {part:6.1%} {kind:13} {engine:12} {told}", flush=True)
+            best = best_at(search, truth, queries, EFFORTS[:1] if engine in EXACT else EFFORTS)
+            records.append({"part": part, "kind": kind, "engine": engine, **best})
+            print(f"  {part:6.1%} {kind:13} {engine:12} {best}", flush=True)
     return records
 
 
@@ -119,7 +119,7 @@ def _trinity(index: GraphIndex, allowed: Array, queries: Array, effort: int) -> 
 
 
 def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[str, float]:
-    """Recall after 30% of the rows were replaced one by one, against a fresh build of what is there then."""
+    """Measure recall after replacing 30% of the rows one by one, against a fresh build of the same vectors."""
     count = len(base) * 10 // 13
     rest = len(base) - count
     create(directory, base.shape[1], metric=metric)
@@ -157,7 +157,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
 
 
 def _against_plain(writer: LiveWriter, queries: Array) -> float:
-    """The speed of a collection of one segment against that of its index alone; medians of pairs."""
+    """Return the speed of a collection of one segment relative to its index; the median of pairs."""
     plain, pairs = writer.state.segments[0].index, []
     for _ in range(50):
         times = []
@@ -170,7 +170,7 @@ def _against_plain(writer: LiveWriter, queries: Array) -> float:
 
 
 def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> dict[str, float]:
-    """Milliseconds until a batch of 32 is acknowledged, and what an fsync of as many bytes alone takes."""
+    """Measure milliseconds until a batch of 32 is acknowledged, and of an fsync of the same number of bytes."""
     create(directory, base.shape[1], metric=metric)
     taken, alone = [], []
     with LiveWriter(directory) as writer, (directory / "fsync").open("wb") as file:
@@ -192,7 +192,7 @@ def upserts(base: Array, metric: str, directory: Path, batches: int = 300) -> di
 
 
 def report(results: dict[str, Any]) -> str:
-    """As Markdown."""
+    """Format the results as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
     lines = [
         f"{results['set']}, {results['rows']:,} rows, {results['queries']} queries, seed {results['seed']}; "
@@ -228,10 +228,12 @@ def report(results: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--kills", type=int, default=0, help="kill a node's processes so often, no more")
-    parser.add_argument("--add", action="store_true", help="to the kills that --out has; with a seed of its own")
-    parser.add_argument("--beside", action="store_true", help="a node's searches beside writes, no more")
-    parser.add_argument("--part", action="append", choices=PARTS, help="measure this alone, beside what --out has")
+    parser.add_argument("--kills", type=int, default=0, help="only kill a node's processes this many times")
+    parser.add_argument("--add", action="store_true", help="add to the kills in --out; use another seed")
+    parser.add_argument("--beside", action="store_true", help="only measure a node's searches during writes")
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="measure only this part, and keep the others of --out"
+    )
     parser.add_argument("--set", default="minilm-384-cosine")
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--queries", type=int, default=100)

@@ -1,11 +1,10 @@
-"""A live collection in a node whose processes are killed while it is written to, searched, sealed and merged.
+"""Crash test of a live collection: a node's processes are killed during writes, searches, seals and merges.
 
-Two threads write documents of their own, over and over, and a third has what was written sealed, so that segments are
-merged again and again. Each kill has a victim and a moment: any, while a segment is being sealed (its directory is
-there, and no process builds it), or while a merge's process runs. After each kill, once the node is ready again, every
-document is compared with what was acknowledged.
+Two threads repeatedly write documents of their own, and a third flushes, so that segments are merged continually. Each
+kill has a victim and a moment: any, during a seal (its directory exists, and no process builds it), or while a merge's
+process runs. After each kill, once the node is ready again, every document is compared with its acknowledged state.
 
-`python -m benchmarks.collections --kills N` runs this; the end-to-end test runs one kill of each kind that differs.
+`python -m benchmarks.collections --kills N` runs this; the end-to-end test runs one kill of each distinct kind.
 """
 
 import itertools
@@ -27,15 +26,15 @@ from benchmarks.common.report import table
 
 Moment = Literal["any", "seal", "merge"]
 Victim = Literal["frontend-0", "pool-0", "supervisor", "builder"]
-_NAMES = 30  # that a writer uses over and over: those of both writers are the answer to one search
+_NAMES = 30  # that a writer reuses; one search returns those of both writers
 _ALL = 64
-_VISIBLE_S = 60.0  # not what is measured: a busy machine takes its time
+_VISIBLE_S = 60.0  # generous, for a busy machine: it is not measured
 _LONGEST_MERGE_S = 1.5
 _LONGEST_SEAL_S = 0.02
 
 
 class Kill(NamedTuple):
-    """The frontend writes and seals, the builder merges."""
+    """A victim and a moment. The frontend writes and seals, the builder merges."""
 
     victim: Victim
     moment: Moment
@@ -56,7 +55,7 @@ KILLS = (
 
 @dataclass
 class Killed:
-    """What became of it. wrong: documents that are not as they were acknowledged, or answers that mix two."""
+    """Results. wrong: documents that differ from their acknowledged state, or results that mix two documents."""
 
     kills: Counter[Kill] = field(default_factory=Counter)
     acknowledged: int = 0
@@ -66,11 +65,11 @@ class Killed:
     seconds: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the results as JSON."""
         return asdict(self) | {"kills": {f"{one.victim}, {one.moment}": count for one, count in self.kills.items()}}
 
     def add(self, before: Mapping[str, Any]) -> None:
-        """The figures of a run before."""
+        """Add the results of an earlier run."""
         known = {f"{one.victim}, {one.moment}": one for one in KILLS}
         self.kills.update({known[name]: count for name, count in before["kills"].items()})
         self.acknowledged += before["acknowledged"]
@@ -81,15 +80,15 @@ class Killed:
 
 
 class Writer:
-    """A thread that upserts and deletes documents of its own; what is acknowledged is remembered."""
+    """A thread that upserts and deletes documents of its own, and records acknowledged writes."""
 
     def __init__(self, live: Live, number: int) -> None:
         self._live, self._number, self._stop = live, number, threading.Event()
         self.known: dict[str, str | None] = {}  # text by id, None: deleted
-        self.doubtful: dict[str, set[str | None]] = {}  # asked since, and not acknowledged
+        self.doubtful: dict[str, set[str | None]] = {}  # unacknowledged writes since
         self.acknowledged = self.unacknowledged = 0
         self.between = threading.Lock()
-        """Not held between two writes: who has it sees what is acknowledged, and nothing is under way."""
+        """Held during a write: its holder sees acknowledged writes, and none is in progress."""
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -120,7 +119,7 @@ class Writer:
             return False
 
     def decide(self, found: dict[str, str]) -> None:
-        """What was in doubt is as it was found: from now on it stays so."""
+        """Settle unacknowledged writes as found: from now on their state must not change."""
         for name, texts in self.doubtful.items():
             if texts:
                 self.known[name] = found.get(name)
@@ -132,7 +131,7 @@ class Writer:
 
 
 class Sealer:
-    """A thread that has what was written sealed, again and again: four such segments become one."""
+    """A thread that flushes repeatedly: four such segments are merged into one."""
 
     def __init__(self, live: Live, chance: random.Random) -> None:
         self._live, self._chance, self._stop = live, chance, threading.Event()
@@ -155,7 +154,7 @@ class Sealer:
 def kill(
     home: Path, kills: int, writes: int = 30, seed: int = 0, say: Callable[[str], object] = lambda _: None
 ) -> Killed:
-    """Kill something every `writes` acknowledged writes or a little later, when the moment has come."""
+    """Kill a process after every `writes` acknowledged writes, at the moment that the kill requires."""
     begin, told, chance = time.monotonic(), Killed(), random.Random(seed)
     with Live(home) as live:
         writers = [Writer(live, number) for number in range(2)]
@@ -180,7 +179,7 @@ def kill(
 
 
 def _order(chance: random.Random) -> "itertools.chain[Kill]":
-    """First as they stand, then shuffled over and over."""
+    """Yield the kills in order, then shuffled, endlessly."""
     return itertools.chain(KILLS, itertools.chain.from_iterable(chance.sample(KILLS, len(KILLS)) for _ in iter(int, 1)))
 
 
@@ -189,7 +188,7 @@ def _until(live: Live, writers: list[Writer], acknowledged: int) -> None:
 
 
 def _kill(live: Live, one: Kill, chance: random.Random) -> None:
-    """Wait for the moment, and for a random while longer; kill, if it has not passed."""
+    """Wait for the moment and a random delay; kill if the moment has not passed."""
     while True:
         if one.moment == "any":
             time.sleep(chance.uniform(0.0, 0.2))
@@ -210,13 +209,13 @@ def _kill(live: Live, one: Kill, chance: random.Random) -> None:
 
 
 def _seals(live: Live) -> bool:
-    """Whether the writer itself builds a segment."""
+    """Return whether the writer itself builds a segment."""
     return any((live.collection / "segments").glob(".building-*")) and not live.builders()
 
 
 def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
-    """Every document, with nothing under way. What is acknowledged may take a moment until it is found; what is deleted
-    may never be found."""
+    """Compare every document while no write is in progress. An acknowledged document may be found a moment later; a
+    deleted one must never be found."""
     returned: dict[str, None] = {}
     for writer in writers:
         writer.between.acquire()
@@ -228,7 +227,8 @@ def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
                 found = _found(http, "text")
                 for writer in writers:
                     for name, text in writer.known.items():
-                        if text is not None and name not in found:  # the walk may have missed it: ask for it alone
+                        # The graph walk may have missed it: search for it alone.
+                        if text is not None and name not in found:
                             found |= {n: seen for n, seen in _found(http, text).items() if n == name}
                 wrong = [line for writer in writers for line in _wrong(writer, found)]
                 returned |= dict.fromkeys(line for writer in writers for line in _returned(writer, found))
@@ -244,24 +244,26 @@ def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
 
 
 def _wrong(writer: Writer, found: dict[str, str]) -> list[str]:
-    """Acknowledged documents that are not found as they are, deleted ones that are, and texts of another's id."""
+    """Return acknowledged documents with another content, deleted ones that are found, and texts of another id."""
     own = f"{next(iter(writer.known)).split('-')[0]}-" if writer.known else ""
-    lost = [
+    mismatched = [
         f"{name}: {found.get(name)!r}, not {text!r}"
         for name, text in writer.known.items()
         if found.get(name) != text and found.get(name) not in writer.doubtful[name]
     ]
-    return lost + [f"{n}: {seen!r}" for n, seen in found.items() if n.startswith(own) and not seen.endswith(f" {n}")]
+    return mismatched + [
+        f"{n}: {seen!r}" for n, seen in found.items() if n.startswith(own) and not seen.endswith(f" {n}")
+    ]
 
 
 def _returned(writer: Writer, found: dict[str, str]) -> list[str]:
-    """Documents that are found though their delete was acknowledged, and nothing was asked of them since."""
+    """Return documents that are found although their delete was acknowledged and nothing was written since."""
     gone = (name for name, text in writer.known.items() if text is None and not writer.doubtful[name])
     return [f"{name}: {found[name]!r} has returned" for name in gone if name in found]
 
 
 def _found(http: httpx.Client, text: str) -> dict[str, str]:
-    """Texts by id, once the node answers."""
+    """Search, with retries; return texts by id."""
     while True:
         try:
             answer = http.post("/v1/retrieval", json={"query": text, "k": _ALL})
@@ -273,7 +275,7 @@ def _found(http: httpx.Client, text: str) -> dict[str, str]:
 
 
 def report(told: Killed) -> str:
-    """As Markdown."""
+    """Format the results as Markdown."""
     victims = dict.fromkeys(one.victim for one in KILLS)
     moments: tuple[Moment, ...] = ("any", "seal", "merge")
     rows = [[victim, *(told.kills[Kill(victim, moment)] or "" for moment in moments)] for victim in victims]

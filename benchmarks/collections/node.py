@@ -1,4 +1,4 @@
-"""A live collection in a node, and its searches beside writes: `python -m benchmarks.collections --beside`."""
+"""Searches of a live collection in a node during writes: `python -m benchmarks.collections --beside`."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ path = "plain"
 
 
 class Live:
-    """A node that searches the live collection `notes`, which is made if it is not there, and `plain`, if that is."""
+    """A node that serves the live collection `notes`, created if missing, and the collection `plain`, if it exists."""
 
     def __init__(self, home: Path, dim: int = DIM) -> None:
         self.collection, self._config = home / "notes", home / "node.toml"
@@ -60,7 +60,7 @@ class Live:
         self.url = self.node.info.url
 
     def kill_supervisor(self) -> None:
-        """kill -9; its workers end with it. Another node is started then, with the same files."""
+        """Kill -9 the supervisor, with which its workers end, and start another node with the same files."""
         pids = self.node.pids().values()
         self.node.process.kill()
         self.node.process.wait()
@@ -69,7 +69,7 @@ class Live:
         self.url = self.node.info.url
 
     def builders(self) -> list[int]:
-        """Processes that merge segments, or seal them beside the writer."""
+        """Return the pids of the writer's build processes."""
         try:
             children = psutil.Process(self.node.pid("frontend-0")).children()
             return [child.pid for child in children if build.__name__ in child.cmdline()]
@@ -87,11 +87,11 @@ class Live:
 
 
 def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0) -> dict[str, dict[str, float]]:
-    """Latencies of searches in ms: alone; while 200 upserts a second come, and while these are held up, in turns;
-    while all rows are merged, and while the merge is held up, in turns; of the one segment that there is then, and of a
-    collection that was built of the same vectors, in turns. Vectors as clustered as real ones.
+    """Measure latencies of searches in ms: alone; during 200 upserts a second, alternating with the upserts paused;
+    during a merge of all rows, alternating with the merge paused; of the resulting segment, alternating with a
+    collection that was built from the same vectors. The vectors are clustered like real ones.
 
-    In turns of half a second, because what else a machine does comes and goes; rows that were written stay in both.
+    Alternates every half second, so that other load of the machine affects both; written rows stay in both.
     """
     vectors = _clustered(rows, dim)
     create(home / "notes", dim, embedder=f"hashing-{dim}")
@@ -117,10 +117,10 @@ def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0)
         told["upserts held up"] = _latencies(held)
         told["beside 200 upserts/s"] = _latencies(going_on) | {"upserts/s": round(written() / (seconds / 2), 1)}
         with httpx.Client(base_url=live.url, timeout=600, trust_env=False) as http:
-            http.post(FLUSH).raise_for_status()  # the fourth segment of their size: they become one
+            http.post(FLUSH).raise_for_status()  # the fourth segment of its size, so they are merged
         held, going_on = in_turns(partial(window, search, TURN_S), live.builders(), 1000)
         told["merge held up"], told["beside a merge"] = _latencies(held), _latencies(going_on)
-        window(search, 1.0)  # in which the segment is taken
+        window(search, 1.0)  # until the segment is installed
         names = {"a collection that was built": "plain", "one live segment": "notes"}
         took: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(round(seconds / 2 / TURN_S)):
@@ -136,7 +136,7 @@ AGAINST = {
     "beside a merge": ("merge held up",),
     "one live segment": ("a collection that was built",),
 }
-"""What each is compared with."""
+"""The baselines of each measurement."""
 
 
 def window(
@@ -145,7 +145,7 @@ def window(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[float]:
-    """One search after the other, with a pause of 4 ms between two: the milliseconds that each took."""
+    """Search sequentially with pauses of 4 ms; return the milliseconds of each search."""
     took, until = [], clock() + seconds
     while (begin := clock()) < until:
         search()
@@ -157,7 +157,7 @@ def window(
 def in_turns(
     measure: Callable[[], list[float]], pids: Sequence[int], turns: int, kill: Callable[[int, int], None] = os.kill
 ) -> tuple[list[float], list[float]]:
-    """What is measured while processes are stopped, and while they run; until they have ended, or for some turns."""
+    """Measure alternately while processes are stopped and while they run, for some turns or until they end."""
     measured: tuple[list[float], list[float]] = ([], [])
     try:
         for turn in range(turns):
@@ -166,7 +166,7 @@ def in_turns(
                 kill(pid, signal.SIGCONT if runs else signal.SIGSTOP)
             found = measure()
             if all(_ended(pid) for pid in pids):
-                break  # some time in this turn
+                break  # they ended within this turn
             measured[runs].extend(found)
     except ProcessLookupError:
         pass
@@ -177,7 +177,7 @@ def in_turns(
 
 
 def _until_found(url: str, client: SearchClient, dim: int, count: int = 100) -> list[float]:
-    """Milliseconds from the answer to an upsert of a document until a search finds it."""
+    """Return the milliseconds from the response to an upsert until a search finds the document."""
     took = []
     vectors = np.random.default_rng(2).standard_normal((count, dim)).astype(np.float32)
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
@@ -215,7 +215,7 @@ def _clustered(rows: int, dim: int) -> Any:
 
 
 def _bodies(vectors: Any, count: int) -> list[bytes]:
-    """Batches that replace documents, as JSON: made beforehand, because it is this process that searches."""
+    """Return batches that replace documents, as JSON, encoded in advance because this process also searches."""
     order = np.random.default_rng(1).permutation(len(vectors))
     return [
         json.dumps({
@@ -230,7 +230,7 @@ def _bodies(vectors: Any, count: int) -> list[bytes]:
 
 @contextmanager
 def _upserting(url: str, bodies: Sequence[bytes]) -> Iterator[tuple[int, Callable[[], int]]]:
-    """Batches at `RATE` documents a second, from a process of its own: which, and how many were acknowledged."""
+    """Send batches at `RATE` documents/s from another process; yield its pid and a count of acknowledged documents."""
     context = multiprocessing.get_context("spawn")
     count, begun = context.Value("q", 0), context.Event()
     process = context.Process(target=_upsert, args=(url, list(bodies), count, begun))
@@ -249,14 +249,14 @@ def _upsert(url: str, bodies: Sequence[bytes], count: Any, begun: Any) -> None:
         begun.set()
         due = time.monotonic()
         for body in itertools.cycle(bodies):
-            due = max(due + BATCH / RATE, time.monotonic())  # what was missed while it was held up is left out
+            due = max(due + BATCH / RATE, time.monotonic())  # skips what was due while it was stopped
             answer = http.put(DOCUMENTS, content=body, headers={"content-type": "application/json"})
             count.value += BATCH * (answer.status_code == 200)
             time.sleep(max(0.0, due - time.monotonic()))
 
 
 def report_beside(told: dict[str, dict[str, float]], load: str = "") -> str:
-    """As Markdown; load: what else the machine had to do."""
+    """Format the results as Markdown. load: of the machine."""
     rows = []
     for name, one in told.items():
         against = [

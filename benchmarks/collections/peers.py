@@ -1,4 +1,4 @@
-"""Peers of `benchmarks.collections`, where installed: hnswlib, faiss, qdrant-client's local mode, Milvus Lite."""
+"""Peers of `benchmarks.collections`, if installed: hnswlib, faiss, qdrant-client's local mode, Milvus Lite."""
 
 import contextlib
 import importlib
@@ -13,14 +13,14 @@ from benchmarks.common.data import Array
 
 K = 10
 Search = Callable[[str, Array, int], Array]
-"""By the name of a filter, queries [q, d] and effort: rows int64 [q, K], -1 where there are fewer."""
+"""Searches with the name of a filter, queries [q, d] and effort; returns rows int64 [q, K], padded with -1."""
 EXACT = frozenset({"faiss flat", "qdrant local"})
-"""Those for which effort means nothing."""
+"""Engines that ignore the effort."""
 PACKAGES = {"hnswlib": "hnswlib", "faiss": "faiss-cpu", "qdrant local": "qdrant-client", "milvus lite": "milvus-lite"}
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Return the versions of the installed packages."""
     found = {}
     for name, package in PACKAGES.items():
         try:
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def peers(base: Array, passing: Mapping[str, Array], place: Path) -> dict[str, Search]:
-    """Those that are installed, with `base` in them; `passing`: of each filter, by name, which rows pass, bool [N]."""
+    """Return the installed engines, loaded with `base`. passing: which rows pass each filter, by name, bool [N]."""
     found: dict[str, Search] = {}
     for module, make in (
         ("hnswlib", _hnswlib), ("faiss", _faiss), ("qdrant_client", _qdrant), ("milvus_lite", _milvus)
@@ -58,7 +58,7 @@ def _hnswlib(package: Any, base: Array, passing: Mapping[str, Array], place: Pat
     def search(name: str, queries: Array, effort: int) -> Array:
         graph.set_ef(max(effort, K))
         out = np.full((len(queries), K), -1, np.int64)
-        with contextlib.suppress(RuntimeError):  # one query found fewer than k, and none is told
+        with contextlib.suppress(RuntimeError):  # raised for the whole batch if one query finds fewer than k
             out[:] = graph.knn_query(queries, K, num_threads=1, filter=allowed[name].__getitem__)[0].astype(np.int64)
         return out
 
@@ -85,7 +85,7 @@ def _faiss(package: Any, base: Array, passing: Mapping[str, Array], place: Path)
 
 
 def _qdrant(package: Any, base: Array, passing: Mapping[str, Array], place: Path) -> dict[str, Search]:
-    """In memory, compared one by one; the filter is evaluated by each query, over every row."""
+    """In memory, exhaustive; each query evaluates the filter over every row."""
     models, client = package.models, package.QdrantClient(":memory:")
     client.create_collection(
         "c", vectors_config=models.VectorParams(size=base.shape[1], distance=models.Distance.EUCLID)
@@ -107,7 +107,7 @@ def _qdrant(package: Any, base: Array, passing: Mapping[str, Array], place: Path
 
 
 def _milvus(package: Any, base: Array, passing: Mapping[str, Array], place: Path) -> dict[str, Search]:
-    """The engine itself, without gRPC; HNSW of faiss inside; the filter is evaluated once for all queries of a call."""
+    """The engine itself, without gRPC; it uses faiss' HNSW, and evaluates the filter once for all queries of a call."""
     field, kinds = package.FieldSchema, package.DataType
     schema = package.CollectionSchema(
         fields=[
@@ -141,8 +141,8 @@ def _milvus(package: Any, base: Array, passing: Mapping[str, Array], place: Path
 
 
 def replaced_in_place(base: Array, rows: int, queries: Array, effort: int) -> dict[str, dict[str, Array]]:
-    """What peers find when row n of `base`'s first `rows` was deleted and row `rows` + n came in its place, one by one,
-    for each row that there is; and what their fresh builds of the same find. Row numbers of `base`, int64 [q, K].
+    """Return the results of other libraries after each row n of `base`'s first `rows` was deleted and replaced by row
+    `rows` + n, one by one, and the results of their fresh builds of the same vectors: rows of `base`, int64 [q, K].
     """
     found: dict[str, dict[str, Array]] = {}
     count = len(base) - rows

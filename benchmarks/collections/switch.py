@@ -1,7 +1,7 @@
-"""Where a filtered search goes from comparing each row that passes to walking the graph: `SCAN_ROWS_PER_ENTRY`.
+"""Crossover of filtered search from a scan of the passing rows to a graph walk: `SCAN_ROWS_PER_ENTRY`.
 
-As a pool runs it: single queries through the engine's compiled functions, one after the other, one extend a step, each
-with a bitmap of its own; and with some others in the running batch.
+As in a pool: queries run through the engine's compiled functions, one extend a step, each with a bitmap of its own,
+alone and with others in the running batch.
 """
 
 import time
@@ -22,14 +22,14 @@ TOP_M = 64
 PARTS = (0.4, 0.2, 0.1, 0.05, 0.02)
 ACTIVE = (1, 8)
 _ROUNDS = 3
-_FILTERS = 16  # bitmaps, so that no query finds the rows of the one before in a cache
+_FILTERS = 16  # bitmaps, so that no query has the rows of the previous one in a cache
 
 
 @compiled
 def _answer(
     engine: Any, queries: Any, masks: Any, passing: int, top_m: int, active: int, report: Any, ids: Any, distances: Any
 ) -> Any:
-    """Every query, `active` of them at a time. How many were found, below 0: failed."""
+    """Run all queries, `active` at a time; return how many rows were found, or a negative number on failure."""
     admit, extend, read_result, change, set_filter, handle = (
         engine[0],
         engine[1],
@@ -60,8 +60,8 @@ def _answer(
 
 
 def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[str, float]]:
-    """For each part that passes and number of queries at a time: microseconds a query, compared and walked, and how
-    many rows are compared in the time of an entry of the walk's list: where the two cross is `SCAN_ROWS_PER_ENTRY`."""
+    """Measure, for each share that passes and number of active queries, the microseconds a query of a scan and of a
+    walk, and the rows scanned in the time of one entry of the walk's list: the crossover is `SCAN_ROWS_PER_ENTRY`."""
     index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
     random, found = np.random.default_rng(seed), []
     queries = np.ascontiguousarray(queries, np.float32)
@@ -78,14 +78,15 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
         rows = float(np.mean([one.sum() for one in passing]))
         for active in ACTIVE:
             told: dict[str, list[float]] = {"compare": [], "walk": []}
-            for _ in range(_ROUNDS):  # in turns: what else the machine does comes to both
-                # That one row passes has the engine compare, and that all do has it walk with the list as it is.
+            for _ in range(_ROUNDS):  # alternating, so that other load affects both
+                # A count of one passing row makes the engine compare; a count of all makes it walk with the list as is.
                 for name, top_m, count in (("compare", TOP_M, 1), ("walk", longer, len(base))):
                     begin = time.process_time()
                     if _answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
                         raise RuntimeError("the engine has failed")
                     told[name].append((time.process_time() - begin) / len(queries) * 1e6)
-            compare, walk = (min(told[name][1:]) for name in ("compare", "walk"))  # the first compiles, and touches
+            # The first round compiles and warms up.
+            compare, walk = (min(told[name][1:]) for name in ("compare", "walk"))
             found.append({
                 "part": part, "active": active, "top_m": longer, "compare_us": compare, "walk_us": walk,
                 "rows_a_step": (walk / longer) / (compare / rows),
@@ -96,7 +97,7 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
 
 
 def report_of(found: list[dict[str, float]]) -> str:
-    """A sentence of Markdown."""
+    """Format the results as a sentence of Markdown."""
     told = []
     for active in ACTIVE:
         own = [one for one in found if one["active"] == active]

@@ -37,8 +37,8 @@ from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resum
 from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
 from runtime.retrieval.neighbors import Neighbors
 
-SEAL_ROWS = 4096  # growing rows that become a segment: as many are compared with a query in the time of a walk or two
-MAX_BATCH_BYTES = 64 << 20  # a batch as a record; two of them fit into one of the log, which `log.MAX_PAYLOAD` bounds
+SEAL_ROWS = 4096  # growing rows that become a segment: comparing this many takes as long as one or two graph walks
+MAX_BATCH_BYTES = 64 << 20  # of an encoded batch; a log record holds up to two, within `log.MAX_PAYLOAD`
 _MAX_GROWING = 16  # times the sealing threshold: beyond that, upserts are rejected until segments are sealed
 _log = logging.getLogger("live")
 
@@ -93,7 +93,7 @@ class LiveWriter:
         self._pending_lock, self._commit_lock = threading.Lock(), threading.RLock()
         self.sealing, self.merging = threading.RLock(), threading.RLock()  # at most one build of each kind runs
         self._building: set[int] = set()  # numbers of segments that are being built
-        self._flush_progress: SegmentProgress | None = None  # progress of `flush`
+        self._flush_progress: SegmentProgress | None = None
         self._sealed = self._merged = 0
         self._generation, self._next_segment = self._manifest.generation, self._manifest.next_segment
         self._remove_obsolete_files()
@@ -116,7 +116,7 @@ class LiveWriter:
         if self.state.growing.count >= _MAX_GROWING * self._seal_threshold:
             self.maintenance.wake()
             raise Overloaded(f"{self.state.growing.count} documents wait to be sealed; try again later")
-        exclusive = owner is not None  # whose the documents are that are replaced is looked up in what is stored
+        exclusive = owner is not None  # the owner of a replaced document is looked up in the stored state
         return self._write(
             PendingWrite(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
         )
@@ -256,29 +256,29 @@ class LiveWriter:
     def _commit(self) -> None:
         """Write pending writes as one record."""
         group = WriteGroup(self.state.growing.next_row, self.state.schema)
-        taken: list[PendingWrite] = []
+        committed: list[PendingWrite] = []
         with self._pending_lock:
             waiting = list(self._pending)
         for pending in waiting:
-            if taken and (pending.exclusive or group.size > MAX_BATCH_BYTES):
+            if committed and (pending.exclusive or group.size > MAX_BATCH_BYTES):
                 break
-            taken.append(pending)
+            committed.append(pending)
             saved = (group.next_row, group.schema, len(group.operations))
             try:
                 if self._closed or self._failure:
                     raise CollectionError(self._failure or f"{self.directory} was closed")
                 pending.result = pending.prepare(group)
-            except Exception as error:  # an internal error must not leave its write in the queue either
+            except Exception as failure:  # an internal error must not leave its write in the queue either
                 group.next_row, group.schema = saved[:2]
                 del group.operations[saved[2] :]
                 pending.error = (
-                    error if isinstance(error, TrinityError) else InternalError(f"a write failed: {error!r}")
+                    failure if isinstance(failure, TrinityError) else InternalError(f"a write failed: {failure!r}")
                 )
             if pending.exclusive:
                 break
-        failed = self._append(group.operations) if group.operations else None
-        for pending in taken:
-            pending.error = pending.error or failed
+        error = self._append(group.operations) if group.operations else None
+        for pending in committed:
+            pending.error = pending.error or error
             pending.done = True
         with self._pending_lock:
             self._pending = [pending for pending in self._pending if not pending.done]
@@ -352,8 +352,8 @@ class LiveWriter:
 
     def _rows_of(self, group: WriteGroup, ids: list[str]) -> dict[str, int]:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])
-        decided = {name: row for name in ids if (row := group.rows.get(name)) is not None}
-        return stored | decided
+        in_group = {name: row for name in ids if (row := group.rows.get(name)) is not None}
+        return stored | in_group
 
     # --- segments
 
@@ -403,12 +403,12 @@ class LiveWriter:
             return
         path = log_path(self.directory, sequence)
         try:
-            following = LogWriter(self._disk, path, self.state.description.identity, sequence)
+            next_log = LogWriter(self._disk, path, self.state.description.identity, sequence)
         except OSError as error:
             self._disk.remove(path)
             raise storage_error(error, f"{path} cannot be written") from error
         self.log.close()
-        self.log, self._log_first = following, sequence
+        self.log, self._log_first = next_log, sequence
 
     def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
         """Build segments, and replace their sources by them in one step."""
