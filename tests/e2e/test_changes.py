@@ -93,6 +93,6 @@ def test_a_gpu_with_a_pool_worker_is_drained_and_comes_back_under_load_and_no_se
                 assert workers(node, verb, "--gpu", "cuda:1") == said
             eventually(lambda: node.metric("trinity_pool_queries_total", worker="pool-1") > 5, 60, "its share of them")
         assert set(answers) == {200}
-        assert "say either a role" in workers(node, "drain", "pool", "--gpu", "cuda:0")
+        assert "give either a role" in workers(node, "drain", "pool", "--gpu", "cuda:0")
     finally:
         assert node.stop() == 0
