@@ -55,7 +55,7 @@ def follow(
     ],
     url: Annotated[str, typer.Option(help="The database's address, or a path for its client's local mode.")],
     collection: Annotated[str, typer.Option(help="The name of the database's collection.")],
-    wanted: Annotated[
+    filter: Annotated[
         str, typer.Option("--filter", help="Only follow points that pass this filter of the database.")
     ] = "",
     vector: Annotated[str, typer.Option(help="The name of the vector, if there are several.")] = "",
@@ -79,7 +79,7 @@ def follow(
 ) -> None:
     """Replicate a collection of Qdrant or Milvus into a live collection until Ctrl-C: changed points are stored,
     removed ones are deleted. A node may serve the collection at the same time."""
-    source = _source(database, url, collection, wanted, vector, read_key(key_file, "the database's"))
+    source = _source(database, url, collection, filter, vector, read_key(key_file, "the database's"))
     followed = _Followed(database, url, collection, embed)
     if not is_live(directory):
         create(directory, source.dim, metric=source.metric)
@@ -117,17 +117,17 @@ def _print(result: SyncResult, count: int) -> None:
         print(f"{counts}; {count:,} in the collection", flush=True)
 
 
-def _source(database: str, url: str, collection: str, wanted: str, vector: str, key: str) -> Source:
+def _source(database: str, url: str, collection: str, filter: str, vector: str, key: str) -> Source:
     module, package = _NEEDS[database]
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"missing: {package}. Install with: python -m pip install {package}")
     if database == "qdrant":
         from runtime.integrations.follow import qdrant
 
-        return qdrant.Qdrant(qdrant.connect(url, key), collection, wanted, vector)
+        return qdrant.Qdrant(qdrant.connect(url, key), collection, filter, vector)
     from runtime.integrations.follow import milvus
 
-    return milvus.Milvus(milvus.connect(url, key), collection, wanted, vector)
+    return milvus.Milvus(milvus.connect(url, key), collection, filter, vector)
 
 
 @contextmanager

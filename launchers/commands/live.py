@@ -97,13 +97,13 @@ def upsert(
 def delete(
     directory: Directory,
     ids: Annotated[list[str] | None, typer.Argument(help="Of documents.")] = None,
-    wanted: Filtered = "",
+    filter: Filtered = "",
 ) -> None:
     """Delete documents by id, or all that pass a filter."""
-    if bool(ids) == bool(wanted):
+    if bool(ids) == bool(filter):
         raise UsageError("give ids, or --filter")
     with LiveWriter(directory, background=False) as writer:
-        deleted = writer.delete(ids) if ids else writer.delete_where(_filter(wanted))
+        deleted = writer.delete(ids) if ids else writer.delete_where(_filter(filter))
         print(f"{deleted:,} documents deleted; {writer.state.count:,} in the collection")
 
 
@@ -131,7 +131,7 @@ def search(
     directory: Directory,
     text: Annotated[str, typer.Argument(help="The query.")],
     k: Annotated[int, typer.Option(help="Documents to find.", min=1, max=1000)] = 5,
-    wanted: Filtered = "",
+    filter: Filtered = "",
 ) -> None:
     """Print the documents nearest to a text."""
     spec = read_description(directory).embedder
@@ -139,7 +139,7 @@ def search(
         raise CollectionError(f"{directory} has no embedder, so it cannot be searched for a text")
     vector = load_embedder(spec).embed([text], "query")
     with LiveReader(directory) as reader:
-        rows, distances = reader.search(vector, k, max(64, k), filter=_filter(wanted) if wanted else None)
+        rows, distances = reader.search(vector, k, max(64, k), filter=_filter(filter) if filter else None)
         found = reader.documents(rows[0][rows[0] >= 0].tolist())
     for document, distance in zip(found, distances[0], strict=False):
         if document is not None:

@@ -147,14 +147,14 @@ class DocumentStore:
         """Return the files that the documents were read from; None if they were not read from files."""
 
         def read(connection: sqlite3.Connection) -> Sources | None:
-            told = connection.execute("SELECT root, passage_tokens FROM sources").fetchone()
-            if told is None:
+            source = connection.execute("SELECT root, passage_tokens FROM sources").fetchone()
+            if source is None:
                 return None
             files = dict(connection.execute("SELECT path, sha256 FROM files").fetchall())
-            texts = (told[0], *files, *files.values())
-            if not all(isinstance(text, str) for text in texts) or not isinstance(told[1], int):
+            texts = (source[0], *files, *files.values())
+            if not all(isinstance(text, str) for text in texts) or not isinstance(source[1], int):
                 raise CollectionError(f"{self.path} is damaged: its table of sources has wrong types")
-            return Sources(told[0], told[1], files)
+            return Sources(source[0], source[1], files)
 
         return self._read(read) if self._version > 1 else None
 

@@ -155,12 +155,12 @@ def is_collection(directory: Path) -> bool:
         return False
 
 
-def _has_format(content: bytes, wanted: str = _FORMAT) -> bool:
+def _has_format(content: bytes, expected: str = _FORMAT) -> bool:
     class Format(msgspec.Struct):
         format: str
 
     try:
-        return msgspec.json.decode(content, type=Format).format == wanted
+        return msgspec.json.decode(content, type=Format).format == expected
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
 

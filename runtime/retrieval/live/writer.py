@@ -1,4 +1,4 @@
-"""Writer of a live collection, of which there is one at a time: upserts, deletes, seals and merges."""
+"""Writer of a live collection, one at a time: upserts, deletes, seals and merges."""
 
 import logging
 import os
@@ -455,7 +455,7 @@ class LiveWriter:
 
     def _remove_obsolete_files(self, sealed: bool = False) -> None:
         """sealed: after a seal; a merge may run, so its files are saved."""
-        with self._commit_lock:  # so that no build begins or is installed meanwhile
+        with self._commit_lock:  # so that no build begins or is installed in the meantime
             found = obsolete_files(self.directory, self._manifest, self._building, sealed)
         for path in found:
             self._disk.remove(path)
