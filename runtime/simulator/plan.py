@@ -43,14 +43,14 @@ def plans(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Plan]:
     """Return the best splits of `gpus` GPUs over all placements, in order. Raises `ConfigError` if there is none."""
-    found = []
+    ranked = []
     for placement in PLACEMENTS:
         splits = sorted(_splits(setup, arrivals, placement, gpus), key=lambda split: -capacity(split, arrivals))
         for split in splits[:tried]:
             config = split.config
             progress(f"{placement}: {config.prefill.workers} prefill, {config.decode.workers} decode")
             needs = demands(split, arrivals)
-            found.append(
+            ranked.append(
                 Plan(
                     placement=placement,
                     prefill=config.prefill.workers,
@@ -62,9 +62,9 @@ def plans(
                     rate=greatest_rate(split, arrivals, share),
                 )
             )
-    if not found:
+    if not ranked:
         raise ConfigError(f"{gpus} GPUs: no split has a prefill and a decode GPU with memory for the index and the KV")
-    return sorted(found, key=lambda plan: -plan.rate)
+    return sorted(ranked, key=lambda plan: -plan.rate)
 
 
 def greatest_rate(setup: Setup, arrivals: Sequence[Arrival], share: float, nodes: int = 1) -> float:

@@ -14,7 +14,7 @@ from runtime.simulator.traces import Arrival
 
 @dataclass(slots=True, eq=False)
 class EarlyPull:
-    """An early pull: `copied_ns` of copying are done, or in progress until `end_ns`, of `there_ns` that prefill has
+    """An early pull: `copied_ns` of copying are done, or in progress until `end_ns`, of `available_ns` that prefill has
     computed. Decode receives its offer at `ready_ns`. If it holds blocks (`held`), `found_tokens` were cached."""
 
     request: SimRequest
@@ -22,7 +22,7 @@ class EarlyPull:
     reserved: bool = False
     held: bool = False
     found_tokens: int = 0
-    there_ns: int = 0
+    available_ns: int = 0
     copied_ns: int = 0
     end_ns: int = 0
 
@@ -48,7 +48,7 @@ class EarlyPulls:
     def first(self, now_ns: int) -> EarlyPull | None:
         """Return the first pull that has KV to copy now."""
         for early in self._all.values():
-            if early.held and early.there_ns > early.copied_ns and max(early.ready_ns, early.end_ns) <= now_ns:
+            if early.held and early.available_ns > early.copied_ns and max(early.ready_ns, early.end_ns) <= now_ns:
                 return early
         return None
 
@@ -82,7 +82,7 @@ class EarlyPulls:
         for early in reversed(self._all.values()):
             if early.held and not early.reserved:
                 self.release(early)
-                early.held, early.there_ns, early.copied_ns, early.end_ns = False, 0, 0, 0
+                early.held, early.available_ns, early.copied_ns, early.end_ns = False, 0, 0, 0
                 return True
         return False
 

@@ -108,13 +108,13 @@ class SimDecode:
             early.held = True
         if not early.held:
             return
-        early.there_ns = ns(self._times.copy_s(max(request.done_tokens - early.found_tokens, 0)))
+        early.available_ns = ns(self._times.copy_s(max(request.done_tokens - early.found_tokens, 0)))
         if not self._slice_ns:  # concurrently with the steps
             begin_ns = max(early.end_ns, early.ready_ns, self.batch.boundary_ns())
-            self.link_busy_ns += early.there_ns - early.copied_ns
-            early.end_ns = begin_ns + early.there_ns - early.copied_ns
-            early.copied_ns = early.there_ns
-        elif early.there_ns > early.copied_ns:
+            self.link_busy_ns += early.available_ns - early.copied_ns
+            early.end_ns = begin_ns + early.available_ns - early.copied_ns
+            early.copied_ns = early.available_ns
+        elif early.available_ns > early.copied_ns:
             self.batch.call_between_runs(True)
             self._events.at(early.ready_ns, self.batch.interrupt)
 
@@ -172,7 +172,7 @@ class SimDecode:
         early = self.early.first(now)
         if early is None:
             return
-        left = early.there_ns - early.copied_ns
+        left = early.available_ns - early.copied_ns
         if self._running:
             left = min(left, self._slice_ns, self.batch.step_ns() // BUSY_SHARE)
             self.batch.delay_next_step(left / 1e9)

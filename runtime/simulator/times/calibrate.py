@@ -59,14 +59,14 @@ def costs(parts: Sequence[Sequence[float]], took: Sequence[float]) -> list[float
     """Return the cost of each part from measurements of `took[i]` with `parts[i]` parts: least squares of relative
     errors with non-negative costs."""
     matrix = np.asarray(parts, float) / np.asarray(took)[:, None]
-    found, left = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
+    result, left = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
     while left:
         values = np.linalg.lstsq(matrix[:, left], np.ones(len(took)), rcond=None)[0]
         if values.min() >= 0:
-            found[left] = values
+            result[left] = values
             break
         left.pop(int(values.argmin()))
-    return [float(value) for value in found]
+    return [float(value) for value in result]
 
 
 def prefill_parts(chunks: Sequence[tuple[int, int]]) -> list[float]:
@@ -87,7 +87,7 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
     """
     if not config.collections and config.own_model is None:
         raise ConfigError("nothing to calibrate: configure [model], [[collections]], or both")
-    found, parts = base, []
+    times, parts = base, []
     if config.collections:
         curves, queries = [], []
         for collection in config.collections:
@@ -98,16 +98,16 @@ def calibrate(config: NodeConfig, base: ServiceTimes, progress: Progress = lambd
                 queries.append(typical_queries(index, _QUERIES))
         first = curves[0].measured
         line = Line.fit([one.active for one in first], [one.seconds for one in first])
-        roofline = replace(found.roofline, search=tuple(curves))
+        roofline = replace(times.roofline, search=tuple(curves))
         progress("the pool's loop")
         loop = loop_times(config, queries[0])._asdict()
-        found = replace(found, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
+        times = replace(times, extend_s=line.fixed, extend_slot_s=line.each, roofline=roofline, **loop)
         parts.append(f"extends of {', '.join(collection.name for collection in config.collections)}")
     if config.own_model is not None:
         progress(f"passes of model {config.own_model.name!r}")
-        found = _model_times(config.own_model, config, found)
+        times = _model_times(config.own_model, config, times)
         parts.append(f"passes of {config.own_model.name}")
-    return replace(found, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
+    return replace(times, source=f"measured on this machine: {', '.join(parts)}; the rest from: {base.source}")
 
 
 def search_times(index: GraphIndex, pool: PoolSection) -> SearchRoofline:
@@ -133,7 +133,7 @@ def _starts(far: int) -> list[int]:
     return sorted({max(1, far // part) for part in (8, 2, 1)}) if far > 0 else []
 
 
-def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
+def _tier_times(kv: "KvArray", times: ServiceTimes) -> ServiceTimes:
     """Measure writing and loading the model's blocks with a host tier in the temporary directory."""
     from runtime.serving.kv.blocks import BlockManager, BlockTable
     from runtime.serving.kv.file_tier import FileTier
@@ -157,10 +157,10 @@ def _tier_times(kv: "KvArray", found: ServiceTimes) -> ServiceTimes:
             loaded.append(time.perf_counter() - middle)
         tiers.close()
     write_s, load_s = median(written), median(loaded)
-    return replace(found, tier_block_s=0.0, tier_write_bytes_s=nbytes / write_s, tier_load_bytes_s=nbytes / load_s)
+    return replace(times, tier_block_s=0.0, tier_write_bytes_s=nbytes / write_s, tier_load_bytes_s=nbytes / load_s)
 
 
-def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes) -> ServiceTimes:
+def _model_times(section: ModelSection, config: NodeConfig, times: ServiceTimes) -> ServiceTimes:
     from runtime.serving.kv.transport import Transfer
     from runtime.serving.model.language_model import Chunk, LanguageModel
     from runtime.serving.model.model_info import weights_type
@@ -211,11 +211,11 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         for copy in copies:
             copy.step()
         copied, copy_ns = copies[0].bytes, min(copy.busy_ns for copy in copies)
-        found = replace(found, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
+        times = replace(times, link_bytes_s=copied * 1e9 / max(copy_ns, 1), link_s=0.0)
     if config.kv.host_mib or config.kv.disk_mib:
-        found = _tier_times(model.kv_array, found)
+        times = _tier_times(model.kv_array, times)
     return replace(
-        found,
+        times,
         prefill_pass_s=pass_s,
         prefill_token_s=token_s,
         prefill_behind_s=behind_s,
@@ -225,7 +225,7 @@ def _model_times(section: ModelSection, config: NodeConfig, found: ServiceTimes)
         decode_context_s=context_s,
         kv_token_bytes=model.kv.nbytes // (model.blocks * model.block_tokens),
         roofline=replace(
-            found.roofline,
+            times.roofline,
             prefill=PassRoofline.fit(lengths, prompts) if len(lengths) > 1 else None,
             decode=PassRoofline.fit(active, taken) if len(active) > 1 else None,
         ),
