@@ -109,7 +109,7 @@ class AnswerStore:
             if document is None or self._writer.state.deleted(rows)[0]:
                 return None
         stored_ms = document.attributes[STORED_MS]
-        assert isinstance(stored_ms, int), "the collection's schema says so"
+        assert isinstance(stored_ms, int), "guaranteed by the collection's schema"
         return CachedAnswer(document.text, min(similarity, 1.0), (self._now_ms() - stored_ms) / 1e3)
 
     def store(self, answers: Sequence[NewAnswer]) -> None:

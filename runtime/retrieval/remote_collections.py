@@ -145,9 +145,12 @@ class RemoteCollection:
             async with asyncio.timeout(self._section.timeout_s):
                 content = await self._request("GET", f"{node.url}/v1/vector_stores/{self._name}", None)
             store = msgspec.json.decode(content, type=_Store)
-            told = store.metadata
+            metadata = store.metadata
             found = CollectionSummary(
-                here=True, dim=int(told["dimensions"]), metric=told["metric"], embedder=told.get("embedder", "")
+                here=True,
+                dim=int(metadata["dimensions"]),
+                metric=metadata["metric"],
+                embedder=metadata.get("embedder", ""),
             )
         except (TrinityError, TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
             self._mark_down(node, _error_text(error))
@@ -235,8 +238,8 @@ def _error_text(error: Exception) -> str:
         return "no answer in time"
     if isinstance(error, aiohttp.InvalidURL):
         return "the URL is invalid"
-    told = error.message if isinstance(error, TrinityError) else str(error)
-    return told.partition("\n")[0][:200] or type(error).__name__
+    message = error.message if isinstance(error, TrinityError) else str(error)
+    return message.partition("\n")[0][:200] or type(error).__name__
 
 
 def _describe(summary: CollectionSummary) -> str:
