@@ -166,6 +166,7 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
         ([UpsertDocument("a" * 513, vector=vector_of(1))], "513 bytes"),
         ([UpsertDocument("\ud800", vector=vector_of(1))], "surrogate"),
         ([UpsertDocument(7, vector=vector_of(1))], "must be a string"),  # type: ignore[arg-type]
+        ([UpsertDocument(10**5000, vector=vector_of(1))], "over 4,300 digits; it must be a string"),  # type: ignore[arg-type]
         ([document("a", 1, year="x")], "'year' is a string.*integer before"),
         ([document("a", 1, **{"a b": 1})], "is not a valid name"),
         ([document(str(number), 1) for number in range(validation.MAX_BATCH + 1)], "limit is 4096"),
