@@ -228,6 +228,7 @@ def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_lef
     server, core, worker = node.server("engine-0"), node.core("engine-0"), node.worker("engine-0").pid
     os.kill({"server": server, "core": core, "worker": worker}[victim], signal.SIGKILL)
     all_whole(askers)
+    assert "retried after" in node.log.read_text()
     eventually(lambda: all(gone(pid) for pid in (server, core, worker)), 60, "the old processes to be gone")
     node.ready()
     assert node.worker("engine-0").restarts == 1
@@ -254,7 +255,7 @@ def test_a_rolling_restart_loses_no_request(start: Start) -> None:
     all_whole(askers)
     assert not cores & {node.core("engine-0"), node.core("engine-1")}
     log = node.log.read_text()
-    assert "goes on after" not in log  # a drained instance finishes what it has
+    assert "retried after" not in log  # a drained instance finishes what it has
 
 
 def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Start) -> None:
