@@ -82,7 +82,7 @@ class FrontendLink:
             free_blocks, evicted_ns, step_ns,
         )  # fmt: skip
         last = self._reported
-        # Blocks and times change with nearly every step: a change of these only causes no report.
+        # Blocks and times change with nearly every step: alone they do not trigger a report.
         changed = last is None or last != msgspec.structs.replace(
             report, free_blocks=last.free_blocks, evicted_ns=last.evicted_ns, step_ns=last.step_ns
         )

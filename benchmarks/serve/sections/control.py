@@ -109,7 +109,8 @@ def link(bench: Bench) -> Section:
         uses[reserve] = fmean(use for _, use, _ in _watched(bench, bench.seconds(_LINK_S) / 3, fixed))
     target = (uses[0.1] + uses[0.9]) / 2
     tuned: dict[str, Any] = {
-        # SlotWaits of over a tenth of their target say that prefill has work; neither they nor stalls move r here.
+        # Waits above a tenth of their target show that prefill has work; with these targets neither waits nor stalls
+        # change r.
         "control": {
             "enabled": True, "link_target": target, "prefill_wait_target_s": 1.0, "decode_stall_target": 1.0,
             "dwell_s": 0.5, "hysteresis": 0.1,

@@ -73,7 +73,7 @@ def transfer_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def remove_files(plan: NodePlan, place: WorkerPlan) -> None:
-    """Remove the KV files that an instance has written: their content is stale after a restart."""
+    """Remove the KV files of an instance: those of an earlier process may be invalid, and later ones are never read."""
     for file in plan.kv_directory.glob(f"{place.name}-*"):
         file.unlink(missing_ok=True)
 

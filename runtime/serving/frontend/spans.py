@@ -28,8 +28,8 @@ Attributes = dict[str, str | int | float | list[str]]
 
 
 def otlp_provider(node: str) -> TracerProvider:
-    """RequestReturn a provider that exports to the collector named by the OTEL_* variables, http://localhost:4318
-    without any."""
+    """Return a provider that exports to the collector named by the OTEL_* variables, by default
+    http://localhost:4318."""
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     service = {} if named else {SERVICE_NAME: _PROVIDER}
     provider = TracerProvider(resource=Resource.create({SERVICE_INSTANCE_ID: node, **service}), shutdown_on_exit=False)
