@@ -153,7 +153,7 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
         ("drain", "pool-0, prefill-0, prefill-1, decode-0"),
         ("flip", "prefill-0, prefill-1, decode-0"),
     ):
-        with pytest.raises(InvalidRequest, match=f"no worker '{what}'; workers that can be drained: {there}$"):
+        with pytest.raises(InvalidRequest, match=f"no worker '{what}'; available: {there}$"):
             change(node, verb, what)
     with pytest.raises(InvalidRequest, match=f"workers of role '{what}' cannot be scaled like that"):
         change(node, "add", what)
@@ -169,9 +169,9 @@ def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) ->
 
 def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> None:
     node = start(more="")
-    with pytest.raises(InvalidRequest, match=r"roles of this node: pool$"):
+    with pytest.raises(InvalidRequest, match=r"possible roles: pool$"):
         change(node, "add", "decode")
-    with pytest.raises(InvalidRequest, match=r"roles of this node: none without a \[model\]"):
+    with pytest.raises(InvalidRequest, match=r"possible roles: none without a \[model\]"):
         change(node, "flip", "pool-0")
 
 

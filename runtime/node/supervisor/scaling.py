@@ -55,13 +55,13 @@ class Scaler:
         if action == "add":
             return self._add_on(target) if target.startswith(GPU_NAMES) else (self._add(self._role(target, "pool")),)
         if action == "drain":
-            leavers = self._select_leavers(target, "pool")
-            for worker in leavers:
+            draining = self._select_draining(target, "pool")
+            for worker in draining:
                 self._drain(worker)
-            return tuple(worker.name for worker in leavers)
+            return tuple(worker.name for worker in draining)
         if target.startswith(GPU_NAMES):
             raise InvalidRequest(f"cannot flip {target}: give a role, whose last worker is flipped, or a worker's name")
-        (worker,) = self._select_leavers(target)
+        (worker,) = self._select_draining(target)
         name = self._add_like(worker.placement, _OTHER_ROLE[worker.placement.role])
         self._flips[name] = worker.name
         return (name,)
@@ -82,7 +82,7 @@ class Scaler:
     @property
     def in_progress(self) -> bool:
         """Whether a worker is being added, drained or flipped, or is not ready."""
-        return bool(self._flips) or not all(self._stays(worker) for worker in self._workers)
+        return bool(self._flips) or not all(self._is_serving(worker) for worker in self._workers)
 
     @property
     def vacant(self) -> tuple[WorkerPlan, ...]:
@@ -127,38 +127,38 @@ class Scaler:
         log.info("%s leaves: it drains first", worker.name)
         worker.desired = Desired.STOP
 
-    def _select_leavers(self, target: str, *more: Role) -> list[SupervisedWorker]:
+    def _select_draining(self, target: str, *more: Role) -> list[SupervisedWorker]:
         """Return the workers to drain. Those of a GPU need not be ready, since the GPU may have failed.
 
         Raises `InvalidRequest` if a role or shard would be left without a ready worker.
         """
         roles: set[Role]
         if target.startswith(GPU_NAMES):
-            leavers = [w for w in self._workers if w.placement.is_on(target) and not self._leaves(w)]
-            roles = {worker.placement.role for worker in leavers}
-            if not leavers:
-                staying = [w.placement for w in self._workers if w.placement.gpu and not self._leaves(w)]
+            draining = [w for w in self._workers if w.placement.is_on(target) and not self._is_leaving(w)]
+            roles = {worker.placement.role for worker in draining}
+            if not draining:
+                staying = [w.placement for w in self._workers if w.placement.gpu and not self._is_leaving(w)]
                 gpus = sorted({placement.shown_device for placement in staying})
                 raise InvalidRequest(f"no worker stays on {target}; workers stay on {', '.join(gpus) or 'no GPU'}")
         else:
             named = self._find(target)
             if named is None and target not in get_args(Role):
                 known = ", ".join(w.name for w in self._workers if w.placement.role in self._roles(*more))
-                raise InvalidRequest(f"no worker {target!r}; workers that can be drained: {known or 'none'}")
+                raise InvalidRequest(f"no worker {target!r}; available: {known or 'none'}")
             role = self._role(named.placement.role if named else target, *more)
-            ready = [w for w in reversed(self._workers) if w.placement.role == role and self._stays(w)]
+            ready = [w for w in reversed(self._workers) if w.placement.role == role and self._is_serving(w)]
             if named is not None and named not in ready:
                 raise InvalidRequest(
-                    f"{named.name} is {'already draining' if self._leaves(named) else named.phase.value}"
+                    f"{named.name} is {'already draining' if self._is_leaving(named) else named.phase.value}"
                 )
-            leavers, roles = ready[:1] if named is None else [named], {role}
+            draining, roles = ready[:1] if named is None else [named], {role}
         for role in roles:
-            self._check_remaining(leavers, role)
-        return leavers
+            self._check_remaining(draining, role)
+        return draining
 
-    def _check_remaining(self, leavers: Sequence[SupervisedWorker], role: Role) -> None:
+    def _check_remaining(self, draining: Sequence[SupervisedWorker], role: Role) -> None:
         """Raise `InvalidRequest` unless the role, and each shard that its pools serve, keeps a ready worker."""
-        remaining = [worker for worker in self._workers if self._stays(worker) and worker not in leavers]
+        remaining = [worker for worker in self._workers if self._is_serving(worker) and worker not in draining]
         indexes = {worker.placement.index for worker in remaining if worker.placement.role == role}
         if not indexes:
             advice = "" if role == "pool" else "; add one first"
@@ -179,17 +179,17 @@ class Scaler:
             if role == one:
                 return one
         roles = ", ".join(known) or "none without a [model]"
-        raise InvalidRequest(f"workers of role {role!r} cannot be scaled like that; roles of this node: {roles}")
+        raise InvalidRequest(f"workers of role {role!r} cannot be scaled like that; possible roles: {roles}")
 
     def _roles(self, *more: Role) -> list[Role]:
         """Return the roles of this node that can be scaled: prefill, decode and `more`."""
         roles: list[Role] = list(_OTHER_ROLE) if self._config.own_model is not None else []
         return [*roles, *(more if self._config.collections else ())]
 
-    def _stays(self, worker: SupervisedWorker) -> bool:
-        return worker.phase is Phase.READY and not self._leaves(worker)
+    def _is_serving(self, worker: SupervisedWorker) -> bool:
+        return worker.phase is Phase.READY and not self._is_leaving(worker)
 
-    def _leaves(self, worker: SupervisedWorker) -> bool:
+    def _is_leaving(self, worker: SupervisedWorker) -> bool:
         return worker.desired is Desired.STOP or worker.name in self._flips.values()
 
     def _find(self, name: str) -> SupervisedWorker | None:
