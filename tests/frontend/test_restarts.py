@@ -134,7 +134,7 @@ def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
             stand.link.tick()
             error = await ending(request)
             assert isinstance(error, WorkerLost)
-            assert error.message.startswith("decode worker 'd0' was lost: killed, and no other has taken it: no ")
+            assert error.message.startswith("decode worker 'd0' was lost: killed, and no other worker accepted it: no ")
             assert stand.codes == ["worker_lost"]
 
     run(test())

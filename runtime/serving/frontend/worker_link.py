@@ -197,7 +197,7 @@ class WorkerLink(Engine):
             self._place(request, avoid)
         except (Unavailable, Overloaded) as reason:
             if self._clock() >= until_ns:
-                lost = WorkerLost(f"{error.message}, and no other has taken it: {reason.message}")
+                lost = WorkerLost(f"{error.message}, and no other worker accepted it: {reason.message}")
                 self._fail(request, lost if request.attempts else reason)
         except TrinityError as reason:
             self._fail(request, reason)

@@ -303,7 +303,9 @@ class _Routes:
             readiness.record_ready()
             return json_response({"status": "ready", "missing": [], "unavailable": self._service.search.unavailable()})
         reason = (
-            f"not ready, missing: {', '.join(missing)}" if missing else "the node drains: send new requests elsewhere"
+            f"not ready, missing: {', '.join(missing)}"
+            if missing
+            else "the node is draining: send new requests to another node"
         )
         status = {"status": "draining" if readiness.draining else "unavailable", "missing": missing}
         return json_response(error_json(Unavailable(reason)) | status, {"Retry-After": "1"}, status=503)

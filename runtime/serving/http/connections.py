@@ -191,7 +191,7 @@ def _validate(request: h11.Request) -> h11.Request:
     """
     version, names = request.http_version.decode(), {name for name, _ in request.headers}
     if not version.startswith("1."):
-        raise h11.RemoteProtocolError(f"its version is {version}, supported is HTTP/1.1", error_status_hint=505)
+        raise h11.RemoteProtocolError(f"its version is {version}; use HTTP/1.1", error_status_hint=505)
     if b"transfer-encoding" in names and (b"content-length" in names or version == "1.0"):
         what = "Transfer-Encoding in HTTP/1.0" if version == "1.0" else "both Content-Length and Transfer-Encoding"
         raise h11.RemoteProtocolError(what)

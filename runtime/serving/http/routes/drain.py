@@ -76,7 +76,7 @@ class DrainRoute:
         """Raises NotDirect, Forbidden."""
         access_of(http).require_operator()
         if found := [name for name in _PROXY_HEADERS if name in http.headers]:
-            raise NotDirect(f"the request has the header {found[0]!r}: ask the node itself, not by a proxy or a page")
+            raise NotDirect(f"the request has the header {found[0]!r}: send it to the node itself, without a proxy")
         if http.method in ("POST", "DELETE"):
             wanted = http.method == "POST"
             await self._persist(wanted)
