@@ -174,10 +174,10 @@ def _simulated_medians(
 ) -> tuple[float, float]:
     """Return medians in s of the simulated decode time of `probing` and prefill time of `prompts`."""
     both = sorted([*probing, *prompts], key=lambda one: one.sent_s)
-    asked_for = {one.id for one in prompts}
+    prompt_request_ids = {one.id for one in prompts}
     decoding, prefilling = [], [0.0] * (not prompts)
     for one, request in zip(both, simulate(system, times, both).requests, strict=True):
-        if one.id in asked_for:
+        if one.id in prompt_request_ids:
             prefilling.append((request.prefilled_ns - request.begun_ns) / 1e9)
         else:
             decoding.append((request.end_ns - request.first_token_ns) / 1e9)
@@ -231,9 +231,9 @@ def _fit_decode(bench: Bench, system: System, random: np.random.Generator, times
         begin, end = max(o.token_times_s[0] for o in outcomes), min(o.token_times_s[-1] for o in outcomes)
         between = []  # means: single intervals are distorted by tokens that arrive together
         for outcome in outcomes:
-            came = [moment for moment in outcome.token_times_s if begin <= moment <= end]
-            if len(came) > 1:
-                between.append((came[-1] - came[0]) / (len(came) - 1))
+            moments = [moment for moment in outcome.token_times_s if begin <= moment <= end]
+            if len(moments) > 1:
+                between.append((moments[-1] - moments[0]) / (len(moments) - 1))
         if between:
             took.append(median(between))
             context = sum(len(outcome.prompt) + outcome.tokens - _STEPS / 2 for outcome in outcomes)

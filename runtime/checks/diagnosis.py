@@ -59,11 +59,11 @@ def diagnose(
     yield from _versions()
     yield from _limits()
     yield _compiled_code()
-    wants_gpus = config is not None and any(
+    needs_gpus = config is not None and any(
         device != "cpu" for role in (config.pool, config.prefill, config.decode) for device in role.devices
     )
-    wants_gpus = wants_gpus or (config is not None and isinstance(config.model, VllmSection) and any(config.model.gpus))
-    yield from _driver(gpus, machine, wants_gpus)
+    needs_gpus = needs_gpus or (config is not None and isinstance(config.model, VllmSection) and any(config.model.gpus))
+    yield from _driver(gpus, machine, needs_gpus)
     yield from _numa(machine)
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
     yield from _pairs(gpus, machine, probe or cuda_ipc, models)

@@ -111,7 +111,7 @@ def run(bench: Bench) -> Section:
         full = [body for _, body in _load(bench, 100.0, 1.0, bench.seed + 200)]
         ends = sorted(outcome.ended_s for outcome in closed_loop(system.url, full, _FULL))[_FULL // 2 : -_FULL]
         capacity = (len(ends) - 1) / (ends[-1] - ends[0])  # without ramp-up and ramp-down
-        while missing := [load for load in names if sum(play.counts for play in trials[names[load]]) < _ROUNDS]:
+        while missing := [load for load in names if sum(trial.counts for trial in trials[names[load]]) < _ROUNDS]:
             if len(known) >= _ROUNDS and time.monotonic() - begin > bench.seconds(_LONGEST_S):
                 break
             times, (_, _, beside_fit) = _watched(system, lambda: fit_service_times(bench, system, base))
@@ -121,7 +121,7 @@ def run(bench: Bench) -> Section:
                 tries.append(_trial(bench, system, times, load, capacity, sum(p.counts for p in tries), beside_fit))
     section = Section("agreement", f"{_TEXT} {_verdict(trials)}")
     for name, tries in trials.items():
-        found = [play.ratios() for play in tries if play.counts] or [play.ratios() for play in tries]
+        found = [trial.ratios() for trial in tries if trial.counts] or [trial.ratios() for trial in tries]
         for figure in found[0]:
             ratios = [ratio[figure] for ratio in found]
             ratio = median(ratios)
@@ -130,12 +130,12 @@ def run(bench: Bench) -> Section:
             section.measures.append(Measure(f"{name}: {figure}, simulated / real, {spread}{off}", ratio, "×"))
         section.details[name] = [
             {
-                "counts": play.counts, "requests": len(play.real.ttft), "real": play.real.figures(),
-                "simulated": play.simulated.figures(), "real stages (ms)": play.real.by_stage(),
-                "simulated stages (ms)": play.simulated.by_stage(), "others beside the fit": play.beside_fit,
-                "cores used by models, the rest, others": play.cores,
+                "counts": trial.counts, "requests": len(trial.real.ttft), "real": trial.real.figures(),
+                "simulated": trial.simulated.figures(), "real stages (ms)": trial.real.by_stage(),
+                "simulated stages (ms)": trial.simulated.by_stage(), "others beside the fit": trial.beside_fit,
+                "cores used by models, the rest, others": trial.cores,
             }
-            for play in tries
+            for trial in tries
         ]  # fmt: skip
     section.details["capacity_per_s"] = capacity
     section.details["times"] = [
@@ -146,8 +146,8 @@ def run(bench: Bench) -> Section:
 
 def _verdict(trials: dict[str, list[Trial]]) -> str:
     """Return whether the run is valid, and the reason."""
-    most = max(play.others for tries in trials.values() for play in tries)
-    count = {name: sum(play.counts for play in tries) for name, tries in trials.items()}
+    most = max(trial.others for tries in trials.values() for trial in tries)
+    count = {name: sum(trial.counts for trial in tries) for name, tries in trials.items()}
     valid_trials = ", ".join(f"{name} {number} of {len(trials[name])}" for name, number in count.items())
     valid = "**Valid**" if min(count.values()) >= _ROUNDS else "**Not valid**"
     return f"{valid}: valid trials, of at least {_ROUNDS}: {valid_trials}; others used up to {most:.2f} cores in one."

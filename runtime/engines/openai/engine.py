@@ -69,7 +69,7 @@ class OpenAiEngine(Engine):
         return [] if self.balancer.up else ["engine"]
 
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
-        writer = AnswerWriter(request, sent, self._deps, partial(self._tell, request))
+        writer = AnswerWriter(request, sent, self._deps, partial(self._emit, request))
         self._tasks[request] = asyncio.create_task(self._run(request, writer))
 
     def statistics(self) -> EngineStatistics:
@@ -157,7 +157,7 @@ class OpenAiEngine(Engine):
 
     # ---- output
 
-    def _tell(self, request: Request, piece: Piece) -> None:
+    def _emit(self, request: Request, piece: Piece) -> None:
         self.traces.record(request, piece)
         self.requests.deliver(piece)
 
@@ -167,9 +167,9 @@ class OpenAiEngine(Engine):
         if task is not None:
             task.cancel()
 
-    def _ended(self, ended: RequestOutcome, request: Request) -> None:
+    def _ended(self, outcome: RequestOutcome, request: Request) -> None:
         self._ended_retries += request.resends
-        super()._ended(ended, request)
+        super()._ended(outcome, request)
 
 
 # ---- construction from the configuration

@@ -13,7 +13,7 @@ The supervisor and the simulator run this same class. A role's load is its work 
   worker waits for room there, else to prefill's.
 
 The work does not depend on the number of workers. A worker moves if that lowers the higher of both loads by `_GAIN` as
-if decode computed no prompts, and by `_LEAST_GAIN` as it does (by any amount if the SLO violations exceed the error
+if decode computed no prompts, and by `_MIN_GAIN` as it does (by any amount if the SLO violations exceed the error
 budget), while that load is over `_BUSY` or the violations exceed the budget. The same move must have been best in two
 windows in a row. A role keeps one worker, and gives none away while its work grows.
 """
@@ -26,7 +26,7 @@ from runtime.node.config import NodeConfig, SloSection
 from runtime.node.metrics.worker_metrics import Stage
 
 _WINDOW_S = 5.0
-_GAIN, _LEAST_GAIN = 0.08, 0.05
+_GAIN, _MIN_GAIN = 0.08, 0.05
 _BUSY = 0.7
 _MAX_WAIT = 0.25
 _GROWTH = 1.1
@@ -83,7 +83,7 @@ class Planner:
         self._slo, self._chunk_tokens = slo, chunk_tokens
         self._last: tuple[float, Work] | None = None
         self._token_s = 0.0  # prefill time per token in the last window
-        self._least_s = slo.tpot_s / 3  # least time per decode token
+        self._min_token_s = slo.tpot_s / 3  # least time per decode token
         self._candidate: Stage | None = None  # best move of the last window
         # In workers, an exponential average over windows.
         self._work: dict[Stage, float] = {"prefill": 0.0, "decode": 0.0}
@@ -117,8 +117,8 @@ class Planner:
         if delta.tokens > 0:
             decode_prompts = delta.decode_prompt_tokens * self._token_s / passed_s / workers["decode"]
             token_s = delta.row_s / delta.tokens * max(1 - decode_prompts, 0.1)
-            self._least_s = min(self._least_s, token_s)
-            found["decode"] = (1 - self._least_s / token_s) * workers["decode"]
+            self._min_token_s = min(self._min_token_s, token_s)
+            found["decode"] = (1 - self._min_token_s / token_s) * workers["decode"]
         wait_s = (delta.prefill_waiting + delta.decode_waiting) * passed_s / max(delta.prompts, 1)
         wait = min(wait_s / self._slo.ttft_s, _MAX_WAIT)
         if delta.decode_waiting > workers["decode"]:  # prefill holds its slots until decode has pulled the KV
@@ -130,7 +130,7 @@ class Planner:
     @property
     def _max_rows(self) -> float:
         """Maximum work of a decode worker's rows."""
-        return 1 - self._least_s / self._slo.tpot_s
+        return 1 - self._min_token_s / self._slo.tpot_s
 
     def _loads(self, workers: dict[Stage, int], *, prefill_only: bool = False) -> dict[Stage, float]:
         """Return both loads with these workers; `prefill_only`: as if prefill computed all prompts."""
@@ -138,8 +138,8 @@ class Planner:
         prefill, decode = workers["prefill"], workers["decode"]
         chunk_s, capacity = 0.0 if prefill_only else self._chunk_tokens * self._token_s, decode * self._max_rows
         decode_prompts = cost = 0.0
-        if chunk_s and rows < decode and self._least_s / (1 - rows / decode) + chunk_s <= self._slo.tpot_s:
-            cost = 1 + self._least_s / chunk_s
+        if chunk_s and rows < decode and self._min_token_s / (1 - rows / decode) + chunk_s <= self._slo.tpot_s:
+            cost = 1 + self._min_token_s / chunk_s
             even = (prompts * capacity - rows * prefill) / (prefill + capacity)
             full = (prompts * decode - rows * prefill) / (cost * prefill + decode)
             decode_prompts = max(min(even, full), 0.0)
@@ -160,7 +160,7 @@ class Planner:
         violated = delta.slo_violations / max(delta.slo_requests, 1)
         over_budget = violated > 1 - self._slo.objective
         pressed = separate > _BUSY or over_budget
-        improving = [role for role in after if after[role] <= load * (1.0 if over_budget else 1 - _LEAST_GAIN)]
+        improving = [role for role in after if after[role] <= load * (1.0 if over_budget else 1 - _MIN_GAIN)]
         last, self._candidate = self._candidate, None
         if not improving or not pressed:
             return None

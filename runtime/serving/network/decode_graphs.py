@@ -17,7 +17,7 @@ from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
 
 log = logging.getLogger("model")
 
-_FEWEST_TOKENS = 256  # smallest bucket of tokens per row
+_MIN_TOKENS = 256  # smallest bucket of tokens per row
 
 
 class Network(Protocol):
@@ -49,7 +49,7 @@ class DecodeGraphs:
         self._network, self._cache = network, cache
         self._capture = capture or _CudaCapture()
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._fewest_blocks = -(-_FEWEST_TOKENS // cache.block_tokens)
+        self._min_blocks = -(-_MIN_TOKENS // cache.block_tokens)
 
     def logits(self, spans: Sequence[Span], tokens: Sequence[int]) -> torch.Tensor:
         """Return `Network.logits` of spans of one token each: float32 [rows, vocabulary], valid until the next call.
@@ -60,7 +60,7 @@ class DecodeGraphs:
         rows, needed = power_of_two(len(spans)), max(start // size + 1 for _, start, _ in spans)
         width = self._cache.row_blocks
         if self._cache.kernels == "gathered":
-            width = power_of_two(max(self._fewest_blocks, needed))
+            width = power_of_two(max(self._min_blocks, needed))
         lines = [
             [token, start, *table[:needed], *[0] * (needed - len(table))]
             for (table, start, _), token in zip(spans, tokens, strict=True)
