@@ -34,7 +34,7 @@ class WorkerPlan(msgspec.Struct, frozen=True):
     `gpu_numbers` has the indexes of all; `stage` is the stage that it serves. `numa_node` None: unknown or irrelevant.
     `spare`: number of a standby worker, which is placed like worker `index` of its role; None for others.
     `paired_with`: the worker that a pool worker is placed beside, and that queries it first. `exclusive_gpu`: whether a
-    pool worker shares its GPU or MIG instance with no other worker of the node.
+    pool worker is the node's only worker on its GPU or MIG instance.
     """
 
     role: Role
