@@ -34,7 +34,7 @@ def lay_out(config: NodeConfig, machine: Machine | None = None) -> NodePlan:
 
 
 def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> WorkerPlan:
-    """Return the worker with `exclusive_gpu` set: whether a pool worker is the only worker on its GPU or MIG instance."""
+    """Return the worker with `exclusive_gpu`: whether a pool worker is the only worker on its GPU or MIG instance."""
     if worker.role != "pool" or not worker.gpu:
         return worker
     others = [other for other in workers if other.name != worker.name]
