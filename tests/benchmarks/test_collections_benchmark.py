@@ -9,7 +9,7 @@ import pytest
 from benchmarks.collections import bench as collections
 from benchmarks.collections import switch
 from benchmarks.collections.kills import KILLS, Killed
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 def test_recall_counts_what_is_there_to_be_found() -> None:

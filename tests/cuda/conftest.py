@@ -1,4 +1,4 @@
-"""Emulated devices whose faults fail the test."""
+"""Fixture of emulated devices whose faults fail the test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ NewDriver = Callable[..., EmulatedDriver]
 
 @pytest.fixture
 def new_driver() -> Iterator[NewDriver]:
-    """Makes emulated devices; they are closed at the end, and a fault that no call has told of fails the test."""
+    """Return a factory of emulated devices. They are closed after the test; a fault that no call reported fails it."""
     drivers = []
 
     def make(seed: int = 0, block_threads: int = 64, program: Path | None = None) -> EmulatedDriver:

@@ -1,8 +1,8 @@
-"""A driver (gpu.cuda.driver.Driver) that runs the kernels' own text on the CPU, under sanitizers.
+"""A driver (gpu.cuda.driver.Driver) that runs the kernels' source on the CPU, under sanitizers.
 
-The device is a process: an executable of the kernels, compiled with g++ over `host.h`, that takes orders through a pipe
-(`emulator.cpp`). It works while its caller goes on, as a device does; a fault ends it, and the next call that waits for
-it raises DeviceError with the sanitizer's report.
+The device is a process: an executable of the kernels, compiled with g++ and `host.h`, that reads commands from a pipe
+(`emulator.cpp`). Like a device it runs asynchronously; a fault terminates it, and the next call that waits for it
+raises DeviceError with the sanitizer's report.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from gpu.cuda.compiler import kernel_source
 from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.cuda.layout import EXTEND_RESIDENT, KERNELS
 from gpu.errors import DeviceError
-from tests.cuda.entry_points import CalledBack
-from tests.cuda.kept import kept
+from tests.cuda.build_cache import build_once
+from tests.cuda.entry_points import DriverCallbacks
 
 HERE = Path(__file__).parent
 _PROGRAM = "emulator"
@@ -63,7 +63,7 @@ def require_compiler() -> None:
 
 
 def require_thread_sanitizer(directory: Path) -> None:
-    """The same for programs under the thread sanitizer, which want its library and a layout of memory that it knows."""
+    """Like `require_compiler`, for the thread sanitizer: it needs its library and a memory layout that it supports."""
     require_compiler()
     unit, program = directory / "empty.cpp", directory / "empty"
     unit.write_text("int main() {}")
@@ -81,7 +81,7 @@ def _missing(what: str) -> NoReturn:
 
 @functools.cache
 def emulator(sanitizers: tuple[str, ...] = SANITIZERS, source: str | None = None) -> Path:
-    """An emulator of the kernels, or of another text, built once for all processes. Raises DeviceError."""
+    """Return an emulator of the kernels, or of another source, built once for all processes. Raises DeviceError."""
     require_compiler()
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     text, command = _unit(kernel_source() if source is None else source), ["g++", *_FLAGS, *sanitizers, f"-I{HERE}"]
@@ -94,7 +94,7 @@ def emulator(sanitizers: tuple[str, ...] = SANITIZERS, source: str | None = None
             raise DeviceError(f"the emulation does not compile:\n{done.stderr}")
 
     parts = [path.read_text() for path in sorted((*HERE.glob("*.h"), *HERE.glob("*.cpp")))]
-    return kept(make, text, " ".join(command), version, *parts) / _PROGRAM
+    return build_once(make, text, " ".join(command), version, *parts) / _PROGRAM
 
 
 def _unit(source: str) -> str:
@@ -102,7 +102,7 @@ def _unit(source: str) -> str:
 
 
 def _dispatch() -> str:
-    """C that calls a kernel by its number in KERNELS."""
+    """Return C that calls a kernel by its number in KERNELS."""
     cases = []
     for number, kernel in enumerate(KERNELS):
         types = ["Batch", *(_C_NAMES[kind] for _, kind in kernel.arguments)]
@@ -116,12 +116,12 @@ def _dispatch() -> str:
 
 
 class EmulatedDriver:
-    """One emulated device. `block_threads` caps the threads of a block: fewer are faster, and kernels must not mind."""
+    """An emulated device. `block_threads` limits the threads of a block: fewer are faster, with the same results."""
 
     name, uuid, arch, multiprocessors = "emulated", "GPU-" + "0" * 8 + "-0000" * 3 + "-" + "0" * 12, "sm_90", 2
 
     def __init__(self, program: Path, seed: int = 0, block_threads: int = 1024) -> None:
-        self._block_threads, self._open, self._told = block_threads, True, False
+        self._block_threads, self._open, self._fault_reported = block_threads, True, False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the device)
         self._process = subprocess.Popen(
             [str(program), str(seed)],
@@ -140,11 +140,11 @@ class EmulatedDriver:
         self._pinned: dict[int, mmap.mmap] = {}
         self._captures: dict[int, list[bytes]] = {}
         self._graphs: dict[int, bytes] = {}
-        self._stays: set[int] = set()  # streams, and graphs, of a kernel that stays
+        self._stays: set[int] = set()  # streams and graphs of a resident kernel
         self._events: dict[int, float] = {}
         self._sizes: dict[int, int] = {}
-        self._called_back = CalledBack(self)
-        self._asked = False  # `idle` has, and has no answer yet
+        self._called_back = DriverCallbacks(self)
+        self._awaiting_reply = False  # `idle` has sent a query that is not answered yet
 
     def memory(self) -> tuple[int, int]:
         total = 1 << 30
@@ -159,41 +159,41 @@ class EmulatedDriver:
     # ---- memory
 
     def allocate(self, nbytes: int) -> int:
-        address = self._ask(_order("ALLOCATE", nbytes))
+        address = self._request(_command("ALLOCATE", nbytes))
         self._sizes[address] = nbytes
         return address
 
     def free(self, address: int) -> None:
         del self._sizes[address]
-        self._send(_order("FREE", address))
+        self._send(_command("FREE", address))
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         path = Path(self._folder.name) / str(next(self._numbers))
         with path.open("w+b") as file:
             file.truncate(nbytes)
             memory = mmap.mmap(file.fileno(), nbytes)
-        address = self._ask(_order("MAP", nbytes, data=str(path).encode()))
+        address = self._request(_command("MAP", nbytes, data=str(path).encode()))
         self._pinned[address] = memory
         return PinnedMemory(np.frombuffer(memory, np.uint8), address)
 
     def free_pinned(self, memory: PinnedMemory) -> None:
-        self._send(_order("UNMAP", memory.address, len(self._pinned.pop(memory.address))))
+        self._send(_command("UNMAP", memory.address, len(self._pinned.pop(memory.address))))
 
     def copy_to_device(self, stream: int, address: int, source: npt.NDArray[Any]) -> None:
         assert source.flags.c_contiguous
-        self._put(stream, _order("WRITE", address, data=source.tobytes()))
+        self._put(stream, _command("WRITE", address, data=source.tobytes()))
 
     def copy_to_host(self, stream: int, target: npt.NDArray[Any], address: int) -> None:
         assert target.flags.c_contiguous
         assert stream not in self._captures, "the emulation captures no copies to the host"
-        self._send(_order("READ", address, target.nbytes))
+        self._send(_command("READ", address, target.nbytes))
         target.view(np.uint8).reshape(-1)[:] = np.frombuffer(self._receive(target.nbytes), np.uint8)
 
     def copy_on_device(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        self._put(stream, _order("COPY", target, source, nbytes))
+        self._put(stream, _command("COPY", target, source, nbytes))
 
     def fill(self, stream: int, address: int, word: int, count: int) -> None:
-        self._put(stream, _order("FILL", address, word, count))
+        self._put(stream, _command("FILL", address, word, count))
 
     # ---- kernels
 
@@ -215,18 +215,18 @@ class EmulatedDriver:
         stays = _NAMES[kernel - 1] == EXTEND_RESIDENT.name
         if stays:
             self._stays.add(stream)
-        self._put(stream, _order("STAY" if stays else "LAUNCH", data=b"".join(data)))
+        self._put(stream, _command("STAY" if stays else "LAUNCH", data=b"".join(data)))
 
     def resident_blocks(self, kernel: int, threads: int, shared_bytes: int) -> int:
         return 2
 
     def act_as_host(self, batch: Argument, entries: int, slots: int, lines: int) -> None:
-        """In the device's process, run the resident kernel over queries whose lines are at an address."""
-        self._send(_order("HOST", entries, slots, lines, bytes(batch)))
+        """Run the resident kernel in the device's process over queries whose lines are at an address."""
+        self._send(_command("HOST", entries, slots, lines, bytes(batch)))
 
     def waits(self) -> int:
-        """Barriers that blocks have passed so far."""
-        return self._ask(_order("WAITS"))
+        """Return the number of barriers that blocks have passed so far."""
+        return self._request(_command("WAITS"))
 
     # ---- streams, events
 
@@ -236,22 +236,22 @@ class EmulatedDriver:
     def destroy_stream(self, stream: int) -> None: ...
 
     def idle(self, stream: int) -> bool:
-        """Waits for a moment, if it is not: who asks again and again leaves the core to the device."""
+        """Return whether a stream is idle. Wait briefly if it is not, so that polling leaves the core to the device."""
         if stream in self._stays:
-            away = bool(self._ask(_order("AWAY")))
+            away = bool(self._request(_command("AWAY")))
             if not away:
                 time.sleep(_PAUSE_S)
             return away
-        if not self._asked:
-            self._send(_order("SYNCHRONISE"))
-            self._asked = True
+        if not self._awaiting_reply:
+            self._send(_command("SYNCHRONISE"))
+            self._awaiting_reply = True
         if not select.select([self._pipes()[1]], [], [], _PAUSE_S)[0]:
             return False
-        self._hear()
+        self._await_reply()
         return True
 
     def synchronise(self, stream: int) -> None:
-        self._ask(_order("SYNCHRONISE", stream in self._stays))
+        self._request(_command("SYNCHRONISE", stream in self._stays))
 
     def create_event(self) -> int:
         return next(self._numbers)
@@ -281,12 +281,12 @@ class EmulatedDriver:
 
     def begin_while(self, stream: int) -> Loop:
         loop = Loop(next(self._numbers), self.allocate(256))
-        self._captures[stream].append(_order("LOOP", loop.handle))
+        self._captures[stream].append(_command("LOOP", loop.handle))
         self._captures[loop.stream] = self._captures[stream]
         return loop
 
     def end_while(self, loop: Loop) -> None:
-        self._captures.pop(loop.stream).append(_order("END_LOOP"))
+        self._captures.pop(loop.stream).append(_command("END_LOOP"))
 
     def replay(self, stream: int, graph: int) -> None:
         self._send(self._graphs[graph])
@@ -295,7 +295,7 @@ class EmulatedDriver:
         del self._graphs[graph]
 
     def close(self) -> None:
-        """End the device. Raises DeviceError if it had a fault that no call has told of. Idempotent."""
+        """Stop the device. Raises DeviceError if it had a fault that no call has reported. Idempotent."""
         if not self._open:
             return
         self._open = False
@@ -304,7 +304,7 @@ class EmulatedDriver:
             with contextlib.suppress(BrokenPipeError):
                 orders.close()
             code = self._process.wait(timeout=60)
-            if code and not self._told:
+            if code and not self._fault_reported:
                 raise DeviceError(self._report())
         finally:
             self._process.kill()
@@ -313,34 +313,34 @@ class EmulatedDriver:
             self._errors.close()
             self._folder.cleanup()
 
-    # ---- orders
+    # ---- commands
 
-    def _put(self, stream: int, order: bytes) -> None:
+    def _put(self, stream: int, command: bytes) -> None:
         if stream in self._captures:
-            self._captures[stream].append(order)
+            self._captures[stream].append(command)
         else:
-            self._send(order)
+            self._send(command)
 
     def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         return self._process.stdin, self._process.stdout
 
-    def _hear(self) -> None:
-        if self._asked:
-            self._asked = False
+    def _await_reply(self) -> None:
+        if self._awaiting_reply:
+            self._awaiting_reply = False
             self._receive(8)
 
-    def _send(self, order: bytes) -> None:
-        self._hear()
+    def _send(self, command: bytes) -> None:
+        self._await_reply()
         try:
-            self._pipes()[0].write(order)
+            self._pipes()[0].write(command)
             self._pipes()[0].flush()
         except BrokenPipeError:
             raise DeviceError(self._report()) from None
 
-    def _ask(self, order: bytes) -> int:
-        self._send(order)
+    def _request(self, command: bytes) -> int:
+        self._send(command)
         return int.from_bytes(self._receive(8), "little")
 
     def _receive(self, nbytes: int) -> bytes:
@@ -350,11 +350,11 @@ class EmulatedDriver:
         return answer
 
     def _report(self) -> str:
-        self._told = True
+        self._fault_reported = True
         self._process.wait(timeout=60)
         self._errors.seek(0)
         return f"the emulated device ended: {self._errors.read().decode(errors='replace')}"
 
 
-def _order(kind: str, a: int = 0, b: int = 0, c: int = 0, data: bytes = b"") -> bytes:
+def _command(kind: str, a: int = 0, b: int = 0, c: int = 0, data: bytes = b"") -> bytes:
     return _HEAD.pack(_KIND[kind], len(data), a, b, c) + data

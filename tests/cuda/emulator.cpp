@@ -1,8 +1,8 @@
-// A device in a process of its own: orders come on standard input, answers go to standard output, faults to standard
-// error. Orders are carried out one after another; only those that ask for something are answered. A kernel that stays
-// goes on meanwhile, on threads of its own. Behind the kernels' text and `run_kernel`, which emulation.py writes.
+// An emulated device in its own process: commands on standard input, replies on standard output, faults on standard
+// error. Commands run in order; only requests are answered. A resident kernel runs concurrently on its own threads.
+// Compiled after the kernels' source and `run_kernel`, which emulation.py generates.
 //
-// An order: uint32 kind, uint32 bytes that follow, three uint64.
+// A command: uint32 kind, uint32 bytes that follow, three uint64.
 #include <atomic>
 #include <cinttypes>
 #include <string>
@@ -61,7 +61,7 @@ bool next(Work& work) {
     return read_all(work.data.data(), work.data.size());
 }
 
-// A launch, which may outlive the order.
+// A launch, which may outlive its command.
 struct Launch {
     LaunchHead head;
     std::vector<unsigned char> data;
@@ -88,7 +88,7 @@ struct Launch {
     }
 };
 
-// The blocks of one launch, each a thread.
+// The blocks of a launch, each a thread.
 class Threads {
 public:
     void start(const Work& work, emulated::Block& block) {
@@ -131,8 +131,8 @@ void launch(const Work& work, emulated::Block& block) {
 #endif
 }
 
-// The host's part for blocks that stay, in the device's process, where the sanitizer sees both sides: slots 0 … are asked
-// for, their lines taken from `lines`; every second one is to stop after two extends, and then goes on.
+// The host's side of resident blocks, in the device's process, where the sanitizer sees both sides: queries in slots 0 …
+// with lines from `lines`; every second one stops after two extends and then continues.
 void act_as_host(const Batch& batch, uint32 entries, uint32 slots, const unsigned char* lines) {
     uint32 pushed[RINGS] = {}, seen = 0, done = 0;
     const auto store = [](uint64 address, uint64 index, uint32 value, int order) {
@@ -145,7 +145,7 @@ void act_as_host(const Batch& batch, uint32 entries, uint32 slots, const unsigne
         store(batch.rings, ring * entries + position % entries, entry, __ATOMIC_RELEASE);
         pushed[ring]++;
     };
-    for (uint32 slot = slots; slot-- > 0;) {  // the first entries last: one block sees all at once, another takes some
+    for (uint32 slot = slots; slot-- > 0;) {  // the first entries last: one block sees all of them, another takes some
         const uint64 at = uint64(slot) * batch.line_bytes;
         std::memcpy(reinterpret_cast<void*>(batch.lines + at), lines + at, batch.line_bytes);
         put(slot, slot / RINGS, slot % 2 ? 2 : ~0u, IS_NEW);
@@ -179,7 +179,7 @@ void carry_out(const Work& work, emulated::Block& block) {
             std::memset(memory, 0xA5, order.a);
             return answer(reinterpret_cast<uint64_t>(memory));
         }
-        case FREE_MEMORY:  // waits for all that runs, as a driver does
+        case FREE_MEMORY:  // waits for all running kernels, as a driver does
             resident().join();
             return std::free(target);
         case WRITE: std::memcpy(target, work.data.data(), work.data.size()); return;
@@ -213,7 +213,7 @@ void carry_out(const Work& work, emulated::Block& block) {
     }
 }
 
-// Carry out the body of a loop while its condition, a word at `handle`, is not 0.
+// Run the body of a loop while its condition, a word at `handle`, is not 0.
 void loop(uint64_t handle, emulated::Block& block) {
     std::vector<Work> body;
     for (Work work; next(work) && work.order.kind != END_LOOP;) body.push_back(work);

@@ -1,4 +1,4 @@
-"""A test's driver as compiled code calls it: C functions, by address, that call its methods."""
+"""C functions, passed by address to compiled code, that call the methods of a test's driver."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from gpu.cuda.layout import BATCH
 _RAISED = 999
 
 
-class Called(Protocol):
-    """What is called of a driver."""
+class LaunchDriver(Protocol):
+    """The methods of a driver that compiled code calls."""
 
     def replay(self, stream: int, graph: int) -> None: ...
 
@@ -22,10 +22,10 @@ class Called(Protocol):
     def idle(self, stream: int) -> bool: ...
 
 
-class CalledBack:
-    """`points` are the functions; what one of them raised, `raise_for` raises."""
+class DriverCallbacks:
+    """`points` are the functions' addresses; `raise_for` raises the exception that one of them caught."""
 
-    def __init__(self, driver: Called) -> None:
+    def __init__(self, driver: LaunchDriver) -> None:
         self._driver = driver
         self._error: BaseException = AssertionError("nothing was raised")
         word, number = ctypes.c_uint64, ctypes.c_uint32
@@ -55,7 +55,7 @@ class CalledBack:
         return 0
 
     def _launch(self, kernel: int, *numbers: int) -> int:
-        """`write_slots`, the only kernel that compiled code launches: a BATCH, and the address of commands."""
+        """Launch `write_slots`, the only kernel that compiled code launches: a BATCH and the address of commands."""
         *sizes, shared_bytes, stream, pointers, _ = numbers
         batch, commands = (ctypes.c_uint64 * 2).from_address(pointers)
         arguments = ((ctypes.c_uint8 * BATCH.itemsize).from_address(batch), ctypes.c_uint64.from_address(commands))

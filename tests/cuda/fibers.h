@@ -29,11 +29,11 @@ constexpr unsigned WARP_THREADS = 32, MOST_THREADS = 1024;
     std::_Exit(86);
 }
 
-// What is on the way of every barrier and exchange, and touches no memory of kernels, is compiled without checks: with
-// them it takes longer than the kernels do.
+// Code on the path of every barrier and exchange that does not touch kernel memory is compiled without checks, which
+// would make it slower than the kernels.
 #define UNWATCHED __attribute__((no_sanitize("address", "undefined")))
 
-// splitmix64 (Steele, Lea, Flood 2014): a few instructions, where the standard's engine took as long as a switch.
+// splitmix64 (Steele, Lea, Flood 2014): a few instructions; the standard library's engine took as long as a switch.
 class Random {
 public:
     using result_type = uint64_t;
@@ -54,7 +54,7 @@ private:
 
 enum class State { ready, at_block, at_warp, left };
 
-// Switching stacks: a few instructions on x86-64, where swapcontext would make a system call.
+// Stack switch: a few instructions on x86-64; swapcontext would make a system call.
 #ifdef __x86_64__
 using Context = void*;
 extern "C" void switch_stack(void** save, void* to);
@@ -80,7 +80,7 @@ switch_stack:
 )");
 inline void prepare(Context& context, char* stack, void (*entry)()) {
     void** top = reinterpret_cast<void**>(stack + STACK_BYTES);
-    *--top = nullptr;  // so that the stack is aligned as after a call
+    *--top = nullptr;  // aligns the stack as after a call
     *--top = reinterpret_cast<void*>(entry);
     for (int i = 0; i < 6; i++) *--top = nullptr;
     context = top;
@@ -98,7 +98,7 @@ inline void prepare(Context& context, char* stack, void (*entry)()) {
 inline void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
 #endif
 
-// A thread's asynchronous copies, which land when they are waited for and not before.
+// A thread's asynchronous copies, which land when the thread waits for them and not before.
 class Copies {
 public:
     void leave() {
@@ -153,7 +153,7 @@ public:
     explicit Block(uint64_t seed) : random_(seed), seed_(seed) {}
 
     uint64_t seed() const { return seed_; }
-    uint64_t waits() const { return waits_; }  // barriers of blocks that were passed
+    uint64_t waits() const { return waits_; }  // block barriers passed
 
     void run(unsigned count, unsigned shared_bytes, const std::function<void()>& kernel) {
         kernel_ = &kernel;
@@ -177,7 +177,7 @@ public:
         go_on(caller_, false);
     }
 
-    // The blocks of a grid, in the order in which they are to run.
+    // The blocks of a grid in execution order.
     std::vector<unsigned> shuffled(unsigned blocks) {
         std::vector<unsigned> order(blocks);
         for (unsigned i = 0; i < blocks; i++) order[i] = i;
@@ -210,7 +210,7 @@ public:
     Fences& fences() { return fibers_[current_]->fences; }
     Copies& copies() { return fibers_[current_]->copies; }
 
-    // Give others a turn now and then, so that atomic operations interleave.
+    // Yield now and then, so that atomic operations interleave.
     UNWATCHED void maybe_yield() {
         if (random_.below(8) == 0) wait(State::ready);
     }
@@ -218,7 +218,7 @@ public:
 private:
     static void enter();
 
-    // Another thread that is ready has its turn, in random order; when all have left, whoever called `run`.
+    // Switch to another ready thread at random, or to the caller of `run` when all threads have left.
     UNWATCHED void go_on(Fiber& own, bool for_good) {
         Fiber* next = &caller_;
         if (left_ < count_) {
@@ -241,7 +241,7 @@ private:
 
     UNWATCHED void arrive(Fiber& own) {
 #ifdef __SANITIZE_ADDRESS__
-        const bool first = caller_bytes_ == 0;  // it comes from there
+        const bool first = caller_bytes_ == 0;  // entered from the caller's stack
         __sanitizer_finish_switch_fiber(
             own.fake_stack, first ? &caller_stack_ : nullptr, first ? &caller_bytes_ : nullptr);
 #else
@@ -310,7 +310,7 @@ private:
         void operator()(unsigned char* memory) const { operator delete[](memory, std::align_val_t(16)); }
     };
     std::unique_ptr<unsigned char[], Freed> shared_;
-    Fiber* fibers_[MOST_THREADS] = {};  // as long as the process: a block's threads are the next one's
+    Fiber* fibers_[MOST_THREADS] = {};  // never freed: the next block reuses them
     Fiber caller_;
     const void* caller_stack_ = nullptr;
     size_t caller_bytes_ = 0;
@@ -320,7 +320,7 @@ private:
 
 inline thread_local Block* running = nullptr;
 
-WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
+WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // never returns
     Block& self = *running;
     Fiber& own = *self.fibers_[self.current_];
     self.arrive(own);
@@ -332,7 +332,7 @@ WITHOUT_THREAD_SANITIZER inline void Block::enter() {  // which is never left
     self.go_on(own, true);
 }
 
-inline int planted() {
+inline int injected_fault() {
     static const char* text = std::getenv("PLANTED_FAULT");
     return text == nullptr ? -1 : std::atoi(text);
 }

@@ -1,16 +1,15 @@
-// CUDA's C++ on a CPU: a block's threads are fibers, which yield at barriers and exchanges within a warp and are
-// resumed in a seeded random order; blocks run one after another, in random order too. Included in front of the
-// kernels' own text.
+// CUDA C++ on a CPU: a block's threads are fibers, which yield at barriers and warp exchanges and are resumed in a
+// seeded random order; blocks run one after another, also in random order. Included before the kernels' source.
 //
-// Blocks that stay (extend_resident) are threads of the process, which run at once and beside what else the device is
-// asked for. Under the thread sanitizer all blocks are threads. Atomic operations are relaxed,
-// as on a device, and order nothing by themselves; fences do, as tsan.h has it. So what one block reads of another's must
-// have gone through a fence, an atomic word and a fence, or the sanitizer reports a race. Within a block it sees none.
+// Resident blocks (extend_resident) are threads of the process, which run concurrently with each other and with other
+// commands. Under the thread sanitizer all blocks are threads. Atomic operations are relaxed, as on a device, and order
+// nothing by themselves; fences do (see tsan.h). Data that one block reads from another must pass a fence, an atomic word
+// and a fence, or the sanitizer reports a race. It sees no races within a block.
 //
-// What is wrong on a device ends the process here, with a line on stderr: threads of a block at different barriers, a
-// barrier that some have left, a shuffle whose partners never come. Dynamic shared memory is a heap block of the size
-// that was asked for, filled with 0xA5 for each block, so the address sanitizer sees what leads outside of it. What a
-// thread has copied there asynchronously lands when it waits for it, and not before; until then its place is poisoned.
+// Errors on a device terminate the process with a line on stderr: threads of a block at different barriers, a barrier
+// that some threads have left, a shuffle whose partners never arrive. Dynamic shared memory is a heap block of the
+// requested size, filled with 0xA5 for each block, so the address sanitizer detects accesses outside of it. Asynchronous
+// copies to it land when the thread waits for them and not before; until then the target is poisoned.
 #pragma once
 #define TRINITY_EMULATED
 
@@ -53,7 +52,7 @@ void fence();
 void copy_later(void* target, const void* source, unsigned bytes);
 void commit_copies();
 void wait_for_copies(unsigned later);
-int planted();  // the number of a fault that a test has planted beside others, -1: none
+int injected_fault();  // the number of the injected fault that a test has selected, or -1
 
 template <class T>
 uint64_t bits_of(T value) {
@@ -90,7 +89,7 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
     return emulated::value_of<T>(emulated::warp_exchange(emulated::Exchange::shuffle_xor, mask, bits, distance));
 }
 
-// Other fibers may come between any two atomic operations.
+// Other fibers may run between any two atomic operations.
 template <class T, class Change>
 T atomically(T* address, Change change) {
     emulated::maybe_yield();
@@ -146,7 +145,7 @@ inline float float_of_half(unsigned short bits) {
     const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
     const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
                                      : std::ldexp(static_cast<float>(fraction + 1024), static_cast<int>(exponent) - 25);
-    return sign ? -size : size;  // no infinities: gpu/rows.py keeps values in range
+    return sign ? -size : size;  // no infinities: gpu/index/rows.py keeps values in range
 }
 
 inline uint4 load_row(const uint4* address) { return *address; }
@@ -168,13 +167,13 @@ inline unsigned load_system(const unsigned* address) {
 inline void store_release_system(unsigned* address, unsigned value) {
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
 }
-// A thread that waits leaves the core to others: the first of a warp sleeps for all of it.
+// A waiting thread yields the core: the first of a warp sleeps for the whole warp.
 inline void doze(long ns) {
     const timespec while_others_work = {0, ns};
     if (threadIdx.x % 32 == 0) nanosleep(&while_others_work, nullptr);
 }
 inline unsigned load_acquire_system(const unsigned* address) {
-    doze(20000);  // over the bus it takes a while
+    doze(20000);  // latency of the bus
     return __atomic_load_n(address, __ATOMIC_ACQUIRE);
 }
 inline unsigned load_relaxed(const unsigned* address) { return load_system(address); }

@@ -1,6 +1,6 @@
-"""A `Driver` that writes down what is called and computes nothing; device memory is the test's own memory.
+"""A `Driver` that records calls and computes nothing; device memory is host memory of the test process.
 
-What a launch would do is up to the test: `on_launch` is called for every kernel that runs, be it launched or replayed.
+A test defines the effect of launches: `on_launch` is called for every kernel that runs, launched or replayed.
 """
 
 import ctypes
@@ -14,26 +14,26 @@ import numpy.typing as npt
 
 from gpu.cuda.driver import Argument, Dim, EntryPoints, Loop, PinnedMemory
 from gpu.errors import DeviceError, OutOfDeviceMemory
-from tests.cuda.entry_points import CalledBack
+from tests.cuda.entry_points import DriverCallbacks
 
 _MOST_ROUNDS = 10_000
 
 
 @dataclass
 class Launch:
-    """A kernel with its arguments, as launched or captured."""
+    """A launched or captured kernel with its arguments."""
 
     kernel: str
     grid: Dim
     block: Dim
     arguments: tuple[Argument, ...]
     shared_bytes: int
-    handle: int = 0  # of the loop whose body it is in
+    handle: int = 0  # of the enclosing loop
 
 
 @dataclass
 class RecordingDriver:
-    """`calls` has (name, arguments …) of every call that concerns the device, in order."""
+    """`calls` holds (name, arguments …) of every call that concerns the device, in order."""
 
     total: int = 1 << 40
     can_loop: bool = True
@@ -56,10 +56,10 @@ class RecordingDriver:
         self._loops: dict[int, int] = {}  # body stream → outer stream
         self.conditions: dict[int, int] = {}  # of loops, by handle: 0 ends the loop
         self._next = 1
-        self._called_back = CalledBack(self)
+        self._called_back = DriverCallbacks(self)
 
     def names(self) -> list[str]:
-        """The calls' names alone."""
+        """Return the names of the calls."""
         return [call[0] for call in self.calls]
 
     def _number(self) -> int:
@@ -116,13 +116,13 @@ class RecordingDriver:
         self.device(address, np.uint32, count)[:] = word
 
     def device(self, address: int, dtype: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
-        """A view of device memory, for tests to look into."""
+        """Return a view of device memory."""
         nbytes = count * np.dtype(dtype).itemsize
         self._checked(address, nbytes)
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(dtype)
 
     def _checked(self, address: int, nbytes: int) -> int:
-        """The address, if so many bytes from it on lie in one allocation."""
+        """Return the address, if `nbytes` from it on are within one allocation."""
         for base, memory in self.memory_of.items():
             if base <= address and address + nbytes <= base + memory.nbytes:
                 return address
@@ -196,7 +196,7 @@ class RecordingDriver:
         self._capturing[stream] = []
 
     def end_capture(self, stream: int) -> int:
-        assert stream not in self._loops.values(), "a loop is open"
+        assert stream not in self._loops.values(), "a loop is still open"
         graph = self._number()
         self.graphs[graph] = self._capturing.pop(stream)
         self.calls.append(("end_capture", stream))

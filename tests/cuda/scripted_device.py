@@ -1,5 +1,5 @@
-"""A device that keeps the kernels' side of the layout's promises, but finds nothing: a query takes as many extends as
-the test says, and its result is k times its slot.
+"""A device that implements the kernels' side of the memory layout without searching: a test sets how many extends a
+query takes, and the result of a query is k times its slot.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from tests.cuda.recorder import Launch, RecordingDriver
 
 
 class ScriptedDevice:
-    """Set `lengths[ticket]` for a query that takes other than `length` extends. `silent`: report nothing any more."""
+    """Set `lengths[ticket]` for a query that takes other than `length` extends. `silent`: stop reporting progress."""
 
     def __init__(self, driver: RecordingDriver, length: int = 3) -> None:
         self.driver, self.length = driver, length
@@ -35,7 +35,7 @@ class ScriptedDevice:
                 pass
 
     def slots(self, batch: Any) -> Any:
-        """SLOT [slots]: the heads in device memory."""
+        """Return SLOT [slots]: the heads in device memory."""
         lines = self.driver.device(int(batch["slots"]), np.uint8, self._count(batch) * int(batch["line_bytes"]))
         return lines.reshape(-1, int(batch["line_bytes"]))[:, : layout.SLOT.itemsize].view(layout.SLOT)[:, 0]
 
@@ -55,7 +55,7 @@ class ScriptedDevice:
             self.slots(batch)["status"][slot] = command["status"]
 
     def _extend(self, batch: Any, bucket: int, limit: int, condition: int) -> bool:
-        """One extend; whether it is the launch's last."""
+        """Run one extend. Return whether it is the launch's last."""
         self.covered.append(bucket)
         self._extends_of_launch += 1
         done = False

@@ -1,5 +1,5 @@
-// What the kernels would do to a running batch, for the stub of the driver, but for searching: a query is done after as
-// many extends as STUB_CUDA_EXTENDS, or `stub_extends`, says, and finds the rows 0, 1, 2 … at these distances. A launch is one extend.
+// The kernels' effect on a running batch, without searching, for the stub driver: a query is done after STUB_CUDA_EXTENDS
+// (or `stub_extends`) extends and finds the rows 0, 1, 2 … at these distances. A launch is one extend.
 #include "layout.h"
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace {
 
 Batch batch;
 uintptr_t write_slots;
-unsigned slots;  // that were ever written to
+unsigned slots;  // slots ever written to
 unsigned extends_made;
 unsigned extends_of_a_query = std::getenv("STUB_CUDA_EXTENDS") ? std::atoi(std::getenv("STUB_CUDA_EXTENDS")) : 1;
-uint64 spent_ns;  // here, which on a device would be the device's time
+uint64 spent_ns;  // spent here instead of on a device
 
 uint64 now_ns() {
     timespec time;
@@ -48,7 +48,7 @@ void stub_kernel(uintptr_t function, const char* name) {
 
 void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
     const uint64 begin = now_ns();
-    batch = *static_cast<const Batch*>(arguments[0]);  // every kernel has it
+    batch = *static_cast<const Batch*>(arguments[0]);  // the first argument of every kernel
     if (function != write_slots) return;
     const Command* command = at<const Command>(*static_cast<const uint64*>(arguments[1]));
     for (unsigned i = 0; i < grid; i++, command++) {

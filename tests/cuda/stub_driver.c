@@ -1,6 +1,6 @@
-/* A libcuda.so.1 of our own: device memory is host memory, streams are done at once, kernels are not run, unless
- * `stub_device.cpp` is linked to it, which is told of launches and does what kernels would.
- * Every call is written to the file that STUB_CUDA_LOG names, if it names one, with its name and its integer arguments.
+/* A stub of libcuda.so.1: device memory is host memory, streams complete at once, and kernels do not run unless
+ * `stub_device.cpp` is linked, which receives launches and emulates the kernels' effect.
+ * Every call is logged to the file STUB_CUDA_LOG, if set, with its name and its integer arguments.
  * After `stub_fail` a function of that name, cuGraphLaunch or cuLaunchKernel, fails. */
 #include <dlfcn.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""The engine's compiled functions over a driver library of our own: what they call by address, and what comes back."""
+"""Tests of the engine's compiled functions over a stub driver library: their driver calls and their results."""
 
 import shutil
 from collections.abc import Iterator
@@ -43,12 +43,12 @@ def step():
 
 
 def names(calls: list[str]) -> list[str]:
-    """The launches, and what waits or copies, after the constructor's last call: a warming launch."""
+    """Return launches, waits and copies after the constructor's last call, a warm-up launch."""
     last_upload = max(i for i, call in enumerate(calls) if call.startswith("cuGraphUpload"))
     return [call.split()[0] for call in calls[last_upload + 1 :]]
 
 
-def test_queries_are_admitted_extended_and_harvested_through_the_drivers_own_functions(stub: Stub) -> None:
+def test_queries_are_admitted_extended_and_harvested_through_the_drivers_functions(stub: Stub) -> None:
     script = OPEN + (
         "print(ask(), ask())\n"
         "print(*[step() for _ in range(3)], report[:6].tolist())\n"
@@ -57,11 +57,11 @@ def test_queries_are_admitted_extended_and_harvested_through_the_drivers_own_fun
     )
     out, _ = stub.run(script, STUB_CUDA_EXTENDS="3")
     assert out[0] == "0 1"
-    assert out[1] == "0 0 2 [1, 2, 0, 3, 1, 3]"  # one extend, over two slots more; slots and their extends
-    assert out[2] == "5 [0, 10, 20, 30, 40] [1.0, 2.0, 3.0, 4.0, 5.0]"  # ids, and distances of the metric
+    assert out[1] == "0 0 2 [1, 2, 0, 3, 1, 3]"  # one extend over two more slots; slots and their extends
+    assert out[2] == "5 [0, 10, 20, 30, 40] [1.0, 2.0, 3.0, 4.0, 5.0]"  # ids and the metric's distances
 
 
-def test_a_step_with_news_is_one_launch_and_one_replay_and_one_without_is_a_replay(stub: Stub) -> None:
+def test_a_step_with_commands_is_a_launch_and_a_replay_and_one_without_a_replay(stub: Stub) -> None:
     script = (
         OPEN + "ask(); ask(); step(); step(); change(handle, 0, PAUSE); step(); change(handle, 0, RESUME); step()\n"
     )
@@ -71,7 +71,7 @@ def test_a_step_with_news_is_one_launch_and_one_replay_and_one_without_is_a_repl
     assert names(calls) == [*warming, *pair, "cuGraphLaunch", *pair, *pair]
 
 
-def test_a_paused_query_stands_still_and_goes_on_where_it_stopped(stub: Stub) -> None:
+def test_a_paused_query_makes_no_progress_and_resumes_where_it_stopped(stub: Stub) -> None:
     script = OPEN + (
         "ask(); ask(); step()\n"
         "change(handle, 0, PAUSE); print(step(), step(), report[2])\n"
@@ -81,7 +81,7 @@ def test_a_paused_query_stands_still_and_goes_on_where_it_stopped(stub: Stub) ->
     assert out == ["0 1 1", "0 1 [0, 3]"]
 
 
-def test_what_cannot_be_searched_is_invalid_and_takes_no_slot(stub: Stub) -> None:
+def test_an_invalid_query_takes_no_slot(stub: Stub) -> None:
     script = OPEN + (
         "print(ask(np.full(24, np.nan, np.float32)) == INVALID, ask(collection=1) == INVALID)\n"
         "print(ask(collection=-1) == INVALID, ask(collection=64) == INVALID, engine.free_slots)\n"
@@ -91,7 +91,7 @@ def test_what_cannot_be_searched_is_invalid_and_takes_no_slot(stub: Stub) -> Non
 
 
 @pytest.mark.parametrize("call", ["cuGraphLaunch", "cuLaunchKernel"])
-def test_a_call_of_the_driver_that_fails_is_a_typed_error_with_its_name(stub: Stub, call: str) -> None:
+def test_a_failed_driver_call_raises_a_typed_error_with_its_name(stub: Stub, call: str) -> None:
     script = OPEN + (
         "ask(); step()\n"
         f"ctypes.CDLL('libcuda.so.1').stub_fail(b'{call}')\n"

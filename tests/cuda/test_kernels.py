@@ -1,5 +1,5 @@
-"""The kernels against the reference: the same nodes, the same distances where arithmetic is exact, the same extends; in
-whatever order threads and blocks come by."""
+"""Tests of the kernels against the reference: same nodes, same number of extends, same distances where arithmetic is
+exact, in any order of threads and blocks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from gpu.index.data import IndexData
 from gpu.index.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
+from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_vectors, random_index
 from tests.gpu.reference import ReferenceSearch, fitted_query, search_reference
 
 Extend = Callable[[Workbench], None]
@@ -29,7 +29,7 @@ WAYS: dict[str, Extend] = {
 
 
 def mixed(random: np.random.Generator) -> list[IndexData]:
-    """Collections of every element type and of different dims and degrees."""
+    """Return collections of every element type with different dims and degrees."""
     return [
         random_index(random, 200, "l2", "float32", 6, 8),
         random_index(random, 150, "cosine", "float16", 9, 5),
@@ -46,9 +46,7 @@ def run_to_the_end(bench: Workbench, slots: list[int], extend: Extend) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_batch_of_everything_takes_the_reference_s_steps_by_all_ways_in_turn(
-    seed: int, new_driver: NewDriver
-) -> None:
+def test_a_mixed_batch_takes_the_reference_s_steps_by_every_launch_form(seed: int, new_driver: NewDriver) -> None:
     random = np.random.default_rng(seed)
     data = mixed(random)
     bench = Workbench(new_driver(seed, block_threads=int(random.choice([32, 64, 128, 512]))), data, Limits())
@@ -73,7 +71,7 @@ def test_a_batch_of_everything_takes_the_reference_s_steps_by_all_ways_in_turn(
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 7, 130, 700])
-def test_distances_are_the_same_bits_by_every_way_and_near_the_reference_s(
+def test_distances_are_bitwise_equal_in_every_launch_form_and_near_the_reference_s(
     metric: str, dtype: str, dim: int, new_driver: NewDriver
 ) -> None:
     random = np.random.default_rng(dim)
@@ -92,11 +90,11 @@ def test_distances_are_the_same_bits_by_every_way_and_near_the_reference_s(
     expected = search_reference(data, query, wanted)
     ids, distances = bench.result(0, 16)
     np.testing.assert_allclose(distances, expected[1], rtol=2e-5, atol=2e-5)
-    assert np.mean(np.array(ids) == expected[0]) > 0.9  # near ties aside
+    assert np.mean(np.array(ids) == expected[0]) > 0.9  # except for near ties
 
 
 def folded_sum(terms: np.ndarray, chunk: int) -> np.float32:
-    """A model of distance.cuh for sums of terms that fmaf would not round otherwise: 32 lanes, folded in halves."""
+    """Sum as distance.cuh does, for terms that fmaf rounds alike: 32 lanes, folded in halves."""
     lanes = np.zeros(32, np.float32)
     for number, part in enumerate(terms.reshape(-1, chunk)):
         for term in part:
@@ -108,10 +106,10 @@ def folded_sum(terms: np.ndarray, chunk: int) -> np.float32:
 
 @pytest.mark.parametrize(("dtype", "chunk"), [("float32", 4), ("float16", 8)])
 @pytest.mark.parametrize("dim", [20, 300])
-def test_sums_are_folded_in_the_order_that_is_stated(dtype: str, chunk: int, dim: int, new_driver: NewDriver) -> None:
+def test_sums_are_folded_in_the_documented_order(dtype: str, chunk: int, dim: int, new_driver: NewDriver) -> None:
     random = np.random.default_rng(1)
     rows = random.integers(-(2**10), 2**10, (5, dim)).astype(np.float32)
-    query = (2.0 ** random.integers(-12, 12, dim)).astype(np.float32)  # products are exact, sums are not
+    query = (2.0 ** random.integers(-12, 12, dim)).astype(np.float32)  # products are exact, sums are rounded
     data = IndexData(
         encode(checked_vectors(rows, "ip"), "ip", dtype),
         np.zeros((5, 2), np.uint32),
@@ -126,14 +124,16 @@ def test_sums_are_folded_in_the_order_that_is_stated(dtype: str, chunk: int, dim
     padded = np.zeros(codes.shape[1], np.float32)
     padded[:dim] = fitted_query(query, data.rows)
     assert raw.tolist() == [-folded_sum(codes[node] * padded, chunk) for node in nodes]
-    assert len({float(np.sum(codes[node] * padded)) for node in nodes} - set(-raw)) > 0  # numpy's order gives others
+    assert (
+        len({float(np.sum(codes[node] * padded)) for node in nodes} - set(-raw)) > 0
+    )  # numpy's order of summation rounds differently
 
 
 @pytest.mark.parametrize("way", ["teams of 8", "fused"])
-def test_a_visited_table_of_one_sector_forgets_and_changes_nothing(way: str, new_driver: NewDriver) -> None:
+def test_overflow_of_a_one_sector_visited_table_does_not_change_results(way: str, new_driver: NewDriver) -> None:
     random = np.random.default_rng(5)
     data = random_index(random, 300, "l2", "float32", 12, 10)
-    data = replace(data, graph=np.hstack([data.graph, data.graph[:, ::-1]]))  # each neighbour twice an extend
+    data = replace(data, graph=np.hstack([data.graph, data.graph[:, ::-1]]))  # each neighbour twice per extend
     wanted, query = SearchParams(k=10, top_m=24, search_width=8), exact_vectors(random, 1)[0]
     bench = Workbench(new_driver(3), [data], Limits(slots=1))
     bench.admit(0, query, wanted, visited_bits=3)
@@ -143,7 +143,7 @@ def test_a_visited_table_of_one_sector_forgets_and_changes_nothing(way: str, new
     assert bench.extends(0) == extends
 
 
-def test_more_new_keys_than_are_sorted_at_once_are_merged_in_parts(new_driver: NewDriver) -> None:
+def test_more_new_keys_than_one_sort_holds_are_merged_in_parts(new_driver: NewDriver) -> None:
     random = np.random.default_rng(6)
     data = random_index(random, 1500, "l2", "float32", 100, 1200)
     wanted, query = SearchParams(k=50, top_m=700, search_width=16), exact_vectors(random, 1)[0]
@@ -157,7 +157,7 @@ def test_more_new_keys_than_are_sorted_at_once_are_merged_in_parts(new_driver: N
         assert ((keys >> np.uint64(1)) & np.uint64(2**31 - 1)).tolist() == [node for _, node in reference.top_m]
 
 
-def test_a_neighbour_that_does_not_exist_is_left_out(new_driver: NewDriver) -> None:
+def test_a_missing_neighbour_is_skipped(new_driver: NewDriver) -> None:
     random = np.random.default_rng(7)
     data = random_index(random, 50, "l2", "float32", 4, 4)
     data.graph[::3, 1] = 2**32 - 1
@@ -169,8 +169,8 @@ def test_a_neighbour_that_does_not_exist_is_left_out(new_driver: NewDriver) -> N
     assert bench.result(0, 10)[0] == search_reference(data, query, SearchParams())[0].tolist()
 
 
-def test_a_block_waits_twice_to_share_out_tasks_and_never_to_merge_or_gather(new_driver: NewDriver) -> None:
-    """A slot's merge is one warp's, and so is what it gathers."""
+def test_a_block_synchronises_twice_to_distribute_tasks_and_never_to_merge_or_gather(new_driver: NewDriver) -> None:
+    """One warp merges and gathers for a slot."""
     random = np.random.default_rng(3)
     driver = new_driver(block_threads=128)
     bench = Workbench(driver, [random_index(random, 300, "l2", "float32", 8, 16)], Limits(slots=1))
@@ -186,7 +186,7 @@ def test_a_block_waits_twice_to_share_out_tasks_and_never_to_merge_or_gather(new
 
 @pytest.mark.parametrize("blocks", [1, 7])
 def test_blocks_share_the_tasks_of_more_slots_than_a_warp_has_threads(blocks: int, new_driver: NewDriver) -> None:
-    """Each slot has a number of tasks of its own, or none: some slots are free, some pause for a while."""
+    """Slots have different numbers of tasks, or none: some slots are free, some pause for a while."""
     random, slots = np.random.default_rng(11), 75
     data = [random_index(random, 40, "l2", "float32", 3, seeds) for seeds in (2, 9)]
     bench = Workbench(new_driver(4, block_threads=64), data, Limits(slots=slots, max_top_m=16))
@@ -205,7 +205,7 @@ def test_blocks_share_the_tasks_of_more_slots_than_a_warp_has_threads(blocks: in
         assert bench.extends(slot) == extends
 
 
-def test_slots_outside_of_the_bucket_and_slots_that_do_not_run_are_left_alone(new_driver: NewDriver) -> None:
+def test_inactive_slots_and_slots_outside_the_bucket_are_untouched(new_driver: NewDriver) -> None:
     random = np.random.default_rng(8)
     data = random_index(random, 100, "l2", "float32", 6, 8)
     bench = Workbench(new_driver(), [data], Limits(slots=4))
@@ -220,7 +220,7 @@ def test_slots_outside_of_the_bucket_and_slots_that_do_not_run_are_left_alone(ne
     assert [int(bench.slot(slot)["extends"]) for slot in range(4)] == [2, 1, 0, 1]
 
 
-def test_a_query_that_is_done_stays_done_when_it_is_paused_too_late(new_driver: NewDriver) -> None:
+def test_pausing_a_finished_query_leaves_it_finished(new_driver: NewDriver) -> None:
     random = np.random.default_rng(9)
     bench = Workbench(new_driver(), [random_index(random, 20, "l2", "float32", 4, 4)], Limits(slots=1))
     bench.admit(0, exact_vectors(random, 1)[0], SearchParams())
@@ -236,7 +236,7 @@ def test_a_query_that_is_done_stays_done_when_it_is_paused_too_late(new_driver: 
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [("int8", 48), ("float32", 128)])
-def test_real_looking_data_is_found_as_the_reference_finds_it(
+def test_results_on_clustered_data_equal_the_reference_s(
     dtype: Literal["int8", "float32"], dim: int, new_driver: NewDriver
 ) -> None:
     random = np.random.default_rng(10)
@@ -244,7 +244,7 @@ def test_real_looking_data_is_found_as_the_reference_finds_it(
     data = GraphIndex.build(vectors, metric="cosine", degree=16, dtype=dtype).data
     pairs = np.stack([np.arange(1000), data.graph[:, 0]], axis=1).astype(np.int64)
     data = replace(data, rows=encode(checked_vectors(vectors, "cosine"), "cosine", dtype, pairs))
-    assert (data.rows.sketch is None) == (dim == 48)  # with sketches: kernels read rows where the CPU need not
+    assert (data.rows.sketch is None) == (dim == 48)  # with sketches: kernels read rows that the CPU skips
     wanted = SearchParams(k=10, top_m=48, search_width=4)
     bench = Workbench(new_driver(), [data], Limits(slots=4))
     queries = clustered(random, 4, dim)

@@ -1,6 +1,6 @@
-"""The real bindings, over a driver library of our own: every call is converted, and arrives with the arguments meant.
+"""Tests of the real bindings over a stub driver library: every call arrives with the right arguments.
 
-The library is compiled from `stub_driver.c` and loaded by a child process in place of NVIDIA's.
+The library is compiled from `stub_driver.c`, and a child process loads it instead of NVIDIA's.
 """
 
 import shutil
@@ -17,7 +17,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 
 class Stub:
-    """A library in place of the driver's, and the processes that load it; a context manager."""
+    """A stub library and the processes that load it; a context manager."""
 
     def __init__(self, library: Path) -> None:
         self._log = library.with_name("log")
@@ -25,7 +25,7 @@ class Stub:
         self._warm = Warm(*modules, LD_LIBRARY_PATH=str(library.parent))
 
     def run(self, script: str, **environment: str) -> tuple[list[str], list[str]]:
-        """What a script printed, and the calls that arrived."""
+        """Run a script. Return its output and the calls that the library received."""
         self._log.unlink(missing_ok=True)
         done = self._warm.run("-c", script, STUB_CUDA_LOG=str(self._log), **environment)
         assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ stream = driver.create_stream()
 """
 
 
-def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(stub: Stub) -> None:
+def test_a_device_is_found_by_number_and_by_uuid_and_reports_its_properties(stub: Stub) -> None:
     script = OPEN + (
         "print(driver.name, driver.uuid, driver.arch, driver.multiprocessors, *driver.memory())\n"
         "print(CudaDriver(driver.uuid).name)\n"
@@ -75,7 +75,7 @@ def test_a_device_is_found_by_number_and_by_uuid_and_says_what_it_is(stub: Stub)
     assert out[3].startswith("device 'GPU-00000000-0000-0000-0000-000000000000' is none of GPU-00010203-0405-")
 
 
-def test_memory_is_allocated_filled_copied_and_given_back(stub: Stub) -> None:
+def test_memory_is_allocated_filled_copied_and_freed(stub: Stub) -> None:
     script = OPEN + (
         "address, pinned, found = driver.allocate(1024), driver.allocate_pinned(512), np.zeros(256, np.uint32)\n"
         "driver.fill(stream, address, 7, 256)\n"
@@ -97,7 +97,7 @@ def test_memory_is_allocated_filled_copied_and_given_back(stub: Stub) -> None:
     assert calls[-2:] == ["cuMemFree", "cuMemFreeHost"]
 
 
-def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(stub: Stub) -> None:
+def test_a_launch_passes_grid_block_shared_memory_and_arguments(stub: Stub) -> None:
     script = OPEN + (
         "kernel = driver.kernel(driver.load_module(b'image'), 'extend_fused', 60000)\n"
         "arguments = (ctypes.c_uint64(5), ctypes.c_uint32(6))\n"
@@ -120,7 +120,7 @@ def test_a_launch_hands_over_grid_block_shared_memory_and_arguments(stub: Stub) 
     assert out[0].endswith("False")
 
 
-def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(stub: Stub) -> None:
+def test_events_are_recorded_on_their_stream_and_measure_elapsed_time(stub: Stub) -> None:
     script = OPEN + (
         "begin, end = driver.create_event(), driver.create_event()\n"
         "driver.record(stream, begin); driver.record(stream, end)\n"
@@ -132,7 +132,7 @@ def test_an_event_is_recorded_on_its_stream_and_two_tell_the_time_between_them(s
     assert took == "2.5"
 
 
-def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(stub: Stub) -> None:
+def test_a_loop_is_a_conditional_node_whose_body_is_captured_separately(stub: Stub) -> None:
     script = OPEN + (
         "kernel = driver.kernel(driver.load_module(b'image'), 'merge_and_gather')\n"
         "driver.begin_capture(stream)\n"
@@ -154,7 +154,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(stub: Stub) 
         "cuStreamUpdateCaptureDependencies",
         "cuStreamCreate",
     ]
-    assert calls[begin + 1].endswith(" 1 1")  # it begins as 1, in each replay
+    assert calls[begin + 1].endswith(" 1 1")  # initialised to 1 in each replay
     assert calls[begin + 2].endswith(f"after 0 type 13 handle {handle} kind 1 size 1")  # conditional, while
     assert calls[begin + 5] == f"cuStreamBeginCaptureToGraph {body} {0x5550} 0 0 2"
     assert f"stream {body} arguments {handle} 0" in calls[begin + 6]
@@ -174,7 +174,7 @@ def test_a_loop_is_a_conditional_node_whose_body_is_captured_beside(stub: Stub) 
     )
 
 
-def test_an_arena_in_gpu_memory_goes_through_the_real_bindings_too(stub: Stub) -> None:
+def test_an_arena_in_gpu_memory_uses_the_real_bindings(stub: Stub) -> None:
     script = """
 import numpy as np
 from ipc.memory.cuda import CudaMemory
@@ -206,8 +206,8 @@ arena.close()
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWriteValue32 1 0"]
     allocated = [int(call.split()[1]) for call in calls if call.startswith("cuMemAlloc")]
-    assert [nbytes % (2 << 20) for nbytes in allocated] == [0, 0], "a handle opens whole pages: they hold nothing else"
-    assert "cuIpcOpenMemHandle 1" in calls  # peer access when it is needed
+    assert [nbytes % (2 << 20) for nbytes in allocated] == [0, 0], "a handle opens whole pages, which hold nothing else"
+    assert "cuIpcOpenMemHandle 1" in calls  # lazy peer access
     names = [call.split()[0] for call in calls]
     assert names[-2:] == ["cuMemFree", "cuCtxPopCurrent_v2"]
     assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2")

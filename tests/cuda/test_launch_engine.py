@@ -1,4 +1,4 @@
-"""The step: what the engine asks of the driver for each extend, what it never asks, and how it reads results."""
+"""Tests of the engine's step: driver calls per extend, calls it must not make, and how it reads results."""
 
 import ctypes
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from gpu.cuda.backend import NEXT_TICKET
 from gpu.cuda.engine import CudaEngine
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 DIM = 24
 INDEX = GraphIndex.build(clustered(np.random.default_rng(1), 300, DIM), metric="l2", degree=8)
 
 
 class Setup:
-    """An engine on a scripted device; the calls of its making are forgotten."""
+    """An engine on a scripted device, without the recorded calls of its construction."""
 
     def __init__(self, slots: int = 40, length: int = 3, **options: Any) -> None:
         self.driver = RecordingDriver()
@@ -36,7 +36,7 @@ class Setup:
         return [self.engine.admit(np.full(DIM, 1.0, np.float32), params, "docs") for _ in range(count)]
 
 
-def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
+def test_a_step_with_new_queries_is_one_launch_and_one_replay() -> None:
     setup = Setup()
     setup.admit(3)
     setup.engine.extend()
@@ -44,12 +44,12 @@ def test_a_step_with_arrivals_is_one_launch_and_one_replay() -> None:
     assert setup.driver.calls[0] == ("launch", "write_slots", 3)
 
 
-def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_read() -> None:
+def test_commands_wait_for_a_replay_which_alone_confirms_that_they_were_read() -> None:
     setup, bits = Setup(), np.array([1, 0, 0, 0, 0], np.uint64)
     made = setup.engine.backend()
     set_filter = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(made.set_filter)
     (slot,) = setup.admit()
-    set_filter(made.handle, slot, bits.ctypes.data, 1)  # so few that the host compares each
+    set_filter(made.handle, slot, bits.ctypes.data, 1)  # few enough for the host to compare each
     setup.engine.extend()
     assert setup.driver.names() == []
     setup.admit(2)
@@ -58,7 +58,7 @@ def test_commands_wait_for_a_replay_since_nothing_else_says_that_they_have_been_
     assert setup.driver.calls[0] == ("launch", "write_slots", 3)
 
 
-def test_a_step_without_news_is_one_replay_and_nothing_else() -> None:
+def test_a_step_without_commands_is_a_single_replay() -> None:
     setup = Setup(length=50)
     setup.admit(3)
     setup.engine.extend()
@@ -68,7 +68,7 @@ def test_a_step_without_news_is_one_replay_and_nothing_else() -> None:
     assert setup.driver.names() == ["replay"] * 40
 
 
-def test_nothing_is_captured_allocated_or_synchronised_after_the_start() -> None:
+def test_nothing_is_captured_allocated_or_synchronised_after_startup() -> None:
     setup = Setup(slots=9, length=4)
     engine, held = setup.engine, []
     for step in range(60):
@@ -85,7 +85,7 @@ def test_nothing_is_captured_allocated_or_synchronised_after_the_start() -> None
     assert setup.driver.names().count("launch") <= setup.driver.names().count("replay")
 
 
-def test_an_extend_of_nothing_asks_nothing_of_the_device() -> None:
+def test_an_extend_without_queries_makes_no_driver_call() -> None:
     setup = Setup()
     (slot,) = setup.admit()
     setup.engine.pause(slot)
@@ -108,7 +108,7 @@ def test_a_launch_covers_the_highest_active_slot_with_the_smallest_bucket() -> N
     assert padded == [0, 0, 23, 0]
 
 
-def test_a_freed_low_slot_is_taken_before_a_higher_one() -> None:
+def test_the_lowest_free_slot_is_used_first() -> None:
     setup = Setup()
     slots = setup.admit(6)
     for slot in (4, 1, 3):
@@ -117,7 +117,7 @@ def test_a_freed_low_slot_is_taken_before_a_higher_one() -> None:
     assert setup.admit(4) == [1, 3, 4, 6]
 
 
-def test_commands_of_one_slot_between_two_steps_become_one() -> None:
+def test_commands_of_one_slot_between_two_steps_are_merged() -> None:
     setup = Setup(length=100)
     setup.admit()
     setup.engine.pause(0)
@@ -133,7 +133,7 @@ def test_commands_of_one_slot_between_two_steps_become_one() -> None:
     assert setup.engine.extends(1) == 0
 
 
-def test_a_result_is_taken_when_its_own_ticket_shows_and_not_its_predecessors() -> None:
+def test_a_result_is_read_only_with_its_own_ticket() -> None:
     setup = Setup(slots=1, length=2)
     for _ in range(3):
         (slot,) = setup.admit(k=3)
@@ -145,7 +145,7 @@ def test_a_result_is_taken_when_its_own_ticket_shows_and_not_its_predecessors() 
         setup.engine.release(slot)
 
 
-def test_finished_slots_come_in_admission_order() -> None:
+def test_finished_slots_are_returned_in_admission_order() -> None:
     setup = Setup(length=2)
     setup.admit(4)
     setup.engine.release(1)
@@ -154,7 +154,7 @@ def test_finished_slots_come_in_admission_order() -> None:
     assert setup.engine.extend().tolist() == [0, 2, 3, 1]
 
 
-def test_tickets_go_round_without_ever_being_nothing() -> None:
+def test_tickets_wrap_around_without_becoming_zero() -> None:
     setup = Setup(slots=1, length=1)
     setup.engine.handle.words[NEXT_TICKET] = int(np.iinfo(np.uint32).max)
     for _ in range(3):
@@ -165,7 +165,7 @@ def test_tickets_go_round_without_ever_being_nothing() -> None:
 
 
 @pytest.mark.parametrize("form", ["loop", "fused"])
-def test_a_launch_of_several_extends_ends_when_a_slot_is_done_or_at_its_limit(form: Any) -> None:
+def test_a_launch_of_several_extends_ends_at_its_limit_or_when_a_slot_is_done(form: Any) -> None:
     setup = Setup(length=10, extends_per_launch=4, form=form)
     (slot,) = setup.admit()
     finished, counts = [], []
@@ -174,25 +174,25 @@ def test_a_launch_of_several_extends_ends_when_a_slot_is_done_or_at_its_limit(fo
         counts.append(setup.engine.extends(slot))
     assert finished == [[], [], [slot]]
     assert counts == [4, 8, 10]
-    looks = ("copy_to_host", "synchronise")  # of the test, for a query that runs
+    looks = ("copy_to_host", "synchronise")  # the test's own poll of a running query
     assert [name for name in setup.driver.names() if name not in looks] == ["launch", "replay", "replay", "replay"]
 
 
-def test_an_arrival_rings_the_doorbell_of_a_running_launch_once_and_the_next_launch_starts_silent() -> None:
+def test_an_arrival_rings_a_running_launchs_doorbell_once_and_the_next_launch_clears_it() -> None:
     setup = Setup(length=100, extends_per_launch=50)
     setup.admit()
     memory = setup.engine.batch_memory()
-    asked = []
+    doorbells = []
 
-    def arrived() -> bool:  # asked while the launch runs, which here has ended and not been reported yet
-        asked.append(int(memory.doorbell[0]))
+    def arrived() -> bool:  # polled while the launch runs; here it has ended and is not reported yet
+        doorbells.append(int(memory.doorbell[0]))
         memory.progress[0] += 1
         return True
 
     setup.device.silent = True
     setup.engine.interrupt_when(arrived)
     setup.engine.extend()
-    assert asked == [0]
+    assert doorbells == [0]
     assert memory.doorbell[0] == 0
     setup.device.silent = False
     setup.engine.interrupt_when(lambda: False)
@@ -210,14 +210,14 @@ def faulty(make: Callable[[Setup], None], hangs: bool = False) -> str:
     assert set(setup.driver.names()[2:]) == {"idle"}
     before = len(setup.driver.names())
     setup.engine.close()
-    if hangs:  # whatever waits for the device, or frees what it uses, would hang too
+    if hangs:  # waiting for the device, or freeing memory it uses, would hang too
         assert setup.driver.names()[before:] == []
     else:
         assert setup.driver.memory_of == {}
     return str(caught.value)
 
 
-def test_a_launch_that_failed_is_an_error_and_not_an_endless_wait() -> None:
+def test_a_failed_launch_raises_instead_of_hanging() -> None:
     def fault(setup: Setup) -> None:
         setup.device.silent = True
         setup.driver.fault = "CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -225,14 +225,14 @@ def test_a_launch_that_failed_is_an_error_and_not_an_endless_wait() -> None:
     assert faulty(fault) == "CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
-def test_a_launch_that_ends_without_reporting_is_an_error() -> None:
+def test_a_launch_that_ends_without_a_report_is_an_error() -> None:
     def silence(setup: Setup) -> None:
         setup.device.silent = True
 
     assert "launch 5 ended, but the device has reported only 4 launches" in faulty(silence)
 
 
-def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingDriver, "idle", lambda self, stream: self.calls.append(("idle", stream)))
 
     def silence(setup: Setup) -> None:
@@ -241,7 +241,7 @@ def test_a_launch_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     assert "has not ended within 1e-09 s" in faulty(silence, hangs=True)
 
 
-def test_an_engine_that_cannot_be_made_gives_everything_back() -> None:
+def test_a_failed_construction_frees_everything() -> None:
     driver = RecordingDriver(fault="no module")
 
     def refuse(image: bytes) -> int:
@@ -254,7 +254,7 @@ def test_an_engine_that_cannot_be_made_gives_everything_back() -> None:
     assert driver.streams == set()
 
 
-def test_a_closed_engine_has_given_everything_back_and_says_so() -> None:
+def test_a_closed_engine_has_freed_everything_and_rejects_calls() -> None:
     setup = Setup()
     setup.admit()
     setup.engine.close()
@@ -265,7 +265,7 @@ def test_a_closed_engine_has_given_everything_back_and_says_so() -> None:
 
 
 class Slots(RuleBasedStateMachine):
-    """Whatever is admitted, paused, resumed and released: the device's slots are what the engine says they are."""
+    """State machine: device and engine agree on slots after any sequence of admissions, pauses and releases."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is captured: one graph a bucket, with the layout's kernels, grids, blocks and arguments, in order."""
+"""Tests of captured graphs: one per bucket, with the layout's kernels, grids, blocks and arguments, in order."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import buckets_of
 from tests.cuda.recorder import Launch, RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def graphs(driver: RecordingDriver) -> list[list[Launch]]:
     return list(driver.graphs.values())
 
 
-def test_buckets_are_the_usual_ones_below_the_slots_and_all_slots() -> None:
+def test_buckets_are_the_default_sizes_below_the_slot_count_and_the_slot_count() -> None:
     assert buckets_of(1) == (1,)
     assert buckets_of(8) == (1, 8)
     assert buckets_of(40) == (1, 8, 32, 40)
     assert buckets_of(4096) == (1, 8, 32, 128, 512, 2048, 4096)
 
 
-def test_each_bucket_has_one_graph_of_the_two_kernels(index: GraphIndex) -> None:
+def test_each_bucket_has_a_graph_of_the_two_kernels(index: GraphIndex) -> None:
     driver = RecordingDriver()
     opened(index, driver, slots=40, max_top_m=64, form="plain")
     shape = layout.BatchShape.of([index.data], 40, 64, 64, 8)
@@ -50,7 +50,7 @@ def test_each_bucket_has_one_graph_of_the_two_kernels(index: GraphIndex) -> None
         assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
 
 
-def test_all_kernels_are_given_the_same_batch_whose_addresses_are_what_was_allocated(index: GraphIndex) -> None:
+def test_all_kernels_receive_the_same_batch_with_the_allocated_addresses(index: GraphIndex) -> None:
     driver = RecordingDriver()
     opened(index, driver, slots=8, max_top_m=64)
     batches = {bytes(launch.arguments[0]) for graph in graphs(driver) for launch in graph}
@@ -66,7 +66,7 @@ def test_all_kernels_are_given_the_same_batch_whose_addresses_are_what_was_alloc
     assert graph.tolist() == index.data.graph.ravel().tolist()
 
 
-def test_a_loop_is_captured_around_the_two_kernels_with_its_condition(index: GraphIndex) -> None:
+def test_a_conditional_loop_is_captured_around_the_two_kernels(index: GraphIndex) -> None:
     driver = RecordingDriver()
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=16, form="loop")
     assert (set(engine.forms.values()), engine.extends_per_launch) == ({"loop"}, 16)
@@ -80,7 +80,7 @@ def test_a_loop_is_captured_around_the_two_kernels_with_its_condition(index: Gra
     ("limit", "shared_bytes", "kernel"),
     [(4, 227 * 1024, "extend_fused_near"), (4, 40_000, "extend_fused"), (1, 227 * 1024, "extend_fused")],
 )
-def test_a_fused_launch_is_one_kernel_and_long_launches_have_visited_tables_in_shared_memory(
+def test_a_fused_launch_is_one_kernel_and_long_launches_keep_visited_tables_in_shared_memory(
     limit: int, shared_bytes: int, kernel: str, index: GraphIndex
 ) -> None:
     driver = RecordingDriver(max_shared_bytes=shared_bytes)
@@ -94,7 +94,7 @@ def test_a_fused_launch_is_one_kernel_and_long_launches_have_visited_tables_in_s
 
 
 @pytest.mark.parametrize(("extends_per_launch", "above"), [(1, "plain"), (16, "loop")])
-def test_a_bucket_is_fused_where_each_slot_has_a_multiprocessor(
+def test_a_bucket_is_fused_if_each_slot_has_its_own_multiprocessor(
     index: GraphIndex, extends_per_launch: int, above: str
 ) -> None:
     driver = RecordingDriver()
@@ -106,7 +106,7 @@ def test_a_bucket_is_fused_where_each_slot_has_a_multiprocessor(
 
 
 @pytest.mark.parametrize("form", ["loop", "fused", None])
-def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphIndex, form: Any) -> None:
+def test_plain_replay_is_the_fallback_on_a_limited_device(index: GraphIndex, form: Any) -> None:
     driver = RecordingDriver(can_loop=False, max_shared_bytes=9_000)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
     assert (engine.forms, engine.extends_per_launch) == ({1: "plain", 8: "plain"}, 1)
@@ -114,7 +114,7 @@ def test_plain_replay_takes_over_where_the_device_cannot_do_more(index: GraphInd
     assert driver.names().count("begin_capture") - driver.names().count("abandon_capture") == 2
 
 
-def test_the_number_of_extends_in_a_launch_is_checked(index: GraphIndex) -> None:
+def test_the_number_of_extends_per_launch_is_validated(index: GraphIndex) -> None:
     with pytest.raises(InvalidParams, match=r"extends_per_launch is 0, outside 1\.\.1024"):
         opened(index, RecordingDriver(), extends_per_launch=0)
     with pytest.raises(InvalidParams, match="a plain launch makes 1 extend, not 2"):

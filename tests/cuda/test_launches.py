@@ -1,4 +1,4 @@
-"""Launches of several extends: how far they go, what ends them, and that they find what single extends find."""
+"""Tests of launches of several extends: their length, what ends them, and results equal to those of single extends."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from gpu.cuda.graphs import LaunchForm
 from gpu.index.data import IndexData
 from tests.cuda.conftest import NewDriver
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.cases import exact_vectors, random_index
-from tests.gpu.engines import Backend
+from tests.gpu.backends import Backend
+from tests.gpu.datasets import exact_vectors, random_index
 from tests.gpu.reference import search_reference
 
 LONG = SearchParams(k=4, top_m=60, search_width=1)
@@ -21,7 +21,7 @@ FORMS: tuple[LaunchForm, ...] = ("loop", "fused")
 
 
 def loop(bench: Workbench, limit: int) -> None:
-    """The two kernels in a conditional WHILE node, replayed once."""
+    """Replay the two kernels in a conditional WHILE node once."""
     driver = bench.driver
     driver.begin_capture(bench.stream)
     node = driver.begin_while(bench.stream)
@@ -60,7 +60,7 @@ def running(new_driver: NewDriver, data: IndexData, *params: SearchParams) -> tu
     return bench, queries
 
 
-def test_a_launch_goes_on_to_its_limit_and_counts_as_one(
+def test_a_launch_runs_to_its_limit_and_counts_as_one(
     launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
 ) -> None:
     bench, _ = running(new_driver, data, LONG, LONG)
@@ -71,12 +71,12 @@ def test_a_launch_goes_on_to_its_limit_and_counts_as_one(
     assert bench.progress.view.view(layout.PROGRESS)[["launches", "extends"]][0].tolist() == (2, 12)
 
 
-def test_a_launch_ends_when_a_slot_is_done_and_the_others_go_on_in_the_next(
+def test_a_launch_ends_when_a_slot_is_done_and_the_others_continue_in_the_next(
     launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
 ) -> None:
     params = (SHORT, LONG)
     bench, queries = running(new_driver, data, *params)
-    for launches in (1, 2):  # which of the two is done first is open where blocks do not wait for each other
+    for launches in (1, 2):  # blocks do not wait for each other, so either may be done first
         launch(bench, 1000)
         finished = [slot for slot in range(2) if bench.done(slot)]
         assert len(finished) == launches
@@ -89,7 +89,7 @@ def test_a_launch_ends_when_a_slot_is_done_and_the_others_go_on_in_the_next(
     assert bench.launches == 2
 
 
-def test_a_doorbell_ends_a_launch_after_the_extend_that_hears_it(
+def test_a_doorbell_ends_a_launch_after_the_extend_that_observes_it(
     launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
 ) -> None:
     bench, _ = running(new_driver, data, LONG, LONG)
@@ -101,7 +101,7 @@ def test_a_doorbell_ends_a_launch_after_the_extend_that_hears_it(
     assert [bench.extends(0), bench.extends(1)] == [10, 10]
 
 
-def test_a_query_writes_to_the_host_when_it_is_done_and_not_before(
+def test_a_query_writes_to_the_host_only_when_it_is_done(
     launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
 ) -> None:
     bench, queries = running(new_driver, data, SHORT)
@@ -113,7 +113,7 @@ def test_a_query_writes_to_the_host_when_it_is_done_and_not_before(
     assert int(bench.results.view[: layout.RESULT.itemsize].view(layout.RESULT)[0]["extends"]) == extends
 
 
-def test_a_launch_with_nothing_to_do_ends(
+def test_a_launch_without_work_ends(
     launch: Callable[[Workbench, int], None], new_driver: NewDriver, data: IndexData
 ) -> None:
     bench, _ = running(new_driver, data, LONG)
@@ -125,7 +125,7 @@ def test_a_launch_with_nothing_to_do_ends(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("limit", [3, 50])
-def test_an_engine_of_long_launches_serves_arrivals_and_finds_what_the_reference_finds(
+def test_an_engine_of_long_launches_serves_arrivals_and_matches_the_reference(
     form: LaunchForm, limit: int, data: IndexData
 ) -> None:
     random = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Counting the instructions of a listing, and of the kernels as they are compiled; and carrying them out."""
+"""Tests of the machine-code tools: counting the instructions of a listing and of compiled kernels, and emulation."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmarks.machine_code.listing import kernels_of
 from gpu import GraphIndex
 from gpu.index.data import IndexData
 from gpu.index.rows import Dtype, encode
-from tests.cuda.kept import compiled
+from tests.cuda.build_cache import compiled
 
 ROOT = Path(__file__).parents[2]
 LISTING = """
@@ -33,15 +33,15 @@ LISTING = """
 """
 
 
-def test_instructions_are_counted_by_kernel_and_kind_whatever_predicates_them() -> None:
+def test_instructions_are_counted_by_kernel_and_kind_regardless_of_predicates() -> None:
     assert counts_of(LISTING) == {
         "merge_and_gather": Counts(instructions=7, barriers=1, exchanges=1, shared=1, device=1),
         "write_slots": Counts(1, 0, 0, 0, 0),
     }
 
 
-# The first three threads double their number, the others wait for them; then all of a warp hand theirs to a neighbour,
-# and the block waits.
+# The first three threads double their number while the others wait; then each thread of a warp passes its number to
+# a neighbour, and the block synchronises.
 PROGRAM = """
 	.section	.text.double_some,"ax",@progbits
         /*0000*/                   S2R R0, SR_TID.X ;
@@ -62,7 +62,7 @@ PROGRAM = """
 """
 
 
-def test_lanes_that_part_meet_again_and_what_runs_is_counted_warp_by_warp() -> None:
+def test_diverged_lanes_reconverge_and_execution_is_counted_per_warp() -> None:
     memory = Memory(1024)
     address = memory.allocate(256)
     machine = Arithmetic(kernels_of(PROGRAM), memory, 0x210)
@@ -70,10 +70,14 @@ def test_lanes_that_part_meet_again_and_what_runs_is_counted_warp_by_warp() -> N
     numbers = np.arange(64)
     doubled = np.where(numbers < 3, 2 * numbers, numbers)
     assert memory.view(address, 256).view(np.uint32).tolist() == doubled.reshape(-1, 2)[:, ::-1].reshape(-1).tolist()
-    assert (counted.barriers, counted.opcodes["IMAD"], counted.opcodes["BSYNC"]) == (1, 3, 2)  # one warp doubles
+    assert (counted.barriers, counted.opcodes["IMAD"], counted.opcodes["BSYNC"]) == (
+        1,
+        3,
+        2,
+    )  # one warp does the doubling
 
 
-def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
+def test_an_unknown_instruction_is_named() -> None:
     machine = Arithmetic(kernels_of(PROGRAM.replace("S2R R2, SR_TID.X", "TEX R2")), Memory(1024), 0x210)
     with pytest.raises(NotImplementedError, match="TEX R2"):
         machine.launch("double_some", 1, 32, bytes(8), 0)
@@ -81,7 +85,7 @@ def test_an_instruction_that_the_machine_does_not_know_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def listing() -> str:
-    """The kernels of this checkout, compiled (which is kept) and read back."""
+    """Return the listing of this checkout's kernels (compilation is cached)."""
     if (nvdisasm := find_nvdisasm()) is None:
         pytest.skip("nvdisasm is not installed (nvidia-cuda-nvdisasm)")
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +97,7 @@ def listing() -> str:
     ("form", "dtype", "kernels"),
     [("stages", "float32", {"merge_and_gather"}), ("block", "float16", {"extend_fused_near"})],
 )
-def test_the_machine_finds_what_the_index_finds(
+def test_the_emulated_machine_code_returns_the_index_s_results(
     form: str, dtype: Dtype, kernels: set[str], listing: str, tmp_path: Path
 ) -> None:
     usual_index(tmp_path / "index.npz")
@@ -107,11 +111,11 @@ def test_the_machine_finds_what_the_index_finds(
     assert set(counted) == kernels
 
 
-def test_the_kernels_as_compiled_are_counted(
+def test_instructions_of_the_compiled_kernels_are_counted(
     listing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = {(ROOT, "sm_90", find_nvdisasm()): listing}
-    monkeypatch.setattr("benchmarks.machine_code.counts.listing_of", lambda *asked: compiled[asked])
+    monkeypatch.setattr("benchmarks.machine_code.counts.listing_of", lambda *key: compiled[key])
     assert main(["--arch", "sm_90"]) == 0
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].strip() for row in rows] == ["merge_and_gather, sm_90"]

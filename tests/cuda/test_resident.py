@@ -1,4 +1,4 @@
-"""The resident kernel: queries start and finish without a launch; pauses, releases and the end of a launch."""
+"""Tests of the resident kernel: queries start and finish without a launch; pauses, releases and the end of a launch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from gpu.index.rows import FloatArray
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.cuda.recorder import RecordingDriver
-from tests.cuda.test_planted import LOST, ORDERS, planted
-from tests.gpu.cases import clustered
+from tests.cuda.test_fault_injection import LOST, ORDERS, with_injected
+from tests.gpu.datasets import clustered
 from tests.gpu.test_restricted import Compiled
 
 DIM, PARAMS = 16, SearchParams(k=10, top_m=32, search_width=1)
@@ -43,7 +43,7 @@ def one_block(driver: EmulatedDriver) -> EmulatedDriver:
 
 
 def first_recorded(engine: CudaEngine) -> int:
-    """The slot of the device's first record."""
+    """Return the slot of the device's first record."""
     return int(engine.batch_memory().records.view(RECORD)["slot"][0]) & ((1 << SLOT_BITS) - 1)
 
 
@@ -51,42 +51,42 @@ def launches(engine: CudaEngine) -> int:
     return int(engine.handle.words[LAUNCHES])
 
 
-def run_all(engine: CudaEngine, asked: FloatArray) -> list[list[int]]:
-    """What each finds; a query takes a slot as one is free."""
+def run_all(engine: CudaEngine, vectors: FloatArray) -> list[list[int]]:
+    """Return each query's ids; queries are admitted as slots become free."""
     found: dict[int, list[int]] = {}
     running: dict[int, int] = {}
     number = 0
-    while len(found) < len(asked):
-        while number < len(asked) and engine.free_slots:
-            running[engine.admit(asked[number], PARAMS, "docs")] = number
+    while len(found) < len(vectors):
+        while number < len(vectors) and engine.free_slots:
+            running[engine.admit(vectors[number], PARAMS, "docs")] = number
             number += 1
         for slot in engine.extend().tolist():
             found[running.pop(slot)] = engine.result(slot)[0].tolist()
             engine.release(slot)
-    return [found[i] for i in range(len(asked))]
+    return [found[i] for i in range(len(vectors))]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_queries_than_blocks_are_answered_by_one_launch(new_driver: NewDriver, seed: int) -> None:
-    asked = queries(40, seed)
+    vectors = queries(40, seed)
     engine = opened(new_driver(seed), life_us=60_000_000)
     before = launches(engine)
-    assert run_all(engine, asked) == [searched(query) for query in asked]
+    assert run_all(engine, vectors) == [searched(query) for query in vectors]
     assert launches(engine) - before == 1
     engine.close()
 
 
-def test_a_life_that_is_over_in_the_middle_of_queries_costs_launches_and_nothing_else(new_driver: NewDriver) -> None:
-    asked = queries(30)
+def test_a_launch_that_expires_during_queries_is_relaunched_without_loss(new_driver: NewDriver) -> None:
+    vectors = queries(30)
     engine = opened(new_driver(), life_us=300)
     before = launches(engine)
-    assert run_all(engine, asked) == [searched(query) for query in asked]
+    assert run_all(engine, vectors) == [searched(query) for query in vectors]
     assert launches(engine) - before > 3
     engine.close()
 
 
-def test_blocks_leave_by_themselves_when_nobody_asks_any_more(new_driver: NewDriver) -> None:
-    """What a host that was killed would leave behind: queries in the rings, goals, and no doorbell."""
+def test_blocks_exit_without_a_host(new_driver: NewDriver) -> None:
+    """Simulate a killed host: queries in the rings, goals, and no doorbell."""
     driver = new_driver()
     engine = opened(driver, life_us=20_000)
     compiled = Compiled(engine, 12)
@@ -96,20 +96,20 @@ def test_blocks_leave_by_themselves_when_nobody_asks_any_more(new_driver: NewDri
     while not driver.idle(int(engine.handle.words[STREAM])):
         pass
     rest = sorted({*range(12)} - {*first})
-    ids, _ = compiled.finish(rest)  # as if the host were there again
+    ids, _ = compiled.finish(rest)  # as if the host had come back
     assert ids.tolist() == [searched(queries(12)[slot], LONG)[:10] for slot in rest]
     engine.close()
 
 
-def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_who_hurries(
+def test_a_paused_query_makes_no_extend_and_the_prioritized_query_is_taken_first(
     new_driver: NewDriver,
 ) -> None:
     engine = opened(one_block(new_driver()))
-    compiled, asked = Compiled(engine, 12), queries(8)
-    long = [compiled.ask(query, None, 0, top_m=64) for query in asked[:3]]
-    hurried = compiled.ask(asked[3], None, 0)
+    compiled, vectors = Compiled(engine, 12), queries(8)
+    long = [compiled.ask(query, None, 0, top_m=64) for query in vectors[:3]]
+    hurried = compiled.ask(vectors[3], None, 0)
     assert compiled.prioritize(compiled.handle, hurried) == 0
-    engine.interrupt_when(lambda: True)  # so that the pause comes before the device can have finished the query
+    engine.interrupt_when(lambda: True)  # so the pause precedes the query's end on the device
     order = [*compiled.step()]
     compiled.change(compiled.handle, long[1], PAUSE)
     engine.stop()
@@ -122,83 +122,83 @@ def test_a_paused_query_makes_no_extend_and_the_one_that_is_then_taken_first_is_
     assert long[1] not in order
     engine.resume(long[1])
     ids, _ = compiled.finish([long[1]])
-    assert ids[0].tolist() == searched(asked[1], LONG)[:10]
+    assert ids[0].tolist() == searched(vectors[1], LONG)[:10]
     engine.close()
 
 
-def test_a_query_that_runs_stops_at_an_extend_s_end_and_goes_on_from_there(new_driver: NewDriver) -> None:
+def test_a_running_query_stops_after_an_extend_and_resumes_there(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=1)
     engine.interrupt_when(lambda: True)
-    asked, stood = iter(queries(400)), set[int]()
-    while not stood - {0} and (query := next(asked, None)) is not None:  # how far one comes meanwhile is chance
+    vectors, stood = iter(queries(400)), set[int]()
+    while not stood - {0} and (query := next(vectors, None)) is not None:  # its progress is random
         slot = engine.admit(query, LONG, "docs")
         done = engine.extend().tolist()
         while not done:
-            engine.stop()  # lowers the goal of what runs
+            engine.stop()  # lowers the goal of the running query
             stood.add(engine.extends(slot))
             done = engine.extend().tolist()
         stood.discard(engine.extends(slot))  # all of its extends
         assert engine.result(slot)[0].tolist() == searched(query, LONG)
         engine.release(slot)
-    assert stood - {0}, "no query was met between its beginning and its end"
+    assert stood - {0}, "no query was stopped between its start and its end"
     engine.close()
 
 
-def test_decode_is_not_starved_by_queries_that_hurry(new_driver: NewDriver) -> None:
+def test_decode_is_not_starved_by_prioritized_queries(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=32)
-    compiled, asked = Compiled(engine, 32), queries(31)
-    patient = compiled.ask(asked[0], None, 0)
-    for query in asked[1:]:
+    compiled, vectors = Compiled(engine, 32), queries(31)
+    patient = compiled.ask(vectors[0], None, 0)
+    for query in vectors[1:]:
         compiled.prioritize(compiled.handle, compiled.ask(query, None, 0))
     order: list[int] = []
     while patient not in order:
         order += compiled.step()
-    assert 0 < len(order) <= 24  # the eighth that is taken, not the last
+    assert 0 < len(order) <= 24  # the eighth to be taken, not the last
     engine.close()
 
 
-def test_a_query_that_runs_is_released_at_once_and_its_slot_is_the_next_one_s(new_driver: NewDriver) -> None:
+def test_a_running_query_is_released_at_once_and_its_slot_reused(new_driver: NewDriver) -> None:
     engine = opened(one_block(new_driver()), slots=2)
-    compiled, asked = Compiled(engine, 2), queries(9)
+    compiled, vectors = Compiled(engine, 2), queries(9)
     for round in range(6):
-        first, second = (compiled.ask(query, None, 0, top_m=64) for query in asked[round : round + 2])
+        first, second = (compiled.ask(query, None, 0, top_m=64) for query in vectors[round : round + 2])
         compiled.prioritize(compiled.handle, second)
         while second not in compiled.step():
             pass
         for slot in (first, second):
             compiled.change(compiled.handle, slot, RELEASE)
         assert engine.free_slots == 2
-    slot = compiled.ask(asked[8], None, 0)
-    assert compiled.finish([slot])[0][0].tolist() == searched(asked[8], SearchParams(10, 64, 1))
+    slot = compiled.ask(vectors[8], None, 0)
+    assert compiled.finish([slot])[0][0].tolist() == searched(vectors[8], SearchParams(10, 64, 1))
     engine.close()
 
 
-def test_an_index_comes_and_one_goes_while_blocks_stay(new_driver: NewDriver) -> None:
+def test_indexes_are_loaded_and_unloaded_while_blocks_are_resident(new_driver: NewDriver) -> None:
     driver = new_driver()
     engine = opened(driver, max_top_m=64)
-    asked = queries(6)
-    slots = [engine.admit(query, PARAMS, "docs") for query in asked]
+    vectors = queries(6)
+    slots = [engine.admit(query, PARAMS, "docs") for query in vectors]
     done = engine.extend().tolist()
     engine.load("other", INDEX)
-    later = engine.admit(asked[0], PARAMS, "other")
+    later = engine.admit(vectors[0], PARAMS, "other")
     while engine.active_slots:
         done += engine.extend().tolist()
     assert sorted(done) == sorted([*slots, later])
-    assert [engine.result(slot)[0].tolist() for slot in slots] == [searched(query) for query in asked]
-    assert engine.result(later)[0].tolist() == searched(asked[0])
+    assert [engine.result(slot)[0].tolist() for slot in slots] == [searched(query) for query in vectors]
+    assert engine.result(later)[0].tolist() == searched(vectors[0])
     for slot in slots:
         engine.release(slot)
     assert engine.unload("docs")
     engine.close()
 
 
-def test_what_arrives_ends_an_extend_while_queries_go_on(new_driver: NewDriver) -> None:
+def test_an_arrival_ends_the_step_while_queries_continue(new_driver: NewDriver) -> None:
     engine = opened(new_driver())
     engine.interrupt_when(lambda: True)
     slot = engine.admit(queries(1)[0], LONG, "docs")
     engine.pause(slot)
     other = engine.admit(queries(2)[1], LONG, "docs")
-    assert engine.extend().tolist() == []  # no query of so many extends is that quick
+    assert engine.extend().tolist() == []  # no query of so many extends is that fast
     engine.release(other)
     engine.resume(slot)
     while slot not in engine.extend().tolist():
@@ -207,7 +207,7 @@ def test_what_arrives_ends_an_extend_while_queries_go_on(new_driver: NewDriver) 
     engine.close()
 
 
-def test_extends_are_counted_once_however_many_reports_tell_of_them(new_driver: NewDriver) -> None:
+def test_extends_are_counted_once_over_several_reports(new_driver: NewDriver) -> None:
     engine = opened(new_driver(), slots=1)
     made = 0
     slot = engine.admit(queries(1)[0], LONG, "docs")
@@ -223,21 +223,19 @@ def test_extends_are_counted_once_however_many_reports_tell_of_them(new_driver: 
 
 @pytest.fixture
 def losing(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels that record no end of one slot's queries."""
+    """Build kernels that do not record the completion of one slot's queries."""
     monkeypatch.setenv("PLANTED_FAULT", str(LOST))
-    return emulator((), planted(ORDERS))
+    return emulator((), with_injected(ORDERS))
 
 
-def test_a_completion_that_is_lost_is_told_when_the_launch_ends(losing: Path, new_driver: NewDriver) -> None:
+def test_a_lost_completion_is_reported_when_the_launch_ends(losing: Path, new_driver: NewDriver) -> None:
     engine = opened(new_driver(program=losing), life_us=30_000)
     with pytest.raises(DeviceError, match="ended without records of 1 of its queries"):
         run_all(engine, queries(8))
     engine.close()
 
 
-def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_released(
-    losing: Path, new_driver: NewDriver
-) -> None:
+def test_releasing_a_query_that_never_completes_times_out(losing: Path, new_driver: NewDriver) -> None:
     engine = opened(
         new_driver(program=losing), life_us=100_000_000, fault_poll_ns=1_000_000, launch_timeout_ns=100_000_000
     )
@@ -248,22 +246,22 @@ def test_a_query_that_never_comes_back_is_not_waited_for_for_ever_when_it_is_rel
     engine.close()
 
 
-def test_a_part_of_the_device_is_left_free_and_a_block_has_more_threads_where_few_slots_are_wanted() -> None:
+def test_part_of_the_device_stays_free_and_blocks_are_larger_for_few_slots() -> None:
     for slots, threads, blocks in ((64, 256, 64), (924, 256, 924), (1000, 128, 1000), (4096, 128, 1848)):
         driver = RecordingDriver()
         made: list[Any] = []
         driver.on_launch = made.append
-        with pytest.raises(DeviceError):  # nobody is there who would end the launch
+        with pytest.raises(DeviceError):  # no host would end the launch
             opened(driver, slots, max_top_m=32, fault_poll_ns=1)
         (launch,) = [one for one in made if one.kernel == "extend_resident"]
         assert (launch.block.x, launch.grid.x) == (threads, blocks), slots
 
 
 @pytest.mark.parametrize(("blocks", "places"), [(528, 8), (529, 4)])
-def test_rows_have_as_many_places_as_cost_no_block_that_is_wanted(blocks: int, places: int) -> None:
+def test_copy_buffers_use_only_memory_that_costs_no_block(blocks: int, places: int) -> None:
     driver = RecordingDriver()
     driver.resident_blocks = lambda kernel, threads, shared_bytes: 8 if shared_bytes < 40_000 else 4  # type: ignore[method-assign]
-    driver.multiprocessors = 151  # an eighth of the room stays free
+    driver.multiprocessors = 151  # an eighth of the memory stays free
     made: list[Any] = []
     driver.on_launch = made.append
     with pytest.raises(DeviceError):
@@ -273,7 +271,7 @@ def test_rows_have_as_many_places_as_cost_no_block_that_is_wanted(blocks: int, p
     assert (launch.shared_bytes < 40_000) == (places == 4)
 
 
-def test_where_no_block_has_room_launches_are_made_instead(new_driver: NewDriver) -> None:
+def test_launches_are_the_fallback_if_no_block_fits(new_driver: NewDriver) -> None:
     driver = new_driver()
     driver.resident_blocks = lambda kernel, threads, shared_bytes: 0  # type: ignore[method-assign]
     engine = opened(driver)

@@ -1,4 +1,4 @@
-"""Kernels timed one by one: what is launched between which events, and that such an extend is one like any other."""
+"""Tests of per-kernel timing: the events around each launch, and that a timed extend has the usual effect."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from gpu.cuda.engine import CudaEngine
 from tests.cuda.conftest import NewDriver
 from tests.cuda.recorder import RecordingDriver
 from tests.cuda.scripted_device import ScriptedDevice
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 STAGES = ["compute_distances_8", "merge_and_gather"]
 PARAMS = SearchParams(5, 32, 2)
@@ -19,7 +19,7 @@ def index() -> GraphIndex:
     return GraphIndex.build(clustered(np.random.default_rng(1), 300, 24), metric="l2", degree=8)
 
 
-def test_each_kernel_stands_between_two_events(index: GraphIndex) -> None:
+def test_each_kernel_is_between_two_events(index: GraphIndex) -> None:
     driver = RecordingDriver()
     ScriptedDevice(driver, length=4)
     engine = CudaEngine(driver, b"image", {"docs": index}, slots=4, max_top_m=64)
@@ -35,7 +35,7 @@ def test_each_kernel_stands_between_two_events(index: GraphIndex) -> None:
     engine.close()
 
 
-def test_a_timed_extend_is_one_of_the_querys_and_tells_what_was_compared(
+def test_a_timed_extend_advances_the_query_and_reports_the_rows_compared(
     index: GraphIndex, new_driver: NewDriver
 ) -> None:
     queries = clustered(np.random.default_rng(2), 3, 24)
@@ -59,7 +59,7 @@ def test_a_timed_extend_is_one_of_the_querys_and_tells_what_was_compared(
     assert took[0] == took[1]
 
 
-def test_a_fused_extend_is_one_kernel_and_leaves_the_same(index: GraphIndex, new_driver: NewDriver) -> None:
+def test_a_fused_extend_is_one_kernel_with_the_same_effect(index: GraphIndex, new_driver: NewDriver) -> None:
     queries = clustered(np.random.default_rng(2), 2, 24)
     engine = CudaEngine(new_driver(), b"", {"docs": index}, slots=2, max_top_m=64)
     slots = [engine.admit(query, PARAMS, "docs") for query in queries]

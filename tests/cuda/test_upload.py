@@ -1,4 +1,4 @@
-"""Arrays reach the device whole, in pinned chunks that take turns; what does not fit is refused before it is tried."""
+"""Tests of uploads: arrays reach the device in alternating pinned chunks; what does not fit is rejected beforehand."""
 
 from pathlib import Path
 
@@ -9,21 +9,19 @@ from gpu import GraphIndex, OutOfDeviceMemory
 from gpu.cuda import upload
 from gpu.cuda.upload import DeviceArrays, check_fits, device_arrays
 from tests.cuda.recorder import RecordingDriver
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> GraphIndex:
-    """An int8 index, mapped from its files."""
+    """Return an int8 index, mapped from its files."""
     directory: Path = tmp_path_factory.mktemp("index") / "index"
     vectors = clustered(np.random.default_rng(0), 500, 20)
     GraphIndex.build(vectors, metric="l2", dtype="int8", degree=8).save(directory)
     return GraphIndex.load(directory)
 
 
-def test_every_array_of_an_index_arrives_as_it_is_in_its_file(
-    index: GraphIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_array_of_an_index_is_uploaded_unchanged(index: GraphIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "CHUNK_BYTES", 1000)
     driver = RecordingDriver()
     arrays = device_arrays(index.data)
@@ -39,7 +37,7 @@ def test_every_array_of_an_index_arrives_as_it_is_in_its_file(
     assert driver.streams == set()
 
 
-def test_a_pinned_buffer_is_filled_again_only_when_its_stream_has_come_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_buffer_is_reused_only_after_its_copy_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "CHUNK_BYTES", 64)
     driver = RecordingDriver()
     DeviceArrays(driver, {"rows": np.arange(100, dtype=np.uint32)})
@@ -53,7 +51,7 @@ def test_a_pinned_buffer_is_filled_again_only_when_its_stream_has_come_by(monkey
     assert {call for call in work[-2:]} == {("synchronise", stream) for _, stream in copies}
 
 
-def test_what_does_not_fit_is_refused_with_needed_and_free_bytes_by_array() -> None:
+def test_an_index_that_does_not_fit_is_rejected_with_needed_and_free_bytes_per_array() -> None:
     driver = RecordingDriver(total=(64 << 20) + 4096)
     check_fits(driver, {"rows": 2048, "graph": 2048})
     with pytest.raises(OutOfDeviceMemory) as caught:
@@ -64,7 +62,7 @@ def test_what_does_not_fit_is_refused_with_needed_and_free_bytes_by_array() -> N
     assert driver.calls == []
 
 
-def test_an_upload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = RecordingDriver()
 
     def interrupted(*arguments: object) -> None:
@@ -77,11 +75,11 @@ def test_an_upload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPa
     assert driver.streams == set()
 
 
-def test_a_step_copies_a_chunk_and_none_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_copies_one_chunk_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "STEP_BYTES", 64)
 
     class BusyDriver(RecordingDriver):
-        """Whose streams are idle when they are told to be."""
+        """A driver whose streams become idle when the test says so."""
 
         done = True
 
@@ -99,7 +97,7 @@ def test_a_step_copies_a_chunk_and_none_waits_for_the_device(monkeypatch: pytest
         driver.done = not driver.done
         steps += 1
         assert len([call for call in driver.calls if call[0] == "copy_to_device"]) <= steps
-    assert steps > 2 * 7, "every other one found the device busy"
+    assert steps > 2 * 7, "every other call found the device busy"
     assert driver.device(uploaded.address["rows"], np.uint32, 100).tolist() == array.tolist()
     assert driver.streams == set()
     unfinished = DeviceArrays(driver, {"rows": array}, in_steps=True)

@@ -1,5 +1,5 @@
-// What the thread sanitizer is told of a thread's fences. It knows none itself: nor does it know that a relaxed atomic
-// operation between two fences orders what is before the one and behind the other. Nothing in other builds.
+// Annotations of a thread's fences for the thread sanitizer, which does not model fences, nor that a relaxed atomic
+// operation between two fences orders accesses before the first and after the second. Empty in other builds.
 #pragma once
 
 #ifdef __SANITIZE_THREAD__
@@ -11,8 +11,8 @@
 
 namespace emulated {
 
-// Two contexts of the sanitizer beside the thread's own stand for clocks: what was before the thread's last fence, which
-// every atomic operation behind it hands on; and what came in by atomic operations, which the next fence takes over.
+// Two sanitizer contexts besides the thread's own act as clocks: one of accesses before the thread's last fence, which
+// every later atomic operation releases; one of accesses acquired by atomic operations, which the next fence adopts.
 class Fences {
 public:
     void begin() { seen_.clear(); }

@@ -1,4 +1,4 @@
-"""A workbench for the kernels: the arrays of a running batch over any driver, and launches one by one."""
+"""Test bench of the kernels: the arrays of a running batch over any driver, and individual launches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Limits:
 
 
 class Workbench:
-    """Slots over some indexes on a device; every launch is awaited."""
+    """Slots over some indexes on a device; every launch is synchronous."""
 
     def __init__(
         self, driver: Driver, indexes: Sequence[IndexData], limits: Limits = Limits(), image: bytes = b""
@@ -75,20 +75,20 @@ class Workbench:
         self.launch(layout.WRITE_SLOTS, 1, 0, *layout.WRITE_SLOTS.argument_values(commands=self._upload(command)))
 
     def admit(self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int) -> None:
-        """`head` replaces fields of the slot's head."""
+        """Admit a query. `head` overrides fields of the slot's head."""
         self.command(slot, layout.ACTIVE, self.line(slot, query, params, collection, **head))
 
     def line(
         self, slot: int, query: npt.NDArray[Any], params: SearchParams, collection: int = 0, **head: int
     ) -> npt.NDArray[np.uint8]:
-        """What is asked of a slot, as the host stages it."""
+        """Return a slot's line for a query, as the host stages it."""
         index = self.indexes[collection]
         self._tickets += 1
         self._owners[slot] = self._tickets
         line = np.zeros(self.shape.line_bytes, np.uint8)
         fields = line[: layout.SLOT.itemsize].view(layout.SLOT)
-        asked = (params.k, params.top_m, params.search_width, params.patience or 0)
-        layout.write_head(fields.view(np.uint32), self._tickets, collection, index.graph.shape[1], *asked)
+        head_params = (params.k, params.top_m, params.search_width, params.patience or 0)
+        layout.write_head(fields.view(np.uint32), self._tickets, collection, index.graph.shape[1], *head_params)
         for name, value in head.items():
             fields[name] = value
         record = aligned_empty((1, prepared_bytes(index.rows)), np.uint8)
@@ -97,7 +97,7 @@ class Workbench:
         return line
 
     def extend(self, team: int = 8, blocks: int = 3, bucket: int = 0) -> None:
-        """One extend of the slots before `bucket`, stage by stage."""
+        """Run one extend of the slots before `bucket`, stage by stage."""
         self.stages(bucket or self.shape.slots, team, blocks, 1, 0)
         self.driver.synchronise(self.stream)
 
@@ -108,7 +108,7 @@ class Workbench:
     def stage_launches(
         self, bucket: int, team: int = 8, blocks: int = 3, limit: int = 1, condition: int = 0
     ) -> list[Callable[[], None]]:
-        """What launches the two stages of an extend, one by one."""
+        """Return functions that launch the two stages of an extend."""
         distances, merge = layout.COMPUTE_DISTANCES[team], layout.MERGE_AND_GATHER
         slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
         return [
@@ -128,18 +128,18 @@ class Workbench:
         self.launch(layout.EXTEND_RESIDENT, blocks, self.shape.resident_shared_bytes(places), *numbers)
 
     def upload(self, array: npt.NDArray[Any]) -> int:
-        """Copy an array to the device. Its address there."""
+        """Copy an array to the device. Return its address there."""
         return self._upload(array)
 
     def slot(self, number: int) -> np.void:
-        """The head of a slot's line as the device has it."""
+        """Return the head of a slot's line in device memory."""
         head = np.zeros(1, layout.SLOT)
         self.driver.copy_to_host(self.stream, head, self.addresses["slots"] + number * self.shape.line_bytes)
         line: np.void = head[0]
         return line
 
     def read(self, name: str, dtype: Any) -> npt.NDArray[Any]:
-        """One of the batch's arrays in device memory."""
+        """Return one of the batch's arrays in device memory."""
         target = np.zeros(self.shape.array_bytes()[name] // np.dtype(dtype).itemsize, dtype)
         self.driver.copy_to_host(self.stream, target, self.addresses[name])
         return target

@@ -1,7 +1,7 @@
-"""The search in plain numpy, one query and one step at a time: what every backend is measured against.
+"""Reference implementation of the search in plain numpy, one query and one step at a time, to compare backends with.
 
-Nothing here is fast. A backend gives the same ids and the same number of extends wherever arithmetic is exact; where it
-rounds, sums in another order may break near ties differently.
+It is not optimised. A backend returns the same ids and the same number of extends where arithmetic is exact; where it
+rounds, another order of summation may break near ties differently.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ Entry = tuple[float, int]
 
 
 class ReferenceSearch:
-    """One query's search: `extend` until it returns True, then `result`.
+    """The search of one query: call `extend` until it returns True, then `result`.
 
     top_m: (distance, node) of the best so far, ascending. expanded, visited: nodes. allowed: bool [N], which nodes may
-    be results; the walk goes over all.
+    be results; the walk visits all nodes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ReferenceSearch:
         self._unchanged = 0
 
     def extend(self) -> bool:
-        """The five stages. Returns whether the search is done."""
+        """Run the five stages. Return whether the search is done."""
         parents = self.select_parents()
         tasks = self.mark_visited(self.expand_neighbors(parents))
         changed = self.merge_top_m(self.compute_distances(tasks))
@@ -73,7 +73,7 @@ class ReferenceSearch:
         return fresh
 
     def compute_distances(self, tasks: list[int]) -> list[Entry]:
-        """Distances of the tasks that sketches, if there are any, do not rule out."""
+        """Return the distances of the tasks that sketches, if present, do not rule out."""
         nodes = np.array(tasks, np.int64)
         rows = self._data.rows
         if rows.sketch is not None and len(nodes):
@@ -90,11 +90,11 @@ class ReferenceSearch:
         return self.top_m != before
 
     def _results(self) -> list[Entry]:
-        """Entries that may be results."""
+        """Return the entries that may be results."""
         return [entry for entry in self.top_m if self._allowed is None or self._allowed[entry[1]]]
 
     def result(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """Ids and distances of the k nearest, rescored where the rows are codes; -1 and +inf where there are fewer."""
+        """Return ids and distances of the k nearest, rescored where the rows are codes; padded with -1 and +inf."""
         k, rows = self._params.k, self._data.rows
         entries = self._results()
         if rows.full is not None:
@@ -107,7 +107,7 @@ class ReferenceSearch:
         return self._data.ids_of(found), true_distances(distances, rows)
 
     def _rescored(self, full: FloatArray) -> list[Entry]:
-        """The nearest entries by full precision: max(k, 8), and those behind that could be nearer than the k-th."""
+        """Return the nearest entries in full precision: max(k, 8), and others that may be nearer than the k-th."""
         k, rows = self._params.k, self._data.rows
         entries = self._results()[: 2 * k + 16]
         nodes = np.array([node for _, node in entries], np.int64)
@@ -127,7 +127,7 @@ class ReferenceSearch:
 
 
 class EstimatedReference:
-    """`ReferenceSearch` where the index has codes of neighbours: top_m holds estimates, `scored` the parents."""
+    """`ReferenceSearch` of an index with neighbour codes: top_m holds estimates, `scored` the parents."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class EstimatedReference:
 
     def _begin(self) -> None:
         self.top_m: list[Entry] = []
-        self.passed: set[Entry] = set()  # entries that have been parents, or whose node has been one
+        self.passed: set[Entry] = set()  # entries that have been parents, or whose node has
         self.visited: set[int] = set()
         self._unchanged = 0
 
     def extend(self) -> bool:
-        """One extend. Returns whether the search is done."""
+        """Run one extend. Return whether the search is done."""
         before = self.top_m
         if not before:
             base = float(raw_distances(self._data.rows.centre[None], self._query, self._data.rows.metric)[0])
@@ -180,7 +180,7 @@ class EstimatedReference:
         return parents
 
     def _open(self) -> list[Entry]:
-        """Entries whose node has not been a parent."""
+        """Return the entries whose node has not been a parent."""
         entries = [entry for entry in self.top_m if entry not in self.passed]
         return entries if self._distinct else [entry for entry in entries if entry[1] not in self.visited]
 
@@ -213,7 +213,7 @@ class EstimatedReference:
         return False
 
     def result(self) -> tuple[npt.NDArray[np.int64], FloatArray]:
-        """Ids and distances of the k nearest that were scored."""
+        """Return ids and distances of the k nearest scored nodes."""
         k = self._params.k
         best = sorted((distance, node) for node, distance in self.scored.items())[:k]
         found, distances = np.full(k, -1, np.int64), np.full(k, np.inf, np.float32)
@@ -223,7 +223,7 @@ class EstimatedReference:
 
 
 class Table:
-    """A query's table for codes of neighbours: for each four dimensions of it, rotated, sixteen sums as bytes."""
+    """Lookup table of a query for neighbour codes: sixteen sums, as bytes, for every four rotated dimensions."""
 
     def __init__(self, codes: NeighborCodes, query: FloatArray) -> None:
         groups = rotated(query, codes.signs).reshape(-1, 4)
@@ -235,7 +235,7 @@ class Table:
         self._entries = ((groups @ signs.T + widths[:, None]) / self._step + np.float32(0.5)).astype(np.int64)
 
     def estimates(self, block: npt.NDArray[np.uint8], count: int, base: float) -> FloatArray:
-        """Estimated distances of a block's neighbours, float32 [count]."""
+        """Return estimated distances of a block's neighbours, float32 [count]."""
         found = []
         size = 16 * len(self._entries) * self._bits
         for part in block.reshape(-1, size + FACTOR_BYTES):
@@ -250,7 +250,7 @@ class Table:
 
 
 def rotated(vector: FloatArray, signs: FloatArray) -> FloatArray:
-    """A vector [d] in the rotation that float32 [ROUNDS, D'] describes."""
+    """Return a vector [d] rotated as float32 [ROUNDS, D'] describes."""
     dims = signs.shape[1]
     size = window(dims)
     out = np.zeros(dims)
@@ -272,7 +272,7 @@ def rotated(vector: FloatArray, signs: FloatArray) -> FloatArray:
 def search_reference(
     data: IndexData, query: npt.ArrayLike, params: SearchParams, allowed: npt.NDArray[np.bool_] | None = None
 ) -> tuple[npt.NDArray[np.int64], FloatArray, int]:
-    """Ids [k], distances [k] and the number of extends of one query."""
+    """Return ids [k], distances [k] and the number of extends of one query."""
     kind = ReferenceSearch if data.codes is None else EstimatedReference
     search = kind(data, query, params, allowed)
     while not search.extend():
@@ -281,7 +281,7 @@ def search_reference(
 
 
 def fitted_query(query: FloatArray, rows: Rows) -> FloatArray:
-    """The query as the rows are: normalised for cosine, scaled for float16 rows under L2."""
+    """Transform the query like the rows: normalise it for cosine, scale it for float16 rows under L2."""
     if rows.metric == "cosine":
         norm = np.sqrt(np.square(query, dtype=np.float64).sum())
         return (query / (norm if norm > 0 else 1)).astype(np.float32)
@@ -289,14 +289,14 @@ def fitted_query(query: FloatArray, rows: Rows) -> FloatArray:
 
 
 def raw_distances(vectors: FloatArray, query: FloatArray, metric: str) -> FloatArray:
-    """Squared L2 distances, or minus dot products."""
+    """Return squared L2 distances or negative dot products."""
     terms = np.square(vectors - query) if metric == "l2" else -(vectors * query)
     sums: FloatArray = terms.sum(axis=1, dtype=np.float32)
     return sums
 
 
 def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> FloatArray:
-    """Distances of the stored rows; for int8 codes without the constant |q - c|², or c · q."""
+    """Return distances of the stored rows; for int8 codes without the constant |q - c|² or c · q."""
     if rows.dtype != "int8":
         return raw_distances(rows.codes[nodes, : rows.dim].astype(np.float32), query, rows.metric)
     codes, step, square = _codes_and_tail(rows.codes[nodes].view(np.uint8))
@@ -310,7 +310,7 @@ def stored_distances(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]
 
 
 def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]) -> tuple[FloatArray, float]:
-    """What the sketches say of the stored distances of some nodes, and by how much that may be too far."""
+    """Return the sketches' estimates of the stored distances of some nodes, and their error bounds."""
     assert rows.sketch is not None
     sketches = rows.sketch.codes[nodes]
     _, _, square = _codes_and_tail(sketches)
@@ -323,6 +323,6 @@ def sketch_estimates(rows: Rows, query: FloatArray, nodes: npt.NDArray[np.int64]
 
 
 def _codes_and_tail(rows: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], Any, Any]:
-    """Codes, steps and squared norms of rows that end with these two."""
+    """Return codes, steps and squared norms of rows that end with the latter two."""
     tail = np.ascontiguousarray(rows[:, -TAIL:]).view(np.float32)
     return rows[:, :-TAIL], tail[:, 0], tail[:, 1]

@@ -1,4 +1,4 @@
-"""Searches of which only some rows may be results, and exact ones."""
+"""Tests of searches restricted to allowed rows, and of exact searches."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from gpu import CpuEngine, GraphIndex, InvalidParams, SearchParams
 from gpu.cpu.search import search
 from gpu.index.data import bitmap
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
+from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, random_index, recall
 from tests.gpu.reference import search_reference
 from tests.gpu.test_reference import params, seeds
 
 
 @settings(max_examples=60)
 @given(seeds, st.sampled_from(METRICS), st.sampled_from(DTYPES), params, st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]))
-def test_engine_and_reference_agree_on_which_allowed_rows_are_found(
+def test_engine_and_reference_find_the_same_allowed_rows(
     seed: int, metric: Metric, dtype: Dtype, wanted: SearchParams, part: float
 ) -> None:
     random = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def test_engine_and_reference_agree_on_which_allowed_rows_are_found(
     assert engine.result(others[0])[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
     for slot in others:
         engine.release(slot)
-    slot = engine.admit(query[0], wanted, "a")  # the slot forgets what the one before it might find
+    slot = engine.admit(query[0], wanted, "a")  # the slot drops the restriction of its previous query
     while engine.active_slots:
         engine.extend()
     assert engine.result(slot)[0].tolist() == search_reference(data, query[0], wanted)[0].tolist()
@@ -45,7 +45,7 @@ def test_engine_and_reference_agree_on_which_allowed_rows_are_found(
 
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("part", [0.5, 0.1])
-def test_allowed_rows_are_found_by_a_walk_over_all_of_them(codes: bool, part: float) -> None:
+def test_a_walk_over_all_rows_finds_the_allowed_ones(codes: bool, part: float) -> None:
     random = np.random.default_rng(3)
     vectors, queries = clustered(random, 3050, 40)[:3000], clustered(random, 50, 40)
     allowed = random.random(3000) < part
@@ -57,7 +57,7 @@ def test_allowed_rows_are_found_by_a_walk_over_all_of_them(codes: bool, part: fl
     assert recall(found, own[exact_neighbors(vectors[own], queries, "l2", 10)]) > 0.97
 
 
-def test_engine_and_reference_agree_where_candidates_are_estimated() -> None:
+def test_engine_and_reference_agree_on_estimated_candidates() -> None:
     random = np.random.default_rng(4)
     vectors, queries = clustered(random, 800, 40), clustered(random, 20, 40)
     index = GraphIndex.build(vectors, neighbor_codes=True)
@@ -68,13 +68,13 @@ def test_engine_and_reference_agree_where_candidates_are_estimated() -> None:
             expected, _, _ = search_reference(index.data, query, wanted, allowed)
             found, _ = search(index.data, query[None], wanted, 1, allowed=bitmap(allowed, 800))
             assert (found >= 0).sum() == (expected >= 0).sum()
-            # Sums in another order may break near ties differently.
+            # Another order of summation may break near ties differently.
             assert len(set(found[0].tolist()) - set(expected.tolist())) <= 1
 
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_search_finds_the_nearest_of_all_rows_and_of_some(metric: Metric, dtype: Dtype) -> None:
+def test_exact_search_finds_the_nearest_of_all_rows_and_of_a_subset(metric: Metric, dtype: Dtype) -> None:
     random = np.random.default_rng(5)
     vectors, queries = clustered(random, 700, 24), clustered(random, 9, 24)
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
@@ -90,7 +90,7 @@ def test_exact_search_finds_the_nearest_of_all_rows_and_of_some(metric: Metric, 
         assert walked.get(node, distance) == pytest.approx(distance, abs=1e-4, rel=1e-4)
 
 
-def test_exact_search_of_fewer_rows_than_were_asked_for_says_so() -> None:
+def test_exact_search_of_fewer_than_k_rows_pads_its_result() -> None:
     index = GraphIndex.build(np.eye(4, dtype=np.float32))
     found, distances = index.exact(np.eye(4, dtype=np.float32)[:1], 3, np.array([2]))
     assert found.tolist() == [[2, -1, -1]]
@@ -98,7 +98,7 @@ def test_exact_search_of_fewer_rows_than_were_asked_for_says_so() -> None:
     assert index.exact(np.eye(4, dtype=np.float32)[:1], 2, np.zeros(0, np.int64))[0].tolist() == [[-1, -1]]
 
 
-def test_rows_and_bitmaps_that_do_not_fit_are_refused() -> None:
+def test_rows_and_bitmaps_of_the_wrong_size_are_rejected() -> None:
     index, query = GraphIndex.build(np.eye(4, dtype=np.float32)), np.ones((1, 4), np.float32)
     for allowed in (np.ones(3, bool), np.ones(4, np.uint8)):
         with pytest.raises(InvalidParams, match=r"bool \[4\]"):

@@ -1,4 +1,4 @@
-"""Lists of neighbours and the graph made of them."""
+"""Tests of neighbour lists and of the graph built from them."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from gpu import GraphIndex
 from gpu.build.graph import searched_neighbors
 from gpu.build.knn import EXACT_LIMIT, exact_sample, nearest_neighbors
 from gpu.build.optimize import add_reverse_edges, connect, count_detours, find_sources, keep_fewest, optimize
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 def reachable(graph: np.ndarray, root: int) -> int:
@@ -37,7 +37,7 @@ def test_lists_of_a_small_set_are_exact_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_lists_of_a_large_set_are_nearly_exact_full_and_without_doubles(threads: int) -> None:
+def test_lists_of_a_large_set_are_nearly_exact_full_and_without_duplicates(threads: int) -> None:
     space = clustered(np.random.default_rng(0), EXACT_LIMIT + 2000, 24)
     lists = nearest_neighbors(space, 32, seed=0, threads=threads, progress=quiet)
     assert (np.diff(np.sort(lists, axis=1), axis=1) > 0).all()
@@ -47,7 +47,7 @@ def test_lists_of_a_large_set_are_nearly_exact_full_and_without_doubles(threads:
     assert np.mean([np.isin(exact[i], lists[row]).mean() for i, row in enumerate(rows)]) > 0.9
 
 
-def test_a_search_for_every_node_makes_lists_better() -> None:
+def test_searching_for_every_node_improves_the_lists() -> None:
     space = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
     lists = nearest_neighbors(space, 16, seed=0, threads=1, progress=quiet)
     seeds = np.arange(64, dtype=np.uint32)
@@ -60,8 +60,8 @@ def test_a_search_for_every_node_makes_lists_better() -> None:
     assert after > before
 
 
-class Kept:
-    """Keeps the arrays of a build, and ends it before it makes one more than `most`."""
+class ArrayStore:
+    """Stores the arrays of a build, and interrupts it before it makes more than `most`."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -75,13 +75,13 @@ class Kept:
         return self.arrays[name]
 
 
-def test_a_build_that_was_ended_again_and_again_makes_the_graph_of_one_that_was_not(
+def test_a_build_interrupted_repeatedly_makes_the_same_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("gpu.build.knn", "gpu.build.graph"):
         monkeypatch.setattr(f"{module}.ROWS_A_PART", 4096)
     vectors = np.random.default_rng(0).standard_normal((EXACT_LIMIT + 800, 16)).astype(np.float32)
-    keep, whole = Kept(), GraphIndex.build(vectors, metric="l2", degree=16)
+    keep, whole = ArrayStore(), GraphIndex.build(vectors, metric="l2", degree=16)
     for keep.most in range(8):
         with contextlib.suppress(InterruptedError):
             built = GraphIndex.build(vectors, metric="l2", degree=16, checkpoint=keep)
@@ -98,7 +98,7 @@ def test_many_equal_vectors_do_not_make_the_lists_quadratic() -> None:
     assert reachable(index.data.graph, int(index.data.seeds[0])) == len(space)
 
 
-def test_detours_are_counted_as_the_paper_says() -> None:
+def test_detours_are_counted_as_in_the_paper() -> None:
     lists = np.array([[1, 2, 3], [2, 0, 3], [1, 3, 0], [2, 1, 0]], np.uint32)
     detours = np.empty(lists.shape, np.int32)
     count_detours(lists, 0, 4, detours)
@@ -109,17 +109,17 @@ def test_detours_are_counted_as_the_paper_says() -> None:
     assert kept[0].tolist() == [1, 2]
 
 
-def test_rows_begin_with_forward_edges_then_reverse_ones_without_doubles() -> None:
+def test_rows_hold_forward_then_reverse_edges_without_duplicates() -> None:
     kept = np.array([[1, 2], [2, 0], [1, 0], [0, 1]], np.uint32)
     graph, reverse, filled = (np.empty(shape, np.uint32) for shape in ((4, 2), (4, 2), 4))
     find_sources(kept, reverse, filled)
     for begin in (0, 2):
         add_reverse_edges(kept, reverse, filled, begin, begin + 2, graph)
     assert graph[0].tolist() == [1, 3]  # its nearest, then node 3, which ranks it first
-    assert graph[3].tolist() == [0, 1]  # nobody's neighbour: its own edges only
+    assert graph[3].tolist() == [0, 1]  # no node's neighbour: its own edges only
 
 
-def test_nodes_in_islands_are_connected_to_the_root() -> None:
+def test_disconnected_components_are_connected_to_the_root() -> None:
     islands = np.array([[1, 1], [0, 0], [3, 3], [2, 2], [5, 5], [4, 4]], np.uint32)
     graph = islands.copy()
     assert reachable(graph, 0) == 2

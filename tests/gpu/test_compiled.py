@@ -1,4 +1,4 @@
-"""Machine code that is kept on disk."""
+"""Tests of the on-disk cache of machine code."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ def run(directory: Path) -> list[str]:
     return done.stdout.split()
 
 
-def test_code_is_kept_for_the_next_process_until_any_source_changes(tmp_path: Path) -> None:
+def test_code_is_cached_across_processes_until_any_source_changes(tmp_path: Path) -> None:
     shutil.copytree(Path(gpu.__file__).parent, tmp_path / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     key = str(keys.key_of(1.0, 2))
     assert run(tmp_path) == [key, "0"]
@@ -35,9 +35,9 @@ def test_code_is_kept_for_the_next_process_until_any_source_changes(tmp_path: Pa
     assert run(tmp_path) == [key, "0"]
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same() -> None:
+def test_code_is_compiled_without_a_cache_directory() -> None:
     names: dict[str, Any] = {}
-    exec(compile("def add(a, b):\n    return a + b\n", "<nowhere>", "exec"), names)  # numba finds no place for it
+    exec(compile("def add(a, b):\n    return a + b\n", "<nowhere>", "exec"), names)  # numba finds no cache directory
     assert compiled(names["add"])(2, 3) == 5
     address = c_function("int64(int64, int64)")(names["add"])
     assert CFUNCTYPE(c_int64, c_int64, c_int64)(address)(2, 3) == 5

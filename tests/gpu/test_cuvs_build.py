@@ -1,7 +1,7 @@
-"""A graph built by cuVS: what it is asked, that its answer is checked, and that nothing imports it before.
+"""Tests of graphs built by cuVS: its parameters, validation of its result, and that it is imported only when used.
 
 The fake has the documented signatures of cuVS 26 (keyword-only parameters, positional `build`), so a call that the real
-one would refuse fails here too.
+library would reject fails here too.
 """
 
 import subprocess
@@ -18,13 +18,13 @@ from gpu.build.graph import neighbor_space
 from gpu.build.knn import nearest_neighbors
 from gpu.build.optimize import optimize
 from gpu.index.rows import checked_vectors
-from tests.gpu.cases import clustered, exact_neighbors, recall
+from tests.gpu.datasets import clustered, exact_neighbors, recall
 
 DEGREE = 12
 
 
 class FakeTensor:
-    """`DeviceTensorView`: no numpy array until it is copied."""
+    """`DeviceTensorView`: not a numpy array until it is copied."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -43,7 +43,7 @@ class FakeCagra(ModuleType):
 
     def __init__(self, alter: Callable[[np.ndarray], np.ndarray] = lambda graph: graph) -> None:
         super().__init__("cuvs.neighbors.cagra")
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self.datasets: list[np.ndarray] = []
         outer = self
 
@@ -64,7 +64,7 @@ class FakeCagra(ModuleType):
                 assert metric in ("sqeuclidean", "inner_product")
                 assert build_algo in ("ivf_pq", "nn_descent", "iterative_cagra_search")
                 self.degrees = (intermediate_graph_degree, graph_degree)
-                outer.asked.append({"metric": metric, "build_algo": build_algo, "degrees": self.degrees})
+                outer.calls.append({"metric": metric, "build_algo": build_algo, "degrees": self.degrees})
 
         def build(index_params: IndexParams, dataset: np.ndarray, resources: Any = None) -> FakeIndex:
             assert dataset.dtype in (np.float32, np.float16, np.int8, np.uint8)
@@ -89,30 +89,30 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeCagra]:
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-def test_cuvs_is_asked_for_a_graph_of_the_metrics_neighbours_and_its_index_is_searched(
+def test_cuvs_builds_a_graph_for_the_metric_and_its_index_is_searched(
     install: Callable[..., FakeCagra], metric: Any
 ) -> None:
     fake = install()
     random = np.random.default_rng(0)
     vectors, queries = clustered(random, 700, 16), clustered(random, 40, 16)
     index = GraphIndex.build(vectors, metric=metric, degree=DEGREE, device="cuda")
-    assert fake.asked == [{"metric": "sqeuclidean", "build_algo": "nn_descent", "degrees": (2 * DEGREE, DEGREE)}]
+    assert fake.calls == [{"metric": "sqeuclidean", "build_algo": "nn_descent", "degrees": (2 * DEGREE, DEGREE)}]
     expected = neighbor_space(checked_vectors(vectors, metric), metric)
     assert np.array_equal(fake.datasets[0], expected)
     ids, _ = index.search(queries, k=10)
     assert recall(ids, exact_neighbors(vectors, queries, metric, 10)) > 0.8
 
 
-def test_fewer_vectors_than_its_lists_are_long_are_not_worth_asking(install: Callable[..., FakeCagra]) -> None:
+def test_cuvs_is_not_used_for_fewer_vectors_than_a_list_has_entries(install: Callable[..., FakeCagra]) -> None:
     fake = install()
     index = GraphIndex.build(np.eye(DEGREE, dtype=np.float32), degree=DEGREE, device="cuda")
-    assert (index.size, fake.asked) == (DEGREE, [])
+    assert (index.size, fake.calls) == (DEGREE, [])
 
 
 @pytest.mark.parametrize(
     "alter", [lambda graph: graph[:-1], lambda graph: graph[:, :-1], lambda graph: graph + np.uint32(100)]
 )
-def test_a_graph_that_cannot_be_is_refused(
+def test_an_invalid_graph_is_rejected(
     install: Callable[..., FakeCagra], alter: Callable[[np.ndarray], np.ndarray]
 ) -> None:
     install(alter=alter)
@@ -120,7 +120,7 @@ def test_a_graph_that_cannot_be_is_refused(
         GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, device="cuda")
 
 
-def test_what_cuvs_raises_is_said(install: Callable[..., FakeCagra]) -> None:
+def test_an_exception_of_cuvs_is_reported(install: Callable[..., FakeCagra]) -> None:
     def fail(graph: np.ndarray) -> np.ndarray:
         raise RuntimeError("cudaErrorNoDevice")
 
@@ -129,7 +129,7 @@ def test_what_cuvs_raises_is_said(install: Callable[..., FakeCagra]) -> None:
         GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, device="cuda")
 
 
-def test_without_cuvs_and_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuvs_and_torch_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cuvs.neighbors.cagra", "torch"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "gpu.build.torch_graph", raising=False)
@@ -137,7 +137,7 @@ def test_without_cuvs_and_torch_the_error_says_what_to_install(monkeypatch: pyte
         GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, device="cuda")
 
 
-def test_another_device_is_refused() -> None:
+def test_an_unknown_device_is_rejected() -> None:
     with pytest.raises(InvalidParams, match="device 'tpu' is none of cpu, cuda"):
         GraphIndex.build(np.eye(4), device="tpu")  # type: ignore[arg-type]
 

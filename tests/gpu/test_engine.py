@@ -1,4 +1,4 @@
-"""The contract of every engine. Slots: taken, advanced, paused, resumed, released; and what is refused."""
+"""Contract tests of every engine: slots are admitted, advanced, paused, resumed, released; bad calls are rejected."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ from gpu import (
     UnknownCollection,
 )
 from gpu.index.rows import FloatArray
-from tests.gpu.cases import clustered
-from tests.gpu.engines import BACKENDS, Backend
+from tests.gpu.backends import BACKENDS, Backend
+from tests.gpu.datasets import clustered
 
 DIM = 24
 
@@ -49,7 +49,7 @@ def finish(engine: Engine, slot: int) -> None:
         pass
 
 
-def test_a_query_through_a_slot_gets_what_search_gives(backend: Backend, engine: Engine, index: GraphIndex) -> None:
+def test_a_query_in_a_slot_returns_the_result_of_search(backend: Backend, engine: Engine, index: GraphIndex) -> None:
     slot = engine.admit(query(), SearchParams(k=5, top_m=32, search_width=2), "docs")
     finish(engine, slot)
     ids, distances = engine.result(slot)
@@ -58,7 +58,7 @@ def test_a_query_through_a_slot_gets_what_search_gives(backend: Backend, engine:
     np.testing.assert_allclose(distances, expected[1][0], rtol=0 if backend.sums_as_search else 1e-5)
 
 
-def test_slots_are_counted_through_their_life(engine: Engine) -> None:
+def test_slot_counts_follow_the_life_of_a_query(engine: Engine) -> None:
     assert (engine.free_slots, engine.active_slots) == (4, 0)
     slot = engine.admit(query(), SearchParams(), "docs")
     assert (engine.free_slots, engine.active_slots) == (3, 1)
@@ -71,7 +71,7 @@ def test_slots_are_counted_through_their_life(engine: Engine) -> None:
     assert (engine.free_slots, engine.active_slots) == (4, 0)
 
 
-def test_a_paused_slot_stands_still_and_goes_on_where_it_was(engine: Engine, index: GraphIndex) -> None:
+def test_a_paused_slot_makes_no_progress_and_resumes_where_it_stopped(engine: Engine, index: GraphIndex) -> None:
     slot = engine.admit(query(), SearchParams(), "docs")
     other = engine.admit(query(1), SearchParams(), "docs")
     engine.extend()
@@ -94,7 +94,7 @@ def test_patience_and_width_save_extends(engine: Engine) -> None:
     assert wide < plain / 4
 
 
-def test_a_released_slot_is_used_again_and_remembers_nothing(engine: Engine, index: GraphIndex) -> None:
+def test_a_released_slot_is_reused_without_previous_state(engine: Engine, index: GraphIndex) -> None:
     for slot in [engine.admit(query(number), SearchParams(), "docs") for number in range(4)]:
         engine.extend()
         engine.release(slot)
@@ -104,7 +104,7 @@ def test_a_released_slot_is_used_again_and_remembers_nothing(engine: Engine, ind
     assert engine.result(slot)[0].tolist() == index.search(query(9)[None], search_width=4)[0][0].tolist()
 
 
-def test_a_full_batch_refuses_without_harm(engine: Engine) -> None:
+def test_a_full_batch_rejects_a_query_without_side_effects(engine: Engine) -> None:
     for number in range(4):
         engine.admit(query(number), SearchParams(), "docs")
     with pytest.raises(NoFreeSlot, match="all 4 slots are in use"):
@@ -112,7 +112,7 @@ def test_a_full_batch_refuses_without_harm(engine: Engine) -> None:
     assert engine.active_slots == 4
 
 
-def test_a_refused_query_takes_no_slot(engine: Engine) -> None:
+def test_a_rejected_query_takes_no_slot(engine: Engine) -> None:
     with pytest.raises(UnknownCollection, match="'papers' is not loaded; loaded: docs"):
         engine.admit(query(), SearchParams(), "papers")
     with pytest.raises(InvalidVector, match=f"needs .*{DIM}"):
@@ -126,7 +126,7 @@ def test_a_refused_query_takes_no_slot(engine: Engine) -> None:
     assert engine.free_slots == 4
 
 
-def test_a_slot_in_the_wrong_state_is_refused(engine: Engine) -> None:
+def test_a_slot_in_the_wrong_state_is_rejected(engine: Engine) -> None:
     for call in (engine.result, engine.release, engine.pause, engine.resume, engine.extends):
         with pytest.raises(InvalidSlot, match="slot 0 is free"):
             call(0)
@@ -139,11 +139,11 @@ def test_a_slot_in_the_wrong_state_is_refused(engine: Engine) -> None:
         engine.resume(slot)
 
 
-def test_an_extend_of_nothing_finishes_nothing(engine: Engine) -> None:
+def test_an_extend_without_queries_finishes_nothing(engine: Engine) -> None:
     assert engine.extend().tolist() == []
 
 
-def test_limits_of_the_engine_are_checked(backend: Backend, index: GraphIndex) -> None:
+def test_engine_limits_are_validated(backend: Backend, index: GraphIndex) -> None:
     with pytest.raises(InvalidParams, match=r"slots is 0, outside 1\.\.4096"), backend.engine({"docs": index}, slots=0):
         pass
     with (
@@ -153,7 +153,7 @@ def test_limits_of_the_engine_are_checked(backend: Backend, index: GraphIndex) -
         pass
 
 
-def test_state_of_the_cpu_s_engine_is_bounded_and_told(index: GraphIndex) -> None:
+def test_the_cpu_engine_s_state_is_bounded_and_reported(index: GraphIndex) -> None:
     one, two = (CpuEngine({"docs": index}, slots=slots).state_bytes for slots in (8, 16))
     per_slot = (two - one) / 8
     assert 512 * 8 < per_slot < 512 * (8 + 12) + 4 * 2**15 + 8 * 8 * 32 + 6 * DIM + 1000
@@ -161,17 +161,20 @@ def test_state_of_the_cpu_s_engine_is_bounded_and_told(index: GraphIndex) -> Non
 
 def test_two_indexes_of_different_dims_and_dtypes_share_the_slots(backend: Backend, index: GraphIndex) -> None:
     wide = GraphIndex.build(clustered(np.random.default_rng(2), 500, 72), metric="cosine", dtype="int8", degree=16)
-    params, asked = SearchParams(5, 32, 2), clustered(np.random.default_rng(9), 1, 72)
+    params, queries = SearchParams(5, 32, 2), clustered(np.random.default_rng(9), 1, 72)
     with backend.engine({"docs": index, "wide": wide}, slots=4) as engine:
         assert dict(engine.dims) == {"docs": DIM, "wide": 72}
-        slots = [engine.admit(query(), params, "docs"), engine.admit(asked[0], params, "wide")]
+        slots = [engine.admit(query(), params, "docs"), engine.admit(queries[0], params, "wide")]
         while engine.active_slots:
             engine.extend()
         found = [engine.result(slot)[0].tolist() for slot in slots]
-    assert found == [index.search(query()[None], 5, 32, 2)[0][0].tolist(), wide.search(asked, 5, 32, 2)[0][0].tolist()]
+    assert found == [
+        index.search(query()[None], 5, 32, 2)[0][0].tolist(),
+        wide.search(queries, 5, 32, 2)[0][0].tolist(),
+    ]
 
 
-def test_an_extend_is_one_extend_unless_a_launch_is_told_to_make_more(engine: Engine) -> None:
+def test_a_step_is_one_extend_unless_a_launch_makes_several(engine: Engine) -> None:
     engine.interrupt_when(lambda: True)
     slot = engine.admit(query(), SearchParams(), "docs")
     engine.extend()

@@ -1,4 +1,4 @@
-"""The run for a GPU machine: every step of it works on the CPU backend, and its parts do what they say."""
+"""Tests of the GPU check: every step works on the CPU backend, and its parts behave as documented."""
 
 import io
 import json
@@ -23,11 +23,11 @@ from benchmarks.gpu_check.targets import verdicts
 from benchmarks.gpu_check.time_limit import Skipped
 from gpu import CpuEngine, GraphIndex, SearchParams
 from gpu.cuda.graphs import StageTimes
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
-@pytest.mark.timeout(400)  # processes that import torch, on as many cores as there are
-def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)  # processes that import torch, on all available cores
+def test_a_dry_run_runs_every_section_on_the_cpu_and_reports_what_needs_a_gpu(tmp_path: Path) -> None:
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu-dry-run.json").read_text())
     each = ["data", "steps", "kernels", "load", "cuvs", "resident", "flood"]
@@ -59,7 +59,7 @@ def test_a_dry_run_does_every_section_on_the_cpu_and_says_what_needs_a_gpu(tmp_p
     assert "| handover | device to device, through CUDA IPC | skipped: no GPU" in page
     assert sections["handover"]["data"]["scattered"]["bytes"] == 512 * 2 * 2 * 2 * 16 * 4
     measured = [verdict in ("pass", "aim", "FAIL") for _, _, verdict in record["verdicts"]]
-    assert measured == [*[True] * 4, False, *[True] * 5] * 2  # bytes of rows are a GPU's alone
+    assert measured == [*[True] * 4, False, *[True] * 5] * 2  # bytes of rows are measured on a GPU only
     assert "A dry run: its figures and verdicts do not apply to a GPU." in page
     assert "FAILED" not in page
     assert "skipped" not in page.replace("skipped: no GPU", "").replace("| skipped: no persistent kernel", "").replace(
@@ -75,7 +75,7 @@ def speed(setup: Any, outcome: Outcome) -> None:
     outcome.add("speed", "1/s")
 
 
-def test_a_section_that_fails_or_is_late_keeps_what_it_has_and_does_not_stop_the_others(
+def test_a_failed_or_late_section_keeps_its_results_and_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(setup: Any, outcome: Outcome) -> None:
@@ -99,7 +99,7 @@ def test_a_section_that_fails_or_is_late_keeps_what_it_has_and_does_not_stop_the
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 4
 
 
-def test_a_section_that_is_not_done_in_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_exceeds_its_time_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(setup: Any, outcome: Outcome) -> None:
         speed(setup, outcome)
         while True:
@@ -117,7 +117,7 @@ def test_the_sections_of_both_sets_together_stay_below_nine_minutes() -> None:
     assert sum(seconds) <= 540
 
 
-def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misses(tmp_path: Path) -> None:
+def test_it_runs_with_only_numpy_and_numba_and_reports_what_each_section_lacks(tmp_path: Path) -> None:
     missing = ("msgspec", "zmq", "torch", "transformers", "cupy", "cuvs", "matplotlib")
     lines = [
         "import sys",
@@ -139,7 +139,7 @@ def test_it_runs_where_only_numpy_and_numba_are_and_says_what_each_section_misse
     assert "| steps, 48 dims | extend of 16 slots |" in page
 
 
-def test_a_setup_that_fails_leaves_its_traceback_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_setup_saves_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(options: Any) -> None:
         raise OSError("no room for the data")
 
@@ -155,7 +155,7 @@ def cuvs_found(recall: float, per_s: float, p99_s: float, alone_s: float) -> dic
     return {"ours": ours, "theirs": theirs}
 
 
-def test_each_bar_passes_reaches_its_aim_or_fails_and_what_is_missing_was_not_measured() -> None:
+def test_each_bar_passes_reaches_its_target_or_fails_and_missing_values_are_not_measured() -> None:
     kernels = {"copy_bytes_s": 100.0, "distance_bytes_s": 60.0}
     good = {"cuvs": cuvs_found(0.96, 1300.0, 0.1, 0.4), "kernels": kernels}
     assert [verdict for _, _, verdict in verdicts(good)[:5]] == ["aim", "aim", "aim", "aim", "pass"]
@@ -171,7 +171,7 @@ def form(per_s: float, p99_s: float, alone_s: float) -> dict[str, Any]:
     return {"per_s": per_s, "stream": {"p99_s": p99_s}, "alone_s": alone_s}
 
 
-def test_blocks_that_stay_are_judged_by_the_better_of_the_other_forms_and_beside_cuvs_by_the_better_of_ours() -> None:
+def test_resident_blocks_are_compared_with_the_best_other_form_and_cuvs_with_our_best_form() -> None:
     forms = {"staged": form(100.0, 0.3, 2.0), "fused": form(50.0, 0.9, 1.0), "resident": form(95.0, 0.2, 1.1)}
     found = {"cuvs": cuvs_found(0.96, 90.0, float("nan"), 3.0), "resident": forms}
     judged = {what: (figure.split()[0], verdict) for what, figure, verdict in verdicts(found)}
@@ -183,7 +183,7 @@ def test_blocks_that_stay_are_judged_by_the_better_of_the_other_forms_and_beside
     assert judged["one query alone, p50 against cuVS"] == ("1.100", "FAIL")
 
 
-def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(
+def test_a_missing_device_is_reported_in_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     device = "GPU-00000000-0000-0000-0000-000000000000"
@@ -193,7 +193,7 @@ def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_known_is_written_before_a_section_that_ends_the_process(
+def test_results_are_written_before_a_section_that_kills_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fatal(setup: Any, outcome: Outcome) -> None:
@@ -210,7 +210,7 @@ def index() -> GraphIndex:
     return GraphIndex.build(clustered(np.random.default_rng(0), 500, 16), metric="l2", degree=8)
 
 
-def test_queries_that_arrive_in_time_are_all_answered_and_latency_counts_from_the_arrival(index: GraphIndex) -> None:
+def test_all_queries_in_time_are_answered_and_latency_is_measured_from_arrival(index: GraphIndex) -> None:
     queries = clustered(np.random.default_rng(1), 30, 16)
     engine = CpuEngine({"docs": index}, slots=4)
     found = run_load(engine, queries, SearchParams(5, 32, 2), poisson(10_000, 30))
@@ -220,7 +220,7 @@ def test_queries_that_arrive_in_time_are_all_answered_and_latency_counts_from_th
     assert found.percentile(0.5) > 0
 
 
-def test_what_is_not_finished_within_the_limit_is_counted_and_leaves_no_slot_taken(index: GraphIndex) -> None:
+def test_unfinished_queries_are_counted_and_leave_no_slot_occupied(index: GraphIndex) -> None:
     engine = CpuEngine({"docs": index}, slots=4)
     found = run_load(engine, clustered(np.random.default_rng(1), 5, 16), SearchParams(5, 32, 2), np.full(5, 1e9), 0.01)
     assert found.finished == 0
@@ -229,25 +229,25 @@ def test_what_is_not_finished_within_the_limit_is_counted_and_leaves_no_slot_tak
 
 
 class FakePeer:
-    """Remembers what it was asked, batch by batch."""
+    """Records its queries, batch by batch."""
 
     def __init__(self) -> None:
-        self.asked: list[list[float]] = []
+        self.batches: list[list[float]] = []
 
     def put(self, queries: np.ndarray) -> np.ndarray:
         return queries
 
     def search(self, queries: np.ndarray, k: int, top_m: int) -> None:
-        self.asked.append(queries[:, 0].tolist())
+        self.batches.append(queries[:, 0].tolist())
 
 
-def test_the_peers_window_gathers_what_came_within_a_millisecond_of_the_first() -> None:
+def test_the_peers_window_batches_queries_within_a_millisecond_of_the_first() -> None:
     peer = FakePeer()
     arrivals = np.array([0.0, 0.0001, 0.0002, 0.05, 0.0501])
     queries = np.arange(5, dtype=np.float32)[:, None]
     found = peers.windowed(peer, queries, 64, arrivals, 10.0)
-    assert [number for batch in peer.asked for number in batch] == [0, 1, 2, 3, 4]
-    assert len(peer.asked[0]) >= 3
+    assert [number for batch in peer.batches for number in batch] == [0, 1, 2, 3, 4]
+    assert len(peer.batches[0]) >= 3
     assert found.latency_s[0] >= 0.001
     assert found.latency_s[3] >= 0.001
 
@@ -260,7 +260,7 @@ def test_the_neighbors_found_on_a_device_are_the_exact_ones() -> None:
     np.testing.assert_allclose(found, np.sort(distances, axis=1)[:, :10], rtol=1e-4)
 
 
-def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None:
+def test_rows_per_second_are_those_of_the_distance_kernel() -> None:
     seconds = {"compute_distances_16": 2.0, "merge_and_gather": 9.0}
     found = [StageTimes(seconds, 4, 30), StageTimes(seconds, 4, 10)]
     outcome = Outcome()
@@ -271,7 +271,7 @@ def test_rows_read_a_second_are_those_of_the_kernel_that_compares_them() -> None
 
 
 @pytest.mark.parametrize(("form", "kernels"), [("plain", 2), ("fused", 1)])
-def test_the_small_run_that_is_watched_has_the_form_that_is_asked_for(
+def test_the_small_profiled_run_uses_the_requested_form(
     form: str, kernels: int, index: GraphIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpu.cuda import compiler, cuda_driver
@@ -287,7 +287,7 @@ def test_the_small_run_that_is_watched_has_the_form_that_is_asked_for(
     engine.close()
 
 
-def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
+def test_the_profilers_table_is_parsed_by_kernel_and_counter() -> None:
     text = """==PROF== Connected to process 1
 "ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","1","merge_and_gather(Batch, unsigned int)","gpu__time_duration.sum","nsecond","4,000"
@@ -300,13 +300,13 @@ def test_the_profilers_table_is_read_by_kernel_and_counter() -> None:
         profile.medians("==ERROR== nothing was profiled")
 
 
-def test_what_is_carried_is_cut_into_small_pieces_that_make_the_archive_again(
+def test_the_archive_is_split_into_small_pieces_that_reassemble_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wheels, "PIECE_BYTES", 20_000)
 
     def fetch(requirements: Any, to: Path) -> None:
-        (to / "numpy-2.0-any.whl").write_bytes(b"n" * 15_000)  # needed by both
+        (to / "numpy-2.0-any.whl").write_bytes(b"n" * 15_000)  # required by both
         name = requirements[0].partition(">")[0]
         (to / f"{name}-1.0-any.whl").write_bytes(name.encode() * 10_000)
 
@@ -323,7 +323,7 @@ def test_what_is_carried_is_cut_into_small_pieces_that_make_the_archive_again(
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".piece"] * len(pieces)
 
 
-def test_only_memory_that_results_come_out_of_is_poisoned(index: GraphIndex) -> None:
+def test_only_result_memory_is_poisoned(index: GraphIndex) -> None:
     from gpu.cuda.engine import CudaEngine
     from tests.cuda.recorder import RecordingDriver
     from tests.cuda.scripted_device import ScriptedDevice

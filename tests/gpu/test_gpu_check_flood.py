@@ -1,4 +1,4 @@
-"""Prefill under decode's flood, as the run for a GPU machine measures it, through a pool on the CPU backend."""
+"""Tests of the GPU check's measurement of prefill under a decode flood, through a pool on the CPU backend."""
 
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -19,7 +19,7 @@ from benchmarks.gpu_check.targets import verdicts
 from gpu import CpuEngine, GraphIndex, SearchParams
 from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import process
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def setup_of(index: GraphIndex, device: str) -> Setup:
     return Setup(device, "a device", source, "float32", 32, 4, True, {}, params=params, given=(data, index))
 
 
-def test_a_pools_clients_ask_prefill_at_its_times_and_have_as_many_decode_queries_outstanding_as_they_may(
+def test_clients_submit_prefill_on_schedule_and_keep_the_maximum_of_decode_queries_outstanding(
     index: GraphIndex,
 ) -> None:
     setup = setup_of(index, "cpu")
@@ -58,10 +58,8 @@ def test_a_pools_clients_ask_prefill_at_its_times_and_have_as_many_decode_querie
         assert flood.p99_of(alone) == max(alone.latency_s)
 
 
-def test_a_pool_that_answers_with_an_error_is_no_measurement(
-    index: GraphIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flood, "_SMALL_RING_SLOTS", 8192)  # more than may wait
+def test_a_pool_error_invalidates_the_measurement(index: GraphIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flood, "_SMALL_RING_SLOTS", 8192)  # more than the queue holds
     setup = setup_of(index, "cpu")
     with (
         flood.pool_over(setup, "auto") as pool,
@@ -71,23 +69,23 @@ def test_a_pool_that_answers_with_an_error_is_no_measurement(
         clients.run(np.zeros(0), 8192, 0.5, 60.0)
 
 
-def test_on_a_gpu_blocks_stay_as_the_plan_has_it_and_launches_are_made_where_the_configuration_says_so(
+def test_on_a_gpu_the_plan_selects_the_resident_kernel_and_the_configuration_selects_launches(
     index: GraphIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    calls = []
 
     def open_engine(device: str, collections: Any, *, resident: bool, extends_per_launch: int, **limits: Any) -> Any:
-        asked.append((device, resident))
+        calls.append((device, resident))
         return CpuEngine(collections, **limits)
 
     monkeypatch.setattr(process, "open_engine", open_engine)
     for form in flood.FORMS:
         with flood.pool_over(setup_of(index, "cuda:0"), form):
             pass
-    assert asked == [("cuda:0", True), ("cuda:0", False)]
+    assert calls == [("cuda:0", True), ("cuda:0", False)]
 
 
-def test_on_a_gpu_what_a_pool_is_compiled_of_is_compiled_while_the_data_is_made(
+def test_on_a_gpu_the_pool_is_compiled_while_the_data_is_generated(
     index: GraphIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun = []
@@ -107,7 +105,7 @@ def test_on_a_gpu_what_a_pool_is_compiled_of_is_compiled_while_the_data_is_made(
     assert "… decode queries answered meanwhile" in capsys.readouterr().out
 
 
-def test_prefill_under_a_flood_is_judged_beside_prefill_alone_and_an_answer_that_is_missing_fails() -> None:
+def test_prefill_under_a_flood_is_compared_with_prefill_alone_and_a_missing_answer_fails() -> None:
     forms = {"auto": {"alone_p99_s": 1e-4, "flood_p99_s": 1.2e-4}, "launches": {"alone_p99_s": 1e-4}}
     auto, launches = verdicts({"flood": forms})[-2:]
     assert (auto[1].split()[0], auto[2]) == ("1.200", "pass")

@@ -1,6 +1,6 @@
-"""How the check asks cuVS: with arrays of the device, one set of resources, and its persistent kernel.
+"""Tests of how the GPU check calls cuVS: with device arrays, one set of resources, and its persistent kernel.
 
-The fakes have the documented signatures of cuVS 26 and of CuPy, and refuse arrays of the host.
+The fakes have the documented signatures of cuVS 26 and of CuPy, and reject host arrays.
 """
 
 import sys
@@ -19,7 +19,7 @@ from gpu import GraphIndex
 
 
 class OnDevice(np.ndarray):
-    """An array of the device."""
+    """A device array."""
 
 
 def on_device(*arrays: Any) -> bool:
@@ -27,11 +27,11 @@ def on_device(*arrays: Any) -> bool:
 
 
 class FakeCuvs:
-    """`cuvs.neighbors.cagra` and `cuvs.common.Resources`; what was asked stands in `asked`."""
+    """`cuvs.neighbors.cagra` and `cuvs.common.Resources`; records its calls in `calls`."""
 
     def __init__(self, persistent: bool) -> None:
         self.persistent = persistent
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self.pending: set[int] = set()
         outer = self
 
@@ -63,7 +63,7 @@ class FakeCuvs:
             raise RuntimeError("not supported here")
         neighbors[:] = nearest(np.asarray(index, np.float32), np.asarray(queries, np.float32), k)
         self.pending.add(id(resources))
-        self.asked.append(dict(vars(params), resources=id(resources), into=neighbors.ctypes.data))
+        self.calls.append(dict(vars(params), resources=id(resources), into=neighbors.ctypes.data))
 
 
 @pytest.fixture(params=[True, False], ids=["with its persistent kernel", "without"])
@@ -89,26 +89,26 @@ def setup() -> Any:
     return SimpleNamespace(data=data, index=index)
 
 
-def test_searches_use_the_same_resources_and_results_again_and_have_ended_when_they_return(
+def test_searches_reuse_resources_and_result_arrays_and_are_complete_when_they_return(
     cuvs: FakeCuvs, setup: Any
 ) -> None:
     peer = Peer(setup)
-    asked = peer.put(setup.data.queries)
+    queries = peer.put(setup.data.queries)
     for _ in range(3):
-        found = peer.search(asked, 10, 64)
+        found = peer.search(queries, 10, 64)
         assert cuvs.pending == set()
     assert setup.data.recall(peer.ids(found)) > 0.99
-    assert len({(one["resources"], one["into"]) for one in cuvs.asked}) == 1
+    assert len({(one["resources"], one["into"]) for one in cuvs.calls}) == 1
 
 
-def test_one_query_is_asked_in_both_ways_and_the_better_counts(cuvs: FakeCuvs, setup: Any) -> None:
+def test_a_single_query_is_timed_in_both_ways_and_the_better_counts(cuvs: FakeCuvs, setup: Any) -> None:
     outcome = Outcome()
     found = peers.one_query(Peer(setup), setup.data.queries, 48, outcome)
     assert set(found) == ({"a call", "its persistent kernel"} if cuvs.persistent else {"a call"})
-    assert cuvs.asked[0] == {**cuvs.asked[0], "itopk_size": 48, "algo": "auto", "persistent": False}
+    assert cuvs.calls[0] == {**cuvs.calls[0], "itopk_size": 48, "algo": "auto", "persistent": False}
     told = dict(outcome.lines)["one query alone, p50, cuVS, its persistent kernel"]
     if cuvs.persistent:
-        assert cuvs.asked[-1] == {**cuvs.asked[-1], "algo": "single_cta", "persistent": True}
+        assert cuvs.calls[-1] == {**cuvs.calls[-1], "algo": "single_cta", "persistent": True}
         assert told.endswith("µs")
     else:
         assert told == "not possible: not supported here"

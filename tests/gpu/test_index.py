@@ -1,11 +1,11 @@
-"""Building, searching and refusing: the index from its caller's side."""
+"""Tests of the index's public interface: building, searching and argument validation."""
 
 import numpy as np
 import pytest
 
 from gpu import GraphIndex, InvalidParams, InvalidVector, SearchParams
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, recall
+from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_neighbors, exact_vectors, recall
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def random() -> np.random.Generator:
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recall_is_high_on_clustered_data(random: np.random.Generator, metric: Metric, dtype: Dtype) -> None:
-    vectors, queries = np.split(clustered(random, 4300, 128), [4200])  # enough for sketches
+    vectors, queries = np.split(clustered(random, 4300, 128), [4200])  # enough rows for sketches
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)
     ids, distances = index.search(queries, k=10, top_m=64)
     assert recall(ids, exact_neighbors(vectors, queries, metric, 10)) > (0.95 if metric != "ip" else 0.9)
@@ -68,7 +68,7 @@ def test_a_zero_vector_has_cosine_distance_one_to_everything() -> None:
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("metric", METRICS)
-def test_neighbors_do_not_depend_on_the_size_of_the_numbers(size: float, dtype: Dtype, metric: Metric) -> None:
+def test_neighbors_do_not_depend_on_the_scale_of_the_vectors(size: float, dtype: Dtype, metric: Metric) -> None:
     random = np.random.default_rng(2)
     vectors, queries = random.standard_normal((500, 24)), random.standard_normal((20, 24))
     ids, distances = GraphIndex.build(vectors * size, metric=metric, dtype=dtype).search(queries * size, k=5, top_m=128)
@@ -82,7 +82,7 @@ def test_ids_are_the_caller_s_up_to_the_largest() -> None:
     assert index.search(np.eye(3), k=1)[0].tolist() == [[top], [7], [top - 1]]
 
 
-def test_integer_vectors_are_taken() -> None:
+def test_integer_vectors_are_accepted() -> None:
     index = GraphIndex.build(np.eye(4, dtype=np.uint8) * 255, metric="l2")
     assert index.search(np.eye(4, dtype=np.int32) * 255, k=1)[0].tolist() == [[0], [1], [2], [3]]
 
@@ -92,7 +92,7 @@ def test_no_queries_give_no_results() -> None:
     assert ids.shape == distances.shape == (0, 2)
 
 
-def test_threads_find_what_one_thread_finds(random: np.random.Generator) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(random: np.random.Generator) -> None:
     vectors, queries = clustered(random, 1500, 32), clustered(random, 70, 32)
     index = GraphIndex.build(vectors, threads=2)
     one, three = index.search(queries, threads=1), index.search(queries, threads=3)
@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_index(random: np.random.Generator) -> None
     assert np.array_equal(first.data.seeds, second.data.seeds)
 
 
-def test_progress_is_told_in_order() -> None:
+def test_progress_is_reported_in_order() -> None:
     told: list[tuple[str, float]] = []
     GraphIndex.build(np.eye(8), progress=lambda stage, part: told.append((stage, part)))
     assert list(dict.fromkeys(stage for stage, part in told if part == 1.0)) == ["neighbors", "graph", "encoding"]
@@ -115,7 +115,7 @@ def test_progress_is_told_in_order() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused_by_row(value: float) -> None:
+def test_non_finite_values_are_rejected_with_their_row(value: float) -> None:
     vectors = np.ones((5, 3))
     vectors[3, 1] = value
     for metric in METRICS:
@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_are_refused_by_row(value: float) -> None:
         index.search(vectors)
 
 
-def test_norms_beyond_float32_are_refused_except_under_cosine() -> None:
+def test_norms_beyond_float32_are_rejected_except_under_cosine() -> None:
     vectors = np.full((2, 4), 1e30)
     with pytest.raises(InvalidVector, match="row 0 is too long"):
         GraphIndex.build(vectors, metric="l2")
@@ -136,12 +136,12 @@ def test_norms_beyond_float32_are_refused_except_under_cosine() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4,), (2, 2, 2)])
-def test_empty_or_misshapen_input_is_refused(shape: tuple[int, ...]) -> None:
+def test_empty_or_misshapen_input_is_rejected(shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidVector, match="shape"):
         GraphIndex.build(np.ones(shape))
 
 
-def test_wrong_dims_and_types_are_refused() -> None:
+def test_wrong_dims_and_types_are_rejected() -> None:
     index = GraphIndex.build(np.eye(4))
     with pytest.raises(InvalidVector, match=r"needs \[q, 4\]"):
         index.search(np.ones((2, 5)))
@@ -158,12 +158,12 @@ def test_wrong_dims_and_types_are_refused() -> None:
 
 
 @pytest.mark.parametrize("degree", [-1, 0, 1, 513])
-def test_a_degree_out_of_range_is_refused(degree: int) -> None:
+def test_a_degree_out_of_range_is_rejected(degree: int) -> None:
     with pytest.raises(InvalidParams, match=f"degree is {degree}, outside 2..512"):
         GraphIndex.build(np.eye(4), degree=degree)
 
 
-def test_unknown_metrics_and_dtypes_are_refused() -> None:
+def test_unknown_metrics_and_dtypes_are_rejected() -> None:
     with pytest.raises(InvalidParams, match="none of cosine, l2, ip"):
         GraphIndex.build(np.eye(4), metric="hamming")  # type: ignore[arg-type]
     with pytest.raises(InvalidParams, match="none of float32, float16, int8"):
@@ -182,6 +182,6 @@ def test_unknown_metrics_and_dtypes_are_refused() -> None:
         ({"k": True}, "must be an integer"),
     ],
 )
-def test_parameters_out_of_range_are_refused_with_their_limit(wanted: dict[str, int], message: str) -> None:
+def test_parameters_out_of_range_are_rejected_with_their_limit(wanted: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidParams, match=message):
         SearchParams(**wanted)

@@ -1,4 +1,4 @@
-"""RaBitQ codes of neighbours: what they estimate, and that a search by them finds what it should."""
+"""Tests of RaBitQ neighbour codes: accuracy of the estimates, and recall of searches that use them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.errors import IndexFormatError, InvalidParams
 from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
 from gpu.index.rows import Dtype, FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
-from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall
+from tests.gpu.datasets import METRICS, clustered, exact_neighbors, recall
 from tests.gpu.reference import Table, raw_distances, rotated, search_reference
 
 CODED: tuple[Dtype, ...] = ("float32", "float16")
@@ -28,7 +28,7 @@ def random() -> np.random.Generator:
 
 
 def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: float) -> FloatArray:
-    """What the compiled kernel makes of a node's block, of all places in it."""
+    """Return the compiled kernel's estimates for all entries of a node's block."""
     codes = index.codes
     assert codes is not None
     prepared = np.zeros((1, codes.dims), np.float32)
@@ -57,7 +57,7 @@ def compiled_estimates(index: IndexData, query: FloatArray, node: int, base: flo
 def random_data(
     random: np.random.Generator, dim: int, metric: Metric, degree: int = 40, count: int = 150, bits: int = 1
 ) -> IndexData:
-    """Gaussian vectors under a graph of random edges."""
+    """Return Gaussian vectors under a graph of random edges."""
     vectors = checked_vectors(random.standard_normal((count, dim)).astype(np.float32), metric)
     graph = random.integers(count, size=(count, degree), dtype=np.uint32)
     seeds = np.arange(min(count, 20), dtype=np.uint32)
@@ -67,7 +67,7 @@ def random_data(
 
 
 @pytest.mark.parametrize("dim", [3, 64, 100, 200, 784, 1536])
-def test_the_rotation_keeps_lengths_and_angles_and_spreads_every_direction(
+def test_the_rotation_preserves_lengths_and_angles_and_spreads_every_direction(
     random: np.random.Generator, dim: int
 ) -> None:
     signs = make_signs(dim, random)
@@ -81,9 +81,9 @@ def test_the_rotation_keeps_lengths_and_angles_and_spreads_every_direction(
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("dim", [20, 100, 1536])  # of the last the sums are taken in two parts
+@pytest.mark.parametrize("dim", [20, 100, 1536])  # the last one's sums are computed in two parts
 @pytest.mark.parametrize(("bits", "least", "most"), [(1, 0.3, 1.0), (2, 0.15, 0.45), (4, 0.03, 0.2)])
-def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound_which_more_bits_lower(
+def test_estimates_are_unbiased_within_a_bound_that_shrinks_with_more_bits(
     random: np.random.Generator, dim: int, metric: Metric, bits: int, least: float, most: float
 ) -> None:
     data = random_data(random, dim, metric, bits=bits)
@@ -104,7 +104,7 @@ def test_estimates_are_unbiased_and_off_by_no_more_than_the_bound_which_more_bit
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_the_kernel_and_the_reference_read_a_block_alike(random: np.random.Generator, bits: int) -> None:
+def test_the_kernel_and_the_reference_decode_a_block_alike(random: np.random.Generator, bits: int) -> None:
     data = random_data(random, 200, "l2", bits=bits)
     assert data.codes is not None
     query = random.standard_normal(200).astype(np.float32)
@@ -113,7 +113,7 @@ def test_the_kernel_and_the_reference_read_a_block_alike(random: np.random.Gener
     np.testing.assert_allclose(ours, theirs, rtol=2e-3)
 
 
-def test_a_neighbour_that_is_the_node_itself_has_its_distance(random: np.random.Generator) -> None:
+def test_a_self_edge_is_estimated_at_the_nodes_own_distance(random: np.random.Generator) -> None:
     data = random_data(random, 100, "l2")
     data.graph[5] = 5
     again = make_codes(data.rows.codes[:, :100], data.rows.centre, True, data.graph, data.seeds, 1)
@@ -122,7 +122,7 @@ def test_a_neighbour_that_is_the_node_itself_has_its_distance(random: np.random.
     np.testing.assert_allclose(compiled_estimates(same, query, 5, 7.0)[:40], 7.0, rtol=1e-5)
 
 
-def test_processors_without_look_ups_of_bytes_sum_the_same(random: np.random.Generator) -> None:
+def test_the_scalar_fallback_computes_the_same_sums_as_byte_look_ups(random: np.random.Generator) -> None:
     slow = fast_scan.scan_by(fast_scan.look_up_each)
 
     @compiled
@@ -170,7 +170,9 @@ def test_recall_is_high_and_distances_are_exact(random: np.random.Generator, met
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("bits", [1, 2])
-def test_search_and_reference_agree_but_for_near_ties(random: np.random.Generator, metric: Metric, bits: int) -> None:
+def test_search_and_reference_agree_except_for_near_ties(
+    random: np.random.Generator, metric: Metric, bits: int
+) -> None:
     vectors = clustered(random, 800, 48)
     index = GraphIndex.build(vectors, metric=metric, neighbor_codes=True, code_bits=bits)
     queries = vectors[:60] + 0.2 * random.standard_normal((60, 48)).astype(np.float32)
@@ -185,7 +187,7 @@ def test_search_and_reference_agree_but_for_near_ties(random: np.random.Generato
     assert same / total > 0.96
 
 
-def test_as_many_distinct_results_come_as_were_asked_for_however_often_parents_lead_to_the_same_nodes(
+def test_k_distinct_results_are_returned_even_if_parents_share_neighbours(
     random: np.random.Generator,
 ) -> None:
     """k = top_m: estimates of one node from several parents could fill top_m."""
@@ -198,7 +200,7 @@ def test_as_many_distinct_results_come_as_were_asked_for_however_often_parents_l
         assert all(len(set(row)) == 12 for row in ids.tolist())
 
 
-def test_a_search_that_is_out_of_patience_has_its_results_too(random: np.random.Generator) -> None:
+def test_a_search_that_exhausts_its_patience_returns_its_results(random: np.random.Generator) -> None:
     index = GraphIndex.build(clustered(random, 500, 32), neighbor_codes=True)
     ids, distances = index.search(random.standard_normal((50, 32)), k=30, top_m=30, search_width=1, patience=1)
     assert (ids >= 0).all()
@@ -218,7 +220,7 @@ def test_fewer_vectors_than_k_leave_results_missing_and_equal_ones_are_all_found
 
 @pytest.fixture
 def pair(random: np.random.Generator) -> tuple[GraphIndex, GraphIndex]:
-    """Of the same vectors, with codes and without."""
+    """Return two indexes of the same vectors, one with codes and one without."""
     vectors = clustered(random, 1200, 40)
     return GraphIndex.build(vectors, neighbor_codes=True), GraphIndex.build(vectors)
 
@@ -240,7 +242,7 @@ def test_slots_with_codes_and_without_share_a_batch(
         np.testing.assert_array_equal(found[slot], index.search(query[None], 10, 48, 2)[0][0])
 
 
-def test_a_paused_slot_with_codes_goes_on_where_it_was(
+def test_a_paused_slot_with_codes_resumes_where_it_stopped(
     random: np.random.Generator, pair: tuple[GraphIndex, GraphIndex]
 ) -> None:
     engine = CpuEngine({"docs": pair[0]}, slots=2, max_top_m=64)
@@ -248,7 +250,7 @@ def test_a_paused_slot_with_codes_goes_on_where_it_was(
     slot = engine.admit(query, SearchParams(5, 64, 1), "docs")
     engine.extend()
     engine.pause(slot)
-    engine.load("more", pair[1])  # the slots move
+    engine.load("more", pair[1])  # the slots change places
     engine.resume(slot)
     while not len(engine.extend()):
         pass
@@ -259,7 +261,9 @@ def test_a_paused_slot_with_codes_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("dtype", CODED)
-def test_a_loaded_index_answers_as_the_built_one(tmp_path: Path, random: np.random.Generator, dtype: Dtype) -> None:
+def test_a_loaded_index_returns_the_results_of_the_built_one(
+    tmp_path: Path, random: np.random.Generator, dtype: Dtype
+) -> None:
     index = GraphIndex.build(clustered(random, 400, 24), dtype=dtype, neighbor_codes=True)
     index.save(tmp_path / "x")
     loaded = GraphIndex.load(tmp_path / "x")
@@ -284,7 +288,7 @@ def test_a_damaged_file_of_codes_is_named(tmp_path: Path, random: np.random.Gene
         GraphIndex.load(tmp_path / "x")
 
 
-def test_codes_that_are_noise_lead_nowhere_outside(tmp_path: Path, random: np.random.Generator) -> None:
+def test_random_codes_cause_no_out_of_bounds_access(tmp_path: Path, random: np.random.Generator) -> None:
     data = random_data(random, 40, "l2")
     assert data.codes is not None
     data.codes.blocks[:] = random.integers(256, size=data.codes.blocks.shape, dtype=np.uint8)
@@ -294,12 +298,12 @@ def test_codes_that_are_noise_lead_nowhere_outside(tmp_path: Path, random: np.ra
 
 
 @pytest.mark.parametrize(("dim", "fastest"), [(100, 2), (256, 2), (257, 1), (384, 1)])
-def test_a_code_has_as_many_bits_as_are_asked_for_or_as_are_fastest(
+def test_a_code_has_the_requested_number_of_bits_or_the_fastest(
     random: np.random.Generator, tmp_path: Path, dim: int, fastest: int
 ) -> None:
     vectors = random.standard_normal((60, dim))
-    for asked, bits in ((0, fastest), (1, 1), (3, 3)):
-        index = GraphIndex.build(vectors, metric="l2", neighbor_codes=True, code_bits=asked)
+    for code_bits, bits in ((0, fastest), (1, 1), (3, 3)):
+        index = GraphIndex.build(vectors, metric="l2", neighbor_codes=True, code_bits=code_bits)
         index.save(tmp_path / "index")
         loaded = GraphIndex.load(tmp_path / "index")
         assert index.data.codes is not None
@@ -311,21 +315,21 @@ def test_a_code_has_as_many_bits_as_are_asked_for_or_as_are_fastest(
         GraphIndex.build(vectors, neighbor_codes=True, code_bits=5)
 
 
-def test_codes_do_not_go_with_int8(random: np.random.Generator) -> None:
+def test_codes_cannot_be_combined_with_int8(random: np.random.Generator) -> None:
     with pytest.raises(InvalidParams, match="exact distances"):
         GraphIndex.build(random.standard_normal((10, 8)), dtype="int8", neighbor_codes=True)
 
 
 @pytest.mark.parametrize("top_m", [1, 7, 8, 9, 64, 65, 200])
-def test_a_list_filled_by_whole_registers_is_the_one_filled_key_by_key(random: np.random.Generator, top_m: int) -> None:
+def test_inserting_by_whole_registers_equals_inserting_key_by_key(random: np.random.Generator, top_m: int) -> None:
     by_key, by_chunks = (np.full(padded(top_m, KEYS_AT_ONCE) + 8, 77, np.uint64) for _ in range(2))
     filled = 0
     for _ in range(4 * top_m + 20):
-        key = np.uint64(2 * random.integers(3 * top_m))  # the same comes again, and is in the list already
+        key = np.uint64(2 * random.integers(3 * top_m))  # a duplicate of an entry in the list
         there = insert_at(np.uint64(by_key.ctypes.data), filled, top_m, key)
         assert insert_by_chunks(np.uint64(by_chunks.ctypes.data), filled, top_m, key) == there
         if there >= 0:
-            by_key[there] |= np.uint64(random.integers(2))  # some have been parents
+            by_key[there] |= np.uint64(random.integers(2))  # some entries have been parents
             by_chunks[there] = by_key[there]
             filled = min(filled + 1, top_m)
         np.testing.assert_array_equal(by_chunks[:filled], by_key[:filled])

@@ -1,4 +1,4 @@
-"""Prepared queries: what the stages read of a query is what numpy computes of it, every time."""
+"""Tests of prepared queries: their derived values equal those computed by numpy, every time."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ import pytest
 from gpu.cpu.queries import QUERY_SKETCH, SKETCH_STEP, QueryEncoding, prepare, prepared_bytes
 from gpu.cpu.tables import SKETCH_LANES
 from gpu.index.rows import Metric, aligned_empty, checked_vectors, encode
-from tests.gpu.cases import METRICS
+from tests.gpu.datasets import METRICS
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_the_sketch_of_a_query_is_its_projection_however_often_it_is_prepared(metric: Metric) -> None:
+def test_a_querys_sketch_is_its_projection_every_time_it_is_prepared(metric: Metric) -> None:
     random = np.random.default_rng(3)
     vectors = checked_vectors(random.normal(size=(4100, 384)).astype(np.float32), metric)
     rows = encode(vectors, metric, "float32", pairs=random.integers(4100, size=(4096, 2)))

@@ -1,4 +1,4 @@
-"""The engine finds what the numpy reference finds, by the same steps."""
+"""Tests that engines return the results of the numpy reference after the same number of extends."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from gpu import GraphIndex, SearchParams
 from gpu.cpu.search import search
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.cases import DTYPES, METRICS, clustered, exact_vectors, random_index
-from tests.gpu.engines import BACKENDS, Backend
+from tests.gpu.backends import BACKENDS, Backend
+from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_vectors, random_index
 from tests.gpu.reference import ReferenceSearch, search_reference
 
 seeds = st.integers(0, 2**32 - 1)
@@ -41,7 +41,7 @@ def test_engine_and_reference_agree_on_random_graphs(
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @settings(max_examples=40)
 @given(seed=seeds, wanted=st.lists(params, min_size=1, max_size=6))
-def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_s_extends(
+def test_queries_with_different_parameters_share_a_batch_and_take_the_reference_s_extends(
     backend: Backend, seed: int, wanted: list[SearchParams]
 ) -> None:
     random = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ def test_queries_of_different_parameters_share_the_batch_and_take_the_reference_
                 engine.release(slot)
 
 
-def test_a_visited_table_that_forgets_changes_nothing() -> None:
+def test_overflow_of_the_visited_table_does_not_change_results() -> None:
     random = np.random.default_rng(5)
     data = random_index(random, 20_000, "l2", "float32", 32, 32)
     wanted = SearchParams(k=10, top_m=12, search_width=8)  # the table holds 1024 nodes
@@ -83,7 +83,7 @@ def test_a_visited_table_that_forgets_changes_nothing() -> None:
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_with_sketches_engine_and_reference_differ_in_near_ties_only(metric: Metric, dtype: Dtype) -> None:
+def test_with_sketches_engine_and_reference_differ_only_in_near_ties(metric: Metric, dtype: Dtype) -> None:
     random = np.random.default_rng(3)
     vectors = clustered(random, 5000, 400)
     index = GraphIndex.build(vectors, metric=metric, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The contract of every engine: indexes come and go between two extends, and no query notices."""
+"""Contract tests of every engine: indexes are loaded and unloaded between extends without affecting running queries."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from gpu import Engine, GraphIndex, InvalidParams, SearchParams, UnknownCollection, slots
 from gpu.cuda import upload
 from gpu.index.rows import FloatArray
-from tests.gpu.cases import clustered
-from tests.gpu.engines import BACKENDS, Backend
+from tests.gpu.backends import BACKENDS, Backend
+from tests.gpu.datasets import clustered
 
 DIM, FEW = 24, 12
 PARAMS = SearchParams(k=5, top_m=32, search_width=2)
@@ -27,7 +27,7 @@ def query(number: int, dim: int = DIM) -> FloatArray:
 
 
 def finished(engine: Engine, slot: int) -> list[int]:
-    """The ids of a slot that is released then."""
+    """Return the ids of a slot, and release it."""
     while slot not in engine.extend():
         pass
     ids = engine.result(slot)[0].tolist()
@@ -47,11 +47,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines have numbers for FEW collections."""
+    """Limit engines to FEW collection numbers."""
     monkeypatch.setattr(slots, "MAX_COLLECTIONS", FEW)
 
 
-def test_queries_in_flight_finish_on_the_index_they_began_with_and_new_ones_have_the_new(backend: Backend) -> None:
+def test_running_queries_finish_on_their_index_and_new_ones_use_the_replacement(backend: Backend) -> None:
     with backend.engine({"docs@old": OLD}, slots=4) as engine:
         running = engine.admit(query(0), PARAMS, "docs@old")
         paused = engine.admit(query(1), PARAMS, "docs@old")
@@ -74,7 +74,7 @@ def test_queries_in_flight_finish_on_the_index_they_began_with_and_new_ones_have
         assert engine.result(later)[0].tolist() == searched(NEW, query(0))
 
 
-def test_a_finished_query_s_result_is_its_own_after_a_load(backend: Backend) -> None:
+def test_a_finished_query_s_result_is_unaffected_by_a_load(backend: Backend) -> None:
     with backend.engine({"docs": OLD}, slots=2) as engine:
         slot = engine.admit(query(3), PARAMS, "docs")
         while slot not in engine.extend():
@@ -95,7 +95,7 @@ def test_a_collection_can_be_replaced_any_number_of_times(backend: Backend, few:
         assert finished(engine, engine.admit(query(5), PARAMS, str(generation))) == searched(index, query(5))
 
 
-def test_a_name_that_is_loaded_is_not_loaded_again_and_one_that_is_not_is_not_unloaded(backend: Backend) -> None:
+def test_loading_a_loaded_name_and_unloading_an_unknown_name_are_rejected(backend: Backend) -> None:
     with backend.engine({"docs": OLD}, slots=2) as engine:
         with pytest.raises(InvalidParams, match="'docs' is loaded already"):
             engine.load("docs", NEW)
@@ -103,7 +103,7 @@ def test_a_name_that_is_loaded_is_not_loaded_again_and_one_that_is_not_is_not_un
             engine.unload("code")
 
 
-def test_an_engine_may_have_no_index_until_one_is_loaded(backend: Backend) -> None:
+def test_an_engine_can_start_without_an_index(backend: Backend) -> None:
     with backend.engine({}, slots=2) as engine:
         assert dict(engine.dims) == {}
         assert engine.extend().tolist() == []
@@ -111,7 +111,7 @@ def test_an_engine_may_have_no_index_until_one_is_loaded(backend: Backend) -> No
         assert finished(engine, engine.admit(query(7), PARAMS, "docs")) == searched(NEW, query(7))
 
 
-def test_an_index_with_longer_vectors_and_more_edges_has_room_on_a_cpu_and_is_refused_where_sizes_are_captured(
+def test_an_index_of_larger_dim_and_degree_is_accepted_on_a_cpu_and_rejected_where_sizes_are_captured(
     backend: Backend,
 ) -> None:
     with backend.engine({"docs": OLD}, slots=2) as engine:
@@ -127,7 +127,7 @@ def test_an_index_with_longer_vectors_and_more_edges_has_room_on_a_cpu_and_is_re
             assert finished(engine, running) == searched(OLD, query(0))
 
 
-def test_an_index_is_loaded_in_parts_between_extends_while_queries_go_on(
+def test_an_index_is_loaded_in_parts_between_extends_of_running_queries(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
@@ -149,7 +149,7 @@ def test_an_index_is_loaded_in_parts_between_extends_while_queries_go_on(
             engine.load_part("docs@new", NEW)
 
 
-def test_what_is_loaded_in_part_can_be_given_up(backend: Backend, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_load_can_be_aborted(backend: Backend, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "STEP_BYTES", 16_384)
     with backend.engine({"docs": OLD}, slots=2) as engine:
         for _ in range(FEW + 1):

@@ -1,5 +1,4 @@
-"""Queries of a running batch that are restricted to some rows, as compiled loops restrict them: the contract of every
-backend."""
+"""Contract tests of every backend: queries of a running batch restricted to some rows, by the compiled functions."""
 
 import ctypes
 import functools
@@ -15,14 +14,14 @@ from gpu.cpu.extend.filtered import SCAN_ROWS_PER_ENTRY, SCAN_ROWS_PER_EXTEND, f
 from gpu.engine import INVALID, PAUSE, RELEASE, RESUME
 from gpu.index.data import IndexData, bitmap
 from gpu.index.rows import Dtype, Metric
-from tests.gpu.cases import DTYPES, METRICS, clustered, exact_neighbors, recall
-from tests.gpu.engines import BACKENDS, Backend
+from tests.gpu.backends import BACKENDS, Backend
+from tests.gpu.datasets import DTYPES, METRICS, clustered, exact_neighbors, recall
 
 K = 10
 
 
 class Compiled:
-    """An engine's functions, called as a compiled loop calls them."""
+    """Calls an engine's functions as a compiled loop does."""
 
     def __init__(self, engine: Engine, slots: int) -> None:
         self._engine = engine  # the functions work on its memory
@@ -66,7 +65,7 @@ class Compiled:
         return {slot: extends for slot, extends in self._report[2 : 2 + 2 * done].reshape(-1, 2).tolist()}
 
     def finish(self, slots: list[int]) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
-        """What they find, int64 [slots, K], and their extends. The slots are free then."""
+        """Return results, int64 [slots, K], and extends of slots, and release them."""
         extends: dict[int, int] = {}
         while set(extends) < set(slots):
             extends |= self.step()
@@ -96,7 +95,7 @@ def many_indexed(count: int, metric: Metric, dtype: Dtype) -> GraphIndex:
 
 @functools.cache
 def near_and_far(dtype: Dtype) -> tuple[npt.NDArray[np.float32], GraphIndex]:
-    """3,000 rows in one place, and 1,100 in another."""
+    """Return 3,000 rows in one cluster and 1,100 in another."""
     random = np.random.default_rng(8)
     vectors = np.concatenate([random.normal(0, 0.1, (3000, 16)), random.normal(50, 0.1, (1100, 16))])
     return vectors.astype(np.float32), GraphIndex.build(vectors.astype(np.float32), metric="l2", dtype=dtype)
@@ -114,42 +113,42 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("backend", "metric", "dtype", "part"), KINDS, ids=str)
-def test_restricted_queries_find_the_nearest_rows_that_pass_beside_others_that_find_any(
+def test_restricted_and_unrestricted_queries_share_a_batch(
     backend: Backend, metric: Metric, dtype: Dtype, part: float
 ) -> None:
-    count, asked = (3000, 20) if backend.device == "cpu" else (1500, 6)
-    vectors, queries = many(count), clustered(np.random.default_rng(6), asked, 24)
+    count, query_count = (3000, 20) if backend.device == "cpu" else (1500, 6)
+    vectors, queries = many(count), clustered(np.random.default_rng(6), query_count, 24)
     allowed = np.random.default_rng(7).random(count) < part
     bits = bitmap(allowed, count)
-    with compiled(backend, many_indexed(count, metric, dtype), slots=2 * asked) as engine:
+    with compiled(backend, many_indexed(count, metric, dtype), slots=2 * query_count) as engine:
         restricted = [engine.ask(query, bits, int(allowed.sum())) for query in queries]
         free = [engine.ask(query, None, 0) for query in queries]
         found, _ = engine.finish([*restricted, *free])
 
     own = np.flatnonzero(allowed)
     expected = own[exact_neighbors(vectors[own], queries, metric, min(K, len(own)))]
-    assert allowed[found[:asked][found[:asked] >= 0]].all()
-    assert ((found[:asked] >= 0).sum(axis=1) == min(K, len(own))).all()
-    assert recall(found[:asked], expected) > 0.95
-    assert recall(found[asked:], exact_neighbors(vectors, queries, metric, K)) > 0.95
+    assert allowed[found[:query_count][found[:query_count] >= 0]].all()
+    assert ((found[:query_count] >= 0).sum(axis=1) == min(K, len(own))).all()
+    assert recall(found[:query_count], expected) > 0.95
+    assert recall(found[query_count:], exact_neighbors(vectors, queries, metric, K)) > 0.95
 
 
 @ON_EVERY_BACKEND
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_rows_that_pass_far_from_the_query_are_found_though_the_walk_does_not_come_there(
+def test_passing_rows_far_from_the_query_are_found_although_the_walk_does_not_reach_them(
     backend: Backend, dtype: Dtype
 ) -> None:
-    """A filter that goes against the query: the walk's list holds none of them."""
+    """The filter excludes everything near the query: the walk's list holds none of the passing rows."""
     vectors, index = near_and_far(dtype)
     allowed = np.arange(4100) >= 3000
-    assert filtered_top_m(16, 1100, 4100, 64) == 60  # a walk, at first
+    assert filtered_top_m(16, 1100, 4100, 64) == 60  # a walk at first
     with compiled(backend, index, slots=4, max_top_m=64) as engine:
         found, _ = engine.finish([engine.ask(vectors[0], bitmap(allowed, 4100), 1100, top_m=16)])
     assert recall(found, 3000 + exact_neighbors(vectors[3000:], vectors[:1], "l2", K)) > 0.85
 
 
 @ON_EVERY_BACKEND
-def test_a_slot_forgets_the_rows_that_its_last_query_was_restricted_to(backend: Backend) -> None:
+def test_a_slot_does_not_keep_the_restriction_of_its_previous_query(backend: Backend) -> None:
     vectors = clustered(np.random.default_rng(9), 500, 16)
     with compiled(backend, GraphIndex.build(vectors, metric="l2"), slots=1) as engine:
         one = np.arange(500) == 499
@@ -158,7 +157,7 @@ def test_a_slot_forgets_the_rows_that_its_last_query_was_restricted_to(backend: 
 
 
 @ON_EVERY_BACKEND
-def test_where_no_row_passes_nothing_is_found_and_the_query_ends(backend: Backend) -> None:
+def test_a_query_without_passing_rows_ends_with_an_empty_result(backend: Backend) -> None:
     vectors = clustered(np.random.default_rng(9), 500, 16)
     with compiled(backend, GraphIndex.build(vectors), slots=2) as engine:
         found, extends = engine.finish([engine.ask(vectors[0], bitmap(np.zeros(500, bool), 500), 0)])
@@ -167,8 +166,8 @@ def test_where_no_row_passes_nothing_is_found_and_the_query_ends(backend: Backen
 
 
 @ON_EVERY_BACKEND
-def test_rows_are_compared_a_few_an_extend_so_that_other_slots_have_their_turn(backend: Backend) -> None:
-    vectors = clustered(np.random.default_rng(9), 2 * SCAN_ROWS_PER_EXTEND + 40, 16)  # fewer than a walk would be worth
+def test_exhaustive_comparison_is_spread_over_extends_so_other_slots_progress(backend: Backend) -> None:
+    vectors = clustered(np.random.default_rng(9), 2 * SCAN_ROWS_PER_EXTEND + 40, 16)  # too few for a walk to pay off
     with compiled(backend, GraphIndex.build(vectors), slots=2) as engine:
         all_rows = bitmap(np.ones(len(vectors), bool), len(vectors))
         _, extends = engine.finish([engine.ask(vectors[0], all_rows, len(vectors))])
@@ -176,8 +175,8 @@ def test_rows_are_compared_a_few_an_extend_so_that_other_slots_have_their_turn(b
 
 
 @ON_EVERY_BACKEND
-def test_rows_without_a_graph_are_compared_as_they_are_now_also_by_a_query_that_was_paused(backend: Backend) -> None:
-    """Growing rows: bits are cleared and rows written where they are, while they are searched."""
+def test_rows_without_a_graph_are_compared_in_their_current_state_even_after_a_pause(backend: Backend) -> None:
+    """Growing rows: bits are cleared and rows written in place while they are searched."""
     vectors = clustered(np.random.default_rng(9), 3 * SCAN_ROWS_PER_EXTEND, 16)
     graph = GraphIndex.build(vectors, metric="l2")
     bare = IndexData(graph.data.rows, np.zeros((len(vectors), 0), np.uint32), np.zeros(0, np.uint32), None)
@@ -201,7 +200,7 @@ def test_rows_without_a_graph_are_compared_as_they_are_now_also_by_a_query_that_
 
 
 @pytest.mark.parametrize("neighbor_codes", [True, False])
-def test_a_walk_ends_early_where_more_of_the_querys_neighbours_pass_than_of_all_rows(neighbor_codes: bool) -> None:
+def test_a_walk_ends_early_if_the_pass_rate_is_higher_near_the_query(neighbor_codes: bool) -> None:
     random = np.random.default_rng(11)
     vectors = clustered(random, 6000, 16)
     order = exact_neighbors(vectors, vectors[:1], "l2", 6000)[0]
@@ -221,12 +220,11 @@ def test_a_walk_ends_early_where_more_of_the_querys_neighbours_pass_than_of_all_
     assert steps[0] < 1.5 * steps[2] < steps[1]
 
 
-def test_the_walk_is_as_much_longer_as_fewer_rows_pass_until_comparing_them_is_cheaper() -> None:
+def test_the_walk_lengthens_as_fewer_rows_pass_until_comparing_all_is_cheaper() -> None:
     assert filtered_top_m(64, 100_000, 100_000, 512) == 64
     assert filtered_top_m(64, 50_000, 100_000, 512) == 128
-    assert filtered_top_m(64, 10_000, 100_000, 512) == 512  # 640 would be due: it is not far from that
-    assert filtered_top_m(64, 6_000, 100_000, 512) == 0  # 1,067 would be
-    assert (
-        filtered_top_m(64, SCAN_ROWS_PER_ENTRY * 512, 8 * SCAN_ROWS_PER_ENTRY * 512, 512) == 0
-    )  # as dear as comparing
+    assert filtered_top_m(64, 10_000, 100_000, 512) == 512  # 640 in theory
+    assert filtered_top_m(64, 6_000, 100_000, 512) == 0  # 1,067 in theory
+    # As expensive as comparing all passing rows.
+    assert filtered_top_m(64, SCAN_ROWS_PER_ENTRY * 512, 8 * SCAN_ROWS_PER_ENTRY * 512, 512) == 0
     assert filtered_top_m(64, 0, 100_000, 512) == 0

@@ -1,4 +1,4 @@
-"""An index on disk: what is saved is loaded, and nothing else is."""
+"""Tests of an index's storage: saving, loading and rejection of damaged files."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from gpu import GraphIndex, IndexFormatError, InvalidParams
 from gpu.index.rows import Dtype
 from gpu.index.storage import MAX_SEEDS
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def saved(index: GraphIndex, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-def test_a_loaded_index_answers_as_the_built_one(tmp_path: Path, dtype: Dtype) -> None:
+def test_a_loaded_index_returns_the_results_of_the_built_one(tmp_path: Path, dtype: Dtype) -> None:
     random = np.random.default_rng(1)
     built = GraphIndex.build(clustered(random, 4200, 128), metric="ip", dtype=dtype, degree=16)
     built.save(tmp_path / "deep" / "index")
@@ -40,19 +40,19 @@ def test_a_loaded_index_answers_as_the_built_one(tmp_path: Path, dtype: Dtype) -
     assert np.array_equal(distances, their_distances)
 
 
-def test_the_rows_are_mapped_not_read(saved: Path) -> None:
+def test_rows_are_memory_mapped(saved: Path) -> None:
     data = GraphIndex.load(saved).data
     assert isinstance(data.graph, np.memmap)
     assert isinstance(data.rows.codes, np.memmap)
 
 
-def test_saving_again_replaces_the_index_and_leaves_nothing_beside_it(index: GraphIndex, saved: Path) -> None:
+def test_saving_again_replaces_the_index_and_leaves_no_other_files(index: GraphIndex, saved: Path) -> None:
     index.save(saved)
     GraphIndex.load(saved).verify()
     assert [path.name for path in saved.parent.iterdir()] == ["index"]
 
 
-def test_a_directory_that_is_no_index_is_not_replaced(index: GraphIndex, tmp_path: Path) -> None:
+def test_a_directory_without_an_index_is_not_replaced(index: GraphIndex, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     with pytest.raises(IndexFormatError, match="not an index; it will not be replaced"):
         index.save(tmp_path)
@@ -65,13 +65,13 @@ def test_an_index_that_was_never_saved_cannot_be_verified(index: GraphIndex) -> 
 
 
 @pytest.mark.parametrize(("version", "codes"), [(2, False), (3, False), (3, True)])
-def test_an_index_of_an_older_version_answers_as_it_did(tmp_path: Path, version: int, codes: bool) -> None:
+def test_an_index_of_an_older_version_returns_the_same_results(tmp_path: Path, version: int, codes: bool) -> None:
     vectors = clustered(np.random.default_rng(1), 300, 48)
     built = GraphIndex.build(vectors, neighbor_codes=codes, code_bits=1)
     built.save(tmp_path / "index")
     path = tmp_path / "index" / "meta.json"
     meta = json.loads(path.read_text())
-    assert meta.pop("code_bits") == int(codes)  # neither had it: codes were of one bit
+    assert meta.pop("code_bits") == int(codes)  # absent from both: codes had one bit
     path.write_text(json.dumps(meta | {"version": version}))
     old = GraphIndex.load(tmp_path / "index")
     old.verify()
@@ -83,7 +83,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_every_file_is_named_when_it_is_missing_truncated_or_altered(saved: Path) -> None:
+def test_a_missing_truncated_or_altered_file_is_named(saved: Path) -> None:
     assert {"codes.npy", "graph.npy", "ids.npy", "sketch.npy"} <= set(names(saved))
     for name in names(saved):
         path = saved / name
@@ -125,13 +125,13 @@ def change(directory: Path, **values: object) -> None:
         ({"files": []}, "list of files"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(saved: Path, values: dict[str, object], message: str) -> None:
+def test_an_invalid_description_is_rejected(saved: Path, values: dict[str, object], message: str) -> None:
     change(saved, **values)
     with pytest.raises(IndexFormatError, match=message):
         GraphIndex.load(saved)
 
 
-def test_pickled_arrays_are_refused(saved: Path) -> None:
+def test_pickled_arrays_are_rejected(saved: Path) -> None:
     np.save(saved / "ids.npy", np.array([object()] * 4200), allow_pickle=True)
     files = json.loads((saved / "meta.json").read_text())["files"]
     files["ids.npy"]["bytes"] = (saved / "ids.npy").stat().st_size
@@ -141,14 +141,14 @@ def test_pickled_arrays_are_refused(saved: Path) -> None:
 
 
 def reseal(directory: Path) -> None:
-    """Have the description name the sizes that the files have now."""
+    """Rewrite the description with the files' current sizes."""
     files = json.loads((directory / "meta.json").read_text())["files"]
     for name, facts in files.items():
         facts["bytes"] = (directory / name).stat().st_size
     change(directory, files=files)
 
 
-def test_what_is_no_file_or_no_array_is_refused_and_not_waited_for(saved: Path) -> None:
+def test_anything_but_a_regular_file_with_an_array_is_rejected_without_blocking(saved: Path) -> None:
     with (saved / "ids.npy").open("wb") as archive:
         np.savez(archive, np.arange(4200))
     reseal(saved)
@@ -161,7 +161,7 @@ def test_what_is_no_file_or_no_array_is_refused_and_not_waited_for(saved: Path) 
             GraphIndex.load(saved)
 
 
-def test_contents_that_begin_anywhere_are_refused(saved: Path) -> None:
+def test_contents_at_a_wrong_offset_are_rejected(saved: Path) -> None:
     content = (saved / "codes.npy").read_bytes()
     (saved / "codes.npy").write_bytes(content[:8] + b"\x77" + content[9:127] + b" \n" + content[128:])
     reseal(saved)
@@ -169,14 +169,14 @@ def test_contents_that_begin_anywhere_are_refused(saved: Path) -> None:
         GraphIndex.load(saved)
 
 
-def test_more_seeds_than_slots_have_room_for_are_refused(saved: Path) -> None:
+def test_more_seeds_than_a_slot_holds_are_rejected(saved: Path) -> None:
     np.save(saved / "seeds.npy", np.arange(MAX_SEEDS + 1, dtype=np.uint32))
     reseal(saved)
     with pytest.raises(IndexFormatError, match=r"seeds.npy is damaged: 4097 seeds"):
         GraphIndex.load(saved)
 
 
-def test_a_graph_that_points_outside_is_found_by_verify_and_harmless_to_search(index: GraphIndex, saved: Path) -> None:
+def test_out_of_range_edges_are_found_by_verify_and_harmless_to_search(index: GraphIndex, saved: Path) -> None:
     graph = np.array(index.data.graph)
     graph[:, ::2] = 0xFFFFFFFF
     np.save(saved / "graph.npy", graph)
@@ -187,12 +187,12 @@ def test_a_graph_that_points_outside_is_found_by_verify_and_harmless_to_search(i
         loaded.verify()
 
 
-def test_no_directory_is_no_index(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(IndexFormatError, match="is not an index"):
         GraphIndex.load(tmp_path / "nowhere")
 
 
-def test_an_edge_that_leads_out_of_the_index_is_found_without_reading_the_vectors(saved: Path) -> None:
+def test_an_out_of_range_edge_is_found_without_reading_the_vectors(saved: Path) -> None:
     graph = np.load(saved / "graph.npy", mmap_mode="r+")
     graph[4100, 3] = (1 << 31) - 1
     graph.flush()

@@ -1,4 +1,4 @@
-"""Graphs built by torch, whose tensors lie on the CPU here."""
+"""Tests of graphs built by torch, here with tensors on the CPU."""
 
 import sys
 from typing import Any
@@ -19,7 +19,7 @@ from gpu.build.optimize import prune as prune_compiled  # noqa: E402
 from gpu.build.torch_knn import Lists, Space, exact_lists, list_recall, nearest_lists  # noqa: E402
 from gpu.index.data import IndexData  # noqa: E402
 from gpu.index.rows import Metric, checked_vectors, encode  # noqa: E402
-from tests.gpu.cases import METRICS, clustered, exact_neighbors, recall  # noqa: E402
+from tests.gpu.datasets import METRICS, clustered, exact_neighbors, recall  # noqa: E402
 
 DEGREE = 12
 
@@ -30,7 +30,7 @@ def quiet(stage: str, part: float) -> None:
 
 @pytest.fixture
 def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells so small that some thousand rows have many."""
+    """Use cells so small that a few thousand rows fill many."""
     for name, value in {"_CELL": 128, "_LARGEST_CELL": 512, "_PROBES": 1, "_VISITORS": 1024}.items():
         monkeypatch.setattr(torch_knn, name, value)
 
@@ -49,25 +49,25 @@ def test_lists_of_a_small_set_are_exact_and_in_order(kind: Any, block: int) -> N
     )
 
 
-def test_more_cells_are_visited_until_the_lists_are_good(small_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_cells_are_visited_until_the_lists_are_accurate(
+    small_cells: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = Space(torch.as_tensor(clustered(np.random.default_rng(0), 5000, 24)))
     everybody = torch.arange(5000)
     truth = exact_lists(space, everybody, 25)
 
     def built() -> float:
         lists = nearest_lists(space, 24, seed=0)
-        assert (lists.sort(dim=1).values.diff(dim=1) > 0).all(), "a neighbour comes twice"
+        assert (lists.sort(dim=1).values.diff(dim=1) > 0).all(), "duplicate neighbour"
         assert (lists != everybody[:, None]).all(), "a row is its own neighbour"
         return list_recall(torch.cat([lists, everybody[:, None]], dim=1), truth)
 
     assert built() > 0.98
     monkeypatch.setattr(torch_knn, "_GOOD_LISTS", 0.0)
-    assert built() < 0.9  # as many visits as are made at once do not suffice: the test above is one of doubling
+    assert built() < 0.9  # the first round of visits is not enough: the test above covers the doubling
 
 
-def test_rows_that_are_all_alike_get_full_lists_in_linear_work(
-    small_cells: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_identical_rows_get_full_lists_in_linear_work(small_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[int] = []
     meet = Lists.meet
 
@@ -79,10 +79,10 @@ def test_rows_that_are_all_alike_get_full_lists_in_linear_work(
     lists = nearest_lists(Space(torch.zeros(4096, 8)), 24, seed=0)
     assert (lists != torch.arange(4096)[:, None]).all()
     assert (lists.sort(dim=1).values.diff(dim=1) > 0).all()
-    assert sum(met) < 4096 * 4096  # of the pairs of all
+    assert sum(met) < 4096 * 4096  # of all pairs
 
 
-def test_pruning_keeps_what_the_compiled_code_keeps() -> None:
+def test_pruning_keeps_the_same_edges_as_the_compiled_code() -> None:
     space = clustered(np.random.default_rng(1), 600, 8)
     lists = nearest_neighbors(space, 2 * DEGREE, 0, 1, lambda done: None)
     expected = prune_compiled(lists, DEGREE)
@@ -91,14 +91,14 @@ def test_pruning_keeps_what_the_compiled_code_keeps() -> None:
         assert np.array_equal(kept.numpy().view(np.uint32), expected)
 
 
-def test_a_graph_of_exact_lists_is_the_compiled_builders() -> None:
+def test_exact_lists_give_the_compiled_builders_graph() -> None:
     space = clustered(np.random.default_rng(2), 900, 16)
     built = by_torch.torch_graph(space, DEGREE, root=5, seed=0, progress=quiet, device="cpu")
     assert np.array_equal(built, optimize(nearest_neighbors(space, 3 * DEGREE, 0, 1, lambda done: None), DEGREE, 5))
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_searches_find_as_much_as_on_the_cpus_graph(small_cells: None, metric: Metric) -> None:
+def test_recall_equals_that_of_the_graph_built_on_the_cpu(small_cells: None, metric: Metric) -> None:
     random = np.random.default_rng(3)
     points = clustered(random, 3300, 24)
     vectors, queries = checked_vectors(points[:3000], metric), points[3000:]
@@ -114,28 +114,28 @@ def test_searches_find_as_much_as_on_the_cpus_graph(small_cells: None, metric: M
     assert found["torch"] > 0.9
 
 
-def test_without_cuvs_a_build_for_cuda_goes_to_torchs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuvs_a_build_for_cuda_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked = []
+    calls = []
 
     def note(vectors: np.ndarray, degree: int, root: int, seed: int, progress: Any, device: str = "cuda") -> np.ndarray:
-        asked.append((device, seed))
+        calls.append((device, seed))
         return optimize(nearest_neighbors(vectors, 2 * degree, 0, 1, lambda done: None), degree, root)
 
     monkeypatch.setattr(by_torch, "torch_graph", note)
     GraphIndex.build(clustered(np.random.default_rng(0), 100, 8), degree=DEGREE, seed=3, device="cuda")
-    assert asked == [("cuda", 3)]
+    assert calls == [("cuda", 3)]
 
 
-def test_without_a_device_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuvs.neighbors.cagra", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceUnavailable, match=r"needs a CUDA device .* torch \S+ sees no CUDA device"):
         building.check_gpu_build()
 
 
-def test_memory_that_does_not_suffice_is_an_error_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_raises_this_packages_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -1,4 +1,4 @@
-"""Data on which distances are exact in float32, so that two searches can be compared id by id."""
+"""Test data whose distances are exact in float32, so that the ids of two searches can be compared."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float16", "int8")
 
 
 def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> FloatArray:
-    """Vectors with 0, 1, 4 or 16 entries of ±1: their norms are powers of two, so that normalising them is exact."""
+    """Return vectors with 0, 1, 4 or 16 entries of ±1: their norms are powers of two, so normalisation is exact."""
     vectors = random.choice(np.array([-1, 1], np.float32), size=(count, dim))
     ranks = random.permuted(np.tile(np.arange(dim), (count, 1)), axis=1)
     vectors[ranks >= random.choice([0, 1, 4, 16], size=(count, 1))] = 0
@@ -23,7 +23,7 @@ def exact_vectors(random: np.random.Generator, count: int, dim: int = 20) -> Flo
 def random_index(
     random: np.random.Generator, count: int, metric: Metric, dtype: Dtype, degree: int, seeds: int
 ) -> IndexData:
-    """Exact vectors under a graph of random edges, with loops and doubles: no search may rely on a good graph."""
+    """Return exact vectors under a random graph with loops and duplicates: no search may rely on a good graph."""
     vectors = checked_vectors(exact_vectors(random, count), metric)
     graph = random.integers(count, size=(count, degree), dtype=np.uint32)
     first = random.permutation(count)[:seeds].astype(np.uint32)
@@ -33,7 +33,7 @@ def random_index(
 def exact_neighbors(
     vectors: npt.NDArray[np.floating[Any]], queries: npt.NDArray[np.floating[Any]], metric: Metric, k: int
 ) -> npt.NDArray[np.int64]:
-    """The true k nearest rows of each query."""
+    """Return the true k nearest rows of each query."""
     if metric == "cosine":
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
     distances = -(queries @ vectors.T)
@@ -43,12 +43,12 @@ def exact_neighbors(
 
 
 def recall(found: npt.NDArray[np.int64], truth: npt.NDArray[np.int64]) -> float:
-    """The part of the true neighbours that was found."""
+    """Return the recall: the fraction of the true neighbours that was found."""
     return float(np.mean([len(np.intersect1d(a, b)) / truth.shape[1] for a, b in zip(found, truth, strict=True)]))
 
 
 def clustered(random: np.random.Generator, count: int, dim: int, clusters: int = 30) -> FloatArray:
-    """Gaussian clusters of low intrinsic dimension, like embeddings: something a graph can be searched for."""
+    """Return Gaussian clusters of low intrinsic dimension, like embeddings: graph search works on them."""
     basis = random.standard_normal((12, dim))
     centres = random.standard_normal((clusters, 12)) * 2
     points = centres[random.integers(clusters, size=count)] + random.standard_normal((count, 12))

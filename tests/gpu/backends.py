@@ -1,5 +1,5 @@
-"""The engines that the contract suite runs against: the CPU's, the CUDA engine over an emulated device in each of its
-forms, and over a real one where there is one."""
+"""Backends of the contract suite: the CPU engine, and the CUDA engine in each launch form on an emulated device and, if
+there is one, on a real device."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ FORMS: tuple[LaunchForm, ...] = ("plain", "loop", "fused", "resident")
 
 @dataclass(frozen=True)
 class Backend:
-    """One kind of engine. `sums_as_search`: its distances are, to the last bit, those of `GraphIndex.search`."""
+    """An engine type. `sums_as_search`: its distances are bitwise equal to those of `GraphIndex.search`."""
 
     device: str
     form: LaunchForm = "plain"
@@ -29,7 +29,7 @@ class Backend:
 
     @contextmanager
     def engine(self, collections: Mapping[str, GraphIndex], **limits: int) -> Iterator[Engine]:
-        """An engine; leaving raises DeviceError for a fault that no call has told of."""
+        """Yield an engine. Leaving the context raises DeviceError for a fault that no call has reported."""
         if self.device == "cpu":
             yield CpuEngine(collections, **limits)
             return

@@ -1,4 +1,4 @@
-"""What is planted in the kernels' text is caught: the emulation can fail, and so can the tests that rely on it."""
+"""Fault injection into the kernels' source: the emulation, and so the tests that rely on it, detects each fault."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,30 +16,30 @@ from gpu.index.rows import checked_vectors, encode
 from tests.cuda.conftest import NewDriver
 from tests.cuda.emulation import EmulatedDriver, emulator, require_compiler
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.cases import exact_vectors, random_index
+from tests.gpu.datasets import exact_vectors, random_index
 from tests.gpu.reference import search_reference
 
 SEEDS = range(40)
 
-# A barrier that is left out: the line that it follows, as the source has it.
+# Barriers to remove: each with the source line before it.
 BARRIERS = {
-    "nodes are counted before there are none": "*node_count = 0;\n    wait_for_block<ONE_WARP>();",
-    "nodes are counted before they are there": "= brought[j];\n    }\n    wait_for_block<ONE_WARP>();",
+    "nodes are counted before the count is cleared": "*node_count = 0;\n    wait_for_block<ONE_WARP>();",
+    "nodes are counted before they are written": "= brought[j];\n    }\n    wait_for_block<ONE_WARP>();",
     "neighbours are gathered before parents are chosen": "parent_count = found;\n        }\n        __syncthreads();",
-    "tasks are shared out before they are counted": "sums[i] += before;\n    __syncthreads();",
-    "parents are selected before all have looked": "break;\n                }\n            __syncthreads();",
-    "new keys are sorted before they are there": "count += __popc(all);\n            }\n        __syncwarp();",
-    "new keys are counted before they are there": "= key;\n        }\n        __syncthreads();",
+    "tasks are distributed before they are counted": "sums[i] += before;\n    __syncthreads();",
+    "parents are selected before all threads have read": "break;\n                }\n            __syncthreads();",
+    "new keys are sorted before they are written": "count += __popc(all);\n            }\n        __syncwarp();",
+    "new keys are counted before they are written": "= key;\n        }\n        __syncthreads();",
     "sorting steps overtake each other": "max(stride, next) > WARP)\n        __syncthreads();",
     "lanes overtake each other": "else\n        __syncwarp();",
-    "doubles are looked for before keys are there": "fresh[lane + WARP * j] = keys[j];\n        __syncwarp();",
+    "duplicates are searched for before keys are written": "fresh[lane + WARP * j] = keys[j];\n        __syncwarp();",
 }
 
 
 def run(driver: EmulatedDriver, seed: int) -> bool:
-    """Whether a small batch, by stages and fused in turn, finds what the reference finds.
+    """Return whether a small batch, by staged and fused launches alternately, matches the reference.
 
-    One slot's top_m is merged by a warp, the other's by the block.
+    A warp merges the top_m of one slot, the block that of the other.
     """
     random = np.random.default_rng(seed)
     data = [random_index(random, 300, "l2", "float32", 16, 40), random_index(random, 300, "ip", "int8", 16, 40)]
@@ -61,7 +61,7 @@ def run(driver: EmulatedDriver, seed: int) -> bool:
 
 
 def run_long_rows(driver: EmulatedDriver, seed: int, places: int) -> bool:
-    """The same for one query, fused, over rows of several pieces, with so many places for what is under way."""
+    """Like `run` for one fused query over rows of several pieces, with `places` for copies in flight."""
     random = np.random.default_rng(seed)
     vectors = checked_vectors(exact_vectors(random, 201, 200), "l2")
     edges = random.integers(200, size=(200, 8), dtype=np.uint32)
@@ -77,7 +77,7 @@ def run_long_rows(driver: EmulatedDriver, seed: int, places: int) -> bool:
 
 
 def caught(program: Path, run: Callable[[EmulatedDriver, int], bool] = run) -> str | None:
-    """How runs of an emulator in several orders give a fault of the kernels away, or None."""
+    """Run an emulator in several orders. Return how a fault of the kernels shows, or None."""
     for seed in SEEDS:
         driver = EmulatedDriver(program, seed, block_threads=128)
         try:
@@ -90,94 +90,94 @@ def caught(program: Path, run: Callable[[EmulatedDriver, int], bool] = run) -> s
     return None
 
 
-def planted(faults: Mapping[str, str]) -> str:
-    """The kernels' text with other text in its places. A program has all its faults; `emulated::planted()`, of the
-    environment, says which one it is to show: compiling takes far longer than finding one."""
+def with_injected(faults: Mapping[str, str]) -> str:
+    """Return the kernels' source with faults injected. A program contains all of them, and the environment selects the
+    active one (`emulated::injected_fault()`): compiling takes far longer than detecting one."""
     source = kernel_source()
     for text, replacement in faults.items():
-        assert source.count(text) == 1, f"{text!r} is in the source {source.count(text)} times"
+        assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times in the source"
         source = source.replace(text, replacement)
     return source
 
 
-MISSES = 100  # added to a barrier's number: one thread misses it
-SHUFFLE, BEYOND, LONG_KEYS, SHIFT, COUNT, DUE, LOST = range(200, 207)
-NO_WAIT, SHORT_WAIT = 210, 220  # and the groups that are waited for as it is
+ONE_THREAD_SKIPS = 100  # added to a barrier's number: only one thread skips it
+SHUFFLE, OUT_OF_BOUNDS, LONG_KEYS, SHIFT, COUNT, DUE, LOST = range(200, 207)
+NO_WAIT, SHORT_WAIT = 210, 220  # plus the number of groups of the original wait
 
-# What is planted, in two programs: the text, and what takes its place.
+# Injected faults of two programs: source text and its replacement.
 ORDERS = (
     {
-        barrier: f"{line}\n{{ if (emulated::planted() != {number} && "
-        f"(emulated::planted() != {number + MISSES} || threadIdx.x != 40)) {call.strip()} }}"
+        barrier: f"{line}\n{{ if (emulated::injected_fault() != {number} && "
+        f"(emulated::injected_fault() != {number + ONE_THREAD_SKIPS} || threadIdx.x != 40)) {call.strip()} }}"
         for number, barrier in enumerate(BARRIERS.values())
         for line, call in [barrier.rsplit("\n", 1)]
     }
     | {
-        "sum += __shfl_xor_sync(together, sum, half);": f"if (emulated::planted() != {SHUFFLE} || "
+        "sum += __shfl_xor_sync(together, sum, half);": f"if (emulated::injected_fault() != {SHUFFLE} || "
         "threadIdx.x % TEAM != 3) sum += __shfl_xor_sync(together, sum, half);",
-        "slot->task_count = count;": f"if (emulated::planted() != {COUNT}) slot->task_count = count;",
-        "    set_due(batch, slot_number, collection, count);": f"if (emulated::planted() != {DUE}) "
+        "slot->task_count = count;": f"if (emulated::injected_fault() != {COUNT}) slot->task_count = count;",
+        "    set_due(batch, slot_number, collection, count);": f"if (emulated::injected_fault() != {DUE}) "
         "set_due(batch, slot_number, collection, count);",
-        "    const uint32 position = atomicAdd(&queue->records, 1u);": f"    if (emulated::planted() == {LOST} && "
-        "slot_number == 3) return;\n    const uint32 position = atomicAdd(&queue->records, 1u);",
+        "    const uint32 position = atomicAdd(&queue->records, 1u);": f"    if (emulated::injected_fault() == {LOST} "
+        "&& slot_number == 3) return;\n    const uint32 position = atomicAdd(&queue->records, 1u);",
     }
     | {
-        f"wait_for_copies<{later}>();": f"{{ if (emulated::planted() != {NO_WAIT + later}) "
-        f"emulated::wait_for_copies({later} + (emulated::planted() == {SHORT_WAIT + later})); }}"
+        f"wait_for_copies<{later}>();": f"{{ if (emulated::injected_fault() != {NO_WAIT + later}) "
+        f"emulated::wait_for_copies({later} + (emulated::injected_fault() == {SHORT_WAIT + later})); }}"
         for later in (0, 1)
     }
 )
 
 MEMORY = {
     "nodes[i] = key == NO_KEY ? -1": "nodes[i + (slot_number == 1 && "
-    f"emulated::planted() == {BEYOND} ? 1ll << 44 : 0)] = key == NO_KEY ? -1",  # no process has memory there
+    f"emulated::injected_fault() == {OUT_OF_BOUNDS} ? 1ll << 44 : 0)] = key == NO_KEY ? -1",  # never mapped
     "fill_keys(keys, top_m, max(power_of_two(top_m), MERGE_KEYS));": "fill_keys(keys, top_m, "
-    f"(emulated::planted() == {LONG_KEYS}) + max(power_of_two(top_m), MERGE_KEYS));",
-    "((1u << threadIdx.x % WARP) - 1)": f"((1u << (threadIdx.x % WARP + (emulated::planted() == {SHIFT}))) - 1)",
+    f"(emulated::injected_fault() == {LONG_KEYS}) + max(power_of_two(top_m), MERGE_KEYS));",
+    "((1u << threadIdx.x % WARP) - 1)": f"((1u << (threadIdx.x % WARP + (emulated::injected_fault() == {SHIFT}))) - 1)",
 }
 
-Plant = Callable[[int], None]
+Inject = Callable[[int], None]
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """Has the programs that start from now on show a fault, by its number."""
+def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
+    """Return a function that selects, by number, the fault of programs started afterwards."""
     return lambda number: monkeypatch.setenv("PLANTED_FAULT", str(number))
 
 
 @pytest.fixture(scope="module")
 def orders() -> Path:
-    """Faults in the order of threads, and one of the resident kernel."""
-    return emulator((), planted(ORDERS))
+    """Build the program of ordering faults and of a fault of the resident kernel."""
+    return emulator((), with_injected(ORDERS))
 
 
 @pytest.fixture(scope="module")
 def memory() -> Path:
-    """With those that the sanitizers see."""
-    return emulator(source=planted(MEMORY))
+    """Build the program of faults that the sanitizers detect."""
+    return emulator(source=with_injected(MEMORY))
 
 
-def test_nothing_is_caught_in_the_kernels_as_they_are() -> None:
+def test_no_fault_is_detected_in_the_original_kernels() -> None:
     assert caught(emulator()) is None
 
 
 @pytest.mark.parametrize("where", BARRIERS)
-def test_a_missing_barrier_is_caught(where: str, orders: Path, plant: Plant) -> None:
-    plant(list(BARRIERS).index(where))
+def test_a_missing_barrier_is_detected(where: str, orders: Path, inject: Inject) -> None:
+    inject(list(BARRIERS).index(where))
     assert caught(orders) is not None
 
 
 @pytest.mark.parametrize("fault", [NO_WAIT, SHORT_WAIT])
-def test_rows_that_are_added_before_they_are_there_are_caught(fault: int, orders: Path, plant: Plant) -> None:
-    """A wait that is left out, and one that leaves a group too many under way; rows are one piece, or several."""
-    plant(fault + 1)
+def test_reading_rows_before_their_copy_completes_is_detected(fault: int, orders: Path, inject: Inject) -> None:
+    """A wait is removed, or leaves one group too many in flight; rows are one piece or several."""
+    inject(fault + 1)
     assert caught(orders) is not None
     for later, places in ((1, 8), (0, 4)):
-        plant(fault + later)
+        inject(fault + later)
         assert caught(orders, partial(run_long_rows, places=places)) is not None
 
 
-def test_what_is_planted_and_not_asked_for_is_not_there(orders: Path, memory: Path) -> None:
+def test_injected_faults_stay_inactive_unless_selected(orders: Path, memory: Path) -> None:
     for program in (orders, memory):
         driver = EmulatedDriver(program, 0, block_threads=128)
         assert run(driver, 0)
@@ -185,55 +185,55 @@ def test_what_is_planted_and_not_asked_for_is_not_there(orders: Path, memory: Pa
         driver.close()
 
 
-@pytest.mark.parametrize("kept", [COUNT, DUE])
-def test_tasks_that_are_gathered_and_not_counted_are_caught(kept: int, orders: Path, plant: Plant) -> None:
-    plant(kept)
+@pytest.mark.parametrize("fault", [COUNT, DUE])
+def test_gathered_tasks_that_are_not_counted_are_detected(fault: int, orders: Path, inject: Inject) -> None:
+    inject(fault)
     assert caught(orders) is not None
 
 
-def test_a_write_out_of_bounds_is_caught(memory: Path, plant: Plant) -> None:
-    plant(BEYOND)
+def test_a_write_out_of_bounds_is_detected(memory: Path, inject: Inject) -> None:
+    inject(OUT_OF_BOUNDS)
     report = caught(memory)
     assert report is not None
     assert "ERROR: AddressSanitizer: SEGV" in report
 
 
-def test_a_write_past_a_block_s_shared_memory_is_caught(memory: Path, plant: Plant) -> None:
-    plant(LONG_KEYS)
+def test_a_write_past_a_block_s_shared_memory_is_detected(memory: Path, inject: Inject) -> None:
+    inject(LONG_KEYS)
     report = caught(memory)
     assert report is not None
     assert "ERROR: AddressSanitizer: heap-buffer-overflow" in report
 
 
-def test_a_barrier_that_some_threads_do_not_reach_is_caught(orders: Path, plant: Plant) -> None:
-    plant(MISSES + list(BARRIERS).index("new keys are counted before they are there"))
+def test_a_divergent_barrier_is_detected(orders: Path, inject: Inject) -> None:
+    inject(ONE_THREAD_SKIPS + list(BARRIERS).index("new keys are counted before they are written"))
     report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads of a block wait at different barriers" in report
 
 
-def test_a_shuffle_that_misses_a_partner_is_caught(orders: Path, plant: Plant) -> None:
-    plant(SHUFFLE)
+def test_a_shuffle_without_its_partner_is_detected(orders: Path, inject: Inject) -> None:
+    inject(SHUFFLE)
     report = caught(orders)
     assert report is not None
     assert "EMULATED FAULT: threads wait for others that never come" in report
 
 
-def test_undefined_arithmetic_is_caught(memory: Path, plant: Plant) -> None:
-    plant(SHIFT)
+def test_undefined_arithmetic_is_detected(memory: Path, inject: Inject) -> None:
+    inject(SHIFT)
     report = caught(memory)
     assert report is not None
     assert "runtime error: shift exponent" in report
 
 
-def test_a_fault_is_told_by_the_next_call_that_waits(tmp_path: Path, new_driver: NewDriver) -> None:
+def test_a_fault_is_reported_by_the_next_call_that_waits(tmp_path: Path, new_driver: NewDriver) -> None:
     driver = new_driver()
-    driver.fill(driver.create_stream(), 64, 0, 1)  # an address that nobody gave out
+    driver.fill(driver.create_stream(), 64, 0, 1)  # an address that was never allocated
     with pytest.raises(DeviceError, match="the emulated device ended"):
         driver.synchronise(0)
 
 
-def test_without_a_compiler_tests_are_skipped_but_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_tests_skip_locally_and_fail_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match=r"g\+\+ is not installed"):

@@ -1,4 +1,4 @@
-"""What takes compilers seconds, made once for all processes and runs, until anything that it is made of changes."""
+"""Cache of compiled programs, shared by all processes and runs; the key is a hash of everything compiled."""
 
 import fcntl
 import functools
@@ -14,9 +14,9 @@ from gpu.cuda.compiler import Usage
 _FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "compiled"
 
 
-def kept(make: Callable[[Path], object], *made_of: str) -> Path:
-    """The folder that `make` fills, unless one of the same texts is there. What `make` raises is tried again."""
-    folder = _FOLDER / hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+def build_once(make: Callable[[Path], object], *sources: str) -> Path:
+    """Return the folder of these sources; `make` fills it unless it is complete, and is retried after an exception."""
+    folder = _FOLDER / hashlib.sha256("\0".join(sources).encode()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -28,14 +28,14 @@ def kept(make: Callable[[Path], object], *made_of: str) -> Path:
 
 @functools.cache
 def compiled(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
-    """`gpu.cuda.compiler.compile_source`, kept."""
+    """Return the cached result of `gpu.cuda.compiler.compile_source`."""
 
     def make(folder: Path) -> None:
         image, usage = compiler.compile_source(source, arch)
         (folder / "image").write_bytes(image)
         (folder / "usage").write_text(json.dumps(usage))
 
-    by = (Path(compiler.__file__).read_text(), compiler.nvrtc_version(), importlib.metadata.version("cuda-core"))
-    folder = kept(make, source, arch, *by)
+    tools = (Path(compiler.__file__).read_text(), compiler.nvrtc_version(), importlib.metadata.version("cuda-core"))
+    folder = build_once(make, source, arch, *tools)
     usage = json.loads((folder / "usage").read_text())
     return (folder / "image").read_bytes(), {kernel: Usage(*taken) for kernel, taken in usage.items()}

@@ -1,4 +1,4 @@
-"""Blocks that run at once, each a thread, under the thread sanitizer: fences order what one reads of another's."""
+"""Tests of concurrent blocks, each a thread, under the thread sanitizer: fences order reads of other blocks' writes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,50 +9,50 @@ import pytest
 from gpu import SearchParams
 from gpu.errors import DeviceError
 from tests.cuda.emulation import BLOCKS_AT_ONCE, EmulatedDriver, emulator, require_thread_sanitizer
-from tests.cuda.test_planted import planted
+from tests.cuda.test_fault_injection import with_injected
 from tests.cuda.workbench import Limits, Workbench
-from tests.gpu.cases import exact_vectors, random_index
+from tests.gpu.datasets import exact_vectors, random_index
 from tests.gpu.reference import search_reference
 
 SLOTS, LIMIT = 4, 3
 
-# What is planted, all in one program: the text, and what takes its place; {asked} where this fault is wanted.
+# Injected faults, all in one program: source text and its replacement; {selected} is true if this fault is selected.
 FAULTS = {
     "a block leaves without a fence": (
-        "    __threadfence();\n    if (atomicInc(", "    if (!{asked}) __threadfence();\n    if (atomicInc(",
+        "    __threadfence();\n    if (atomicInc(", "    if (!{selected}) __threadfence();\n    if (atomicInc(",
     ),
     "the last block looks without a fence": (
-        "next launch\n    __threadfence();", "next launch\n    if (!{asked}) __threadfence();",
+        "next launch\n    __threadfence();", "next launch\n    if (!{selected}) __threadfence();",
     ),
     "blocks leave by a plain count": (
         "(atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
-        "({asked} ? counters->left++ < gridDim.x - 1 : atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
+        "({selected} ? counters->left++ < gridDim.x - 1 : atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
     ),
     "shares of tasks overlap": (
-        "/ WARP * share, end = min(begin", "/ WARP * share / ({asked} ? 2 : 1), end = min(begin",
+        "/ WARP * share, end = min(begin", "/ WARP * share / ({selected} ? 2 : 1), end = min(begin",
     ),
-    "reasons to stop are read as if nobody wrote them": (
+    "reasons to stop are read by a plain load": (
         "others = load_system(&at<Counters>(batch.counters)->stop);",
-        "others = {asked} ? at<Counters>(batch.counters)->stop : load_system(&at<Counters>(batch.counters)->stop);",
+        "others = {selected} ? at<Counters>(batch.counters)->stop : load_system(&at<Counters>(batch.counters)->stop);",
     ),
 }  # fmt: skip
 
-# The same for the resident kernel.
+# Faults of the resident kernel.
 RESIDENT_FAULTS = {
-    "a record is told without its slot's results": (
+    "a record is published before its slot's results": (
         "store_release_system(&record->slot, slot);",
-        "if ({asked}) __atomic_store_n(&record->slot, slot, __ATOMIC_RELAXED);"
+        "if ({selected}) __atomic_store_n(&record->slot, slot, __ATOMIC_RELAXED);"
         " else store_release_system(&record->slot, slot);",
     ),
     "known entries are taken without a fence": (
-        "__threadfence();  // SYNC POINT: known entries", "if (!{asked}) __threadfence();  //",
+        "__threadfence();  // SYNC POINT: known entries", "if (!{selected}) __threadfence();  //",
     ),
     "entries are taken by a plain word": (
         "if (found == taken) return entry;",
-        "if ({asked}) queue->taken[ring] = taken + 1; if (found == taken) return entry;",
+        "if ({selected}) queue->taken[ring] = taken + 1; if (found == taken) return entry;",
     ),
-    "a goal is read as if nobody wrote it": (
-        "asked = load_system(goal);", "asked = {asked} ? *goal : load_system(goal);",
+    "a goal is read by a plain load": (
+        "asked = load_system(goal);", "asked = {selected} ? *goal : load_system(goal);",
     ),
 }  # fmt: skip
 ALL = [*FAULTS, *RESIDENT_FAULTS]
@@ -64,7 +64,7 @@ def thread_sanitizer(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def search(driver: EmulatedDriver, seed: int) -> None:
-    """Searches of several slots, by launches of the stages and fused in turn, find what the reference finds."""
+    """Check searches of several slots, by staged and fused launches alternately, against the reference."""
     random = np.random.default_rng(seed)
     data = random_index(random, 200, "l2", "float32", 8, 12)
     bench = Workbench(driver, [data], Limits(slots=SLOTS))
@@ -85,7 +85,7 @@ def search(driver: EmulatedDriver, seed: int) -> None:
 
 
 def search_resident(driver: EmulatedDriver, seed: int) -> None:
-    """The same by two blocks of the resident kernel; some slots pause and continue in any block."""
+    """Check searches by two blocks of the resident kernel; some slots pause and continue in any block."""
     random = np.random.default_rng(seed)
     data = random_index(random, 200, "l2", "float32", 8, 12)
     bench = Workbench(driver, [data], Limits(slots=8))
@@ -101,7 +101,7 @@ def search_resident(driver: EmulatedDriver, seed: int) -> None:
 
 
 def report_of(program: Path, seed: int, act: Callable[[EmulatedDriver, int], None] = search) -> str:
-    """What the sanitizer reports; empty if nothing."""
+    """Return the sanitizer's report, or an empty string."""
     driver = EmulatedDriver(program, seed, block_threads=32)
     try:
         act(driver, seed)
@@ -113,38 +113,38 @@ def report_of(program: Path, seed: int, act: Callable[[EmulatedDriver, int], Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_at_once_race_nowhere_and_find_what_the_reference_finds(seed: int) -> None:
+def test_concurrent_blocks_are_race_free_and_match_the_reference(seed: int) -> None:
     assert report_of(emulator(BLOCKS_AT_ONCE), seed) == ""
 
 
 @pytest.fixture(scope="module")
 def with_faults() -> Path:
     faults = {
-        text: replacement.replace("{asked}", f"(emulated::planted() == {number})")
+        text: replacement.replace("{selected}", f"(emulated::injected_fault() == {number})")
         for number, (text, replacement) in enumerate((FAULTS | RESIDENT_FAULTS).values())
     }
-    return emulator(BLOCKS_AT_ONCE, planted(faults))
+    return emulator(BLOCKS_AT_ONCE, with_injected(faults))
 
 
 def reported(program: Path, fault: str, act: Callable[[EmulatedDriver, int], None]) -> str:
-    """What the sanitizer reports first of a fault, in one of many orders: where cores are busy, blocks rarely meet."""
+    """Return the first report of a fault over many orders: on busy cores, blocks rarely run at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANTED_FAULT", str(ALL.index(fault)))
         return next(filter(None, (report_of(program, seed, act) for seed in range(60))), "")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_missing_fence_or_a_word_that_is_not_atomic_is_caught(fault: str, with_faults: Path) -> None:
+def test_a_missing_fence_or_non_atomic_word_is_detected(fault: str, with_faults: Path) -> None:
     assert "ThreadSanitizer: data race" in reported(with_faults, fault, search)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_that_stay_race_neither_with_each_other_nor_with_the_host(seed: int) -> None:
+def test_resident_blocks_race_neither_with_each_other_nor_with_the_host(seed: int) -> None:
     assert report_of(emulator(BLOCKS_AT_ONCE), seed, search_resident) == ""
 
 
 @pytest.mark.parametrize("fault", RESIDENT_FAULTS)
-def test_a_missing_fence_or_a_plain_word_between_blocks_that_stay_and_the_host_is_caught(
+def test_a_missing_fence_or_plain_word_between_resident_blocks_and_the_host_is_detected(
     fault: str, with_faults: Path
 ) -> None:
     assert "ThreadSanitizer: data race" in reported(with_faults, fault, search_resident)
