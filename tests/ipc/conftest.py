@@ -1,4 +1,4 @@
-"""A pool and a client of it for the tests of sessions; the two ends of a KV hand-over."""
+"""Fixtures: a pool and a client of it for session tests; the two ends of a KV hand-over."""
 
 import multiprocessing.forkserver
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from tests.ipc.sessions import DIM, SLOTS
 
 @pytest.fixture(scope="session", autouse=True)
 def _forkserver_is_running() -> None:
-    """It keeps descriptors of its own from its start on, which no leak check shall count."""
+    """Start the fork server first: it keeps descriptors open, which leak checks must not count."""
     multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(params=["host", "GPU"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """Whose memory the payload lies in."""
+    """Memory type of the payload."""
     if request.param == "GPU":
         pytest.importorskip("cuda.bindings.driver")
     return str(request.param)
@@ -67,7 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=list(WAYS))
 def client(request: pytest.FixtureRequest, server: RingServer) -> Iterator[RingClient]:
-    """Over each doorbell, and with vectors that go through the pool's arena instead of the ring."""
+    """A client over each doorbell, and one whose vectors go through the pool's arena instead of the ring."""
     with attach(server, **WAYS[request.param]) as made:
         assert made.has_arena == (request.param == "arena")
         yield made

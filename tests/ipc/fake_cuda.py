@@ -1,8 +1,8 @@
-"""A stand-in for `cuda.bindings.driver` as far as `ipc.memory.cuda` uses it: device memory is host memory that a handle
-opens in any process, and every call is written down. Enumerations and handles are the real package's.
+"""Fake of `cuda.bindings.driver` for the calls of `ipc.memory.cuda`: device memory is host memory that any process can
+open by its handle, and every call is recorded. Enumerations and handles are those of the real package.
 
-Streams are done at once, or, with `lazy`, when the test lets them: `run`, a synchronisation, or `copies_per_query` of
-them after each look at a stream.
+Streams complete at once or, with `lazy`, on demand: by `run`, by a synchronisation, or `copies_per_query` copies per
+stream query.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 40
 
 
 class FakeCuda:
-    """The devices of one process. `calls` has each call's name and arguments; copies and words want a context."""
+    """The devices of one process. `calls` holds each call's name and arguments; copies and words require a context."""
 
     def __init__(self, *, lazy: bool = False, copies_per_query: int = 0) -> None:
         from cuda.bindings import driver
@@ -34,17 +34,17 @@ class FakeCuda:
         self.lazy, self.copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
         self.calls: list[tuple[Any, ...]] = []
-        self.contexts: list[int] = []  # of the calling thread, the current one last
+        self.contexts: list[int] = []  # contexts of the calling thread, the current one last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def queued(self) -> int:
-        """Copies that the streams have not come to yet."""
+        """Return the copies still queued in streams."""
         return sum(len(queue) for queue in self._queued.values())
 
     def run(self, count: int | None = None) -> None:
-        """Let every stream do its next `count` copies (None: all)."""
+        """Execute the next `count` copies of every stream (None: all)."""
         for queue in self._queued.values():
             for _ in range(len(queue) if count is None else min(count, len(queue))):
                 queue.popleft()()
@@ -176,5 +176,5 @@ class FakeCuda:
 
 
 def from_elsewhere(reference: CudaReference) -> CudaReference:
-    """As if another process had exported it: a real driver opens no handle of its own process."""
+    """Make a reference appear exported by another process: a real driver opens no handle of its own process."""
     return replace(reference, pid=1)

@@ -1,4 +1,4 @@
-"""What the tests of the KV hand-over share: arenas of either memory, their contents, offers and outcomes."""
+"""Helpers of the KV hand-over tests: arenas in host or device memory, their contents, offers and outcomes."""
 
 import numpy as np
 
@@ -30,8 +30,8 @@ def address() -> str:
 
 
 def receive(sink: HandoverSink) -> list[Offer]:
-    """Sleep until offers come; none of them may be left."""
-    assert sink.socket.poll(SOON_MS), "nothing came"
+    """Wait for offers, and return all that have arrived."""
+    assert sink.socket.poll(SOON_MS), "no offer arrived"
     return sink.receive()
 
 
@@ -54,7 +54,7 @@ def fill(arena: KvArena, slot: int, byte: int) -> None:
 
 
 def content(sink: HandoverSink, offer: Offer, begin: int = 0, end: int = SLOT_BYTES) -> bytes:
-    """Bytes `begin:end` of the offered slot."""
+    """Return bytes `begin:end` of the offered slot."""
     begin, end = offer.slot * SLOT_BYTES + begin, offer.slot * SLOT_BYTES + end
     if offer.device is None:
         return bytes(sink.memory(offer)[begin:end])

@@ -1,4 +1,4 @@
-"""What this process holds of the system's resources, to be compared before and after."""
+"""Leak checks: the system resources that this process holds, for comparison before and after."""
 
 import gc
 import os
@@ -24,12 +24,12 @@ class Holdings:
 
 
 def settled() -> Holdings:
-    """What is held once ZeroMQ's own threads have closed what they had to; they wait for every open socket."""
+    """Return the holdings after ZeroMQ's threads have closed their resources; they wait for every open socket."""
     ended = threading.Thread(target=zmq.Context.instance().term, daemon=True)
     ended.start()
     ended.join(30)
     if ended.is_alive():
-        zmq.Context.instance().destroy(linger=0)  # the tests that follow have another
+        zmq.Context.instance().destroy(linger=0)  # later tests have another
         raise AssertionError("a socket is still open")
     gc.collect()
     return Holdings.now()

@@ -1,4 +1,4 @@
-"""Real second processes for tests: forked from a clean server with `ipc` imported, joined with a timeout, killed."""
+"""Child processes of tests: forked from a clean fork server with `ipc` imported, joined with a timeout, or killed."""
 
 import select
 import threading
@@ -17,7 +17,7 @@ JOIN_S = 60.0
 
 @contextmanager
 def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
-    """A process running `target(*args)`; killed at the end if it has not ended by itself."""
+    """Run `target(*args)` in a process; kill it at the end if it has not exited."""
     process = FORKSERVER.Process(target=target, args=args, daemon=True)
     process.start()
     try:
@@ -30,8 +30,8 @@ def child(target: Callable[..., None], *args: Any) -> Iterator[BaseProcess]:
         process.close()
 
 
-def ended_well(process: BaseProcess) -> bool:
-    """Wait for the end of a child that should end by itself."""
+def succeeded(process: BaseProcess) -> bool:
+    """Wait for a child to exit by itself. Return whether it succeeded."""
     process.join(JOIN_S)
     return process.exitcode == 0
 
@@ -41,7 +41,7 @@ def endpoint() -> str:
 
 
 def attach(server: RingServer, name: str = "test", **options: Any) -> RingClient:
-    """A client of a server that lives in this very thread."""
+    """Attach a client to a server of the same thread."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(RingClient, server.endpoint, name, **options)
         while not future.done():
@@ -51,7 +51,7 @@ def attach(server: RingServer, name: str = "test", **options: Any) -> RingClient
 
 @contextmanager
 def served(server: RingServer, step: Callable[[RingServer], None]) -> Iterator[None]:
-    """The server works in a thread of its own (nobody else may touch it meanwhile): `step` after every wake-up."""
+    """Run the server in its own thread, which alone may use it meanwhile: `step` is called after every wake-up."""
     stop = threading.Event()
 
     def loop() -> None:
@@ -73,7 +73,7 @@ class _HasFileno(Protocol):
 
 
 def readable(file: _HasFileno, timeout_ms: float) -> bool:
-    """Sleep until `file` is readable; False when the time is over."""
+    """Sleep until `file` is readable. Return False on timeout."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(timeout_ms))

@@ -1,4 +1,4 @@
-"""What the tests of sessions share: questions, answers, and forged descriptors."""
+"""Helpers of the session tests: queries, results and forged descriptors."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def ask(client: RingClient, seed: int = 0, **changes: Any) -> int:
 
 
 def answer(server: RingServer, limit: int = 256) -> int:
-    """Answer what waits with the vector's first k values; returns how many."""
+    """Answer waiting requests with their vectors' first k values. Return how many."""
     requests = server.receive(limit)
     for request in requests:
         k = request.spec.k
@@ -37,12 +37,12 @@ def void(_: object) -> None:
 
 
 def place_of(server: RingServer, client: int) -> AttachedClient:
-    """Where a server has the session of a client of this handle."""
+    """Return the place of a client's session in the server's table."""
     return next(place for place in server.client_table.clients if place is not None and place.handle == client)
 
 
 def forge_requests(client: RingClient, ids: Any, **changes: int) -> None:
-    """Write descriptors that `submit` would not."""
+    """Write descriptors that `submit` would reject."""
     ring = client.attachment.requests
     fields = {
         "epoch": 5,

@@ -1,4 +1,4 @@
-"""Functions are compiled also where their machine code cannot be kept."""
+"""Tests that functions are compiled even if their machine code cannot be cached."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from ipc.memory.compiled import can_cache, compiled, entry_point
 
 
 def without_a_place(source: str, name: str) -> Any:
-    """A function for whose machine code numba finds no place, as for a user without a writable directory."""
+    """Return a function for which numba finds no cache directory, as for a user without a writable directory."""
     names: dict[str, Any] = {}
     exec(compile(source, "<nowhere>", "exec"), names)
     return names[name]
 
 
-def test_what_cannot_be_kept_is_compiled_all_the_same() -> None:
+def test_code_is_compiled_without_a_cache_directory() -> None:
     add = without_a_place("def add(a, b):\n    return a + b\n", "add")
     assert compiled(add)(2, 3) == 5
     assert entry_point("int64(int64, int64)")(add)(2, 3) == 5
 
 
-def test_here_it_can_be_kept() -> None:
+def test_machine_code_can_be_cached_here() -> None:
     assert can_cache()

@@ -1,4 +1,4 @@
-"""What an arena in a GPU's memory asks of CUDA, and in which order; the driver is a stand-in that writes it down."""
+"""Tests of the CUDA calls of an arena in GPU memory, and of their order, over a fake driver that records them."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def ends() -> tuple[FakeCuda, CudaMemory, CudaMemory]:
     return cuda, owner, CudaMemory.open(from_elsewhere(owner.reference), "cuda:0", cuda)
 
 
-def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own_on_one_stream_each() -> None:
+def test_the_ready_word_and_the_ack_follow_their_copies_on_one_stream_each() -> None:
     cuda, owner, peer = ends()
     arena = DeviceArena(owner, 2, 64, 1)
     number, lease = arena.lease(2)
@@ -29,18 +29,18 @@ def test_a_clients_ready_word_follows_its_copy_and_the_pools_ack_follows_its_own
     arena.claim(number, place)
     arena.copy_out(place)
     found = arena.copied(place)
-    wrote, stored, word, payload, acked = cuda.calls  # nobody waits for anything
+    wrote, stored, word, payload, acked = cuda.calls  # no call waits
     assert (wrote, stored[:2]) == (("on device", peer.stream, 64), ("store", peer.stream))
     assert (word, payload) == (("to host", owner.stream, 4), ("to host", owner.stream, 64))
     assert acked[:2] == ("store", owner.stream)
     base, theirs = (memory.__cuda_array_interface__["data"][0] for memory in (owner, peer))
-    assert acked[2] - base == stored[2] - theirs + 64  # the words of one slot, each where it is mapped …
+    assert acked[2] - base == stored[2] - theirs + 64  # the words of one slot, each at its mapped address …
     assert acked[3:] == stored[3:]  # … and its generation; flags 0: with a barrier
     assert found is not None
     assert found.view(np.float32).tolist() == query.tolist()
 
 
-def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
+def test_a_full_lease_costs_one_read_of_all_its_slots() -> None:
     cuda = FakeCuda()
     owner = CudaMemory.create(arena_bytes(9, 64), "cuda:0", cuda)
     arena = DeviceArena(owner, 9, 64, 1)
@@ -62,7 +62,7 @@ def test_a_full_lease_costs_one_look_at_all_its_slots_together() -> None:
     assert [call[0] for call in cuda.calls].count("to host") == 2
 
 
-def test_looking_at_a_word_does_not_queue_behind_what_the_stream_has_to_do() -> None:
+def test_reading_a_word_does_not_queue_behind_the_streams_work() -> None:
     cuda, owner, _ = ends()
     owner.store_word(64, 7)
     cuda.calls.clear()
@@ -72,7 +72,7 @@ def test_looking_at_a_word_does_not_queue_behind_what_the_stream_has_to_do() -> 
     assert owner.stream not in streams
 
 
-def test_memory_is_exported_once_opened_lazily_closed_by_the_client_and_freed_by_the_pool() -> None:
+def test_memory_is_exported_once_opened_on_demand_closed_by_the_client_and_freed_by_the_pool() -> None:
     cuda, owner, peer = ends()
     peer.close()
     peer.close()
@@ -86,7 +86,7 @@ def test_memory_is_exported_once_opened_lazily_closed_by_the_client_and_freed_by
         _ = owner.reference
 
 
-def test_a_process_cannot_open_what_it_exported() -> None:
+def test_a_process_cannot_open_its_own_export() -> None:
     cuda, owner, _ = ends()
     reference = owner.reference
     with pytest.raises(MemoryRefused, match="cannot open the GPU memory that it exported itself"):
@@ -102,7 +102,7 @@ def test_a_process_cannot_open_what_it_exported() -> None:
         ("GPU-00000000-0000-0000-0000-000000000000", 0),
     ],
 )
-def test_memory_is_made_and_opened_on_the_device_that_placement_names(device: str, ordinal: int) -> None:
+def test_memory_is_allocated_and_opened_on_the_placements_device(device: str, ordinal: int) -> None:
     cuda = FakeCuda()
     owner = CudaMemory.create(64, device, cuda)
     assert [call for call in cuda.calls if call[0] == "device"][-1] == ("device", ordinal)
@@ -112,12 +112,12 @@ def test_memory_is_made_and_opened_on_the_device_that_placement_names(device: st
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:", "cpu", "GPU-02020202-0202-0202-0202-020202020202", ""])
-def test_a_device_that_is_not_there_is_named(device: str) -> None:
+def test_a_missing_device_is_named(device: str) -> None:
     with pytest.raises(MemoryRefused, match=f"'{device}' is not among the 2 GPUs"):
         CudaMemory.create(64, device, FakeCuda())
 
 
-def test_whether_copies_are_done_is_asked_without_waiting() -> None:
+def test_completion_of_copies_is_queried_without_waiting() -> None:
     cuda = FakeCuda(lazy=True)
     owner = CudaMemory.create(64, "cuda:0", cuda)
     assert owner.idle()
@@ -129,13 +129,13 @@ def test_whether_copies_are_done_is_asked_without_waiting() -> None:
     assert owner.idle()
 
 
-def test_the_memory_is_an_array_of_bytes_to_who_knows_cuda_arrays() -> None:
+def test_the_memory_implements_the_cuda_array_interface() -> None:
     owner = CudaMemory.create(4096, "cuda:0", FakeCuda())
     interface = owner.__cuda_array_interface__
     assert (interface["shape"], interface["typestr"]) == ((4096,), "|u1")
 
 
-def test_without_a_driver_the_refusal_says_so() -> None:
+def test_without_a_driver_the_error_says_so() -> None:
     class NoDriver(FakeCuda):
         def cuInit(self, flags: int) -> tuple[object, ...]:  # noqa: N802
             raise RuntimeError('"cuda" is an NVIDIA driver library')
@@ -144,7 +144,7 @@ def test_without_a_driver_the_refusal_says_so() -> None:
         CudaMemory.create(64, "cuda:0", NoDriver())
 
 
-def test_the_threads_own_context_is_current_again_after_every_call() -> None:
+def test_the_threads_context_is_restored_after_every_call() -> None:
     cuda, owner, peer = ends()
     assert cuda.contexts == []
     owner.write(0, np.arange(4, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""The arena of query vectors over every kind of memory that it can lie in, and between two processes."""
+"""Tests of the arena of query vectors in every type of memory, and between two processes."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ from ipc.memory.device import (
 from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.session.device_arena import DeviceArena, Lease, LeasedSlots, SlotHandle, arena_bytes, open_memory
 from tests.ipc import fake_cuda
-from tests.ipc.processes import child, ended_well
+from tests.ipc.processes import child, succeeded
 
 DIM = 6
 EPOCH = 5
@@ -68,7 +68,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture
 def ends(pair: Pair) -> Iterator[Callable[..., tuple[DeviceArena, LeasedSlots, int]]]:
-    """Makes an arena with one lease: the pool's end, the client's end, the lease's number."""
+    """Return a factory of arenas with one lease: the pool's end, the client's end, the lease's number."""
     opened: list[Any] = []
 
     def make(slots: int = 4, count: int = 4) -> tuple[DeviceArena, LeasedSlots, int]:
@@ -92,7 +92,7 @@ def vector(number: int) -> np.ndarray:
 
 
 def taken(arena: DeviceArena, lease: int, handle: SlotHandle) -> list[float]:
-    """As the pool takes it out."""
+    """Take a vector as the pool does."""
     arena.claim(lease, handle)
     arena.copy_out(handle)
     arena.memory.flush()
@@ -102,14 +102,14 @@ def taken(arena: DeviceArena, lease: int, handle: SlotHandle) -> list[float]:
     return found
 
 
-def test_what_a_client_writes_the_pool_takes_out_in_any_order(ends: Ends) -> None:
+def test_the_pool_takes_a_clients_vectors_in_any_order(ends: Ends) -> None:
     arena, client, lease = ends()
     places = [client.write(vector(number)) for number in range(4)]
     for number in (2, 0, 3, 1):
         assert taken(arena, lease, places[number]) == vector(number).tolist()
 
 
-def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(ends: Ends) -> None:
+def test_a_vector_that_the_device_has_not_written_is_not_taken(ends: Ends) -> None:
     arena, client, lease = ends()
     memory, stores = client.memory, []
     with pytest.MonkeyPatch.context() as patch:
@@ -120,7 +120,7 @@ def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(
         arena.copy_out(place)
         arena.memory.flush()
         assert arena.copied(place) is None
-    assert arena.memory.word(128) == 0, "it is not the client's again"
+    assert arena.memory.word(128) == 0, "its slot is not the client's again"
     memory.store_word(*stores[0])
     memory.flush()
     arena.copy_out(place)
@@ -132,10 +132,10 @@ def test_what_a_clients_device_has_not_written_yet_is_not_taken_but_copied_anew(
     assert arena.memory.word(128) == place.generation
 
 
-def test_a_slot_that_was_leased_for_ages_and_never_written_is_not_taken_for_written(pair: Pair) -> None:
+def test_a_long_leased_slot_that_was_never_written_is_not_ready(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(1, 4 * DIM))
     arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
-    for _ in range(3000):  # of leases, each of which jumps by 2²⁰
+    for _ in range(3000):  # leases, each of which jumps by 2²⁰
         lease, lent = arena.lease(1)
         place = SlotHandle(0, (lent.generations[0] + 1) & MAX_WORD)
         arena.claim(lease, place)
@@ -147,7 +147,7 @@ def test_a_slot_that_was_leased_for_ages_and_never_written_is_not_taken_for_writ
     arena.close()
 
 
-def test_a_full_lease_refuses_and_goes_on_when_the_pool_has_taken_one(ends: Ends) -> None:
+def test_a_full_lease_rejects_writes_until_the_pool_takes_one(ends: Ends) -> None:
     arena, client, lease = ends()
     places = [client.write(vector(number)) for number in range(4)]
     with pytest.raises(RingFull, match="all 4 leased slots"):
@@ -161,7 +161,7 @@ def test_a_full_lease_refuses_and_goes_on_when_the_pool_has_taken_one(ends: Ends
 
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(["write", "take", "take last"]), max_size=60), st.integers(1, 5))
-def test_every_payload_is_taken_once_and_whole_whatever_the_order(operations: list[str], slots: int) -> None:
+def test_every_payload_is_taken_once_and_intact_in_any_order(operations: list[str], slots: int) -> None:
     owner, peer = host_pair(arena_bytes(slots, 4 * DIM))
     arena = DeviceArena(owner, slots, 4 * DIM, EPOCH)
     lease, lent = arena.lease(slots)
@@ -180,7 +180,7 @@ def test_every_payload_is_taken_once_and_whole_whatever_the_order(operations: li
     arena.close()
 
 
-def test_a_place_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
+def test_a_slot_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
     arena, client, lease = ends(slots=6, count=4)
     other, _ = arena.lease(2)
     place = client.write(vector(1))
@@ -195,7 +195,7 @@ def test_a_place_is_taken_once_and_only_from_its_own_lease(ends: Ends) -> None:
         taken(arena, lease, SlotHandle(6, 1))
 
 
-def test_leases_do_not_overlap_and_come_back_when_they_end(ends: Ends) -> None:
+def test_leases_do_not_overlap_and_are_reused_after_their_end(ends: Ends) -> None:
     arena, _, lease = ends(slots=6, count=3)
     second, lent = arena.lease(3)
     assert (lent.first, lent.count, arena.free_slots) == (3, 3, 0)
@@ -209,11 +209,11 @@ def test_leases_do_not_overlap_and_come_back_when_they_end(ends: Ends) -> None:
     assert arena.free_slots == 6
 
 
-def test_a_dead_clients_writes_do_not_pass_for_its_successors(pair: Pair) -> None:
+def test_a_dead_clients_writes_are_not_mistaken_for_its_successors(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(1, 4 * DIM))
     arena = DeviceArena(owner, 1, 4 * DIM, EPOCH)
     first, lent = arena.lease(1)
-    LeasedSlots(peer, lent).write(vector(1))  # its descriptor never arrives
+    LeasedSlots(peer, lent).write(vector(1))  # its descriptor is never sent
     arena.end_lease(first)
     second, lent = arena.lease(1)
     assert not reached(peer.word(64), lent.generations[0] + 1)
@@ -221,7 +221,7 @@ def test_a_dead_clients_writes_do_not_pass_for_its_successors(pair: Pair) -> Non
     assert taken(arena, second, client.write(vector(2))) == vector(2).tolist()
 
 
-def test_generations_go_round(pair: Pair) -> None:
+def test_generations_wrap_around(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(1, 4 * DIM))
     arena = DeviceArena(owner, 1, 4 * DIM, EPOCH, generation=MAX_WORD - 1)
     lease, lent = arena.lease(1)
@@ -234,7 +234,7 @@ def test_generations_go_round(pair: Pair) -> None:
     assert generations == [MAX_WORD, 0, 1]
 
 
-def test_words_are_compared_around_their_end() -> None:
+def test_words_are_compared_modulo_their_size() -> None:
     assert reached(5, 5)
     assert reached(6, 5)
     assert not reached(4, 5)
@@ -242,7 +242,7 @@ def test_words_are_compared_around_their_end() -> None:
     assert not reached(MAX_WORD, 1)
 
 
-def test_an_arena_of_another_life_or_of_no_arena_is_refused(pair: Pair) -> None:
+def test_an_arena_of_another_epoch_or_no_arena_is_rejected(pair: Pair) -> None:
     owner, peer = pair(arena_bytes(4, 4 * DIM))
     with pytest.raises(ProtocolViolation, match="not an arena of version 1: magic 0x0"):
         LeasedSlots(peer, Lease(EPOCH, 0, (0,)))
@@ -254,7 +254,7 @@ def test_an_arena_of_another_life_or_of_no_arena_is_refused(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("field", range(8))
-def test_a_header_that_was_scribbled_on_is_refused_or_harmless(field: int) -> None:
+def test_an_overwritten_header_is_rejected_or_harmless(field: int) -> None:
     owner, peer = host_pair(arena_bytes(4, 4 * DIM))
     DeviceArena(owner, 4, 4 * DIM, EPOCH)
     owner.write(8 * field, np.array([1 << 60], np.int64))
@@ -265,7 +265,7 @@ def test_a_header_that_was_scribbled_on_is_refused_or_harmless(field: int) -> No
             LeasedSlots(peer, Lease(EPOCH, 0, (0,)))
 
 
-def test_sizes_are_bounded_before_anything_is_made() -> None:
+def test_sizes_are_validated_before_anything_is_allocated() -> None:
     with pytest.raises(InvalidArgument, match=r"slots 0 must be within 1\.\.65536"):
         arena_bytes(0, 16)
     with pytest.raises(InvalidArgument, match=r"payload 1048577 within 1\.\.1048576"):
@@ -276,7 +276,7 @@ def test_sizes_are_bounded_before_anything_is_made() -> None:
     small.close()
 
 
-def test_a_payload_that_is_too_long_is_refused(ends: Ends) -> None:
+def test_a_payload_that_is_too_long_is_rejected(ends: Ends) -> None:
     _, client, _ = ends()
     with pytest.raises(InvalidArgument, match="a payload of 28 bytes; a slot has 24"):
         client.write(np.zeros(DIM + 1, np.float32))
@@ -313,7 +313,7 @@ def persistently(act: Callable[[], Any]) -> Any:
         os.sched_yield()  # the other side may need this core
 
 
-def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
+def test_two_processes_exchange_vectors_without_torn_reads() -> None:
     memory = HostMemory.create(arena_bytes(3, 4 * DIM))
     arena = DeviceArena(memory, 3, 4 * DIM, EPOCH)
     number, lease = arena.lease(3)
@@ -329,6 +329,6 @@ def test_two_processes_exchange_vectors_that_are_never_torn() -> None:
                 place = SlotHandle(*words[ring.first].tolist())
                 ring.release(1)
                 assert taken(arena, number, place) == vector(i).tolist()
-            assert ended_well(process)
+            assert succeeded(process)
         del ring, words
     arena.close()

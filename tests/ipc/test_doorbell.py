@@ -1,4 +1,4 @@
-"""One contract for both kinds of doorbell, within a process and between two."""
+"""Contract tests of both doorbell types, within a process and between two."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import pytest
 
 from ipc import AttachTimeout, InvalidArgument, PeerLost, new_token, private_endpoint
 from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
-from tests.ipc.processes import child, ended_well, readable
+from tests.ipc.processes import child, succeeded, readable
 
 SOON_MS = 60_000
 
@@ -48,7 +48,7 @@ def test_a_ring_wakes_the_sleeper_until_it_is_silenced(bell: tuple[Sleeper, Ring
     assert not readable(sleeper, 0)
 
 
-def test_every_ring_after_a_silence_wakes_again(bell: tuple[Sleeper, Ringer]) -> None:
+def test_every_ring_after_silencing_wakes_the_sleeper(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     for _ in range(200):
         ringer.ring()
@@ -56,7 +56,7 @@ def test_every_ring_after_a_silence_wakes_again(bell: tuple[Sleeper, Ringer]) ->
         sleeper.silence()
 
 
-def test_ringing_a_sleeper_that_never_looks_neither_blocks_nor_fails(bell: tuple[Sleeper, Ringer]) -> None:
+def test_ringing_a_sleeper_that_never_reads_neither_blocks_nor_fails(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     for _ in range(20_000):
         ringer.ring()
@@ -66,14 +66,14 @@ def test_ringing_a_sleeper_that_never_looks_neither_blocks_nor_fails(bell: tuple
     assert readable(sleeper, SOON_MS)
 
 
-def test_silence_without_a_ring_is_allowed(bell: tuple[Sleeper, Ringer]) -> None:
+def test_silencing_without_a_ring_is_allowed(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, _ = bell
     sleeper.silence()
     sleeper.silence()
     assert not readable(sleeper, 0)
 
 
-def test_a_ringer_whose_sleeper_is_gone_does_not_block(bell: tuple[Sleeper, Ringer]) -> None:
+def test_ringing_a_sleeper_that_has_exited_does_not_block(bell: tuple[Sleeper, Ringer]) -> None:
     sleeper, ringer = bell
     sleeper.close()
     for _ in range(2000):
@@ -87,7 +87,7 @@ def test_closing_twice_is_allowed(bell: tuple[Sleeper, Ringer]) -> None:
 
 
 def _echo(mailbox: str, there: str, back: str, rounds: int) -> None:
-    """Answer every ring with one: over eventfds sent to `mailbox`, or over the two ZeroMQ endpoints."""
+    """Answer every ring with a ring: over eventfds sent to `mailbox`, or over the two ZeroMQ endpoints."""
     sleeper: Sleeper
     ringer: Ringer
     if mailbox:
@@ -101,7 +101,7 @@ def _echo(mailbox: str, there: str, back: str, rounds: int) -> None:
         sleeper.silence()
         ringer.ring()
     if not mailbox:
-        assert readable(sleeper, SOON_MS)  # stay until the last answer was heard
+        assert readable(sleeper, SOON_MS)  # stay until the last answer has arrived
 
 
 def test_two_processes_wake_each_other_by_eventfd() -> None:
@@ -112,7 +112,7 @@ def test_two_processes_wake_each_other_by_eventfd() -> None:
             ringer.ring()
             assert readable(sleeper, SOON_MS)
             sleeper.silence()
-        assert ended_well(process)
+        assert succeeded(process)
     for end in (ringer, sleeper, mailbox):
         end.close()
 
@@ -129,7 +129,7 @@ def test_two_processes_wake_each_other_by_zeromq() -> None:
             assert readable(sleeper, SOON_MS)
             sleeper.silence()
         ringer.ring()
-        assert ended_well(process)
+        assert succeeded(process)
     sleeper.close()
     ringer.close()
 
@@ -148,17 +148,17 @@ def test_a_mailbox_drops_descriptors_with_a_wrong_token_or_count_and_closes_them
 
 
 @pytest.mark.parametrize("name", ["", "x" * 101, "a\0b"])
-def test_an_impossible_mailbox_name_is_refused(name: str) -> None:
+def test_an_invalid_mailbox_name_is_rejected(name: str) -> None:
     with pytest.raises(InvalidArgument):
         send_fds(name, b"token", [0])
 
 
-def test_descriptors_for_nobody_are_refused() -> None:
+def test_descriptors_without_a_receiver_are_rejected() -> None:
     with pytest.raises(PeerLost):
         send_fds("trinity-nobody", b"token", [0])
 
 
-def _knock_as_a_stranger(mailbox: str) -> None:
+def _connect_as_another_user(mailbox: str) -> None:
     os.setgid(65534)
     os.setuid(65534)
     send_fds(mailbox, b"token", [0])
@@ -167,8 +167,8 @@ def _knock_as_a_stranger(mailbox: str) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_descriptors_of_another_user_are_dropped() -> None:
     mailbox = FdMailbox()
-    with child(_knock_as_a_stranger, mailbox.name) as process:
-        assert ended_well(process)
+    with child(_connect_as_another_user, mailbox.name) as process:
+        assert succeeded(process)
     with pytest.raises(AttachTimeout):
         mailbox.receive(b"token", 1, 50)
     mailbox.close()

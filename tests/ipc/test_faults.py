@@ -1,4 +1,4 @@
-"""kill -9 at random moments: every request ends exactly once, and nothing is left behind."""
+"""Tests with SIGKILL at random moments: every request ends exactly once, and no resources leak."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ SLOTS = 8
 
 
 def _flood(address: str) -> None:
-    """A client that submits, cancels and reads as fast as it can, for ever."""
+    """Run a client that submits, cancels and reads as fast as it can, forever."""
     rng = random.Random(os.getpid())
     with RingClient(address, "flood", spin_us=5) as client:
         vector = np.ones(DIM, np.float32)
@@ -35,7 +35,7 @@ def _flood(address: str) -> None:
             client.poll()
 
 
-def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
+def test_a_client_killed_at_any_moment_leaks_nothing_in_the_pool() -> None:
     rng = random.Random(1)
     before = settled()
     with (
@@ -64,11 +64,11 @@ def test_a_client_killed_at_any_moment_costs_the_pool_nothing() -> None:
                     if alive and received >= until:
                         process.kill()
                         alive = False
-                for cancel in server.cancellations():  # the last ones, of the dead
+                for cancel in server.cancellations():  # the dead client's last ones
                     open_requests.pop((cancel.client, cancel.request_id))
                     assert not server.publish(cancel.client, cancel.request_id, "cancelled")
                     answered += 1
-            assert not open_requests, f"round {round_}: requests of a dead client that nobody cancelled"
+            assert not open_requests, f"round {round_}: requests of a dead client were not cancelled"
             steady.submit(np.ones(DIM), SearchSpec("docs", 1, "prefill"))
             (request,) = server.receive()
             server.publish(request.client, request.request_id, "ok", [1], [0.5])
@@ -135,7 +135,7 @@ def test_a_pool_killed_at_any_moment_leaves_no_request_without_an_end(doorbell: 
     assert settled() == before
 
 
-def test_a_client_without_a_pool_stays_lost_and_another_attaches_when_one_comes() -> None:
+def test_a_client_whose_pool_died_stays_disconnected_and_a_new_one_attaches_to_the_next_pool() -> None:
     address = endpoint()
     before = settled()
     with child(_serve, address, 1, 1) as process:
@@ -168,7 +168,7 @@ def _die_before_sending(address: str) -> None:
     os._exit(1)
 
 
-def test_a_slot_that_its_writer_died_over_is_never_received() -> None:
+def test_a_slot_whose_writer_died_is_never_received() -> None:
     with RingServer(endpoint(), {"docs": DIM}, epoch=1, ring_slots=SLOTS) as server:
         received = []
         with child(_die_before_sending, server.endpoint):

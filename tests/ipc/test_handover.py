@@ -1,6 +1,6 @@
-"""The KV hand-over: offers, pulls, answers, and what happens when either side goes away.
+"""Tests of the KV hand-over: offers, pulls, answers, and the death of either side.
 
-Every test runs over both memories that a payload can lie in: the host's, and a GPU's (a stand-in, see `fake_cuda`).
+Every test runs with the payload in host memory and in GPU memory (faked, see `fake_cuda`).
 """
 
 import os
@@ -42,7 +42,7 @@ def test_a_slot_is_offered_pulled_and_acknowledged(arena: KvArena, source: Hando
     assert source.poll() == []
 
 
-def test_a_rejected_offer_comes_back_with_its_reason(source: HandoverSource, sink: HandoverSink) -> None:
+def test_a_rejection_reaches_the_source_with_its_reason(source: HandoverSource, sink: HandoverSink) -> None:
     offer_id = source.offer(sink.endpoint, 0, b"")
     (offer,) = receive(sink)
     sink.reject(offer, "no free slot")
@@ -69,7 +69,7 @@ def test_an_arena_is_mapped_once_for_all_its_offers(source: HandoverSource, sink
     assert sink.statistics().arenas == 1
 
 
-def test_the_pages_of_a_mapped_arena_are_there_before_they_are_read() -> None:
+def test_the_pages_of_an_arena_are_populated_when_it_is_mapped() -> None:
     pages = 3000
     owner = KvArena.create(1, pages * 4096, epoch=1)
     np.frombuffer(owner.payload, np.uint8)[:] = 1
@@ -83,7 +83,7 @@ def test_the_pages_of_a_mapped_arena_are_there_before_they_are_read() -> None:
     owner.close()
 
 
-def test_a_sink_tells_a_source_who_it_is_only_until_the_source_watches_it(
+def test_a_sink_sends_its_identity_only_until_the_source_watches_it(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     source.offer(sink.endpoint, 0, b"")
@@ -99,7 +99,7 @@ def test_a_sink_tells_a_source_who_it_is_only_until_the_source_watches_it(
     assert [type(decode_at_source(frames[0])) for frames in receive_all(source.socket)] == [Ended]
 
 
-def test_how_much_of_a_slot_is_written_is_seen_and_begins_anew_with_its_content(
+def test_the_written_length_of_a_slot_is_visible_and_resets_with_new_content(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     for slot in (1, 2):
@@ -116,7 +116,7 @@ def test_how_much_of_a_slot_is_written_is_seen_and_begins_anew_with_its_content(
     assert sink.written(other) == 0
 
 
-def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
+def test_a_copy_torn_by_a_new_begin_is_detected(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
     fill(arena, 1, 5)
     source.offer(sink.endpoint, 1, b"")
     (offer,) = receive(sink)
@@ -127,7 +127,7 @@ def test_a_copy_torn_by_a_new_begin_is_noticed(arena: KvArena, source: HandoverS
     assert not sink.is_current(offer)
 
 
-def test_begin_of_another_slot_disturbs_nothing(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
+def test_beginning_another_slot_keeps_a_copy_valid(arena: KvArena, source: HandoverSource, sink: HandoverSink) -> None:
     source.offer(sink.endpoint, 1, b"")
     (offer,) = receive(sink)
     arena.begin(0)
@@ -135,7 +135,7 @@ def test_begin_of_another_slot_disturbs_nothing(arena: KvArena, source: Handover
     assert sink.is_current(offer)
 
 
-def test_an_offer_of_an_overwritten_slot_is_rejected_before_anyone_sees_it(
+def test_an_offer_of_an_overwritten_slot_is_rejected_on_arrival(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     offer_id = source.offer(sink.endpoint, 1, b"")
@@ -159,9 +159,7 @@ def test_a_withdrawn_offer_is_not_received_and_has_no_outcome(source: HandoverSo
     assert [outcome.offer_id for outcome in outcomes(source)] == [kept]
 
 
-def test_an_offer_withdrawn_while_it_is_pulled_is_not_current_any_more(
-    source: HandoverSource, sink: HandoverSink
-) -> None:
+def test_an_offer_withdrawn_during_its_pull_is_no_longer_current(source: HandoverSource, sink: HandoverSink) -> None:
     offer_id = source.offer(sink.endpoint, 0, b"")
     (offer,) = receive(sink)
     source.withdraw(offer_id)
@@ -170,7 +168,7 @@ def test_an_offer_withdrawn_while_it_is_pulled_is_not_current_any_more(
     assert not sink.acknowledge(offer)
 
 
-def test_an_offer_without_an_answer_expires(arena: KvArena, sink: HandoverSink) -> None:
+def test_an_unanswered_offer_expires(arena: KvArena, sink: HandoverSink) -> None:
     with HandoverSource("prefill-0", arena, lease_ms=1) as source:
         offer_id = source.offer(sink.endpoint, 0, b"")
         assert outcomes(source) == [Outcome(offer_id, 0, False, "expired")]
@@ -186,21 +184,21 @@ def test_a_lease_is_renewed_while_the_sink_lives_and_holds_the_offer(arena: KvAr
         offers: list[Offer] = []
         while len(offers) < 2:
             offers += receive(sink)
-        for _ in range(20):  # it waits for room for two minutes
+        for _ in range(20):  # it waits for free blocks for two minutes
             now_ns[0] += RENEW_NS
             sink.receive()
             assert source.socket.poll(SOON_MS)
             assert source.poll() == []
         sink.acknowledge(offers[0])
         assert outcomes(source) == [Outcome(first, 0, True, "")]
-        now_ns[0] += 29 * 10**9  # the sink hangs
+        now_ns[0] += 29 * 10**9  # the sink is blocked
         assert source.poll() == []
         now_ns[0] += 10**9
         assert source.poll() == [Outcome(second, 1, False, "expired")]
         assert source.statistics().expired == 1
 
 
-def test_an_answer_after_the_lease_changes_nothing(arena: KvArena, sink: HandoverSink) -> None:
+def test_an_answer_after_the_lease_expired_is_ignored(arena: KvArena, sink: HandoverSink) -> None:
     with HandoverSource("prefill-0", arena, lease_ms=1) as source:
         source.offer(sink.endpoint, 0, b"")
         (offer,) = receive(sink)
@@ -213,14 +211,14 @@ def test_an_answer_after_the_lease_changes_nothing(arena: KvArena, sink: Handove
 def _receive_and_hang(endpoint: str) -> None:
     with HandoverSink(endpoint, open_device) as sink:
         receive(sink)
-        sink.socket.poll()  # for ever
+        sink.socket.poll()  # forever
 
 
-def test_the_offers_of_a_killed_decode_process_end_as_lost(arena: KvArena) -> None:
+def test_offers_to_a_killed_decode_process_end_as_lost(arena: KvArena) -> None:
     endpoint = address()
     with HandoverSource("prefill-0", arena) as source, child(_receive_and_hang, endpoint) as process:
         offer_id = source.offer(endpoint, 1, b"")
-        assert source.socket.poll(SOON_MS)  # it has seen the offer
+        assert source.socket.poll(SOON_MS)  # it has received the offer
         assert source.poll() == []
         process.kill()
         process.join(60)
@@ -230,10 +228,10 @@ def test_the_offers_of_a_killed_decode_process_end_as_lost(arena: KvArena) -> No
 def _pull_and_hang(endpoint: str) -> None:
     with HandoverSink(endpoint, open_device) as sink:
         sink.acknowledge(receive(sink)[0])
-        sink.socket.poll()  # for ever
+        sink.socket.poll()  # forever
 
 
-def test_a_sink_that_was_started_again_does_not_inherit_the_death_of_the_last_one(arena: KvArena) -> None:
+def test_a_restarted_sink_is_not_affected_by_its_predecessors_death(arena: KvArena) -> None:
     endpoint = address()
     with HandoverSource("prefill-0", arena) as source:
         with child(_pull_and_hang, endpoint) as process:
@@ -259,8 +257,8 @@ def _offer_and_hang(endpoint: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GPU"], indirect=True)
-def test_gpu_memory_of_a_killed_prefill_process_is_not_current_any_more(sink: HandoverSink, kind: str) -> None:
-    """CUDA says nothing of what it holds then, so a copy that was under way is void, and nothing new is begun."""
+def test_gpu_memory_of_a_killed_prefill_process_is_no_longer_current(sink: HandoverSink, kind: str) -> None:
+    """CUDA does not define its contents then, so a copy in flight is void, and no new one starts."""
     with child(_offer_and_hang, sink.endpoint, kind) as process:
         (offer,) = receive(sink)
         assert content(sink, offer) == bytes([8]) * SLOT_BYTES
@@ -276,7 +274,7 @@ def test_gpu_memory_of_a_killed_prefill_process_is_not_current_any_more(sink: Ha
 
 
 @pytest.mark.parametrize("kind", ["host"], indirect=True)
-def test_what_a_killed_prefill_process_offered_can_still_be_pulled(sink: HandoverSink, kind: str) -> None:
+def test_offers_of_a_killed_prefill_process_can_still_be_pulled(sink: HandoverSink, kind: str) -> None:
     with child(_offer_and_hang, sink.endpoint, kind) as process:
         (offer,) = receive(sink)
         process.kill()
@@ -298,18 +296,18 @@ def _pull(endpoint: str, count: int) -> None:
             for offer in receive(sink):
                 copy = content(sink, offer)
                 if sink.is_current(offer):
-                    assert copy == bytes([offer.payload[0]]) * SLOT_BYTES, "a torn copy passed as current"
+                    assert copy == bytes([offer.payload[0]]) * SLOT_BYTES, "a torn copy was accepted as current"
                     sink.acknowledge(offer)
                 else:
                     sink.reject(offer, "torn")
                 done += 1
-        while sink.socket.poll(SOON_MS):  # until the source says enough
+        while sink.socket.poll(SOON_MS):  # until the source says stop
             if any(offer.payload == b"end" for offer in sink.receive()):
                 return
 
 
 def test_a_puller_in_another_process_never_accepts_a_torn_copy(arena: KvArena, source: HandoverSource) -> None:
-    """The source breaks its own rule and begins slots while they are pulled, at random."""
+    """The source violates the protocol and rewrites slots at random while they are pulled."""
     rng = np.random.default_rng(4)
     endpoint, count = address(), 400
     accepted = torn = refused = 0
@@ -328,7 +326,7 @@ def test_a_puller_in_another_process_never_accepts_a_torn_copy(arena: KvArena, s
                 torn += outcome.reason == "torn"
                 refused += "was rewritten" in outcome.reason
             if refused:
-                count -= refused  # it never sees these
+                count -= refused  # it never receives these
                 break
         while accepted + torn + refused < offered:
             for outcome in outcomes(source):
@@ -341,7 +339,7 @@ def test_a_puller_in_another_process_never_accepts_a_torn_copy(arena: KvArena, s
 
 
 @pytest.mark.parametrize("kind", ["GPU"], indirect=True)
-def test_a_decode_worker_without_a_gpu_says_so_to_a_prefill_worker_with_one(source: HandoverSource) -> None:
+def test_a_decode_worker_without_a_gpu_rejects_offers_in_gpu_memory(source: HandoverSource) -> None:
     with HandoverSink(address()) as sink:
         offer_id = source.offer(sink.endpoint, 0, b"")
         assert receive(sink) == []

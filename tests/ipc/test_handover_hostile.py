@@ -1,4 +1,4 @@
-"""Offers, answers and arenas that no correct peer makes, over both memories that a payload can lie in."""
+"""Tests of offers, answers and arenas that no correct peer sends, with payloads in host and in GPU memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ def test_an_offer_with_hostile_numbers_is_rejected(
     assert len(receive(sink)) == 1
 
 
-def test_an_offer_whose_header_and_message_disagree_on_where_the_payload_is_is_rejected(
+def test_an_offer_whose_header_and_message_disagree_on_the_payloads_address_is_rejected(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     elsewhere = CudaReference(1, "cuda:0", bytes(64), 9)
@@ -86,7 +86,7 @@ def test_an_offer_whose_header_and_message_disagree_on_where_the_payload_is_is_r
 
 
 @pytest.mark.parametrize("kind", ["GPU"], indirect=True)
-def test_a_handle_that_opens_nothing_is_rejected_and_nothing_stays_mapped(
+def test_an_invalid_handle_is_rejected_and_nothing_stays_mapped(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     forged = CudaReference(1, "cuda:0", bytes(64), SLOTS * SLOT_BYTES)
@@ -96,7 +96,7 @@ def test_a_handle_that_opens_nothing_is_rejected_and_nothing_stays_mapped(
     assert (sink.statistics().refused, sink.statistics().arenas) == (1, 0)
 
 
-def test_a_sealed_memory_that_is_no_arena_is_rejected(
+def test_a_sealed_memfd_that_is_not_an_arena_is_rejected(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     for size in (8, 4096):
@@ -129,14 +129,14 @@ NOT_UTF8 = encode(Ended(1, True, "reason")).replace(b"reason", b"rea\xffon")
 @pytest.mark.parametrize(
     "message", [b"", b"\xc1", b"x" * 100, NOT_UTF8, encode(Seen(1, 1)), encode(Ended(1, True, ""))]
 )
-def test_garbage_at_a_sink_is_counted_and_dropped(source: HandoverSource, sink: HandoverSink, message: bytes) -> None:
+def test_a_sink_counts_and_drops_malformed_messages(source: HandoverSource, sink: HandoverSink, message: bytes) -> None:
     with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
         hostile.send(message)
         assert receive(sink) == []
     assert sink.statistics().malformed == 1
 
 
-def test_an_offer_that_wants_its_answer_on_the_network_is_dropped(
+def test_an_offer_with_a_network_reply_address_is_dropped(
     arena: KvArena, source: HandoverSource, sink: HandoverSink
 ) -> None:
     with connect(zmq.PUSH, sink.endpoint, max_message_bytes=4096) as hostile:
@@ -145,7 +145,7 @@ def test_an_offer_that_wants_its_answer_on_the_network_is_dropped(
     assert sink.statistics().malformed == 1
 
 
-def test_garbage_and_answers_to_nothing_at_a_source_are_dropped(source: HandoverSource, sink: HandoverSink) -> None:
+def test_a_source_drops_malformed_messages_and_unexpected_answers(source: HandoverSource, sink: HandoverSink) -> None:
     offer_id = source.offer(sink.endpoint, 0, b"")
     (offer,) = receive(sink)
     with connect(zmq.PUSH, source.endpoint, max_message_bytes=4096) as hostile:
@@ -158,12 +158,12 @@ def test_garbage_and_answers_to_nothing_at_a_source_are_dropped(source: Handover
 @pytest.mark.parametrize(
     ("slots", "payload_bytes", "epoch"), [(0, 8, 0), (1 << 30, 8, 0), (1, 0, 0), (1, 1 << 60, 0), (1, 8, -1)]
 )
-def test_an_impossible_arena_is_refused(slots: int, payload_bytes: int, epoch: int) -> None:
+def test_invalid_arena_parameters_are_rejected(slots: int, payload_bytes: int, epoch: int) -> None:
     with pytest.raises(InvalidArgument):
         KvArena.create(slots, payload_bytes, epoch)
 
 
-def test_an_impossible_offer_is_refused(source: HandoverSource, arena: KvArena, sink: HandoverSink) -> None:
+def test_an_invalid_offer_is_rejected(source: HandoverSource, arena: KvArena, sink: HandoverSink) -> None:
     for slot in (-1, SLOTS):
         with pytest.raises(InvalidArgument, match=str(slot)):
             source.offer(sink.endpoint, slot, b"")

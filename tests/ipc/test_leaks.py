@@ -1,4 +1,4 @@
-"""Nothing is left over after closing; each check is proven by leaking once."""
+"""Tests that closing releases all resources; each leak check is verified by leaking once."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ from tests.ipc.processes import attach, endpoint
 
 
 @pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])
-def test_sessions_leave_nothing(doorbell: str) -> None:
+def test_sessions_leak_nothing(doorbell: str) -> None:
     def session() -> None:
         with RingServer(endpoint(), {"docs": 4}, epoch=1) as server:
             with attach(server, doorbell=doorbell) as client:
@@ -27,7 +27,7 @@ def test_sessions_leave_nothing(doorbell: str) -> None:
     assert settled() == before
 
 
-def test_hand_overs_leave_nothing() -> None:
+def test_hand_overs_leak_nothing() -> None:
     def hand_over() -> None:
         arena = KvArena.create(2, 100, epoch=1)
         sink = HandoverSink(private_endpoint(new_token(), "sink"))
@@ -46,7 +46,7 @@ def test_hand_overs_leave_nothing() -> None:
     assert settled() == before
 
 
-def test_the_check_sees_a_leaked_descriptor() -> None:
+def test_the_check_detects_a_leaked_descriptor() -> None:
     before = Holdings.now()
     fd = os.eventfd(0)
     assert Holdings.now() != before
@@ -54,7 +54,7 @@ def test_the_check_sees_a_leaked_descriptor() -> None:
     assert Holdings.now() == before
 
 
-def test_the_check_sees_leaked_memory_even_when_its_descriptor_is_closed() -> None:
+def test_the_check_detects_leaked_memory_even_with_its_descriptor_closed() -> None:
     before = Holdings.now()
     memory = SharedMemory.create("trinity-leak", 4096)
     kept = memory.view[:1]

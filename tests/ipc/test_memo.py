@@ -1,14 +1,14 @@
-"""What was worked out is kept, and the memory for it is bounded."""
+"""Tests of memoisation with bounded memory."""
 
 from ipc import Memo
 
 
-def test_a_value_is_worked_out_once_and_after_the_limit_anew() -> None:
+def test_a_value_is_computed_once_and_again_after_eviction() -> None:
     asked: list[int] = []
     memo: Memo[int, int] = Memo(lambda key: asked.append(key) or 2 * key, most=2)  # type: ignore[func-returns-value]
     assert [memo[1], memo[1], memo[2], memo[1]] == [2, 2, 4, 2]
     assert asked == [1, 2]
-    assert memo[3] == 6  # all are forgotten now
+    assert memo[3] == 6  # all were evicted
     assert memo[1] == 2
     assert asked == [1, 2, 3, 1]
     assert len(memo) == 2

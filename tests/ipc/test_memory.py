@@ -1,4 +1,4 @@
-"""Shared memory: sealed, handed over by (pid, fd), checked before it is mapped."""
+"""Tests of shared memory: sealed, passed by (pid, fd), validated before it is mapped."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from ipc import InvalidArgument, MemoryReference, MemoryRefused, SharedMemory
-from tests.ipc.processes import child, ended_well
+from tests.ipc.processes import child, succeeded
 
 
 def _write_a_greeting(reference: MemoryReference) -> None:
@@ -17,7 +17,7 @@ def _write_a_greeting(reference: MemoryReference) -> None:
 def test_another_process_writes_into_the_same_memory() -> None:
     with SharedMemory.create("test", 4096) as memory:
         with child(_write_a_greeting, memory.reference) as process:
-            assert ended_well(process)
+            assert succeeded(process)
         assert bytes(memory.view[:6]) == b"hello\0"
 
 
@@ -31,7 +31,7 @@ def test_memory_that_peers_may_not_write_cannot_be_opened_writable() -> None:
             SharedMemory.open(memory.reference, max_size=4096, writable=True)
 
 
-def test_nobody_can_shrink_sealed_memory() -> None:
+def test_sealed_memory_cannot_be_shrunk() -> None:
     with SharedMemory.create("test", 4096) as memory:
         fd = os.open(f"/proc/self/fd/{memory.reference.fd}", os.O_RDWR)
         try:
@@ -42,7 +42,7 @@ def test_nobody_can_shrink_sealed_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 4097, 1 << 62])
-def test_a_size_over_the_limit_is_refused_before_anything_is_mapped(size: int) -> None:
+def test_a_size_over_the_limit_is_rejected_before_anything_is_mapped(size: int) -> None:
     with SharedMemory.create("test", 4096) as memory:
         reference = memory.reference
         hostile = MemoryReference(reference.pid, reference.fd, size, reference.inode)
@@ -50,14 +50,14 @@ def test_a_size_over_the_limit_is_refused_before_anything_is_mapped(size: int) -
             SharedMemory.open(hostile, max_size=4096)
 
 
-def test_a_size_that_is_not_the_memorys_own_is_refused() -> None:
+def test_a_size_other_than_the_memorys_is_rejected() -> None:
     with SharedMemory.create("test", 4096) as memory:
         reference = memory.reference
         with pytest.raises(MemoryRefused, match="announced size 8192 bytes, found 4096"):
             SharedMemory.open(MemoryReference(reference.pid, reference.fd, 8192, reference.inode), max_size=1 << 20)
 
 
-def test_a_descriptor_that_means_another_memory_by_now_is_refused() -> None:
+def test_a_reused_descriptor_of_another_memory_is_rejected() -> None:
     with SharedMemory.create("test", 4096) as memory:
         old = memory.reference
     with SharedMemory.create("test", 4096) as memory:
@@ -66,7 +66,7 @@ def test_a_descriptor_that_means_another_memory_by_now_is_refused() -> None:
             SharedMemory.open(reused, max_size=4096)
 
 
-def test_unsealed_memory_is_refused() -> None:
+def test_unsealed_memory_is_rejected() -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, 4096)
@@ -76,7 +76,7 @@ def test_unsealed_memory_is_refused() -> None:
         os.close(fd)
 
 
-def test_a_plain_file_or_a_pipe_is_refused() -> None:
+def test_a_plain_file_or_a_pipe_is_rejected() -> None:
     reader, writer = os.pipe()
     try:
         with tempfile.TemporaryFile() as file:
@@ -91,17 +91,17 @@ def test_a_plain_file_or_a_pipe_is_refused() -> None:
 @pytest.mark.parametrize(
     ("pid", "fd"), [(0, 3), (-1, 3), (1 << 22, 3), (os.getpid(), -1), (os.getpid(), 1 << 30)], ids=range(5)
 )
-def test_a_process_or_descriptor_that_is_not_there_is_refused(pid: int, fd: int) -> None:
+def test_a_missing_process_or_descriptor_is_rejected(pid: int, fd: int) -> None:
     with pytest.raises(MemoryRefused):
         SharedMemory.open(MemoryReference(pid, fd, 4096, 1), max_size=4096)
 
 
-def test_an_empty_memory_cannot_be_made() -> None:
+def test_an_empty_memory_cannot_be_created() -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
         SharedMemory.create("test", 0)
 
 
-def test_arrays_of_the_memory_outlive_its_closing() -> None:
+def test_arrays_over_the_memory_stay_valid_after_close() -> None:
     memory = SharedMemory.create("test", 4096)
     view = memory.view[:4]
     memory.close()
@@ -111,7 +111,7 @@ def test_arrays_of_the_memory_outlive_its_closing() -> None:
     assert view[0] == 3
 
 
-def _open_as_a_stranger(reference: MemoryReference) -> None:
+def _open_as_another_user(reference: MemoryReference) -> None:
     os.setgid(65534)
     os.setuid(65534)
     try:
@@ -123,5 +123,5 @@ def _open_as_a_stranger(reference: MemoryReference) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_open_the_memory() -> None:
-    with SharedMemory.create("test", 4096) as memory, child(_open_as_a_stranger, memory.reference) as process:
-        assert ended_well(process)
+    with SharedMemory.create("test", 4096) as memory, child(_open_as_another_user, memory.reference) as process:
+        assert succeeded(process)

@@ -1,4 +1,4 @@
-"""The ring against a queue as its model, with hostile words, and across two processes."""
+"""Tests of the ring: against a queue as its model, with hostile shared words, and across two processes."""
 
 import os
 from collections import deque
@@ -15,7 +15,7 @@ from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
 from runtime.testing.waiting import until
-from tests.ipc.processes import child, ended_well, readable
+from tests.ipc.processes import child, succeeded, readable
 
 EPOCH = 3
 
@@ -37,7 +37,7 @@ Operations = st.lists(st.tuples(st.sampled_from(["send", "take"]), st.integers(1
 
 @settings(max_examples=300)
 @given(slots=st.integers(1, 8), operations=Operations)
-def test_what_goes_in_comes_out_once_and_in_order_and_nothing_is_overwritten(
+def test_messages_are_received_once_in_order_and_never_overwritten(
     slots: int, operations: list[tuple[str, int]]
 ) -> None:
     producer, consumer = ends(slots)
@@ -89,7 +89,7 @@ def test_a_batch_becomes_visible_as_single_sends_would(batches: list[int]) -> No
     assert received == sent
 
 
-def test_a_slot_that_is_filled_but_not_sent_is_not_seen() -> None:
+def test_a_slot_that_is_filled_but_not_sent_is_invisible() -> None:
     producer, consumer = ends(4)
     producer.payload(np.int64, 0, 2)[producer.loan()] = 7
     assert consumer.ready(4) == 0
@@ -98,7 +98,7 @@ def test_a_slot_that_is_filled_but_not_sent_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 1, 5, -(1 << 63), (1 << 63) - 1])
-def test_a_reader_position_that_cannot_be_is_refused(position: int) -> None:
+def test_an_impossible_reader_position_is_rejected(position: int) -> None:
     view, layout = make(4)
     producer = RingProducer(view, layout, EPOCH)
     view[128:136].cast("q")[0] = position
@@ -106,7 +106,7 @@ def test_a_reader_position_that_cannot_be_is_refused(position: int) -> None:
         producer.free()
 
 
-def test_a_reader_position_that_goes_back_is_refused() -> None:
+def test_a_reader_position_that_moves_backwards_is_rejected() -> None:
     view, layout = make(4)
     producer, consumer = RingProducer(view, layout, EPOCH), RingConsumer(view, layout, EPOCH)
     producer.send(3)
@@ -118,7 +118,7 @@ def test_a_reader_position_that_goes_back_is_refused() -> None:
 
 
 @given(garbage=st.binary(min_size=64, max_size=64))
-def test_garbage_in_a_slots_sequence_shows_at_most_that_slot(garbage: bytes) -> None:
+def test_a_corrupted_slot_sequence_exposes_at_most_that_slot(garbage: bytes) -> None:
     view, layout = make(4)
     consumer = RingConsumer(view, layout, EPOCH)
     view[512:576] = garbage
@@ -126,7 +126,7 @@ def test_garbage_in_a_slots_sequence_shows_at_most_that_slot(garbage: bytes) -> 
 
 
 @given(header=st.binary(min_size=64, max_size=64))
-def test_a_foreign_header_is_refused(header: bytes) -> None:
+def test_a_foreign_header_is_rejected(header: bytes) -> None:
     view, layout = make(4)
     if bytes(view[:64]) == header:
         return
@@ -136,7 +136,7 @@ def test_a_foreign_header_is_refused(header: bytes) -> None:
             end(view, layout, EPOCH)
 
 
-def test_a_ring_of_another_epoch_or_layout_is_refused() -> None:
+def test_a_ring_of_another_epoch_or_layout_is_rejected() -> None:
     view, layout = make(4)
     with pytest.raises(ProtocolViolation):
         RingConsumer(view, layout, EPOCH + 1)
@@ -149,13 +149,13 @@ def test_a_ring_of_another_epoch_or_layout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("slots", "payload_bytes"), [(0, 8), (-1, 8), (MAX_SLOTS + 1, 8), (4, -1), (4, MAX_PAYLOAD_BYTES + 1)]
 )
-def test_hostile_layouts_are_refused(slots: int, payload_bytes: int) -> None:
+def test_hostile_layouts_are_rejected(slots: int, payload_bytes: int) -> None:
     with pytest.raises(InvalidArgument):
         RingLayout(slots, payload_bytes)
 
 
 @pytest.mark.parametrize("epoch", [-1, MAX_EPOCH + 1])
-def test_an_epoch_out_of_bounds_is_refused(epoch: int) -> None:
+def test_an_epoch_out_of_bounds_is_rejected(epoch: int) -> None:
     layout = RingLayout(1, 8)
     with pytest.raises(InvalidArgument, match=str(epoch)):
         format_ring(memoryview(bytearray(layout.size)), layout, epoch)
@@ -167,7 +167,7 @@ def test_payload_arrays_stay_within_the_slot() -> None:
         producer.payload(np.int64, 8, 2)
 
 
-def test_states_cross_and_an_impossible_one_is_refused() -> None:
+def test_states_are_exchanged_and_an_invalid_one_is_rejected() -> None:
     view, layout = make(4)
     producer, consumer = RingProducer(view, layout, EPOCH), RingConsumer(view, layout, EPOCH)
     assert (producer.consumer_state, consumer.producer_state) == (OPEN, OPEN)
@@ -179,7 +179,7 @@ def test_states_cross_and_an_impossible_one_is_refused() -> None:
         _ = consumer.producer_state
 
 
-def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
+def test_a_watch_finds_messages_round_robin_and_rings_only_a_sleeper() -> None:
     pairs = [ends(4) for _ in range(3)]
     watch = Watch([consumer for _, consumer in pairs])
     assert watch.poll(0) == -1
@@ -204,19 +204,19 @@ def test_a_watch_finds_news_in_turn_and_rings_only_a_sleeper() -> None:
     assert watch.poll(0) == 1
 
 
-def test_an_empty_watch_never_has_news() -> None:
+def test_an_empty_watch_never_has_messages() -> None:
     watch = Watch([])
     assert watch.poll(0) == -1
     assert watch.arm()
     watch.disarm()
 
 
-def test_a_send_rings_a_sleeper_whose_eventfd_it_knows() -> None:
+def test_a_send_rings_a_sleeper_with_a_known_eventfd() -> None:
     producer, consumer = ends(4)
     watch, bell = Watch([consumer]), EventfdBell()
     producer.ring_with(bell.fileno())
     for awake in range(2):
-        assert not producer.send(), "there is nothing for the caller to ring"
+        assert not producer.send(), "the caller has nothing to ring"
         assert producer.rung == awake
         consumer.release(1)
         assert watch.arm()
@@ -229,7 +229,7 @@ def test_a_send_rings_a_sleeper_whose_eventfd_it_knows() -> None:
     bell.close()
 
 
-def test_a_watch_sleeps_until_the_time_is_over_or_something_is_sent() -> None:
+def test_a_watch_sleeps_until_its_timeout_or_a_message() -> None:
     producer, consumer = ends(4)
     watch, bell = Watch([consumer]), EventfdBell()
     producer.ring_with(bell.fileno())
@@ -241,10 +241,10 @@ def test_a_watch_sleeps_until_the_time_is_over_or_something_is_sent() -> None:
         producer.send()
         assert news.result(60)
     assert not producer.view[SLEEPING]
-    assert watch.sleep(-1, 60_000_000_000), "there is news already"
+    assert watch.sleep(-1, 60_000_000_000), "there are messages already"
     consumer.release(1)
     bell.ring()
-    assert not watch.sleep(bell.fileno(), 60_000_000_000), "woken for something else"
+    assert not watch.sleep(bell.fileno(), 60_000_000_000), "woken for another reason"
     bell.close()
 
 
@@ -270,8 +270,8 @@ def _produce(reference: MemoryReference, mailbox: str) -> None:
                 pass
 
 
-def test_no_wake_up_is_lost_and_no_read_is_torn_between_two_processes() -> None:
-    """The consumer sleeps whenever it finds nothing, with a limit only a lost wake-up can reach."""
+def test_two_processes_lose_no_wake_up_and_read_no_torn_message() -> None:
+    """The consumer sleeps whenever the ring is empty, with a timeout that only a lost wake-up can reach."""
     with SharedMemory.create("test", STREAM_LAYOUT.size) as memory:
         format_ring(memory.view, STREAM_LAYOUT, EPOCH)
         consumer = RingConsumer(memory.view, STREAM_LAYOUT, EPOCH)
@@ -292,5 +292,5 @@ def test_no_wake_up_is_lost_and_no_read_is_torn_between_two_processes() -> None:
                 watch.disarm()
                 bell.silence()
             bell.close()
-            assert ended_well(process)
+            assert succeeded(process)
         mailbox.close()

@@ -1,4 +1,4 @@
-"""A pool and its clients: requests, results, cancellations, and what happens when the ring is full."""
+"""Tests of a pool and its clients: requests, results, cancellations and full rings."""
 
 import time
 from typing import Any
@@ -14,7 +14,7 @@ from tests.ipc.processes import attach
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 
-def test_a_request_arrives_as_it_was_asked(server: RingServer, client: RingClient) -> None:
+def test_a_request_arrives_unchanged(server: RingServer, client: RingClient) -> None:
     before = time.monotonic_ns()
     spec = SearchSpec("docs", 3, "decode", top_m=77, search_width=4, patience=2, deadline_ns=99)
     request_id = client.submit(vector(1), spec)
@@ -27,7 +27,7 @@ def test_a_request_arrives_as_it_was_asked(server: RingServer, client: RingClien
     assert server.receive()[0].spec.patience is None
 
 
-def test_a_result_arrives_as_it_was_published(server: RingServer, client: RingClient) -> None:
+def test_a_result_arrives_unchanged(server: RingServer, client: RingClient) -> None:
     request_id = ask(client)
     (request,) = server.receive()
     begin = time.monotonic_ns()
@@ -60,7 +60,7 @@ def test_vectors_of_any_number_type_and_layout_become_float32(
     assert np.array_equal(server.receive()[0].vector, strided.astype(np.float32))
 
 
-def test_a_received_vector_stays_when_its_slot_is_written_again(server: RingServer, client: RingClient) -> None:
+def test_a_received_vector_is_unaffected_by_reuse_of_its_slot(server: RingServer, client: RingClient) -> None:
     ask(client, seed=1)
     (request,) = server.receive()
     for seed in range(2, 2 + SLOTS - 1):
@@ -73,7 +73,7 @@ def test_a_received_vector_stays_when_its_slot_is_written_again(server: RingServ
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["submit", "serve", "poll", "cancel"]), st.integers(1, 5)), max_size=30)
 )
-def test_every_request_ends_exactly_once_whatever_the_order(
+def test_every_request_ends_exactly_once_in_any_order(
     server: RingServer, client: RingClient, steps: list[tuple[str, int]]
 ) -> None:
     open_ids: set[int] = set()
@@ -102,7 +102,7 @@ def test_every_request_ends_exactly_once_whatever_the_order(
                 else:
                     try:
                         open_ids.add(ask(client))
-                    except RingFull:  # cancels take request slots, too
+                    except RingFull:  # cancellations take request slots too
                         assert client.statistics().cancelled
         elif step == "serve":
             serve(count)
@@ -114,20 +114,20 @@ def test_every_request_ends_exactly_once_whatever_the_order(
     assert client.outstanding == 0
 
 
-def test_a_full_ring_refuses_and_accepts_again_after_a_result(server: RingServer, client: RingClient) -> None:
+def test_a_full_ring_rejects_requests_until_a_result_is_read(server: RingServer, client: RingClient) -> None:
     for _ in range(SLOTS):
         ask(client)
     with pytest.raises(RingFull, match=f"{SLOTS} requests are outstanding"):
         ask(client)
     assert answer(server, 1) == 1
-    with pytest.raises(RingFull):  # its slot in the result ring is still taken
+    with pytest.raises(RingFull):  # its slot in the result ring is still occupied
         ask(client)
     assert len(client.poll()) == 1
     ask(client)
     assert client.statistics().full == 2
 
 
-def test_a_client_that_never_reads_is_not_served_on_and_hinders_nobody(server: RingServer) -> None:
+def test_a_client_that_never_reads_is_paused_without_affecting_others(server: RingServer) -> None:
     with attach(server) as silent, attach(server) as other:
         for _ in range(SLOTS):
             ask(silent)
@@ -143,7 +143,7 @@ def test_a_client_that_never_reads_is_not_served_on_and_hinders_nobody(server: R
         assert answer(server) == SLOTS
 
 
-def test_a_cancelled_request_is_told_after_its_request_and_ends_once(server: RingServer, client: RingClient) -> None:
+def test_a_cancellation_is_delivered_after_its_request_which_ends_once(server: RingServer, client: RingClient) -> None:
     request_id = ask(client)
     assert client.cancel(request_id)
     assert server.cancellations() == []
@@ -155,7 +155,7 @@ def test_a_cancelled_request_is_told_after_its_request_and_ends_once(server: Rin
     assert not client.cancel(request_id)
 
 
-def test_a_cancel_that_crosses_its_result_is_not_told(server: RingServer, client: RingClient) -> None:
+def test_a_cancellation_that_crosses_its_result_is_not_delivered(server: RingServer, client: RingClient) -> None:
     request_id = ask(client)
     answer(server)
     assert client.cancel(request_id)
@@ -164,7 +164,7 @@ def test_a_cancel_that_crosses_its_result_is_not_told(server: RingServer, client
     assert [r.status for r in client.poll()] == ["ok"]
 
 
-def test_a_cancel_that_finds_the_ring_full_goes_out_later(server: RingServer, client: RingClient) -> None:
+def test_a_cancellation_is_sent_later_if_the_ring_is_full(server: RingServer, client: RingClient) -> None:
     ids = [ask(client) for _ in range(SLOTS)]
     assert client.cancel(ids[0])
     (*_, request) = server.receive()
@@ -174,7 +174,7 @@ def test_a_cancel_that_finds_the_ring_full_goes_out_later(server: RingServer, cl
     assert server.cancellations() == [Cancel(request.client, ids[0])]
 
 
-def test_nothing_is_published_twice_or_for_nobody(server: RingServer, client: RingClient) -> None:
+def test_a_result_is_not_published_twice_or_without_a_request(server: RingServer, client: RingClient) -> None:
     ask(client)
     (request,) = server.receive()
     server.publish(request.client, request.request_id)
@@ -187,7 +187,7 @@ def test_nothing_is_published_twice_or_for_nobody(server: RingServer, client: Ri
     ("ids", "distances", "status"),
     [([1], [], "ok"), ([1] * 7, [1.0] * 7, "ok"), ([[1]], [[1.0]], "ok"), ([], [], "fine"), ([], [], "lost")],
 )
-def test_a_result_that_does_not_fit_is_refused_and_the_request_stays(
+def test_a_result_that_does_not_fit_is_rejected_and_the_request_stays_open(
     server: RingServer, client: RingClient, ids: Any, distances: Any, status: str
 ) -> None:
     ask(client)
@@ -214,7 +214,7 @@ def test_a_result_that_does_not_fit_is_refused_and_the_request_stays(
         ({"deadline_ns": 1.5}, "an integer .* got 1.5"),
     ],
 )
-def test_submit_refuses_what_cannot_be_and_accepts_nothing(
+def test_submit_rejects_invalid_requests_and_accepts_none(
     client: RingClient, change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=words):
@@ -222,14 +222,14 @@ def test_submit_refuses_what_cannot_be_and_accepts_nothing(
     assert client.outstanding == 0
 
 
-def test_limit_bounds_a_receive_and_clients_take_turns(server: RingServer) -> None:
+def test_receive_respects_its_limit_and_serves_clients_round_robin(server: RingServer) -> None:
     with attach(server) as first, attach(server) as second:
         for client in (first, second):
             for _ in range(3):
                 ask(client)
         taken = [[r.client for r in server.receive(2)] for _ in range(4)]
         assert [len(turn) for turn in taken] == [2, 2, 2, 0]
-        assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, though the first had three there
+        assert all(len(set(turn)) == 2 for turn in taken[:3])  # one of each, although the first has three waiting
 
 
 def test_statistics_count_both_sides(server: RingServer, client: RingClient) -> None:
@@ -243,7 +243,7 @@ def test_statistics_count_both_sides(server: RingServer, client: RingClient) -> 
     assert (theirs.received, theirs.published, theirs.outstanding, theirs.clients) == (3, 3, 0, 1)
 
 
-def test_many_are_submitted_together_as_far_as_there_is_room(server: RingServer, client: RingClient) -> None:
+def test_submit_many_accepts_as_many_as_fit(server: RingServer, client: RingClient) -> None:
     rows = np.stack([vector(seed) for seed in range(SLOTS + 3)])
     ids = client.submit_many(rows, SearchSpec("docs", 2, "decode"))
     assert ids == range(1, SLOTS + 1)
@@ -260,13 +260,13 @@ def test_many_are_submitted_together_as_far_as_there_is_room(server: RingServer,
 
 
 @pytest.mark.parametrize("shape", [(DIM,), (2, DIM + 1), (1, 2, DIM)])
-def test_many_of_another_shape_are_refused_and_nothing_is_accepted(client: RingClient, shape: tuple[int, ...]) -> None:
+def test_submit_many_rejects_a_wrong_shape_and_accepts_nothing(client: RingClient, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument, match="vectors of 'docs' have shape"):
         client.submit_many(np.zeros(shape, np.float32), SearchSpec("docs", 2, "decode"))
     assert client.outstanding == 0
 
 
-def test_a_pool_that_drains_refuses_many_and_takes_cancellations(server: RingServer, client: RingClient) -> None:
+def test_a_draining_pool_rejects_requests_and_accepts_cancellations(server: RingServer, client: RingClient) -> None:
     request_id = ask(client)
     server.drain()
     with pytest.raises(Draining):
@@ -278,7 +278,7 @@ def test_a_pool_that_drains_refuses_many_and_takes_cancellations(server: RingSer
 
 
 @pytest.mark.parametrize("send", ["send_row", "send_rows"])
-def test_a_submit_that_fails_half_way_leaves_nothing_outstanding(
+def test_a_failed_submit_leaves_nothing_outstanding(
     server: RingServer, monkeypatch: pytest.MonkeyPatch, send: str
 ) -> None:
     def broken(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""Sessions whose vectors go through the pool's arena: what is special about them. Other session tests use it too."""
+"""Tests specific to sessions whose vectors go through the pool's arena. Other session tests also run over an arena."""
 
 import os
 import signal
@@ -31,14 +31,14 @@ def pool_with(memory: DeviceMemory, slots: int, places: int) -> Iterator[tuple[R
 
 @pytest.fixture
 def pool() -> Iterator[tuple[RingServer, DeviceArena]]:
-    """A pool of two places, each with as many slots of the arena as its ring has."""
+    """A pool for two clients, each with as many arena slots as its ring has."""
     with pool_with(HostMemory.create(arena_bytes(2 * SLOTS, 4 * DIM)), 2 * SLOTS, 2) as made:
         yield made
 
 
 @pytest.fixture
 def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, FakeCuda]]:
-    """The same with the arena in the memory of a GPU, which is played; its clients seem to be other processes."""
+    """Like `pool` with the arena in the memory of a fake GPU; its clients appear to be other processes."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
     from ipc.memory.cuda import CudaMemory
 
@@ -53,11 +53,11 @@ def gpu_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RingServer, Fake
 
 
 def span(array: npt.NDArray[np.float32], device: int = 0) -> DeviceSpan:
-    """An array in the played GPU's memory, which is the host's."""
+    """Return an array in the fake GPU's memory, which is host memory."""
     return DeviceSpan(array.ctypes.data, array.nbytes, device)
 
 
-def test_a_vector_in_the_arena_takes_no_room_in_the_ring_and_arrives_whole(
+def test_a_vector_in_the_arena_takes_no_ring_payload_and_arrives_intact(
     pool: tuple[RingServer, DeviceArena],
 ) -> None:
     server, _ = pool
@@ -71,7 +71,7 @@ def test_a_vector_in_the_arena_takes_no_room_in_the_ring_and_arrives_whole(
             assert len(client.poll()) == 1
 
 
-def test_the_arena_is_shared_out_to_the_places_and_who_gets_no_slot_of_it_uses_the_ring() -> None:
+def test_arena_slots_are_divided_among_clients_and_a_client_without_one_uses_the_ring() -> None:
     memory = HostMemory.create(arena_bytes(1, 4 * DIM))
     with (
         pool_with(memory, 1, 2) as (server, arena),
@@ -88,7 +88,7 @@ def test_the_arena_is_shared_out_to_the_places_and_who_gets_no_slot_of_it_uses_t
         assert second.outstanding == 1
 
 
-def test_when_all_slots_of_the_arena_are_in_use_vectors_go_into_the_ring_and_none_is_refused() -> None:
+def test_vectors_fall_back_to_the_ring_if_the_arena_is_full() -> None:
     memory = HostMemory.create(arena_bytes(1, 4 * DIM))
     with pool_with(memory, 1, 1) as (server, _), attach(server, arena=True) as client:
         for seed in range(SLOTS):
@@ -98,13 +98,13 @@ def test_when_all_slots_of_the_arena_are_in_use_vectors_go_into_the_ring_and_non
         assert len(found) == SLOTS
 
 
-def test_a_vector_on_the_pools_gpu_goes_into_the_arena_and_one_on_the_host_into_the_ring(
+def test_gpu_vectors_use_the_arena_and_host_vectors_the_ring(
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, cuda = gpu_pool
     with attach(server, arena=True) as client:
         ask(client, seed=0)
-        assert "open" not in {call[0] for call in cuda.calls}  # no GPU is touched for the host's vectors
+        assert "open" not in {call[0] for call in cuda.calls}  # host vectors make no GPU call
         for seed in range(1, 4 * SLOTS):
             if seed % 2:
                 client.submit(span(vector(seed)), SearchSpec("docs", 1, "prefill"))
@@ -120,7 +120,7 @@ def test_a_vector_on_the_pools_gpu_goes_into_the_arena_and_one_on_the_host_into_
     assert [call[0] for call in cuda.calls].count("close") == 1
 
 
-def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_go_again(
+def test_a_gpu_vector_without_a_free_slot_is_rejected_and_later_ones_are_accepted(
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, _ = gpu_pool
@@ -128,7 +128,7 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
     vectors = [vector(seed) for seed in range(SLOTS + 1)]
     with attach(server, arena=True) as client:
         assert client.arena is not None
-        client.arena.write(span(vectors[0]))  # its request never goes out: this slot is not given back
+        client.arena.write(span(vectors[0]))  # its request is never sent, so this slot is not returned
         for one in vectors[: SLOTS - 1]:
             client.submit(span(one), spec)
         with pytest.raises(MemoryRefused, match=f"all {SLOTS} leased slots of the arena are in use"):
@@ -139,7 +139,7 @@ def test_a_gpus_vector_for_which_there_is_no_slot_now_is_refused_and_later_ones_
         assert np.array_equal(server.receive()[0].vector, vectors[-1])
 
 
-def test_a_vector_on_another_gpu_than_the_first_is_refused(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
+def test_a_vector_on_a_second_gpu_is_rejected(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
     server, _ = gpu_pool
     array = vector(1)
     with attach(server, arena=True) as client:
@@ -148,7 +148,7 @@ def test_a_vector_on_another_gpu_than_the_first_is_refused(gpu_pool: tuple[RingS
             client.submit(span(array, 1), SearchSpec("docs", 1, "prefill"))
 
 
-def test_an_arena_that_cannot_be_opened_is_tried_once_and_refused_from_then_on(
+def test_an_arena_that_cannot_be_opened_is_tried_once_and_then_disabled(
     gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, cuda = gpu_pool
@@ -169,7 +169,7 @@ def test_an_arena_that_cannot_be_opened_is_tried_once_and_refused_from_then_on(
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
-def test_a_copy_that_fails_gives_the_arena_up_and_leaves_nothing_outstanding(
+def test_a_failed_copy_disables_the_arena_and_leaves_nothing_outstanding(
     gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, cuda = gpu_pool
@@ -186,7 +186,7 @@ def test_a_copy_that_fails_gives_the_arena_up_and_leaves_nothing_outstanding(
         assert np.array_equal(server.receive()[0].vector, vector(2))
 
 
-def test_a_client_that_does_not_ask_for_the_arena_takes_no_slots_of_it(pool: tuple[RingServer, DeviceArena]) -> None:
+def test_a_client_that_does_not_request_the_arena_gets_no_slots(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
     with attach(server) as client:
         assert (client.has_arena, arena.free_slots) == (False, 2 * SLOTS)
@@ -194,7 +194,7 @@ def test_a_client_that_does_not_ask_for_the_arena_takes_no_slots_of_it(pool: tup
         assert np.array_equal(server.receive()[0].vector, vector(3))
 
 
-def test_a_request_waits_until_its_vector_is_written_and_others_do_not_wait_for_it(
+def test_a_request_waits_for_its_vector_without_delaying_others(
     pool: tuple[RingServer, DeviceArena], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = pool
@@ -205,7 +205,7 @@ def test_a_request_waits_until_its_vector_is_written_and_others_do_not_wait_for_
         assert slow.arena.slots is not None
         memory, stores = slow.arena.slots.memory, []
         store = memory.store_word
-        monkeypatch.setattr(memory, "store_word", lambda *word: stores.append(word))  # its device is still at it
+        monkeypatch.setattr(memory, "store_word", lambda *word: stores.append(word))  # its device is still writing
         late = ask(slow, seed=1)
         prompt = ask(other, seed=2)
         assert [request.request_id for request in (*server.receive(), *server.receive())] == [prompt]
@@ -215,7 +215,7 @@ def test_a_request_waits_until_its_vector_is_written_and_others_do_not_wait_for_
         assert np.array_equal(request.vector, vector(1))
 
 
-def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_their_way(
+def test_a_pool_serves_others_while_gpu_vectors_are_in_flight(
     gpu_pool: tuple[RingServer, FakeCuda],
 ) -> None:
     server, cuda = gpu_pool
@@ -231,7 +231,7 @@ def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_t
             assert (request.request_id, request.client) == (late, 2)
             server.publish(request.client, request.request_id)
             assert len(other.poll()) == 1
-        assert server.wait(60_000), "there is something to look for: this is no time to sleep"
+        assert server.wait(60_000), "vectors are in flight: the pool must not sleep"
         cuda.run()
         found = server.receive()
         assert len(found) == SLOTS
@@ -241,7 +241,7 @@ def test_a_pool_never_waits_for_its_gpu_and_serves_others_while_vectors_are_on_t
         cuda.lazy = False
 
 
-def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
+def test_vectors_in_flight_for_a_departed_client_are_dropped(gpu_pool: tuple[RingServer, FakeCuda]) -> None:
     server, cuda = gpu_pool
     one = vector(1)
     with attach(server, arena=True) as gone:
@@ -259,7 +259,7 @@ def test_what_is_on_its_way_for_a_client_that_goes_is_dropped(gpu_pool: tuple[Ri
         assert np.array_equal(request.vector, one)
 
 
-def test_a_device_that_fails_costs_those_their_session_who_have_vectors_there(
+def test_a_device_failure_ends_only_sessions_with_vectors_on_it(
     gpu_pool: tuple[RingServer, FakeCuda], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, cuda = gpu_pool
@@ -291,7 +291,7 @@ def test_a_client_that_names_a_slot_outside_its_lease_is_evicted(
     assert arena.free_slots == 2 * SLOTS
 
 
-def test_a_place_without_an_arena_is_no_request() -> None:
+def test_a_forged_arena_request_without_an_arena_evicts_the_client() -> None:
     server = RingServer(endpoint(), {"docs": DIM}, epoch=5, ring_slots=SLOTS, max_k=6)
     with server, attach(server, arena=True) as client:
         assert not client.has_arena
@@ -300,7 +300,7 @@ def test_a_place_without_an_arena_is_no_request() -> None:
         assert server.statistics().evicted == 1
 
 
-def test_a_client_that_attaches_again_has_a_lease_anew(pool: tuple[RingServer, DeviceArena]) -> None:
+def test_a_client_that_reattaches_gets_a_new_lease(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
     with attach(server, arena=True) as client:
         ask(client, seed=1)
@@ -320,7 +320,7 @@ def attached_process(where: str) -> None:
         signal.pause()
 
 
-def test_the_lease_of_a_killed_client_comes_back(pool: tuple[RingServer, DeviceArena]) -> None:
+def test_the_lease_of_a_killed_client_is_reclaimed(pool: tuple[RingServer, DeviceArena]) -> None:
     server, arena = pool
     with child(attached_process, server.endpoint) as process:
         while not server.receive():

@@ -1,4 +1,4 @@
-"""Filters beside the rings: written once, named by requests, never overwritten before the pool has read them."""
+"""Tests of session filters: written once, referenced by requests, never overwritten before the pool has read them."""
 
 import pytest
 
@@ -27,33 +27,33 @@ def test_requests_sent_together_share_a_filter(server: RingServer, client: RingC
     assert filters_of(server) == [b"x" * MAX_FILTER_BYTES] * 2
 
 
-def test_the_same_filter_of_two_collections_is_told_apart(server: RingServer, client: RingClient) -> None:
+def test_the_same_filter_of_two_collections_is_distinguished(server: RingServer, client: RingClient) -> None:
     ask(client, filter=b"same")
     client.submit(vector(3, 3), SearchSpec("code", 1, filter=b"same"))
     requests = server.receive()
     assert [(one.spec.collection, one.spec.filter) for one in requests] == [("docs", b"same"), ("code", b"same")]
 
 
-def test_more_filters_than_places_reuse_those_that_were_read(server: RingServer, client: RingClient) -> None:
+def test_more_filters_than_places_reuse_places_that_were_read(server: RingServer, client: RingClient) -> None:
     for number in range(3 * FILTER_SLOTS):
         ask(client, filter=b"%d" % number)
         assert filters_of(server) == [b"%d" % number]
         client.poll()
 
 
-def test_a_place_that_is_named_by_an_unread_request_is_not_written_anew(client: RingClient) -> None:
+def test_a_place_referenced_by_an_unread_request_is_not_overwritten(client: RingClient) -> None:
     writer = client.attachment.filters
     for number in range(FILTER_SLOTS):
         writer.slot_of(b"%d" % number, number + 1, 0)
     with pytest.raises(RingFull, match="32 other filters"):
         writer.slot_of(b"one more", 99, 0)
-    assert writer.slot_of(b"7", 100, 0) == 8  # known: named once more
+    assert writer.slot_of(b"7", 100, 0) == 8  # known: referenced again
     assert writer.slot_of(b"one more", 101, 1) == 1  # the first request was read
     with pytest.raises(RingFull):
         writer.slot_of(b"and another", 102, 1)
 
 
-def test_a_filter_that_is_too_long_is_refused_and_nothing_is_sent(server: RingServer, client: RingClient) -> None:
+def test_a_filter_that_is_too_long_is_rejected_and_nothing_is_sent(server: RingServer, client: RingClient) -> None:
     with pytest.raises(InvalidArgument, match=f"{MAX_FILTER_BYTES + 1} bytes; the limit is {MAX_FILTER_BYTES}"):
         ask(client, filter=b"x" * (MAX_FILTER_BYTES + 1))
     assert client.outstanding == 0
@@ -62,9 +62,7 @@ def test_a_filter_that_is_too_long_is_refused_and_nothing_is_sent(server: RingSe
 
 
 @pytest.mark.parametrize("size", [-1, MAX_FILTER_BYTES + 1, 1 << 62])
-def test_a_client_that_writes_a_size_that_cannot_be_is_evicted(
-    server: RingServer, client: RingClient, size: int
-) -> None:
+def test_a_client_that_writes_an_impossible_size_is_evicted(server: RingServer, client: RingClient, size: int) -> None:
     ask(client, filter=b"good")
     view = client.attachment.filters.view
     view[8:16] = size.to_bytes(8, "little", signed=True)
@@ -74,7 +72,7 @@ def test_a_client_that_writes_a_size_that_cannot_be_is_evicted(
     assert server.client_count == 0
 
 
-def test_a_place_that_is_none_is_refused(server: RingServer, client: RingClient) -> None:
+def test_an_invalid_place_is_rejected(server: RingServer, client: RingClient) -> None:
     forge_requests(client, [1], filter=FILTER_SLOTS + 1)
     assert server.receive() == []
     assert [result.status for result in client.poll()] == ["invalid_request"]

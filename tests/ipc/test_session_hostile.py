@@ -1,4 +1,4 @@
-"""Descriptors, results and session messages that no correct peer writes, and who pays for them."""
+"""Tests of descriptors, results and session messages that no correct peer writes: only their sender is affected."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
-from tests.ipc.processes import attach, child, ended_well, endpoint, served
+from tests.ipc.processes import attach, child, succeeded, endpoint, served
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
 
 
@@ -66,7 +66,7 @@ def test_a_descriptor_with_hostile_numbers_ends_as_an_invalid_request(
     assert answer(server) == 1
 
 
-def test_a_request_of_another_epoch_is_refused(server: RingServer, client: RingClient) -> None:
+def test_a_request_of_another_epoch_is_rejected(server: RingServer, client: RingClient) -> None:
     forge_requests(client, [1], epoch=4)
     assert server.receive() == []
     (result,) = client.poll()
@@ -74,7 +74,7 @@ def test_a_request_of_another_epoch_is_refused(server: RingServer, client: RingC
     assert server.statistics().stale == 1
 
 
-def test_a_result_of_another_epoch_is_refused_and_its_request_still_ends(
+def test_a_result_of_another_epoch_is_rejected_and_its_request_still_ends(
     server: RingServer, client: RingClient
 ) -> None:
     request_id = ask(client)
@@ -90,7 +90,7 @@ def test_a_result_of_another_epoch_is_refused_and_its_request_still_ends(
 
 
 @pytest.mark.parametrize("change", [{"request_id": 99}, {"status": 7}, {"status": 255}, {"count": 7}], ids=str)
-def test_a_result_that_no_pool_writes_ends_the_session_and_loses_what_is_outstanding(
+def test_an_invalid_result_ends_the_session_and_fails_outstanding_requests(
     server: RingServer, client: RingClient, change: dict[str, int]
 ) -> None:
     request_id = ask(client)
@@ -107,7 +107,7 @@ def test_a_result_that_no_pool_writes_ends_the_session_and_loses_what_is_outstan
 
 
 @pytest.mark.parametrize("request_id", [0, -1, 1, 1 << 62])
-def test_a_client_whose_ids_do_not_rise_is_evicted(server: RingServer, client: RingClient, request_id: int) -> None:
+def test_a_client_whose_ids_do_not_increase_is_evicted(server: RingServer, client: RingClient, request_id: int) -> None:
     first = ask(client)
     (request,) = server.receive()
     forge_requests(client, [request_id])
@@ -120,7 +120,7 @@ def test_a_client_whose_ids_do_not_rise_is_evicted(server: RingServer, client: R
     assert server.statistics().evicted == 1
 
 
-def test_a_client_with_a_kind_that_does_not_exist_is_evicted(server: RingServer, client: RingClient) -> None:
+def test_a_client_that_writes_an_unknown_kind_is_evicted(server: RingServer, client: RingClient) -> None:
     forge_requests(client, [1], kind=9)
     assert server.receive() == []
     assert server.statistics().evicted == 1
@@ -145,9 +145,7 @@ def one_server() -> RingServer:
 
 @pytest.mark.parametrize("offset", [128, 256, 320])
 @pytest.mark.parametrize("word", [-1, 7, 1 << 40])
-def test_garbage_in_the_shared_words_costs_only_its_writer_the_session(
-    server: RingServer, offset: int, word: int
-) -> None:
+def test_corrupt_shared_words_end_only_their_writers_session(server: RingServer, offset: int, word: int) -> None:
     with attach(server) as hostile, attach(server) as honest:
         ask(hostile)
         view = hostile.attachment.memory.view
@@ -183,7 +181,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("message", GARBAGE, ids=range(len(GARBAGE)))
-def test_a_session_message_that_cannot_be_is_answered_with_a_refusal(server: RingServer, message: bytes) -> None:
+def test_an_invalid_session_message_is_answered_with_a_refusal(server: RingServer, message: bytes) -> None:
     with zmq_dealer(server) as socket:
         socket.send(message)
         while not socket.poll(0):
@@ -198,7 +196,7 @@ def zmq_dealer(server: RingServer) -> Any:
     return connect(zmq.DEALER, server.endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
 
 
-def test_the_place_of_a_client_that_never_opens_its_rings_is_taken_back(server: RingServer) -> None:
+def test_the_place_of_a_client_that_never_opens_its_rings_is_reclaimed(server: RingServer) -> None:
     with zmq_dealer(server) as socket, closing(FdMailbox()) as mailbox:
         socket.send(encode(Attach(VERSION, "gone", os.getpid(), "eventfd", mailbox.name)))
         while not socket.poll(0):
@@ -212,10 +210,10 @@ def test_the_place_of_a_client_that_never_opens_its_rings_is_taken_back(server: 
 
 
 @pytest.mark.parametrize("moment", ["before it maps its rings", "before it says that it has"])
-def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_attach_again(
+def test_a_slow_client_never_opens_anothers_rings_and_can_attach_again(
     server: RingServer, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Its place is taken back meanwhile, and another client has its descriptors by then."""
+    """Its place is reclaimed meanwhile, and another client owns its descriptors by then."""
     answered, taken_back = threading.Event(), threading.Event()
     map_rings = Attachment.map_rings
 
@@ -254,10 +252,10 @@ def test_a_client_that_is_slow_to_open_its_rings_never_gets_anothers_and_can_att
             assert [result.status for result in other.poll()] == ["ok"]
 
 
-def test_a_client_that_fails_after_mapping_its_rings_does_not_keep_its_place(
+def test_the_place_of_a_client_that_fails_after_mapping_its_rings_is_reclaimed(
     server: RingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not said that it is there, so the place is taken back although its process lives."""
+    """It has not confirmed the session, so its place is reclaimed although its process lives."""
 
     def none_left() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -271,7 +269,7 @@ def test_a_client_that_fails_after_mapping_its_rings_does_not_keep_its_place(
     assert (server.statistics().clients, server.statistics().lost) == (0, 1)
 
 
-def test_messages_over_the_limit_or_of_odd_shape_disturb_nobody(server: RingServer) -> None:
+def test_oversized_or_misshapen_messages_affect_no_other_session(server: RingServer) -> None:
     with zmq_dealer(server) as big, zmq_dealer(server) as odd:
         big.send(b"x" * (MAX_MESSAGE_BYTES + 1))
         odd.send_multipart([b"a", b"b", b"c"])
@@ -281,7 +279,7 @@ def test_messages_over_the_limit_or_of_odd_shape_disturb_nobody(server: RingServ
             assert len(client.poll()) == 1
 
 
-def _attach_as_a_stranger(address: str) -> None:
+def _attach_as_another_user(address: str) -> None:
     os.setgid(65534)
     os.setuid(65534)
     try:
@@ -293,8 +291,8 @@ def _attach_as_a_stranger(address: str) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_attach(server: RingServer) -> None:
-    with child(_attach_as_a_stranger, server.endpoint) as process:
+    with child(_attach_as_another_user, server.endpoint) as process:
         while process.is_alive():
             server.wait(5)
-        assert ended_well(process)
+        assert succeeded(process)
     assert server.statistics().attached == 0

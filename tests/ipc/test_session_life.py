@@ -1,4 +1,4 @@
-"""The beginning and the end of a session: attaching, draining, closing."""
+"""Tests of a session's life cycle: attaching, draining, closing."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.ipc.processes import attach, endpoint
 from tests.ipc.sessions import DIM, answer, ask
 
 
-def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(server: RingServer, client: RingClient) -> None:
+def test_a_draining_pool_finishes_its_requests_and_accepts_no_new_ones(server: RingServer, client: RingClient) -> None:
     ask(client)
     server.drain()
     with pytest.raises(Draining):
@@ -21,7 +21,7 @@ def test_a_draining_pool_finishes_what_it_has_and_takes_nothing_new(server: Ring
         attach(server)
 
 
-def test_when_the_pool_closes_published_results_still_arrive_and_the_rest_is_lost(
+def test_when_the_pool_closes_published_results_arrive_and_other_requests_fail(
     server: RingServer, client: RingClient
 ) -> None:
     ids = [ask(client) for _ in range(3)]
@@ -38,7 +38,7 @@ def test_when_the_pool_closes_published_results_still_arrive_and_the_rest_is_los
     assert client.statistics().lost == 2
 
 
-def test_a_client_that_closes_frees_its_place_and_its_requests_are_cancelled(server: RingServer) -> None:
+def test_closing_a_client_frees_its_place_and_cancels_its_requests(server: RingServer) -> None:
     client = attach(server)
     request_id = ask(client)
     (request,) = server.receive()
@@ -52,7 +52,7 @@ def test_a_client_that_closes_frees_its_place_and_its_requests_are_cancelled(ser
     assert [r.status for r in client.poll()] == ["lost"]
 
 
-def test_only_so_many_clients_are_taken(server: RingServer) -> None:
+def test_the_number_of_clients_is_limited(server: RingServer) -> None:
     clients = [attach(server) for _ in range(3)]
     with pytest.raises(AttachRefused, match="limit of 3 clients"):
         attach(server)
@@ -63,13 +63,13 @@ def test_only_so_many_clients_are_taken(server: RingServer) -> None:
         client.close()
 
 
-def test_nobody_at_the_endpoint_is_said_in_time() -> None:
+def test_attaching_without_a_pool_times_out() -> None:
     with pytest.raises(AttachTimeout):
         RingClient(endpoint(), "test", timeout_ms=30)
 
 
 @pytest.mark.parametrize("doorbell", ["bell", ""])
-def test_an_unknown_doorbell_is_refused(doorbell: str) -> None:
+def test_an_unknown_doorbell_is_rejected(doorbell: str) -> None:
     with pytest.raises(InvalidArgument, match="doorbell"):
         RingClient(endpoint(), "test", doorbell=doorbell)
 
@@ -82,7 +82,7 @@ def test_only_abstract_endpoints_are_bound_or_connected(address: str) -> None:
         RingClient(address, "test", timeout_ms=10)
 
 
-def test_an_endpoint_that_is_taken_is_refused(server: RingServer) -> None:
+def test_an_endpoint_in_use_is_rejected(server: RingServer) -> None:
     with pytest.raises(InvalidArgument, match="cannot bind"):
         RingServer(server.endpoint, {"docs": DIM}, epoch=1)
 
@@ -92,6 +92,6 @@ def test_an_endpoint_that_is_taken_is_refused(server: RingServer) -> None:
     [{"collections": {}}, {"collections": {"docs": 0}}, {"max_k": 0}, {"max_top_m": 1 << 16}, {"ring_slots": 0}],
     ids=str,
 )
-def test_a_server_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+def test_invalid_server_parameters_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         RingServer(endpoint(), options.pop("collections", {"docs": DIM}), epoch=1, **options)

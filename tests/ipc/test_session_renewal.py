@@ -1,4 +1,5 @@
-"""A pool whose catalogue changes: clients go on in a second session, and what began in the first ends there."""
+"""Tests of session renewal after a catalogue change: clients continue in a second session, and requests of the first
+end there."""
 
 import time
 
@@ -14,7 +15,7 @@ from tests.ipc.sessions import DIM, answer, ask, vector
 REBUILT = Catalogue((Served("docs", DIM, identity="second"), Served("code", 3)))
 
 
-def test_a_request_keeps_the_identity_of_the_session_it_came_through(server: RingServer, client: RingClient) -> None:
+def test_a_request_keeps_the_identity_of_its_session(server: RingServer, client: RingClient) -> None:
     ask(client)
     server.renew(REBUILT)
     with attach(server) as other:
@@ -23,7 +24,7 @@ def test_a_request_keeps_the_identity_of_the_session_it_came_through(server: Rin
     assert [found[client] for client in sorted(found)] == ["", "second"]
 
 
-def test_in_a_renewed_pool_what_began_in_the_old_session_ends_there(server: RingServer, client: RingClient) -> None:
+def test_after_a_renewal_requests_of_the_old_session_end_there(server: RingServer, client: RingClient) -> None:
     before = ask(client)
     assert not client.draining
     server.renew(REBUILT)
@@ -39,7 +40,7 @@ def test_in_a_renewed_pool_what_began_in_the_old_session_ends_there(server: Ring
         assert [(r.request_id, r.status) for r in renewed.poll()] == [(after, "ok")]
 
 
-def test_a_session_that_was_renewed_and_has_nothing_to_end_is_closed(server: RingServer, client: RingClient) -> None:
+def test_a_renewed_session_without_outstanding_requests_is_closed(server: RingServer, client: RingClient) -> None:
     ask(client)
     server.renew(REBUILT)
     server.housekeep(time.monotonic_ns() + RENEW_NS)
@@ -54,7 +55,7 @@ def test_a_session_that_was_renewed_and_has_nothing_to_end_is_closed(server: Rin
     assert server.in_use("docs", "second")
 
 
-def test_sessions_that_are_being_renewed_take_no_place_from_those_that_follow(server: RingServer) -> None:
+def test_sessions_under_renewal_do_not_occupy_places_of_their_successors(server: RingServer) -> None:
     old = [attach(server, **way) for way in (*WAYS.values(),)]
     server.renew(REBUILT)
     new = [attach(server) for _ in old]
@@ -63,7 +64,7 @@ def test_sessions_that_are_being_renewed_take_no_place_from_those_that_follow(se
         one.close()
 
 
-def test_a_collection_may_come_back_with_vectors_of_another_length(server: RingServer, client: RingClient) -> None:
+def test_a_collection_may_be_replaced_by_one_of_another_dimension(server: RingServer, client: RingClient) -> None:
     old = ask(client)
     server.renew(Catalogue((Served("docs", 2 * DIM, identity="wider"),)))
     with attach(server, arena=True) as renewed:
@@ -75,7 +76,7 @@ def test_a_collection_may_come_back_with_vectors_of_another_length(server: RingS
     assert (old, new) == (1, 1)
 
 
-def test_a_pool_that_can_serve_nothing_says_why(server: RingServer) -> None:
+def test_a_pool_that_can_serve_nothing_reports_the_reason(server: RingServer) -> None:
     server.renew(Catalogue((), (Unserved("docs", "codes.npy is truncated"), Unserved("code", "gone"))))
     with attach(server) as client:
         assert client.catalogue.unserved[0] == Unserved("docs", "codes.npy is truncated")
@@ -95,12 +96,12 @@ def test_a_pool_that_can_serve_nothing_says_why(server: RingServer) -> None:
     ],
     ids=["nothing", "twice", "no dimension", "no such shard", "long identity", "long reason"],
 )
-def test_a_catalogue_that_cannot_be_is_refused(catalogue: object) -> None:
+def test_an_invalid_catalogue_is_rejected(catalogue: object) -> None:
     with pytest.raises(InvalidArgument):
         catalogue()  # type: ignore[operator]
 
 
-def test_a_pool_that_stops_while_it_is_renewed_lets_both_sessions_end(server: RingServer, client: RingClient) -> None:
+def test_a_pool_that_stops_during_a_renewal_ends_both_sessions(server: RingServer, client: RingClient) -> None:
     ask(client)
     server.renew(REBUILT)
     server.drain()

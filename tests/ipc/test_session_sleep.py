@@ -1,4 +1,4 @@
-"""How a client and a pool wait for each other: spinning, sleeping, doorbells, event loops."""
+"""Tests of how clients and pools wait: spinning, sleeping, doorbells, event loops."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from tests.ipc.processes import readable, served
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 
 
-def test_submit_can_wait_for_room_and_keeps_what_it_read_meanwhile(server: RingServer, client: RingClient) -> None:
+def test_submit_can_wait_for_room_and_keeps_results_read_meanwhile(server: RingServer, client: RingClient) -> None:
     with served(server, lambda s: void(answer(s))):
         ids = [ask(client, block_ms=60_000) for _ in range(5 * SLOTS)]
         results: list[Result] = []
@@ -30,7 +30,7 @@ def test_a_bounded_wait_for_room_ends_with_ring_full(server: RingServer, client:
         ask(client, block_ms=5)
 
 
-def test_wait_says_whether_there_is_work(server: RingServer, client: RingClient) -> None:
+def test_wait_returns_whether_there_is_work(server: RingServer, client: RingClient) -> None:
     assert not server.wait(0)
     ask(client)
     assert server.wait(60_000)
@@ -38,7 +38,7 @@ def test_wait_says_whether_there_is_work(server: RingServer, client: RingClient)
     assert not server.wait(1)
 
 
-def test_a_sleeping_pool_and_a_sleeping_client_are_woken(server: RingServer, client: RingClient) -> None:
+def test_a_sleeping_pool_and_a_sleeping_client_are_woken_up(server: RingServer, client: RingClient) -> None:
     with served(server, lambda s: void(answer(s))):
         for seed in range(100):
             ask(client, seed)
@@ -76,7 +76,7 @@ def test_a_client_that_waits_after_a_pause_prefetches_the_next_result(
     ask(client)
     answer(server)
     assert client.wait(0)
-    assert prefetched == 3, "the result was there"
+    assert prefetched == 3, "the result was already there"
     assert len(client.poll()) == 1
     now[0] += COLD_NS
     assert not client.wait(0)
@@ -109,7 +109,7 @@ def test_asyncio_can_sleep_on_the_clients_descriptor(server: RingServer, client:
         asyncio.run(main())
 
 
-def test_arm_does_not_let_sleep_over_a_result(server: RingServer, client: RingClient) -> None:
+def test_arm_prevents_sleeping_with_a_result_available(server: RingServer, client: RingClient) -> None:
     ask(client)
     answer(server)
     assert not client.arm()
@@ -118,7 +118,7 @@ def test_arm_does_not_let_sleep_over_a_result(server: RingServer, client: RingCl
     client.disarm()
 
 
-def test_the_servers_descriptor_can_be_slept_on_too(server: RingServer, client: RingClient) -> None:
+def test_asyncio_can_sleep_on_the_servers_descriptor(server: RingServer, client: RingClient) -> None:
     while not server.arm():
         pass
     assert not readable(server, 0) or True

@@ -1,9 +1,9 @@
-"""How spinning follows the waits."""
+"""Tests of adaptive spinning."""
 
 from ipc.ring.doorbell import SpinBudget
 
 
-def test_two_long_waits_in_a_row_end_spinning_and_one_short_wait_brings_it_back() -> None:
+def test_two_long_waits_disable_spinning_and_a_short_wait_enables_it() -> None:
     budget = SpinBudget(100_000)
     assert budget.ns == 100_000
     budget.learn(1_000_000)

@@ -14,7 +14,7 @@ from runtime.retrieval.live.writer import LiveWriter
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 from tests.pool.pools import Vectors
 
 DIM = 16

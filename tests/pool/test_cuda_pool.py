@@ -19,7 +19,7 @@ from runtime.retrieval.live.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 from tests.live.small import new_writer
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.live_stand import DIM, SEALED, Served, Stand, of

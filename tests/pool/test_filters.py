@@ -20,7 +20,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect
 

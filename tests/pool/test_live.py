@@ -10,7 +10,7 @@ from runtime.errors import InvalidFilter, InvalidRequest
 from runtime.pool.process import Timing
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
 from tests.pool.live_stand import DIM, SEALED, Stand, of
 from tests.pool.pools import attached, collect

@@ -9,7 +9,7 @@ import pytest
 from runtime.errors import BuildRefused, CollectionError
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.gpu.cases import clustered
+from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool, MakeServed
 from tests.pool.live_stand import DIM, SEALED, Stand, of
 
