@@ -12,8 +12,8 @@ from benchmarks.engines.overhead import Delay
 from benchmarks.engines.targets import Address, Answer, Targets
 from runtime.node.engine_config import OpenAiSection
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
-from tests.engines.fake_vllm import Front
-from tests.frontend.fakes import run
+from tests.engines.fake_vllm import HttpFront
+from tests.frontend.fake_workers import run
 
 
 @asynccontextmanager
@@ -21,7 +21,7 @@ async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeS
     """One fake server behind all names."""
     fake, socket = FakeServer(Behaviour(model=MODEL)), str(home / "fake.sock")
     addresses = {name: Address("http://fake/v1", socket) for name in names}
-    server = await asyncio.start_unix_server(Front(fake).connected, socket)
+    server = await asyncio.start_unix_server(HttpFront(fake).connected, socket)
     async with server, Targets(addresses, MODEL, 1, salted=True) as made:
         yield made, fake
 

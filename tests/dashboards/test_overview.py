@@ -12,7 +12,7 @@ import pytest
 from dashboards.provisioning import GENERATED, all_dashboards, export, stale
 from dashboards.rules import alerts
 from runtime.errors import ConfigError
-from tests.dashboards.exported import exported_names
+from tests.dashboards.exported_metrics import exported_names
 
 BOARDS = all_dashboards()
 SCHEMAS = os.environ.get("GRAFANA_SCHEMAS", "")

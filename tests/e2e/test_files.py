@@ -10,7 +10,7 @@ from runtime.node.supervisor.admin import reload_collections
 from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.ingestion.ingest import add, ingest
 from runtime.testing.node import Node
-from tests.retrieval.files import pdf
+from tests.retrieval.sample_files import pdf
 
 CONFIG = """
 [node]

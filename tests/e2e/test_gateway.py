@@ -27,7 +27,7 @@ from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.load import prompts
-from tests.engines.openai_engines import Library, sequence, whole
+from tests.engines.engine_harness import FakeSearch, read_answer, sequence
 
 Json = dict[str, Any]
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -100,7 +100,7 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
         servers = LoadBalancer([Server(f"{node.info.url}/v1")], partial(detect_capabilities, section=section))
         await servers.check_all()
         engine = OpenAiEngine(
-            servers, section, Library(), epoch=1, max_in_flight=64, restarts=RestartLimits(1, 0)
+            servers, section, FakeSearch(), epoch=1, max_in_flight=64, restarts=RestartLimits(1, 0)
         )  # fmt: skip
         running = asyncio.create_task(engine.run())
         numbers = itertools.count()
@@ -119,7 +119,7 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
                 ),
                 sent=body | {"temperature": 0, "ignore_eos": True},
             )
-            told = await whole(request)
+            told = await read_answer(request)
             assert len(told.ids) == 24
             return sequence(request.delivered.prompt, told)
 

@@ -206,7 +206,7 @@ class FakeServer:
     ) -> list[Json]:
         chunks: list[Json] = []
 
-        def say(index: int, text: str, tokens: list[int], finish: str | None, first: bool = False) -> None:
+        def send(index: int, text: str, tokens: list[int], finish: str | None, first: bool = False) -> None:
             choice: Json = {"index": index, "finish_reason": finish if self.behaviour.finish else None}
             choice |= {"delta": {"role": "assistant", "content": ""} if first else {"content": text}} if chat else {}
             choice |= {} if chat else {"text": text}
@@ -222,16 +222,16 @@ class FakeServer:
         size = self.behaviour.tokens_per_chunk
         for index, (tokens, finish) in enumerate(answers):
             if chat:
-                say(index, "", [], None, first=True)
+                send(index, "", [], None, first=True)
             told = ""
             for begin in range(0, len(tokens), size):
                 text = bytes(tokens[: begin + size]).decode(errors="replace")
                 end = begin + size >= len(tokens)
                 whole = text if end else text.rstrip("\ufffd")  # half a character waits for its other half
-                say(index, whole[len(told) :], tokens[begin : begin + size], finish if end else None)
+                send(index, whole[len(told) :], tokens[begin : begin + size], finish if end else None)
                 told = whole
             if not tokens:
-                say(index, "", [], finish)
+                send(index, "", [], finish)
         if self.behaviour.usage and (body.get("stream_options") or {}).get("include_usage"):
             made = sum(len(tokens) for tokens, _ in answers)
             usage = {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
@@ -299,7 +299,7 @@ def next_token(tokens: list[int], choice: int = 0, letters: str = "abcdefghijklm
     return alphabet[int.from_bytes(digest, "little") % len(alphabet)]
 
 
-def written(prompt: list[int], count: int) -> list[int]:
+def completion(prompt: list[int], count: int) -> list[int]:
     """What it writes behind a sequence."""
     tokens: list[int] = []
     for _ in range(count):

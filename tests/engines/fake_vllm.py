@@ -34,7 +34,7 @@ python_gc_objects_collected_total{{generation="0"}} 1.0
 """
 
 
-class Front:
+class HttpFront:
     """HTTP before a `FakeServer`."""
 
     def __init__(self, fake: FakeServer) -> None:
@@ -84,7 +84,7 @@ class Front:
 
 async def serve(socket: str, model: str, kv_role: str, core: subprocess.Popen[bytes]) -> None:
     """Until the core dies."""
-    front = Front(FakeServer(Behaviour(model=model, kv_role=kv_role)))
+    front = HttpFront(FakeServer(Behaviour(model=model, kv_role=kv_role)))
     async with await asyncio.start_unix_server(front.connected, socket):
         await asyncio.to_thread(core.wait)
     sys.exit("EngineDeadError: the engine core has died")

@@ -17,9 +17,9 @@ from runtime.errors import ConfigError, EngineFailed, EngineUnreachable, Trinity
 from runtime.node.engine_config import OpenAiSection
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.testing.clock import Clock
+from tests.engines.engine_harness import read_answer, running_engine, until
 from tests.engines.fake_openai import MODEL, Behaviour, FakeServer
-from tests.engines.openai_engines import stand, until, whole
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 SECTION = OpenAiSection(name=MODEL, url="http://fake/v1")
 
@@ -190,13 +190,13 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
 
 def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour()) as at:
-            at.fakes[0].behaviour = replace(at.fakes[0].behaviour, model="another")
-            first, second = at.engine.balancer.backends
-            at.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
-            at.clock.advance(60)
-            await at.engine.balancer.run_checks()
-            assert at.engine.balancer.up == [second]
+        async with running_engine(Behaviour(), Behaviour()) as harness:
+            harness.fakes[0].behaviour = replace(harness.fakes[0].behaviour, model="another")
+            first, second = harness.engine.balancer.backends
+            harness.engine.balancer.mark_down(first, EngineUnreachable("it was restarted"))
+            harness.clock.advance(60)
+            await harness.engine.balancer.run_checks()
+            assert harness.engine.balancer.up == [second]
             assert "no such model" in first.last_error
 
     run(test())
@@ -223,28 +223,28 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
 
 def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_patience_each_time() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as at:
-            (backend,) = at.engine.balancer.backends
-            at.fake.behaviour.hangs_after = 0
-            at.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
-            asked = at.chat(max_tokens=4)
+        async with running_engine(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as harness:
+            (backend,) = harness.engine.balancer.backends
+            harness.fake.behaviour.hangs_after = 0
+            harness.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
+            asked = harness.chat(max_tokens=4)
             for patience_s in (5, 10):
-                at.clock.now = max(at.clock.now, backend.next_check_ns)
-                at.engine.tick()
-                await until(lambda: at.fake.open == 1)
-                at.clock.advance(patience_s - 0.1)
-                at.engine.tick()
+                harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+                harness.engine.tick()
+                await until(lambda: harness.fake.open == 1)
+                harness.clock.advance(patience_s - 0.1)
+                harness.engine.tick()
                 await asyncio.sleep(0)
                 assert backend.checking
-                at.clock.advance(0.1)
-                at.engine.tick()
+                harness.clock.advance(0.1)
+                harness.engine.tick()
                 await until(lambda: not backend.checking)
                 assert backend.last_error == f"{backend.name} does not answer within {patience_s} s"
-                assert at.fake.open == 0
-            at.fake.behaviour.hangs_after = None
-            at.clock.now = max(at.clock.now, backend.next_check_ns)
-            at.engine.tick()
-            assert len((await whole(asked)).text) == 4
+                assert harness.fake.open == 0
+            harness.fake.behaviour.hangs_after = None
+            harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+            harness.engine.tick()
+            assert len((await read_answer(asked)).text) == 4
 
     run(test())
 
@@ -280,13 +280,13 @@ def test_back_off_doubles_until_a_server_answers() -> None:
 
 def test_a_server_is_down_after_three_errors_of_its_own_in_a_row_and_not_after_one() -> None:
     async def test() -> None:
-        async with stand(Behaviour()) as at:
-            (backend,) = at.engine.balancer.backends
+        async with running_engine(Behaviour()) as harness:
+            (backend,) = harness.engine.balancer.backends
             failed: TrinityError = EngineFailed("500")
             for error in (failed, failed, None, failed, failed):
-                at.engine.balancer.record_outcome(backend, error)
-                assert at.engine.balancer.up
-            at.engine.balancer.record_outcome(backend, failed)
-            assert not at.engine.balancer.up
+                harness.engine.balancer.record_outcome(backend, error)
+                assert harness.engine.balancer.up
+            harness.engine.balancer.record_outcome(backend, failed)
+            assert not harness.engine.balancer.up
 
     run(test())

@@ -16,15 +16,15 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Role, Sampling, Tokens
 from runtime.testing.clock import Clock
+from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, until
 from tests.engines.fake_openai import Behaviour
-from tests.engines.openai_engines import Stand, stand, until, whole
-from tests.frontend.fakes import Player, endpoint, run
+from tests.frontend.fake_workers import ScriptedWorker, run, unique_endpoint
 
 TOKENS = 5
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
-class Stage(Protocol):
+class EngineFixture(Protocol):
     """An engine, and what the tests do behind its back."""
 
     engine: Engine
@@ -48,7 +48,7 @@ class Stage(Protocol):
         """And is there again."""
 
 
-class TrinityStage:
+class TrinityFixture:
     """The link to the node's own workers, over workers that play."""
 
     deadline_s = 5.0  # sooner than a worker is taken for lost
@@ -56,7 +56,7 @@ class TrinityStage:
     def __init__(self, max_in_flight: int) -> None:
         self.clock, self.ended = Clock(), list[RequestOutcome]()
         self.link = WorkerLink(
-            endpoint(),
+            unique_endpoint(),
             Router(max_in_flight=max_in_flight),
             epoch=7,
             clock=self.clock,
@@ -64,7 +64,7 @@ class TrinityStage:
             keep_traces=8,
         )
         self.engine: Engine = self.link
-        self.players: dict[str, Player] = {}
+        self.players: dict[str, ScriptedWorker] = {}
         self.tasks: list[asyncio.Task[None]] = []
         self._asked = 0
 
@@ -76,9 +76,9 @@ class TrinityStage:
 
     async def come_back(self) -> None:
         for role in ROLES:
-            player = Player(self, role, f"{role}-0", epoch=len(self.tasks) + 1)  # type: ignore[arg-type]
+            player = ScriptedWorker(self, role, f"{role}-0", epoch=len(self.tasks) + 1)  # type: ignore[arg-type]
             self.players[player.me.worker] = player
-            self.tasks.append(asyncio.create_task(player.live()))
+            self.tasks.append(asyncio.create_task(player.serve()))
         hellos = {name: player.me for name, player in self.players.items()}
         await until(lambda: {worker.hello.worker: worker.hello for worker in self.link.router.workers()} == hellos)
         await until(lambda: not self.engine.missing())
@@ -106,15 +106,15 @@ class TrinityStage:
         return sum(len(player.held) for player in self.players.values())
 
 
-class OpenAiStage:
+class OpenAiFixture:
     """LoadBalancer that speak OpenAI's protocol."""
 
     deadline_s = 60.0
 
-    def __init__(self, at: Stand) -> None:
-        self._at = at
-        self.engine: Engine = at.engine
-        self.clock, self.ended = at.clock, at.ended
+    def __init__(self, harness: EngineHarness) -> None:
+        self._at = harness
+        self.engine: Engine = harness.engine
+        self.clock, self.ended = harness.clock, harness.ended
 
     def tick(self) -> None:
         self._at.engine.tick()
@@ -139,8 +139,8 @@ class OpenAiStage:
 
 
 @asynccontextmanager
-async def trinity(max_in_flight: int = 64) -> AsyncIterator[Stage]:
-    made = TrinityStage(max_in_flight)
+async def trinity(max_in_flight: int = 64) -> AsyncIterator[EngineFixture]:
+    made = TrinityFixture(max_in_flight)
     running = asyncio.create_task(made.link.run())
     try:
         await made.come_back()
@@ -153,42 +153,42 @@ async def trinity(max_in_flight: int = 64) -> AsyncIterator[Stage]:
 
 
 @asynccontextmanager
-async def openai(max_in_flight: int = 64) -> AsyncIterator[Stage]:
-    async with stand(Behaviour(), max_in_flight=max_in_flight) as at:
-        yield OpenAiStage(at)
+async def openai(max_in_flight: int = 64) -> AsyncIterator[EngineFixture]:
+    async with running_engine(Behaviour(), max_in_flight=max_in_flight) as harness:
+        yield OpenAiFixture(harness)
 
 
 @asynccontextmanager
-async def vllm(max_in_flight: int = 64) -> AsyncIterator[Stage]:
+async def vllm(max_in_flight: int = 64) -> AsyncIterator[EngineFixture]:
     """As `vllm_engine` makes it: over HTTP at the instances' sockets."""
     with TemporaryDirectory() as directory:
-        async with stand(Behaviour(), max_in_flight=max_in_flight, sockets=Path(directory)) as at:
-            yield OpenAiStage(at)
+        async with running_engine(Behaviour(), max_in_flight=max_in_flight, sockets=Path(directory)) as harness:
+            yield OpenAiFixture(harness)
 
 
-Make = Callable[..., AbstractAsyncContextManager[Stage]]
+Make = Callable[..., AbstractAsyncContextManager[EngineFixture]]
 every_engine = pytest.mark.parametrize("make", [trinity, openai, vllm], ids=["trinity", "openai", "vllm"])
 
 
-async def refusal(request: Request) -> TrinityError:
+async def error_of(request: Request) -> TrinityError:
     with pytest.raises(TrinityError) as caught:
-        await whole(request)
+        await read_answer(request)
     return caught.value
 
 
 @every_engine
 def test_an_answer_comes_in_pieces_and_ends_once_with_its_times(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            assert not at.engine.missing()
-            told = await whole(at.ask())
+        async with make() as harness:
+            assert not harness.engine.missing()
+            told = await read_answer(harness.ask())
             assert len(told.ids) == TOKENS
             assert told.text
             assert {"received", "first_token", "end"} <= set(told.last.stages)
-            (ended,) = at.ended
+            (ended,) = harness.ended
             assert ended.code in ("stop", "length")
             assert ended.completion_tokens == TOKENS
-            assert at.engine.statistics().in_flight == 0
+            assert harness.engine.statistics().in_flight == 0
 
     run(test())
 
@@ -196,8 +196,8 @@ def test_an_answer_comes_in_pieces_and_ends_once_with_its_times(make: Make) -> N
 @every_engine
 def test_passages_are_told_before_the_first_token(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            first = (await whole(at.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
+        async with make() as harness:
+            first = (await read_answer(harness.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
             assert isinstance(first, Retrieved)
             assert (len(first.passages), first.at_token) == (2, 0)
 
@@ -207,15 +207,15 @@ def test_passages_are_told_before_the_first_token(make: Make) -> None:
 @every_engine
 def test_a_cancelled_request_ends_once_and_frees_what_it_held(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            request = at.ask(hangs=True)
+        async with make() as harness:
+            request = harness.ask(hangs=True)
             assert isinstance(await request.next(), Tokens)
-            assert at.held() == 1
-            at.engine.cancel(request)
-            at.engine.cancel(request)
-            await until(lambda: at.held() == 0)
-            assert [ended.code for ended in at.ended] == ["client_closed_request"]
-            assert at.engine.statistics().in_flight == 0
+            assert harness.held() == 1
+            harness.engine.cancel(request)
+            harness.engine.cancel(request)
+            await until(lambda: harness.held() == 0)
+            assert [ended.code for ended in harness.ended] == ["client_closed_request"]
+            assert harness.engine.statistics().in_flight == 0
 
     run(test())
 
@@ -223,14 +223,14 @@ def test_a_cancelled_request_ends_once_and_frees_what_it_held(make: Make) -> Non
 @every_engine
 def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            request = at.ask(hangs=True)
+        async with make() as harness:
+            request = harness.ask(hangs=True)
             await request.next()
-            at.clock.advance(at.deadline_s + 1)
-            at.tick()
-            assert isinstance(await refusal(request), DeadlineExceeded)
-            assert [ended.code for ended in at.ended] == ["deadline_exceeded"]
-            await until(lambda: at.held() == 0)
+            harness.clock.advance(harness.deadline_s + 1)
+            harness.tick()
+            assert isinstance(await error_of(request), DeadlineExceeded)
+            assert [ended.code for ended in harness.ended] == ["deadline_exceeded"]
+            await until(lambda: harness.held() == 0)
 
     run(test())
 
@@ -238,12 +238,12 @@ def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
 @every_engine
 def test_the_end_of_a_drain_ends_what_is_in_flight(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            request = at.ask(hangs=True)
+        async with make() as harness:
+            request = harness.ask(hangs=True)
             await request.next()
-            at.engine.end_all(Unavailable("the node has stopped"))
-            assert isinstance(await refusal(request), Unavailable)
-            await until(lambda: at.held() == 0)
+            harness.engine.end_all(Unavailable("the node has stopped"))
+            assert isinstance(await error_of(request), Unavailable)
+            await until(lambda: harness.held() == 0)
 
     run(test())
 
@@ -251,12 +251,12 @@ def test_the_end_of_a_drain_ends_what_is_in_flight(make: Make) -> None:
 @every_engine
 def test_requests_in_flight_are_bounded(make: Make) -> None:
     async def test() -> None:
-        async with make(max_in_flight=2) as at:
-            requests = [at.ask(hangs=True) for _ in range(2)]
+        async with make(max_in_flight=2) as harness:
+            requests = [harness.ask(hangs=True) for _ in range(2)]
             with pytest.raises(Overloaded, match="the limit is 2"):
-                at.ask()
-            at.engine.cancel(requests[0])
-            at.ask(hangs=True)
+                harness.ask()
+            harness.engine.cancel(requests[0])
+            harness.ask(hangs=True)
 
     run(test())
 
@@ -264,14 +264,14 @@ def test_requests_in_flight_are_bounded(make: Make) -> None:
 @every_engine
 def test_without_what_writes_answers_requests_are_refused_and_taken_when_it_is_back(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            await at.lose()
-            assert at.engine.missing()
+        async with make() as harness:
+            await harness.lose()
+            assert harness.engine.missing()
             with pytest.raises(Unavailable):
-                at.ask()
-            await at.come_back()
-            assert not at.engine.missing()
-            assert len((await whole(at.ask())).ids) == TOKENS
+                harness.ask()
+            await harness.come_back()
+            assert not harness.engine.missing()
+            assert len((await read_answer(harness.ask())).ids) == TOKENS
 
     run(test())
 
@@ -279,11 +279,11 @@ def test_without_what_writes_answers_requests_are_refused_and_taken_when_it_is_b
 @every_engine
 def test_a_trace_tells_of_a_request_that_runs_and_of_one_that_has_ended(make: Make) -> None:
     async def test() -> None:
-        async with make() as at:
-            request = at.ask(hangs=True)
+        async with make() as harness:
+            request = harness.ask(hangs=True)
             await request.next()
-            assert at.engine.traces.trace(request.id).state == "running"
-            at.engine.cancel(request)
-            assert at.engine.traces.trace(request.id).state == "client_closed_request"
+            assert harness.engine.traces.trace(request.id).state == "running"
+            harness.engine.cancel(request)
+            assert harness.engine.traces.trace(request.id).state == "client_closed_request"
 
     run(test())

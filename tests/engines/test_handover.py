@@ -13,8 +13,8 @@ from runtime.engines.openai.load_balancer import LoadBalancer
 from runtime.errors import InvalidRequest
 from runtime.node.engine_config import Stage
 from runtime.serving.messages import Retrieval
-from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, rendered, written
-from tests.engines.openai_engines import Stand, sequence, stand, until, whole
+from tests.engines.engine_harness import EngineHarness, read_answer, running_engine, sequence, until
+from tests.engines.fake_openai import MODEL, Behaviour, FakeServer, completion, rendered
 
 PREFILL, DECODE = Behaviour(kv_role="kv_producer"), Behaviour(kv_role="kv_consumer")
 LONG = "What is a decorator, and what a closure? " * 20
@@ -23,16 +23,16 @@ LONG = "What is a decorator, and what a closure? " * 20
 @asynccontextmanager
 async def split(
     prefill: int = 1, decode: int = 1, handover_tokens: int | Literal["auto"] = "auto", **more: Any
-) -> AsyncIterator[tuple[Stand, list[FakeServer], list[FakeServer]]]:
+) -> AsyncIterator[tuple[EngineHarness, list[FakeServer], list[FakeServer]]]:
     """So many servers of each stage."""
     stages: list[Stage] = ["prefill"] * prefill + ["decode"] * decode  # type: ignore[assignment]
     behaviours = [PREFILL] * prefill + [DECODE] * decode
-    async with stand(*behaviours, stages=stages, handover_tokens=handover_tokens, **more) as at:
-        yield at, at.fakes[:prefill], at.fakes[prefill:]
+    async with running_engine(*behaviours, stages=stages, handover_tokens=handover_tokens, **more) as harness:
+        yield harness, harness.fakes[:prefill], harness.fakes[prefill:]
 
 
 def expected(text: str, count: int) -> str:
-    return bytes(written(list(rendered([{"role": "user", "content": text}]).encode()), count)).decode()
+    return bytes(completion(list(rendered([{"role": "user", "content": text}]).encode()), count)).decode()
 
 
 def run(test: Any) -> None:
@@ -41,14 +41,16 @@ def run(test: Any) -> None:
 
 def test_prefill_computes_a_prompt_and_decode_writes_the_answer_from_its_kv() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), (decode,)):
-            told = await whole(at.chat(LONG, max_tokens=9, min_tokens=3, stream_options={"include_usage": True}))
+        async with split() as (harness, (prefill,), (decode,)):
+            told = await read_answer(
+                harness.chat(LONG, max_tokens=9, min_tokens=3, stream_options={"include_usage": True})
+            )
             assert told.text == expected(LONG, 9)
             assert (prefill.computed, decode.pulled) == (1, 1)
             (asked,), (wrote,) = prefill.generations(), decode.generations()
             assert asked["messages"] == wrote["messages"]
             assert (asked["max_tokens"], asked["stream"], wrote["min_tokens"]) == (1, False, 3)
-            assert {fake.headers[-1]["x-request-id"] for fake in at.fakes} == {"request-0"}
+            assert {fake.headers[-1]["x-request-id"] for fake in harness.fakes} == {"request-0"}
 
     run(test())
 
@@ -56,24 +58,24 @@ def test_prefill_computes_a_prompt_and_decode_writes_the_answer_from_its_kv() ->
 @pytest.mark.parametrize("trouble", [{"down": True}, {"refuses": (500, {"error": "out of memory"})}])
 def test_without_prefill_decode_computes_the_prompt_and_no_request_is_lost(trouble: dict[str, Any]) -> None:
     async def test() -> None:
-        async with split(prefill=2) as (at, prefills, (decode,)):
+        async with split(prefill=2) as (harness, prefills, (decode,)):
             for prefill in prefills:
                 prefill.behaviour = replace(prefill.behaviour, **trouble)
-            told = await whole(at.chat(LONG, max_tokens=9))
+            told = await read_answer(harness.chat(LONG, max_tokens=9))
             assert told.text == expected(LONG, 9)
             assert decode.pulled == 0
-            assert at.engine.statistics().restarts == 0
+            assert harness.engine.statistics().restarts == 0
 
     run(test())
 
 
 def test_a_prompt_whose_prefill_dies_goes_to_another_prefill() -> None:
     async def test() -> None:
-        async with split(prefill=2) as (at, prefills, (decode,)):
+        async with split(prefill=2) as (harness, prefills, (decode,)):
             prefills[0].behaviour = replace(prefills[0].behaviour, down=True)
             for number in range(2):
                 text = f"{number}: {LONG}"
-                assert (await whole(at.chat(text, max_tokens=5))).text == expected(text, 5)
+                assert (await read_answer(harness.chat(text, max_tokens=5))).text == expected(text, 5)
             assert (prefills[1].computed, decode.pulled) == (2, 2)
 
     run(test())
@@ -81,9 +83,9 @@ def test_a_prompt_whose_prefill_dies_goes_to_another_prefill() -> None:
 
 def test_an_answer_whose_decode_dies_goes_on_at_another_with_the_kv_of_all_that_was_told() -> None:
     async def test() -> None:
-        async with split(decode=2) as (at, (prefill,), decodes):
+        async with split(decode=2) as (harness, (prefill,), decodes):
             decodes[0].behaviour = replace(decodes[0].behaviour, breaks_after=6)
-            told = await whole(at.chat(LONG, max_tokens=12))
+            told = await read_answer(harness.chat(LONG, max_tokens=12))
             assert told.text == expected(LONG, 12)
             assert prefill.computed == 2
             again = prefill.generations()[1]["prompt"]
@@ -95,9 +97,9 @@ def test_an_answer_whose_decode_dies_goes_on_at_another_with_the_kv_of_all_that_
 
 def test_while_no_decode_answers_prefill_writes_the_answers() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), (decode,)):
+        async with split() as (harness, (prefill,), (decode,)):
             decode.behaviour = replace(decode.behaviour, down=True)
-            told = await whole(at.chat(LONG, max_tokens=7))
+            told = await read_answer(harness.chat(LONG, max_tokens=7))
             assert told.text == expected(LONG, 7)
             assert prefill.generations()[-1]["stream"]
 
@@ -106,10 +108,10 @@ def test_while_no_decode_answers_prefill_writes_the_answers() -> None:
 
 def test_short_prompts_go_to_decode_at_once() -> None:
     async def test() -> None:
-        async with split(handover_tokens=100) as (at, (prefill,), (decode,)):
-            assert (await whole(at.chat("Why?", max_tokens=5))).text == expected("Why?", 5)
+        async with split(handover_tokens=100) as (harness, (prefill,), (decode,)):
+            assert (await read_answer(harness.chat("Why?", max_tokens=5))).text == expected("Why?", 5)
             assert prefill.generations() == []
-            assert (await whole(at.chat(LONG, max_tokens=5))).text == expected(LONG, 5)
+            assert (await read_answer(harness.chat(LONG, max_tokens=5))).text == expected(LONG, 5)
             assert (prefill.computed, decode.pulled) == (1, 1)
 
     run(test())
@@ -117,11 +119,11 @@ def test_short_prompts_go_to_decode_at_once() -> None:
 
 def test_a_second_turn_of_which_decode_has_nearly_all_is_not_handed_over() -> None:
     async def test() -> None:
-        async with split(handover_tokens=64) as (at, (prefill,), (decode,)):
+        async with split(handover_tokens=64) as (harness, (prefill,), (decode,)):
             first = [{"role": "user", "content": LONG}]
-            answer = (await whole(at.chat(LONG, max_tokens=5))).text
+            answer = (await read_answer(harness.chat(LONG, max_tokens=5))).text
             turns = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
-            await whole(at.chat(messages=turns, max_tokens=5))
+            await read_answer(harness.chat(messages=turns, max_tokens=5))
             assert prefill.computed == 1
             assert len(decode.generations()) == 2
 
@@ -130,8 +132,8 @@ def test_a_second_turn_of_which_decode_has_nearly_all_is_not_handed_over() -> No
 
 def test_what_has_more_than_one_answer_is_computed_where_it_is_written() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), _):
-            await whole(at.chat(LONG, max_tokens=5, n=2))
+        async with split() as (harness, (prefill,), _):
+            await read_answer(harness.chat(LONG, max_tokens=5, n=2))
             assert prefill.generations() == []
 
     run(test())
@@ -139,12 +141,12 @@ def test_what_has_more_than_one_answer_is_computed_where_it_is_written() -> None
 
 def test_probes_go_on_at_decode_with_the_tokens_that_it_has() -> None:
     async def test() -> None:
-        async with split(handover_tokens=64) as (at, (prefill,), (decode,)):
-            told = await whole(at.chat(LONG, Retrieval("docs", 1, every_tokens=8), max_tokens=24))
+        async with split(handover_tokens=64) as (harness, (prefill,), (decode,)):
+            told = await read_answer(harness.chat(LONG, Retrieval("docs", 1, every_tokens=8), max_tokens=24))
             prompt = next(piece.prompt_token_ids for piece in told.pieces if getattr(piece, "prompt_token_ids", ()))  # type: ignore[union-attr]
             stretches = sequence(prompt, told)
             assert len(stretches) == 3
-            assert all(wrote == written(list(before), len(wrote)) for before, wrote in stretches)
+            assert all(wrote == completion(list(before), len(wrote)) for before, wrote in stretches)
             assert prefill.computed == 1
             assert len(decode.generations()) == 3
 
@@ -153,12 +155,12 @@ def test_probes_go_on_at_decode_with_the_tokens_that_it_has() -> None:
 
 def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), (decode,)):
+        async with split() as (harness, (prefill,), (decode,)):
             prefill.behaviour = replace(
                 prefill.behaviour, refuses=(400, {"error": {"message": "no such field", "param": "top_q"}})
             )
             with pytest.raises(InvalidRequest, match="no such field"):
-                await whole(at.chat(LONG, max_tokens=5, top_q=1))
+                await read_answer(harness.chat(LONG, max_tokens=5, top_q=1))
             assert decode.generations() == []
 
     run(test())
@@ -166,9 +168,9 @@ def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
 
 def test_a_client_does_not_say_where_kv_comes_from() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), (decode,)):
+        async with split() as (harness, (prefill,), (decode,)):
             with pytest.raises(InvalidRequest, match="the node sets it itself"):
-                at.chat(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_host": "elsewhere"})
+                harness.chat(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_host": "elsewhere"})
             assert prefill.generations() == decode.generations() == []
 
     run(test())
@@ -176,7 +178,7 @@ def test_a_client_does_not_say_where_kv_comes_from() -> None:
 
 def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
     async def test() -> None:
-        async with split() as (at, (prefill,), (decode,)):
+        async with split() as (harness, (prefill,), (decode,)):
             hold = asyncio.Event()
             send = prefill.request
 
@@ -185,10 +187,10 @@ def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
                 return await send(*given)
 
             prefill.request = slow  # type: ignore[method-assign, assignment]
-            request = at.chat(LONG, max_tokens=5)
-            backend = at.engine.balancer.backends[0]
+            request = harness.chat(LONG, max_tokens=5)
+            backend = harness.engine.balancer.backends[0]
             await until(lambda: backend.in_flight == 1)
-            at.engine.cancel(request)
+            harness.engine.cancel(request)
             await until(lambda: backend.in_flight == 0)
             assert decode.generations() == []
 
@@ -233,12 +235,14 @@ async def told(servers: LoadBalancer, running: list[int]) -> None:
 
 def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour()) as at:
-            first, second = at.fakes
+        async with running_engine(Behaviour(), Behaviour()) as harness:
+            first, second = harness.fakes
             for number in range(3):
                 for topic in ("decorators ", "closures "):
-                    await whole(at.chat(topic * 60 + str(number), max_tokens=2))
-            asked = [{body["messages"][0]["content"].split()[0] for body in fake.generations()} for fake in at.fakes]
+                    await read_answer(harness.chat(topic * 60 + str(number), max_tokens=2))
+            asked = [
+                {body["messages"][0]["content"].split()[0] for body in fake.generations()} for fake in harness.fakes
+            ]
             assert sorted(map(len, asked)) == [1, 1]
             assert len(first.generations()) == len(second.generations()) == 3
 
@@ -247,10 +251,10 @@ def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> 
 
 def test_where_overlaps_weigh_nothing_the_turns_of_a_conversation_go_to_each_server_in_turn() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour(), overlap_weight=0.0) as at:
+        async with running_engine(Behaviour(), Behaviour(), overlap_weight=0.0) as harness:
             for number in range(4):
-                await whole(at.chat("decorators " * 60 + str(number), max_tokens=2))
-            assert [len(fake.generations()) for fake in at.fakes] == [2, 2]
+                await read_answer(harness.chat("decorators " * 60 + str(number), max_tokens=2))
+            assert [len(fake.generations()) for fake in harness.fakes] == [2, 2]
 
     run(test())
 
@@ -258,45 +262,45 @@ def test_where_overlaps_weigh_nothing_the_turns_of_a_conversation_go_to_each_ser
 def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsewhere() -> None:
     async def test() -> None:
         busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())
-        async with stand(busy, free) as at:
-            await told(at.engine.balancer, [2, 0])
+        async with running_engine(busy, free) as harness:
+            await told(harness.engine.balancer, [2, 0])
             for number in range(3):
-                await whole(at.complete(f"{number}", max_tokens=2))
-            assert [len(fake.generations()) for fake in at.fakes] == [0, 3]
-            at.fakes[0].behaviour = replace(busy, metrics=metrics())
-            at.fakes[1].behaviour = replace(free, metrics=metrics(kv=0.97))
-            at.clock.advance(2.0)
-            await told(at.engine.balancer, [0, 0])
+                await read_answer(harness.complete(f"{number}", max_tokens=2))
+            assert [len(fake.generations()) for fake in harness.fakes] == [0, 3]
+            harness.fakes[0].behaviour = replace(busy, metrics=metrics())
+            harness.fakes[1].behaviour = replace(free, metrics=metrics(kv=0.97))
+            harness.clock.advance(2.0)
+            await told(harness.engine.balancer, [0, 0])
             for number in range(3):
-                await whole(at.complete(f"{number}", max_tokens=2))
-            assert [len(fake.generations()) for fake in at.fakes] == [3, 3]
+                await read_answer(harness.complete(f"{number}", max_tokens=2))
+            assert [len(fake.generations()) for fake in harness.fakes] == [3, 3]
 
     run(test())
 
 
 def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as at:
-            await asyncio.gather(*at.engine.balancer.load_checks_due())
-            await until(lambda: all(backend.next_load_check_ns is None for backend in at.engine.balancer.backends))
-            at.clock.advance(60.0)
-            assert at.engine.balancer.load_checks_due() == []
-            assert (await whole(at.complete("x", model=MODEL, max_tokens=2))).text
+        async with running_engine(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as harness:
+            await asyncio.gather(*harness.engine.balancer.load_checks_due())
+            await until(lambda: all(backend.next_load_check_ns is None for backend in harness.engine.balancer.backends))
+            harness.clock.advance(60.0)
+            assert harness.engine.balancer.load_checks_due() == []
+            assert (await read_answer(harness.complete("x", model=MODEL, max_tokens=2))).text
 
     run(test())
 
 
 def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour()) as at:
-            await whole(at.chat(LONG, max_tokens=2))
-            backend = next(backend for backend in at.engine.balancer.backends if len(backend.prefixes))
-            servers = at.engine.balancer
+        async with running_engine(Behaviour(), Behaviour()) as harness:
+            await read_answer(harness.chat(LONG, max_tokens=2))
+            backend = next(backend for backend in harness.engine.balancer.backends if len(backend.prefixes))
+            servers = harness.engine.balancer
             for number in range(200):
                 servers.remember(backend, tuple(range(number * 1000, number * 1000 + 1000)))
             assert len(backend.prefixes) == 65_536
             servers.mark_down(backend, InvalidRequest("x"))
-            at.clock.advance(60.0)
+            harness.clock.advance(60.0)
             await servers.run_checks()
             assert len(backend.prefixes) == 0
 
@@ -305,18 +309,18 @@ def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() ->
 
 def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour()) as at:
-            first = at.chat("one", max_tokens=30)
-            await until(lambda: at.fakes[0].open == 1)
-            at.fakes[0].behaviour.leaves = True
+        async with running_engine(Behaviour(), Behaviour()) as harness:
+            first = harness.chat("one", max_tokens=30)
+            await until(lambda: harness.fakes[0].open == 1)
+            harness.fakes[0].behaviour.leaves = True
             for number in range(3):
-                await whole(at.chat(f"{number}", max_tokens=2))
-            assert (await whole(first)).text == expected("one", 30)
-            assert [len(fake.generations()) for fake in at.fakes] == [1, 3]
-            assert at.engine.statistics().restarts == 0
-            at.fakes[0].behaviour.leaves = False  # another process is there
-            at.clock.advance(60.0)
-            await at.engine.balancer.run_checks()
-            assert len(at.engine.balancer.up) == 2
+                await read_answer(harness.chat(f"{number}", max_tokens=2))
+            assert (await read_answer(first)).text == expected("one", 30)
+            assert [len(fake.generations()) for fake in harness.fakes] == [1, 3]
+            assert harness.engine.statistics().restarts == 0
+            harness.fakes[0].behaviour.leaves = False  # another process is there
+            harness.clock.advance(60.0)
+            await harness.engine.balancer.run_checks()
+            assert len(harness.engine.balancer.up) == 2
 
     run(test())

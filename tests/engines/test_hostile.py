@@ -13,9 +13,9 @@ from runtime.node.engine_config import Stage
 from runtime.retrieval.passages import Passage
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
+from tests.engines.engine_harness import EngineHarness, read_answer, running_engine
 from tests.engines.fake_openai import Behaviour
-from tests.engines.openai_engines import Stand, stand, whole
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 DEEP: Any = 1
 for _ in range(50):
@@ -56,33 +56,33 @@ def damaged(value: Any, chance: random.Random) -> Any:
     return value
 
 
-async def ends_once(at: Stand, retrieval: Retrieval | None, **body: Any) -> None:
-    before = len(at.ended)
+async def ends_once(harness: EngineHarness, retrieval: Retrieval | None, **body: Any) -> None:
+    before = len(harness.ended)
     try:
         async with asyncio.timeout(20):
-            await whole(at.chat(retrieval=retrieval, **body))
+            await read_answer(harness.chat(retrieval=retrieval, **body))
     except InternalError:
         raise
     except TrinityError:
         pass
-    assert len(at.ended) == before + 1
-    assert not any(fake.open for fake in at.fakes)
-    assert not at.engine.requests.all()
+    assert len(harness.ended) == before + 1
+    assert not any(fake.open for fake in harness.fakes)
+    assert not harness.engine.requests.all()
 
 
-async def all_answer(at: Stand) -> None:
+async def all_answer(harness: EngineHarness) -> None:
     """LoadBalancer that failed are asked again."""
-    at.clock.advance(60)
-    await at.engine.balancer.run_checks()
-    for backend in at.engine.balancer.backends:
+    harness.clock.advance(60)
+    await harness.engine.balancer.run_checks()
+    for backend in harness.engine.balancer.backends:
         assert backend.capabilities is not None
         backend.consecutive_failures = 0
 
 
 async def chunks_of(**body: Any) -> list[dict[str, Any]]:
     """What a server says of a chat."""
-    async with stand() as at:
-        server = at.engine.balancer.backends[0].server
+    async with running_engine() as harness:
+        server = harness.engine.balancer.backends[0].server
         asked = {"model": "fake-model", "messages": [{"role": "user", "content": "why?"}], "stream": True} | body
         async with server.stream("/chat/completions", asked) as chunks:
             return [chunk async for chunk in chunks]
@@ -95,16 +95,16 @@ def test_a_stream_that_is_damaged_anywhere_ends_its_request_once(retrieval: Retr
     async def test() -> None:
         told = {"stream_options": {"include_usage": True}, "return_token_ids": True, "max_tokens": 4, "logprobs": True}
         sound = await chunks_of(**told)
-        async with stand(restarts=RestartLimits(1, 0)) as at:
+        async with running_engine(restarts=RestartLimits(1, 0)) as harness:
             for _ in range(400):
-                at.fake.says = []
-                await all_answer(at)
+                harness.fake.says = []
+                await all_answer(harness)
                 says = damaged(sound, chance)
                 if chance.random() < 0.3:
                     chance.shuffle(says)
-                at.fake.says = says
+                harness.fake.says = says
                 body: dict[str, Any] = {"max_tokens": 9} if retrieval else {"max_tokens": 9, "logprobs": True, "n": 1}
-                await ends_once(at, retrieval, **body)
+                await ends_once(harness, retrieval, **body)
 
     run(test())
 
@@ -119,27 +119,27 @@ def test_a_prefill_answer_that_is_damaged_anywhere_ends_its_request_once() -> No
 
     async def test() -> None:
         stages: tuple[Stage, ...] = ("prefill", "decode")
-        async with stand(
+        async with running_engine(
             Behaviour(), Behaviour(), stages=stages, restarts=RestartLimits(1, 0), handover_tokens=1
-        ) as at:
+        ) as harness:
             for _ in range(300):
-                at.fakes[0].whole = None
-                await all_answer(at)
-                at.fakes[0].whole = damaged(sound, chance)
-                await ends_once(at, None, max_tokens=4)
+                harness.fakes[0].whole = None
+                await all_answer(harness)
+                harness.fakes[0].whole = damaged(sound, chance)
+                await ends_once(harness, None, max_tokens=4)
 
     run(test())
 
 
 def test_passages_of_any_text_reach_the_server_as_json() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
 
-            async def search(asked: object, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+            async def search(query: object, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
                 on_embedded()
                 return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
 
-            at.library.search = search  # type: ignore[method-assign]
-            await ends_once(at, Retrieval("docs", 1), max_tokens=4)
+            harness.library.search = search  # type: ignore[method-assign]
+            await ends_once(harness, Retrieval("docs", 1), max_tokens=4)
 
     run(test())

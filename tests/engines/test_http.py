@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from runtime.engines.openai.http import AioHttp, Disconnected
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

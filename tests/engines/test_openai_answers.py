@@ -15,40 +15,40 @@ from runtime.errors import (
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed, Request
 from runtime.serving.messages import Retrieval
-from tests.engines.fake_openai import MODEL, Behaviour, rendered, written
-from tests.engines.openai_engines import DOCS, KINDS, PROBES, refusal, stand, whole
-from tests.frontend.fakes import run
+from tests.engines.engine_harness import DOCS, PROBES, SERVER_KINDS, error_of, read_answer, running_engine
+from tests.engines.fake_openai import MODEL, Behaviour, completion, rendered
+from tests.frontend.fake_workers import run
 
 CHAT = [{"role": "user", "content": "What is a decorator?"}]
 
 
 def test_an_answer_is_the_servers_with_its_usage_and_finish_reason() -> None:
     async def test() -> None:
-        async with stand() as at:
-            told = await whole(at.chat(max_tokens=20))
-            expected = written(list(rendered(CHAT).encode()), 20)
+        async with running_engine() as harness:
+            told = await read_answer(harness.chat(max_tokens=20))
+            expected = completion(list(rendered(CHAT).encode()), 20)
             assert told.ids == expected
             assert told.text == bytes(expected).decode()
             assert isinstance(told.last, Relayed)
             assert told.last.finish_reason == "length"
             assert told.last.usage == {"prompt_tokens": 29, "completion_tokens": 20, "total_tokens": 49}
-            assert [ended.code for ended in at.ended] == ["length"]
-            assert {"received", "first_token", "end"} <= set(at.ended[0].stages)
+            assert [ended.code for ended in harness.ended] == ["length"]
+            assert {"received", "first_token", "end"} <= set(harness.ended[0].stages)
 
     run(test())
 
 
 def test_the_body_goes_on_as_it_came_but_for_stream_and_usage() -> None:
     async def test() -> None:
-        async with stand(Behaviour(token_ids=False)) as at:
+        async with running_engine(Behaviour(token_ids=False)) as harness:
             extra: dict[str, Any] = {
                 "temperature": 0.3,
                 "chat_template_kwargs": {"enable_thinking": False},
                 "top_k": 5,
                 "user": "me",
             }
-            await whole(at.chat(max_completion_tokens=4, **extra))
-            (body,) = at.fake.generations()
+            await read_answer(harness.chat(max_completion_tokens=4, **extra))
+            (body,) = harness.fake.generations()
             assert body == extra | {
                 "model": MODEL,
                 "messages": CHAT,
@@ -56,37 +56,37 @@ def test_the_body_goes_on_as_it_came_but_for_stream_and_usage() -> None:
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            assert at.fake.headers[-1]["x-request-id"] == "request-0"
+            assert harness.fake.headers[-1]["x-request-id"] == "request-0"
 
     run(test())
 
 
 def test_passages_stand_in_the_system_turn_and_are_told_before_the_first_token() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             system = {"role": "system", "content": "Be brief."}
-            request = at.chat(retrieval=DOCS, messages=[system, *CHAT], max_tokens=4)
-            told = await whole(request)
+            request = harness.chat(retrieval=DOCS, messages=[system, *CHAT], max_tokens=4)
+            told = await read_answer(request)
             assert [passage.id for passage in told.searches[0].passages] == ["p1.0", "p1.1"]
             assert told.pieces[0] is told.searches[0]
-            ((asked, timeout_s),) = at.library.calls
+            ((asked, timeout_s),) = harness.library.calls
             assert (asked.query, asked.stage) == ("What is a decorator?", "prefill")
             assert 59 < timeout_s <= 60  # the request's own deadline
-            (body,) = at.fake.generations()
+            (body,) = harness.fake.generations()
             first, *rest = body["messages"]
             assert first["content"].startswith("Be brief.\n\n")
             assert "[T1.0]\npassage 1.0.\n\n[T1.1]\npassage 1.1." in first["content"]
             assert rest == CHAT
-            assert set(at.ended[0].stages) >= {"embedded", "searched", "prefill_begin"}
+            assert set(harness.ended[0].stages) >= {"embedded", "searched", "prefill_begin"}
 
     run(test())
 
 
 def test_passages_stand_before_a_prompt_that_is_text() -> None:
     async def test() -> None:
-        async with stand() as at:
-            await whole(at.complete("def f(", retrieval=DOCS, max_tokens=4))
-            (body,) = at.fake.generations()
+        async with running_engine() as harness:
+            await read_answer(harness.complete("def f(", retrieval=DOCS, max_tokens=4))
+            (body,) = harness.fake.generations()
             assert body["prompt"].endswith("passage 1.1.\n\ndef f(")
 
     run(test())
@@ -94,8 +94,8 @@ def test_passages_stand_before_a_prompt_that_is_text() -> None:
 
 def test_every_choice_of_n_is_told_and_ends() -> None:
     async def test() -> None:
-        async with stand() as at:
-            told = await whole(at.chat(n=3, max_tokens=5))
+        async with running_engine() as harness:
+            told = await read_answer(harness.chat(n=3, max_tokens=5))
             texts = {0: "", 1: "", 2: ""}
             reasons = {}
             for piece in told.pieces:
@@ -111,68 +111,71 @@ def test_every_choice_of_n_is_told_and_ends() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SERVER_KINDS)
 @pytest.mark.parametrize("retrieval", [None, PROBES], ids=["plain", "probes"])
 def test_a_server_that_writes_on_behind_max_tokens_is_cut_there_and_left(
     kind: str, retrieval: Retrieval | None
 ) -> None:
     async def test() -> None:
-        async with stand(replace(KINDS[kind], endless=True)) as at, stand(KINDS[kind]) as heeding:
+        async with (
+            running_engine(replace(SERVER_KINDS[kind], endless=True)) as harness,
+            running_engine(SERVER_KINDS[kind]) as heeding,
+        ):
             chunks: list[int] = []
-            at.fake.on_chunk = chunks.append
-            expected = await whole(heeding.chat(retrieval=retrieval, max_tokens=20))
-            told = await whole(at.chat(retrieval=retrieval, max_tokens=20))
+            harness.fake.on_chunk = chunks.append
+            expected = await read_answer(heeding.chat(retrieval=retrieval, max_tokens=20))
+            told = await read_answer(harness.chat(retrieval=retrieval, max_tokens=20))
             assert (told.text, told.ids) == (expected.text, expected.ids)
             assert told.last.finish_reason == "length"
-            assert at.fake.open == 0
+            assert harness.fake.open == 0
             assert max(chunks) < 30, "its stream is not read to the end"
-            assert [(ended.code, ended.completion_tokens) for ended in at.ended] == [("length", 20)]
+            assert [(ended.code, ended.completion_tokens) for ended in harness.ended] == [("length", 20)]
 
     run(test())
 
 
 def test_every_choice_is_cut_at_its_own_end_and_thoughts_count() -> None:
     async def test() -> None:
-        async with stand(Behaviour(token_ids=False)) as at:
+        async with running_engine(Behaviour(token_ids=False)) as harness:
             deltas = [(0, "content"), (1, "reasoning_content"), (1, "content"), (1, "content"), (0, "content")] * 5
-            at.fake.says = [{"choices": [{"index": index, "delta": {name: "x"}}]} for index, name in deltas]
-            told = await whole(at.chat(n=2, max_tokens=3))
+            harness.fake.says = [{"choices": [{"index": index, "delta": {name: "x"}}]} for index, name in deltas]
+            told = await read_answer(harness.chat(n=2, max_tokens=3))
             pieces = [choice for piece in told.pieces if isinstance(piece, Relayed) for choice in piece.choices]
             for index, texts in ((0, 3), (1, 2)):
                 choices = [choice for choice in pieces if choice["index"] == index]
                 assert [choice["delta"].get("content") for choice in choices].count("x") == texts
                 assert [choice.get("finish_reason") for choice in choices if choice.get("finish_reason")] == ["length"]
-            assert at.fake.open == 0
+            assert harness.fake.open == 0
 
     run(test())
 
 
 def test_an_answer_without_a_limit_is_cut_at_the_context() -> None:
     async def test() -> None:
-        async with stand(Behaviour(endless=True, context=300)) as at:
-            assert len((await whole(at.chat())).ids) == 300
+        async with running_engine(Behaviour(endless=True, context=300)) as harness:
+            assert len((await read_answer(harness.chat())).ids) == 300
 
     run(test())
 
 
 def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_none() -> None:
     async def test() -> None:
-        async with stand(Behaviour(token_ids=False, hangs_after=6)) as at:
-            request = at.chat(max_tokens=20)
+        async with running_engine(Behaviour(token_ids=False, hangs_after=6)) as harness:
+            request = harness.chat(max_tokens=20)
             for _ in range(5):
                 await request.next()
-            at.clock.advance(61)
-            at.engine.tick()
-            assert (await refusal(request)).message == "the request's deadline passed after 5 tokens"
-            assert [ended.completion_tokens for ended in at.ended] == [5]
+            harness.clock.advance(61)
+            harness.engine.tick()
+            assert (await error_of(request)).message == "the request's deadline passed after 5 tokens"
+            assert [ended.completion_tokens for ended in harness.ended] == [5]
 
     run(test())
 
 
 def test_a_server_that_gives_fewer_choices_than_asked_for_is_told_of() -> None:
     async def test() -> None:
-        async with stand(Behaviour(choices=False)) as at:
-            error = await refusal(at.chat(n=2, max_tokens=3))
+        async with running_engine(Behaviour(choices=False)) as harness:
+            error = await error_of(harness.chat(n=2, max_tokens=3))
             assert (error.status, error.param) == (400, "n")
 
     run(test())
@@ -180,8 +183,8 @@ def test_a_server_that_gives_fewer_choices_than_asked_for_is_told_of() -> None:
 
 def test_a_server_that_leaves_logprobs_out_is_told_of() -> None:
     async def test() -> None:
-        async with stand(Behaviour(logprobs=False)) as at:
-            error = await refusal(at.chat(logprobs=True, max_tokens=3))
+        async with running_engine(Behaviour(logprobs=False)) as harness:
+            error = await error_of(harness.chat(logprobs=True, max_tokens=3))
             assert (error.status, error.param) == (400, "logprobs")
 
     run(test())
@@ -190,21 +193,21 @@ def test_a_server_that_leaves_logprobs_out_is_told_of() -> None:
 def test_what_a_server_cannot_do_is_refused_before_it_is_asked() -> None:
     async def test() -> None:
         plain = Behaviour(token_ids=False, usage=False, completions=False)
-        async with stand(plain) as at:
+        async with running_engine(plain) as harness:
             refused: dict[str, Callable[[], Request]] = {
-                "retrieval.every_tokens": lambda: at.chat(retrieval=PROBES),
-                "return_token_ids": lambda: at.chat(return_token_ids=True),
-                "stream_options": lambda: at.chat(stream=True, stream_options={"include_usage": True}),
-                "prompt": lambda: at.complete("abc"),
+                "retrieval.every_tokens": lambda: harness.chat(retrieval=PROBES),
+                "return_token_ids": lambda: harness.chat(return_token_ids=True),
+                "stream_options": lambda: harness.chat(stream=True, stream_options={"include_usage": True}),
+                "prompt": lambda: harness.complete("abc"),
             }
             for param, ask in refused.items():
                 with pytest.raises(InvalidRequest) as caught:
                     ask()
                 assert caught.value.param == param
-            assert not at.fake.asked
-            assert not at.ended
+            assert not harness.fake.asked
+            assert not harness.ended
             with pytest.raises(InvalidRequest, match="text to search"):
-                at.chat("", retrieval=DOCS)
+                harness.chat("", retrieval=DOCS)
 
     run(test())
 
@@ -216,8 +219,8 @@ def test_a_document_cannot_end_a_turn_of_the_chat() -> None:
 
 def test_what_is_cut_short_of_a_stream_is_no_whole_answer() -> None:
     async def test() -> None:
-        async with stand(Behaviour(finish=False), restarts=RestartLimits(0, 0)) as at:
-            error = await refusal(at.chat(max_tokens=5))
+        async with running_engine(Behaviour(finish=False), restarts=RestartLimits(0, 0)) as harness:
+            error = await error_of(harness.chat(max_tokens=5))
             assert "finish_reason" in error.message
 
     run(test())
@@ -225,24 +228,24 @@ def test_what_is_cut_short_of_a_stream_is_no_whole_answer() -> None:
 
 def test_asking_many_at_once_ends_each_once() -> None:
     async def test() -> None:
-        async with stand(Behaviour(breaks_after=6), Behaviour()) as at:
-            asked = [at.chat(f"question {number}", retrieval=PROBES, max_tokens=24) for number in range(30)]
-            told = await asyncio.gather(*(whole(request) for request in asked))
+        async with running_engine(Behaviour(breaks_after=6), Behaviour()) as harness:
+            asked = [harness.chat(f"question {number}", retrieval=PROBES, max_tokens=24) for number in range(30)]
+            told = await asyncio.gather(*(read_answer(request) for request in asked))
             assert all(len(one.ids) == 24 for one in told)
-            assert len(at.ended) == 30
-            assert at.engine.statistics().in_flight == 0
-            assert [backend.in_flight for backend in at.engine.balancer.backends] == [0, 0]
+            assert len(harness.ended) == 30
+            assert harness.engine.statistics().in_flight == 0
+            assert [backend.in_flight for backend in harness.engine.balancer.backends] == [0, 0]
 
     run(test())
 
 
 def test_passages_that_have_no_room_are_left_out_of_a_request_until_it_fits() -> None:
     async def test() -> None:
-        async with stand(Behaviour(context=200, token_ids=False)) as at:
-            at.library.long = 300  # bytes, and as many tokens here, four times what is taken for granted
-            told = await whole(at.chat(retrieval=Retrieval("docs", 1), max_tokens=8))
+        async with running_engine(Behaviour(context=200, token_ids=False)) as harness:
+            harness.library.long = 300  # bytes, and as many tokens here, four times what is taken for granted
+            told = await read_answer(harness.chat(retrieval=Retrieval("docs", 1), max_tokens=8))
             assert len(told.text) == 8
-            sizes = [len(rendered(body["messages"])) for body in at.fake.generations()]
+            sizes = [len(rendered(body["messages"])) for body in harness.fake.generations()]
             assert sizes == sorted(sizes, reverse=True)
             assert len(sizes) > 1
             assert told.searches == [told.pieces[0]]  # what is in the request that was accepted
@@ -265,24 +268,24 @@ NONSENSE = [
 @pytest.mark.parametrize("chunk", NONSENSE, ids=str)
 def test_a_chunk_that_makes_no_sense_ends_its_request_with_a_typed_error(chunk: dict[str, Any]) -> None:
     async def test() -> None:
-        async with stand(restarts=RestartLimits(0, 0)) as at:
-            at.fake.says = [chunk]
-            error = await refusal(at.chat(max_tokens=4))
+        async with running_engine(restarts=RestartLimits(0, 0)) as harness:
+            harness.fake.says = [chunk]
+            error = await error_of(harness.chat(max_tokens=4))
             assert type(error) is EngineFailed
             assert "malformed chunk" in error.message
-            assert [ended.code for ended in at.ended] == ["engine_failed"]
-            assert at.fake.open == 0
+            assert [ended.code for ended in harness.ended] == ["engine_failed"]
+            assert harness.fake.open == 0
 
     run(test())
 
 
 def test_a_delta_that_is_null_is_an_empty_one() -> None:
     async def test() -> None:
-        async with stand(restarts=RestartLimits(0, 0)) as at:
-            at.fake.says = [
+        async with running_engine(restarts=RestartLimits(0, 0)) as harness:
+            harness.fake.says = [
                 {"choices": [{"index": 0, "delta": {"content": "a"}}]},
                 {"choices": [{"index": 0, "delta": None, "finish_reason": "stop"}]},
             ]
-            assert (await whole(at.chat())).text == "a"
+            assert (await read_answer(harness.chat())).text == "a"
 
     run(test())

@@ -12,20 +12,20 @@ from runtime.errors import (
 )
 from runtime.serving.frontend.requests import Relayed
 from runtime.serving.messages import Retrieval
-from tests.engines.fake_openai import Behaviour, rendered, written
-from tests.engines.openai_engines import DOCS, KINDS, PROBES, sequence, stand, until, whole
-from tests.frontend.fakes import run
+from tests.engines.engine_harness import DOCS, PROBES, SERVER_KINDS, read_answer, running_engine, sequence, until
+from tests.engines.fake_openai import Behaviour, completion, rendered
+from tests.frontend.fake_workers import run
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
 def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str) -> None:
     async def test() -> None:
-        async with stand(KINDS[kind]) as at:
-            told = await whole(at.chat(retrieval=PROBES, max_tokens=24))
+        async with running_engine(SERVER_KINDS[kind]) as harness:
+            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=24))
             assert [search.at_token for search in told.searches] == [0, 8, 16]
-            assert [asked.stage for asked, _ in at.library.calls[1:]] == ["decode", "decode"]
-            assert told.text[:8] in (at.library.calls[1][0].query or "")
-            first, second, third = at.fake.generations()
+            assert [asked.stage for asked, _ in harness.library.calls[1:]] == ["decode", "decode"]
+            assert told.text[:8] in (harness.library.calls[1][0].query or "")
+            first, second, third = harness.fake.generations()
             assert [body["max_tokens"] for body in (first, second, third)] == [8, 8, 8]
             block = "\n\n[T2.0]\npassage 2.0.\n\n"
             if kind == "chat":
@@ -37,7 +37,7 @@ def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str)
                 before = rendered(first["messages"]) + told.text[:8] + block
                 sent = second["prompt"]
                 assert (bytes(sent).decode() if kind == "tokens" else sent) == before
-            assert told.text[8:16] == bytes(written(list(before.encode()), 8)).decode()
+            assert told.text[8:16] == bytes(completion(list(before.encode()), 8)).decode()
             assert isinstance(told.last, Relayed)
             assert told.last.usage is not None
             assert told.last.usage["completion_tokens"] == told.last.completion_tokens == 24
@@ -48,33 +48,33 @@ def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str)
 
 def test_by_token_ids_an_answer_with_two_probes_equals_fresh_runs_over_the_same_tokens() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             for number in range(20):
                 question = f"question {number}"
-                told = await whole(at.chat(question, retrieval=PROBES, max_tokens=24))
-                prompt = list(rendered(at.fake.generations()[-3]["messages"]).encode())
+                told = await read_answer(harness.chat(question, retrieval=PROBES, max_tokens=24))
+                prompt = list(rendered(harness.fake.generations()[-3]["messages"]).encode())
                 stretches = sequence(prompt, told)
                 assert [len(wrote) for _, wrote in stretches] == [8, 8, 8]
-                assert all(wrote == written(before, len(wrote)) for before, wrote in stretches)
+                assert all(wrote == completion(before, len(wrote)) for before, wrote in stretches)
 
     run(test())
 
 
 def test_a_probe_that_brings_nothing_new_leaves_the_answer_as_it_is_without_probes() -> None:
     async def test() -> None:
-        async with stand() as at:
-            alone = await whole(at.chat(max_tokens=24))
-            at.library.error = Overloaded("the pool is full")
-            request = at.chat(max_tokens=24)
-            assert (await whole(request)).ids == alone.ids
-            at.library.error = None
-            first = at.chat(retrieval=PROBES, max_tokens=24)
-            await until(lambda: at.library.calls)
-            at.library.error = Overloaded("the pool is full")
-            told = await whole(first)
-            (before, wrote), *more = sequence(list(rendered(at.fake.generations()[-3]["messages"]).encode()), told)
+        async with running_engine() as harness:
+            alone = await read_answer(harness.chat(max_tokens=24))
+            harness.library.error = Overloaded("the pool is full")
+            request = harness.chat(max_tokens=24)
+            assert (await read_answer(request)).ids == alone.ids
+            harness.library.error = None
+            first = harness.chat(retrieval=PROBES, max_tokens=24)
+            await until(lambda: harness.library.calls)
+            harness.library.error = Overloaded("the pool is full")
+            told = await read_answer(first)
+            (before, wrote), *more = sequence(list(rendered(harness.fake.generations()[-3]["messages"]).encode()), told)
             assert not more
-            assert wrote == written(before, 24)
+            assert wrote == completion(before, 24)
             probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
             assert [probe.outcome for probe in probes] == ["failed", "failed"]
 
@@ -83,40 +83,42 @@ def test_a_probe_that_brings_nothing_new_leaves_the_answer_as_it_is_without_prob
 
 def test_what_was_found_without_some_nodes_is_told_as_partial() -> None:
     async def test() -> None:
-        async with stand() as at:
-            at.library.partial = True
-            told = await whole(at.chat(retrieval=PROBES, max_tokens=12))
+        async with running_engine() as harness:
+            harness.library.partial = True
+            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=12))
             assert [search.at_token for search in told.searches if search.partial] == [0, 8]
             assert [search.at_token for search in told.searches if search.passages] == [0, 8]
-            at.library.partial = False
-            assert not any(search.partial for search in (await whole(at.chat(retrieval=PROBES))).searches)
+            harness.library.partial = False
+            assert not any(search.partial for search in (await read_answer(harness.chat(retrieval=PROBES))).searches)
 
     run(test())
 
 
 def test_in_mode_prefetch_the_answer_goes_on_until_the_passages_are_there() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             retrieval = Retrieval("docs", 1, every_tokens=8, probe_mode="prefetch")
-            told = await whole(at.chat(retrieval=retrieval, max_tokens=64))
+            told = await read_answer(harness.chat(retrieval=retrieval, max_tokens=64))
             places = [search.at_token for search in told.searches]
             assert places[0] == 0
             assert len(places) > 2
             assert all(place > 8 for place in places[1:])  # it went on meanwhile
-            prompt = list(rendered(at.fake.generations()[0]["messages"]).encode())
-            assert all(wrote == written(before, len(wrote)) for before, wrote in sequence(prompt, told))
+            prompt = list(rendered(harness.fake.generations()[0]["messages"]).encode())
+            assert all(wrote == completion(before, len(wrote)) for before, wrote in sequence(prompt, told))
             assert len(told.ids) == 64
-            assert at.fake.open == 0
+            assert harness.fake.open == 0
 
     run(test())
 
 
 def test_no_request_goes_on_from_within_a_character() -> None:
     async def test() -> None:
-        async with stand(Behaviour(letters="äöüéèß")) as at:  # two bytes each, drawn at random: halves of all kinds
-            told = await whole(at.chat(retrieval=PROBES, max_tokens=40))
-            assert len(at.fake.generations()) >= 4
-            prompt = list(rendered(at.fake.generations()[0]["messages"]).encode())
+        async with running_engine(
+            Behaviour(letters="äöüéèß")
+        ) as harness:  # two bytes each, drawn at random: halves of all kinds
+            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=40))
+            assert len(harness.fake.generations()) >= 4
+            prompt = list(rendered(harness.fake.generations()[0]["messages"]).encode())
             for before, wrote in sequence(prompt, told)[:-1]:
                 assert bytes([*before[-1:], *wrote]), wrote
             for search in told.searches[1:]:
@@ -128,25 +130,27 @@ def test_no_request_goes_on_from_within_a_character() -> None:
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
 def test_a_stop_string_across_a_probe_ends_the_answer(kind: str) -> None:
     async def test() -> None:
-        async with stand(KINDS[kind]) as at:
-            at.library.error = None
-            plain = (await whole(at.chat(retrieval=PROBES, max_tokens=24))).text
-        async with stand(KINDS[kind]) as at:
+        async with running_engine(SERVER_KINDS[kind]) as harness:
+            harness.library.error = None
+            plain = (await read_answer(harness.chat(retrieval=PROBES, max_tokens=24))).text
+        async with running_engine(SERVER_KINDS[kind]) as harness:
             stop = plain[6:10]
-            told = await whole(at.chat(retrieval=PROBES, max_tokens=24, stop=[stop]))
+            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=24, stop=[stop]))
             assert told.text == plain[: plain.index(stop)]
             assert told.last.finish_reason == "stop"
-            assert all("stop" not in body for body in at.fake.generations())
-            assert at.fake.open == 0
+            assert all("stop" not in body for body in harness.fake.generations())
+            assert harness.fake.open == 0
 
     run(test())
 
 
 def test_the_models_own_end_ends_an_answer_with_probes() -> None:
     async def test() -> None:
-        async with stand(Behaviour(ends=11)) as at:
-            at.library.error = None
-            told = await whole(at.complete("<a>", retrieval=Retrieval("docs", 1, every_tokens=8), max_tokens=24))
+        async with running_engine(Behaviour(ends=11)) as harness:
+            harness.library.error = None
+            told = await read_answer(
+                harness.complete("<a>", retrieval=Retrieval("docs", 1, every_tokens=8), max_tokens=24)
+            )
             assert told.last.finish_reason == "stop"
 
     run(test())
@@ -165,37 +169,39 @@ REFUSED_WITH_PROBES = [
 @pytest.mark.parametrize("extra", REFUSED_WITH_PROBES, ids=lambda extra: next(iter(extra)))
 def test_what_cannot_be_combined_with_probes_is_refused_by_name(extra: dict[str, Any]) -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             with pytest.raises(InvalidRequest) as caught:
-                at.chat(retrieval=PROBES, **extra)
+                harness.chat(retrieval=PROBES, **extra)
             assert caught.value.param == next(iter(extra))
-            assert not at.fake.asked
-            await whole(at.chat(retrieval=DOCS, **extra))  # but retrieval alone can
+            assert not harness.fake.asked
+            await read_answer(harness.chat(retrieval=DOCS, **extra))  # but retrieval alone can
 
     run(test())
 
 
 def test_probes_where_a_model_is_unsure_are_refused_by_name() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             with pytest.raises(InvalidRequest, match='use "every" or "drift"') as caught:
-                at.chat(retrieval=structs.replace(PROBES, trigger="unsure", threshold=1.0))
+                harness.chat(retrieval=structs.replace(PROBES, trigger="unsure", threshold=1.0))
             assert caught.value.param == "retrieval.probe_trigger"
-            await whole(at.chat(retrieval=structs.replace(DOCS, trigger="unsure", threshold=1.0)))  # it has no probes
+            await read_answer(
+                harness.chat(retrieval=structs.replace(DOCS, trigger="unsure", threshold=1.0))
+            )  # it has no probes
 
     run(test())
 
 
 def test_an_answer_that_drifts_not_goes_on_without_what_its_probes_found() -> None:
     async def test() -> None:
-        async with stand() as at:
-            at.library.same = True  # every search finds the same, .1 away
+        async with running_engine() as harness:
+            harness.library.same = True  # every search finds the same, .1 away
             near = structs.replace(PROBES, trigger="drift", threshold=0.2)
-            told = await whole(at.chat(retrieval=near, max_tokens=24))
+            told = await read_answer(harness.chat(retrieval=near, max_tokens=24))
             probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
             assert [probe.outcome for probe in probes] == ["near", "near"]
             far = structs.replace(PROBES, trigger="drift", threshold=0.05)
-            told = await whole(at.chat(retrieval=far, max_tokens=24))
+            told = await read_answer(harness.chat(retrieval=far, max_tokens=24))
             probes = [probe for piece in told.pieces for probe in getattr(piece, "probes", ())]
             assert [probe.outcome for probe in probes] == ["answered", "answered"]
 
@@ -205,9 +211,9 @@ def test_an_answer_that_drifts_not_goes_on_without_what_its_probes_found() -> No
 @pytest.mark.parametrize("kind", ["tokens", "chat"])
 def test_a_probe_that_would_fill_the_context_costs_the_answer_no_token(kind: str) -> None:
     async def test() -> None:
-        async with stand(replace(KINDS[kind], context=110)) as at:
-            at.library.long = 300
-            told = await whole(at.chat(retrieval=PROBES, max_tokens=24))
+        async with running_engine(replace(SERVER_KINDS[kind], context=110)) as harness:
+            harness.library.long = 300
+            told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=24))
             assert len(told.text) == 24
             assert isinstance(told.last, Relayed)
             assert told.last.completion_tokens == 24
@@ -217,10 +223,10 @@ def test_a_probe_that_would_fill_the_context_costs_the_answer_no_token(kind: str
 
 def test_by_token_ids_a_probe_brings_no_more_tokens_than_it_may() -> None:
     async def test() -> None:
-        async with stand() as at:
-            at.library.long = 900
+        async with running_engine() as harness:
+            harness.library.long = 900
             retrieval = Retrieval("docs", 1, every_tokens=8, probe_tokens=100)
-            told = await whole(at.chat(retrieval=retrieval, max_tokens=24))
+            told = await read_answer(harness.chat(retrieval=retrieval, max_tokens=24))
             inserted = [len(search.inserted) for search in told.searches[1:]]
             assert len(inserted) == 2
             assert all(60 <= count <= 100 for count in inserted)

@@ -17,56 +17,56 @@ from runtime.errors import (
 )
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed
+from tests.engines.engine_harness import DOCS, SERVER_KINDS, error_of, read_answer, running_engine, until
 from tests.engines.fake_openai import Behaviour
-from tests.engines.openai_engines import DOCS, KINDS, refusal, stand, until, whole
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 
 def test_a_server_that_stops_while_nobody_asks_it_is_missing_within_five_seconds() -> None:
     async def test() -> None:
-        async with stand() as at:
-            await whole(at.chat(max_tokens=4))
-            at.fake.behaviour.down = True
-            at.engine.tick()
-            assert at.engine.missing() == []
-            at.clock.advance(5)
-            at.engine.tick()
-            await until(at.engine.missing)
-            at.fake.behaviour.down = False
-            at.engine.tick()
-            await until(lambda: not at.engine.missing())
+        async with running_engine() as harness:
+            await read_answer(harness.chat(max_tokens=4))
+            harness.fake.behaviour.down = True
+            harness.engine.tick()
+            assert harness.engine.missing() == []
+            harness.clock.advance(5)
+            harness.engine.tick()
+            await until(harness.engine.missing)
+            harness.fake.behaviour.down = False
+            harness.engine.tick()
+            await until(lambda: not harness.engine.missing())
 
     run(test())
 
 
 def test_a_quiet_server_that_answers_with_an_error_stays_and_a_busy_one_is_not_asked() -> None:
     async def test() -> None:
-        async with stand() as at:
-            at.fake.behaviour.key = "another"
-            at.clock.advance(5)
-            await asyncio.gather(*at.engine.balancer.idle_checks_due())
-            assert at.engine.missing() == []
-            assert at.engine.balancer.idle_checks_due() == [], "it was asked just now"
-            at.fake.behaviour = Behaviour(hangs_after=2)
-            request = at.chat(max_tokens=4)
+        async with running_engine() as harness:
+            harness.fake.behaviour.key = "another"
+            harness.clock.advance(5)
+            await asyncio.gather(*harness.engine.balancer.idle_checks_due())
+            assert harness.engine.missing() == []
+            assert harness.engine.balancer.idle_checks_due() == [], "it was asked just now"
+            harness.fake.behaviour = Behaviour(hangs_after=2)
+            request = harness.chat(max_tokens=4)
             await request.next()
-            at.clock.advance(5)
-            assert at.engine.balancer.idle_checks_due() == []
+            harness.clock.advance(5)
+            assert harness.engine.balancer.idle_checks_due() == []
 
     run(test())
 
 
 def test_a_servers_refusal_is_the_clients_with_its_status_and_words() -> None:
     async def test() -> None:
-        async with stand() as at:
+        async with running_engine() as harness:
             said = {"error": {"message": "top_k must be positive", "param": "top_k", "code": None}}
-            at.fake.behaviour.refuses = (422, said)
-            error = await refusal(at.chat(top_k=-7))
+            harness.fake.behaviour.refuses = (422, said)
+            error = await error_of(harness.chat(top_k=-7))
             assert isinstance(error, InvalidRequest)
             assert (error.status, error.message, error.param) == (422, "top_k must be positive", "top_k")
-            assert len(at.fake.asked) == 1  # it is the request that is wrong: no other try
-            at.fake.behaviour.refuses = None
-            error = await refusal(at.chat(max_tokens=100_000))
+            assert len(harness.fake.asked) == 1  # it is the request that is wrong: no other try
+            harness.fake.behaviour.refuses = None
+            error = await error_of(harness.chat(max_tokens=100_000))
             assert isinstance(error, ContextLengthExceeded)
 
     run(test())
@@ -75,65 +75,65 @@ def test_a_servers_refusal_is_the_clients_with_its_status_and_words() -> None:
 @pytest.mark.parametrize(("status", "kind"), [(500, EngineFailed), (401, EngineFailed), (429, Overloaded)])
 def test_a_servers_own_errors_are_typed(status: int, kind: type[TrinityError]) -> None:
     async def test() -> None:
-        async with stand(restarts=RestartLimits(0, 0)) as at:
-            at.fake.behaviour.refuses = (status, {"error": {"message": "no"}})
-            error = await refusal(at.chat())
+        async with running_engine(restarts=RestartLimits(0, 0)) as harness:
+            harness.fake.behaviour.refuses = (status, {"error": {"message": "no"}})
+            error = await error_of(harness.chat())
             assert type(error) in (kind, *kind.__subclasses__())
-            assert [ended.code for ended in at.ended] == [error.code]
+            assert [ended.code for ended in harness.ended] == [error.code]
 
     run(test())
 
 
 def test_a_server_that_is_down_costs_no_request_while_another_is_up() -> None:
     async def test() -> None:
-        async with stand(Behaviour(), Behaviour()) as at:
-            at.fakes[0].behaviour.down = True
-            told = [await whole(at.chat(f"question {number}", max_tokens=4)) for number in range(4)]
+        async with running_engine(Behaviour(), Behaviour()) as harness:
+            harness.fakes[0].behaviour.down = True
+            told = [await read_answer(harness.chat(f"question {number}", max_tokens=4)) for number in range(4)]
             assert all(len(one.ids) == 4 for one in told)
-            assert not at.fakes[0].asked
-            assert [ended.code for ended in at.ended] == ["length"] * 4
+            assert not harness.fakes[0].asked
+            assert [ended.code for ended in harness.ended] == ["length"] * 4
 
     run(test())
 
 
 def test_without_any_server_a_request_is_refused_and_the_engine_is_missing_until_one_answers() -> None:
     async def test() -> None:
-        async with stand(Behaviour(down=True)) as at:
-            assert at.engine.missing() == ["engine"]
+        async with running_engine(Behaviour(down=True)) as harness:
+            assert harness.engine.missing() == ["engine"]
             with pytest.raises(EngineUnreachable, match="connection refused"):
-                at.chat()
-            at.fake.behaviour.down = False
-            at.clock.advance(60)
-            at.engine.tick()
-            await until(lambda: not at.engine.missing())
-            assert len((await whole(at.chat(max_tokens=3))).ids) == 3
+                harness.chat()
+            harness.fake.behaviour.down = False
+            harness.clock.advance(60)
+            harness.engine.tick()
+            await until(lambda: not harness.engine.missing())
+            assert len((await read_answer(harness.chat(max_tokens=3))).ids) == 3
 
     run(test())
 
 
 def test_a_request_waits_for_a_server_as_long_as_it_may() -> None:
     async def test() -> None:
-        async with stand(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as at:
-            request = at.chat(max_tokens=3)
-            at.fake.behaviour.down = False
-            at.clock.advance(30)
-            at.engine.tick()
-            assert len((await whole(request)).ids) == 3
+        async with running_engine(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as harness:
+            request = harness.chat(max_tokens=3)
+            harness.fake.behaviour.down = False
+            harness.clock.advance(30)
+            harness.engine.tick()
+            assert len((await read_answer(request)).ids) == 3
 
     run(test())
 
 
 def test_the_load_is_shared_by_requests_in_flight() -> None:
     async def test() -> None:
-        async with stand(Behaviour(hangs_after=3), Behaviour(hangs_after=3)) as at:
-            requests = [at.chat(f"question {number}") for number in range(6)]
-            await until(lambda: [fake.open for fake in at.fakes] == [3, 3])
-            at.engine.cancel(requests[0])
-            at.engine.cancel(requests[2])
-            await until(lambda: sum(fake.open for fake in at.fakes) == 4)
-            at.chat("another")
-            await until(lambda: sum(fake.open for fake in at.fakes) == 5)
-            assert sorted(fake.open for fake in at.fakes) == [2, 3]
+        async with running_engine(Behaviour(hangs_after=3), Behaviour(hangs_after=3)) as harness:
+            requests = [harness.chat(f"question {number}") for number in range(6)]
+            await until(lambda: [fake.open for fake in harness.fakes] == [3, 3])
+            harness.engine.cancel(requests[0])
+            harness.engine.cancel(requests[2])
+            await until(lambda: sum(fake.open for fake in harness.fakes) == 4)
+            harness.chat("another")
+            await until(lambda: sum(fake.open for fake in harness.fakes) == 5)
+            assert sorted(fake.open for fake in harness.fakes) == [2, 3]
 
     run(test())
 
@@ -142,91 +142,91 @@ def test_the_load_is_shared_by_requests_in_flight() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 7, 19])
 def test_an_answer_whose_server_is_lost_goes_on_elsewhere_with_no_token_twice(kind: str, chunks: int) -> None:
     async def test() -> None:
-        how = KINDS[kind]
-        async with stand(how) as at:
-            expected = await whole(at.chat(max_tokens=20))
+        how = SERVER_KINDS[kind]
+        async with running_engine(how) as harness:
+            expected = await read_answer(harness.chat(max_tokens=20))
         breaking = replace(how, breaks_after=chunks)
-        async with stand(breaking, how) as at:
-            first, second = at.chat(max_tokens=20), at.chat(max_tokens=20)
-            told = [await whole(first), await whole(second)]
+        async with running_engine(breaking, how) as harness:
+            first, second = harness.chat(max_tokens=20), harness.chat(max_tokens=20)
+            told = [await read_answer(first), await read_answer(second)]
             assert [one.text for one in told] == [expected.text] * 2
             assert all(isinstance(one.last, Relayed) and one.last.completion_tokens == 20 for one in told)
-            assert at.engine.statistics().restarts == 1
-            assert [ended.code for ended in at.ended] == ["length"] * 2
+            assert harness.engine.statistics().restarts == 1
+            assert [ended.code for ended in harness.ended] == ["length"] * 2
 
     run(test())
 
 
 def test_an_answer_that_cannot_go_on_elsewhere_ends_with_one_error() -> None:
     async def test() -> None:
-        async with stand(Behaviour(breaks_after=5), Behaviour(breaks_after=5)) as at:
-            error = await refusal(at.chat(n=2, max_tokens=9))
+        async with running_engine(Behaviour(breaks_after=5), Behaviour(breaks_after=5)) as harness:
+            error = await error_of(harness.chat(n=2, max_tokens=9))
             assert isinstance(error, WorkerLost)
             assert "its stream broke" in error.message
-            assert [ended.code for ended in at.ended] == ["worker_lost"]
+            assert [ended.code for ended in harness.ended] == ["worker_lost"]
 
     run(test())
 
 
 def test_new_tries_are_bounded() -> None:
     async def test() -> None:
-        async with stand(*[Behaviour(breaks_after=1) for _ in range(6)]) as at:
-            error = await refusal(at.chat(max_tokens=9))
+        async with running_engine(*[Behaviour(breaks_after=1) for _ in range(6)]) as harness:
+            error = await error_of(harness.chat(max_tokens=9))
             assert isinstance(error, EngineFailed)
-            assert sum(len(fake.generations()) for fake in at.fakes) == 4  # once, and three times more
+            assert sum(len(fake.generations()) for fake in harness.fakes) == 4  # once, and three times more
 
     run(test())
 
 
 def test_cancelling_closes_the_servers_stream_and_ends_the_request_once() -> None:
     async def test() -> None:
-        async with stand(Behaviour(hangs_after=4)) as at:
-            request = at.chat(max_tokens=20)
+        async with running_engine(Behaviour(hangs_after=4)) as harness:
+            request = harness.chat(max_tokens=20)
             await request.next()
-            assert at.fake.open == 1
-            at.engine.cancel(request)
-            at.engine.cancel(request)
-            await until(lambda: at.fake.open == 0)
-            assert [ended.code for ended in at.ended] == ["client_closed_request"]
-            assert at.engine.balancer.backends[0].in_flight == 0
+            assert harness.fake.open == 1
+            harness.engine.cancel(request)
+            harness.engine.cancel(request)
+            await until(lambda: harness.fake.open == 0)
+            assert [ended.code for ended in harness.ended] == ["client_closed_request"]
+            assert harness.engine.balancer.backends[0].in_flight == 0
 
     run(test())
 
 
 def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     async def test() -> None:
-        async with stand(Behaviour(hangs_after=4)) as at:
-            at.library.hangs = True
-            searching, writing = at.chat(retrieval=DOCS), at.chat(max_tokens=20)
+        async with running_engine(Behaviour(hangs_after=4)) as harness:
+            harness.library.hangs = True
+            searching, writing = harness.chat(retrieval=DOCS), harness.chat(max_tokens=20)
             await writing.next()
-            at.clock.advance(61)
-            at.engine.tick()
+            harness.clock.advance(61)
+            harness.engine.tick()
             for request in (searching, writing):
-                error = await refusal(request)
+                error = await error_of(request)
                 assert isinstance(error, DeadlineExceeded)
-            await until(lambda: at.fake.open == 0)
+            await until(lambda: harness.fake.open == 0)
 
     run(test())
 
 
 def test_the_end_of_a_drain_ends_what_is_in_flight() -> None:
     async def test() -> None:
-        async with stand(Behaviour(hangs_after=4)) as at:
-            requests = [at.chat(f"question {number}") for number in range(3)]
-            at.engine.end_all(WorkerLost("the node has stopped"))
+        async with running_engine(Behaviour(hangs_after=4)) as harness:
+            requests = [harness.chat(f"question {number}") for number in range(3)]
+            harness.engine.end_all(WorkerLost("the node has stopped"))
             for request in requests:
-                assert isinstance(await refusal(request), WorkerLost)
-            assert at.engine.statistics().in_flight == 0
+                assert isinstance(await error_of(request), WorkerLost)
+            assert harness.engine.statistics().in_flight == 0
 
     run(test())
 
 
 def test_requests_in_flight_are_bounded() -> None:
     async def test() -> None:
-        async with stand(Behaviour(hangs_after=1), max_in_flight=2) as at:
+        async with running_engine(Behaviour(hangs_after=1), max_in_flight=2) as harness:
             for _ in range(2):
-                at.chat()
+                harness.chat()
             with pytest.raises(Overloaded, match="the limit is 2"):
-                at.chat()
+                harness.chat()
 
     run(test())

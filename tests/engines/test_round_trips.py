@@ -7,8 +7,8 @@ from pathlib import Path
 from runtime.engines.openai.http import AioHttp
 from runtime.engines.openai.server import Server
 from runtime.serving.messages import Retrieval
-from tests.engines.openai_engines import stand, whole
-from tests.frontend.fakes import run
+from tests.engines.engine_harness import read_answer, running_engine
+from tests.frontend.fake_workers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
@@ -16,20 +16,20 @@ EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
 
 def test_retrieval_costs_one_search_and_no_request_to_the_server_beside_the_answers_own() -> None:
     async def test() -> None:
-        async with stand() as at:
-            await whole(at.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
-            assert len(at.library.calls) == 1
-            assert [path for path, _ in at.fake.asked] == ["/v1/chat/completions"]
+        async with running_engine() as harness:
+            await read_answer(harness.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
+            assert len(harness.library.calls) == 1
+            assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions"]
 
     run(test())
 
 
 def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
     async def test() -> None:
-        async with stand() as at:
-            await whole(at.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
-            assert len(at.library.calls) == 2
-            assert [path for path, _ in at.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
+        async with running_engine() as harness:
+            await read_answer(harness.chat(retrieval=Retrieval("docs", 2, every_tokens=8), max_tokens=12))
+            assert len(harness.library.calls) == 2
+            assert [path for path, _ in harness.fake.asked] == ["/v1/chat/completions", "/tokenize", "/v1/completions"]
 
     run(test())
 

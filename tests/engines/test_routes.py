@@ -15,11 +15,11 @@ from runtime.serving.http.app import create_app
 from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import Service, Settings
 from runtime.testing.waiting import until
+from tests.engines.engine_harness import EngineHarness, running_engine
 from tests.engines.fake_openai import MODEL, Behaviour
-from tests.engines.openai_engines import Stand, stand
-from tests.frontend import stored
+from tests.frontend import answer_cache_harness
 from tests.frontend.cluster import metrics
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 Json = dict[str, Any]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is a decorator?"}], "max_tokens": 6}
@@ -29,12 +29,12 @@ DOCS = {"collection": "docs", "k": 2}
 @asynccontextmanager
 async def client(
     *behaviours: Behaviour, answers: AnswerCache | None = None
-) -> AsyncIterator[tuple[httpx.AsyncClient, Stand]]:
-    async with stand(*behaviours) as at:
+) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHarness]]:
+    async with running_engine(*behaviours) as harness:
         settings = Settings(model=MODEL, collections={"docs": 4}, context_tokens=4096)
-        app = create_app(Service(at.engine, at.library, metrics, answers), settings)
+        app = create_app(Service(harness.engine, harness.library, metrics, answers), settings)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as made:
-            yield made, at
+            yield made, harness
 
 
 def events(answer: httpx.Response) -> list[Json]:
@@ -46,15 +46,15 @@ def events(answer: httpx.Response) -> list[Json]:
 def test_a_whole_answer_and_its_stream_say_the_same() -> None:
     async def test() -> None:
         async with client() as (http, _):
-            whole = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
-            message = whole["choices"][0]["message"]
+            read_answer = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
+            message = read_answer["choices"][0]["message"]
             assert message["role"] == "assistant"
             assert len(message["content"]) == 6
-            assert whole["choices"][0]["finish_reason"] == "length"
-            assert whole["usage"]["completion_tokens"] == 6
-            assert len(whole["retrieval"]["passages"]) == 2
-            assert {"embed", "retrieval", "prefill", "ttft", "e2e"} <= set(whole["timings"])
-            assert whole["id"].startswith("chatcmpl-")
+            assert read_answer["choices"][0]["finish_reason"] == "length"
+            assert read_answer["usage"]["completion_tokens"] == 6
+            assert len(read_answer["retrieval"]["passages"]) == 2
+            assert {"embed", "retrieval", "prefill", "ttft", "e2e"} <= set(read_answer["timings"])
+            assert read_answer["id"].startswith("chatcmpl-")
             streamed = await http.post(
                 "/v1/chat/completions", json=CHAT | {"stream": True, "stream_options": {"include_usage": True}}
             )
@@ -93,10 +93,10 @@ def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
     async def test() -> None:
         async with client() as (http, _):
             body = CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1}
-            whole = (await http.post("/v1/chat/completions", json=body)).json()
-            assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-            assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
-            for choice in whole["choices"]:
+            read_answer = (await http.post("/v1/chat/completions", json=body)).json()
+            assert [choice["index"] for choice in read_answer["choices"]] == [0, 1, 2]
+            assert [choice["finish_reason"] for choice in read_answer["choices"]] == ["length"] * 3
+            for choice in read_answer["choices"]:
                 assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
 
     run(test())
@@ -126,10 +126,10 @@ def test_a_completion_is_answered_whole_and_streamed() -> None:
     async def test() -> None:
         async with client() as (http, _):
             body = {"model": MODEL, "prompt": "def f(", "max_tokens": 5}
-            whole = (await http.post("/v1/completions", json=body)).json()
-            assert whole["object"] == "text_completion"
+            read_answer = (await http.post("/v1/completions", json=body)).json()
+            assert read_answer["object"] == "text_completion"
             streamed = events(await http.post("/v1/completions", json=body | {"stream": True}))
-            assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == whole["choices"][0]["text"]
+            assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == read_answer["choices"][0]["text"]
 
     run(test())
 
@@ -148,7 +148,7 @@ def test_token_ids_are_told_to_who_asks_for_them_alone() -> None:
 
 def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() -> None:
     async def test() -> None:
-        async with client() as (http, at):
+        async with client() as (http, harness):
             turns = [
                 {"role": "user", "content": [{"type": "text", "text": "What is in it?"}]},
                 {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]},
@@ -157,8 +157,8 @@ def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() ->
             body = {"model": MODEL, "messages": turns, "max_tokens": 2, "mm_processor_kwargs": {"x": 1}, "top_k": 3}
             answer = await http.post("/v1/chat/completions", json=body | {"retrieval": DOCS})
             assert answer.status_code == 200
-            assert at.library.calls[0][0].query == "What is in it?"
-            (sent,) = at.fake.generations()
+            assert harness.library.calls[0][0].query == "What is in it?"
+            (sent,) = harness.fake.generations()
             assert sent["messages"][1:] == turns
             assert (sent["mm_processor_kwargs"], sent["top_k"]) == ({"x": 1}, 3)
             assert "retrieval" not in sent
@@ -168,18 +168,18 @@ def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() ->
 
 def test_what_is_all_but_a_field_of_ours_is_refused() -> None:
     async def test() -> None:
-        async with client() as (http, at):
+        async with client() as (http, harness):
             answer = await http.post("/v1/chat/completions", json=CHAT | {"retreival": DOCS})
             assert answer.status_code == 400
             assert "did you mean 'retrieval'" in answer.json()["error"]["message"]
-            assert not at.fake.asked
+            assert not harness.fake.asked
 
     run(test())
 
 
 def test_errors_are_http_errors_before_the_first_token_and_events_after_it() -> None:
     async def test() -> None:
-        async with client(Behaviour(breaks_after=4)) as (http, at):
+        async with client(Behaviour(breaks_after=4)) as (http, harness):
             broken = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
             *_, last = events(broken)
             assert last["error"]["code"] == "worker_lost"
@@ -188,9 +188,9 @@ def test_errors_are_http_errors_before_the_first_token_and_events_after_it() -> 
             assert refused.json()["error"]["code"] == "engine_unreachable"
             health = await http.get("/health")
             assert (health.status_code, health.json()["missing"]) == (503, ["engine"])
-            at.fake.behaviour.breaks_after = None
-            at.clock.advance(60)
-            await at.engine.balancer.run_checks()
+            harness.fake.behaviour.breaks_after = None
+            harness.clock.advance(60)
+            await harness.engine.balancer.run_checks()
             assert (await http.get("/health")).status_code == 200
 
     run(test())
@@ -207,8 +207,8 @@ def test_the_model_is_listed_with_its_context() -> None:
 
 def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_asked_anew(tmp_path: Path) -> None:
     async def test() -> None:
-        cache = stored.Stand(tmp_path / "answers")
-        async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, at):
+        cache = answer_cache_harness.CacheHarness(tmp_path / "answers")
+        async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, harness):
             first = (await http.post("/v1/chat/completions", json=CHAT)).json()
             await asyncio.to_thread(until, lambda: cache.counts["stored"] == 1)
             again = (await http.post("/v1/chat/completions", json=CHAT)).json()
@@ -216,12 +216,12 @@ def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_aske
             assert again["cached"]["similarity"] > 0.99
             assert again["choices"] == first["choices"]
             assert again["usage"] == first["usage"]
-            assert len(at.fake.generations()) == 1
+            assert len(harness.fake.generations()) == 1
             streamed = events(await http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
             told = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed)
             assert told == first["choices"][0]["message"]["content"]
             await http.post("/v1/chat/completions", json=CHAT | {"top_k": 3})
-            assert len(at.fake.generations()) == 2
+            assert len(harness.fake.generations()) == 2
         cache.answers.close()
 
     run(test())

@@ -24,7 +24,7 @@ from runtime.node.supervisor.admin import NodeStatus, WorkerStatus, node_status,
 from runtime.node.supervisor.supervised_worker import COMMAND
 from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
-from tests.engines.fake_openai import rendered, written
+from tests.engines.fake_openai import completion, rendered
 from tests.forked import FORKSERVER
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 
 
 def expected(number: int, tokens: int = TOKENS) -> str:
-    return bytes(written(list(rendered(body(number)["messages"]).encode()), tokens)).decode()
+    return bytes(completion(list(rendered(body(number)["messages"]).encode()), tokens)).decode()
 
 
 class Asker(threading.Thread):

@@ -13,7 +13,7 @@ from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL
 from tests.engines.test_routes import CHAT, client
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 COMPLETION = {"model": "tiny", "prompt": "say=3", "max_tokens": 3}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -40,7 +40,7 @@ def test_a_node_that_drains_fails_its_health_and_goes_on_to_answer(cluster: Clus
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200
         assert http.request("DELETE", "/drain").json() == {"draining": False, "in_flight": 0}
         assert http.get(path).status_code == 200
-    assert cluster.told_to_drain == [True, False]  # the supervisor keeps it: it outlives this frontend
+    assert cluster.drain_requests == [True, False]  # the supervisor keeps it: it outlives this frontend
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
@@ -75,13 +75,13 @@ def test_a_drain_that_comes_through_a_proxy_is_refused(cluster: Cluster, header:
         answer = http.post("/drain", headers={header: "127.0.0.1"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_direct")
         assert http.get("/health").status_code == 200
-    assert cluster.told_to_drain == []
+    assert cluster.drain_requests == []
 
 
 def test_with_keys_a_drain_needs_one_and_health_does_not() -> None:
     with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
         assert http.post("/drain").status_code == 401
-        assert cluster.told_to_drain == []
+        assert cluster.drain_requests == []
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         assert http.post("/drain", headers={"Authorization": "Bearer secret"}).json()["draining"] is True
 
@@ -90,7 +90,7 @@ def test_a_browsers_page_cannot_drain_a_node_without_keys(cluster: Cluster) -> N
     with cluster.http() as http:
         assert http.post("/drain", headers={"Host": "evil.example"}).json()["error"]["code"] == "host_not_allowed"
         assert http.post("/drain", headers={"Origin": "http://evil.example"}).status_code == 403
-    assert cluster.told_to_drain == []
+    assert cluster.drain_requests == []
 
 
 # ---- the notice before the port closes

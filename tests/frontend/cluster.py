@@ -1,4 +1,4 @@
-"""A frontend over fake workers (`fakes.py`): link, routes, uvicorn on a loopback port, in a thread of its own."""
+"""A frontend over fake workers (`fake_workers.py`): link, routes and uvicorn on a loopback port, in its own thread."""
 
 import asyncio
 import socket
@@ -29,44 +29,44 @@ from runtime.serving.messages import (
     Role,
 )
 from runtime.testing.clock import Clock
-from tests.frontend.fakes import PASSAGES, WAIT, Player, endpoint
+from tests.frontend.fake_workers import PASSAGES, WAIT, ScriptedWorker, unique_endpoint
 
 
-class Search:
-    """A search that answers with the same passages, or raises what the test put into `error`."""
+class FakeSearch:
+    """A search that always returns the same passages, or raises `error` if a test sets it."""
 
     def __init__(self) -> None:
         self.calls: list[PassageQuery] = []
         self.error: Exception | None = None
-        self.lacking: list[str] = []
-        self.unserved: dict[str, str] = {}
+        self.missing_workers: list[str] = []
+        self.unavailable_collections: dict[str, str] = {}
         self.hangs = False
         self.timeout_s = 0.0
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
         on_embedded()
-        self.calls.append(asked)
+        self.calls.append(query)
         self.timeout_s = timeout_s
         while self.hangs:
             await asyncio.sleep(0.005)
         if self.error is not None:
             raise self.error
-        return list(PASSAGES[: asked.k])
+        return list(PASSAGES[: query.k])
 
     def missing(self) -> list[str]:
-        return self.lacking
+        return self.missing_workers
 
     def unavailable(self) -> dict[str, str]:
-        return self.unserved
+        return self.unavailable_collections
 
 
 async def metrics() -> str:
-    """One line of them."""
+    """Return one metric."""
     return "# HELP trinity_up one\ntrinity_up 1\n"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which ends at once when it is told to; its own loop looks ten times a second."""
+    """uvicorn that stops at once when `stop` is set; its own loop polls ten times a second."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
         super().__init__(config)
@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
 
 
 class Cluster:
-    """A frontend on a loopback port with `prefills` and `decodes` playing workers, in a thread. Use as a context."""
+    """A frontend on a loopback port with `prefills` and `decodes` scripted workers, in a thread; a context manager."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class Cluster:
         self._catalogue, self._writes = catalogue or NoCollections(), writes
         self.limits = limits
         self.readiness = readiness or Readiness()
-        self.told_to_drain: list[bool] = []  # what the supervisor would keep
+        self.drain_requests: list[bool] = []  # what the supervisor would receive
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
         self.clock = Clock()
-        self.search: Any = search or Search()
-        self.players: dict[str, Player] = {}
+        self.search: Any = search or FakeSearch()
+        self.players: dict[str, ScriptedWorker] = {}
         self.ended: list[RequestOutcome] = []
         self._counts: dict[Role, int] = {"prefill": prefills, "decode": decodes}
         self._max_in_flight = max_in_flight
@@ -147,27 +147,27 @@ class Cluster:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Until the condition holds; it is looked at whenever a worker or a request changes."""
+        """Wait until the condition holds; it is checked whenever a worker or a request changes."""
         with self._changed:
-            assert self._changed.wait_for(condition, WAIT), "the condition never came true"
+            assert self._changed.wait_for(condition, WAIT), "the condition never became true"
 
     def changed(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def restart(self, name: str) -> None:
-        """A worker's process dies without a word, and another one of the same name says Hello."""
+        """Replace a worker that dies without a message by one of the same name that sends Hello."""
 
         def restarting() -> None:
             old = self.players[name]
             self._tasks[name].cancel()
-            self.players[name] = Player(self, old.me.role, name, epoch=old.me.epoch + 1)
-            self._tasks[name] = asyncio.create_task(self.players[name].live())
+            self.players[name] = ScriptedWorker(self, old.me.role, name, epoch=old.me.epoch + 1)
+            self._tasks[name] = asyncio.create_task(self.players[name].serve())
 
         self.on_loop(restarting)
 
     def on_loop(self, act: Callable[[], Any]) -> Any:
-        """Do something in the frontend's thread."""
+        """Call a function in the frontend's thread."""
 
         async def acting() -> Any:
             return act()
@@ -176,11 +176,11 @@ class Cluster:
 
     @property
     def connections(self) -> int:
-        """HTTP connections that are open."""
+        """Number of open HTTP connections."""
         return self._http.peers.total()
 
     def held(self) -> list[str]:
-        """Requests that any worker, the link or the router still has."""
+        """Return the requests that any worker, the link or the router still holds."""
         held = [f"{player.me.worker}:{request}" for player in self.players.values() for request in player.held]
         return held + ["link"] * len(self.link.requests) + ["router"] * self.link.router.in_flight
 
@@ -197,7 +197,7 @@ class Cluster:
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         router = Router(max_in_flight=self._max_in_flight)
-        self.link = WorkerLink(endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
+        self.link = WorkerLink(unique_endpoint(), router, epoch=77, clock=self.clock, on_end=self._ended, keep_traces=8)
         new_id = id_source(77)
         service = Service(
             self.link, self.search, metrics, self._answers, catalogue=self._catalogue, writes=self._writes,
@@ -206,12 +206,12 @@ class Cluster:
         app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
         server = _Server(self._http, self._stop)
-        for role, name in self._cast():
-            self.players[name] = Player(self, role, name)
-            self._tasks[name] = asyncio.create_task(self.players[name].live())
+        for role, name in self._worker_names():
+            self.players[name] = ScriptedWorker(self, role, name)
+            self._tasks[name] = asyncio.create_task(self.players[name].serve())
         link = asyncio.create_task(self.link.run())
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
-        noticing = asyncio.create_task(self._notice())
+        noticing = asyncio.create_task(self._poll())
         self._ready.set()
         await serving
         others = [noticing, link, *self._tasks.values()]
@@ -221,15 +221,15 @@ class Cluster:
         self.link.close()
 
     async def _drain(self, wanted: bool) -> None:
-        self.told_to_drain.append(wanted)
+        self.drain_requests.append(wanted)
 
-    def _cast(self) -> Iterator[tuple[Role, str]]:
+    def _worker_names(self) -> Iterator[tuple[Role, str]]:
         for role, count in self._counts.items():
             for number in range(count):
                 yield role, f"{role}-{number}"
 
-    async def _notice(self) -> None:
-        # What the frontend learns by itself (a worker that is lost, a Hello) notifies nobody: look now and then.
+    async def _poll(self) -> None:
+        # Changes inside the frontend (a lost worker, a Hello) do not call `changed`, so poll.
         while True:
             self.changed()
             await asyncio.sleep(0.02)

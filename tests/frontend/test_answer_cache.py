@@ -24,16 +24,16 @@ from runtime.serving.frontend.requests import Relayed
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.waiting import until
+from tests.frontend.answer_cache_harness import CacheHarness, LetterEmbedder
 from tests.frontend.cluster import Cluster
-from tests.frontend.stored import Letters, Stand
 
 GREEDY = Sampling(8)
 ONE = (Tokens("a", "one", (1, 2), "stop", 3),)
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Iterator[Stand]:
-    made = Stand(tmp_path / "answers")
+def harness(tmp_path: Path) -> Iterator[CacheHarness]:
+    made = CacheHarness(tmp_path / "answers")
     yield made
     made.answers.close()
 
@@ -45,37 +45,37 @@ def asked(prompt: Any = "why?", tenant: str = "", sampling: Sampling = GREEDY, *
     return made
 
 
-def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not(stand: Stand) -> None:
-    stand.store(asked("why not say so?"), ONE)
-    stand.now.s += 4
-    hit = stand.find(asked("why not say so so?"))
+def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not(harness: CacheHarness) -> None:
+    harness.store(asked("why not say so?"), ONE)
+    harness.now.s += 4
+    hit = harness.find(asked("why not say so so?"))
     assert hit is not None
     assert (hit.pieces, hit.age_s) == (ONE, 4.0)
     assert 0.9 < hit.similarity < 1
-    assert stand.find(asked("because")) is None
-    assert stand.counts == {"stored": 1, "hit": 1, "miss": 1}
+    assert harness.find(asked("because")) is None
+    assert harness.counts == {"stored": 1, "hit": 1, "miss": 1}
 
 
 def test_of_several_the_most_similar_is_given(tmp_path: Path) -> None:
-    stand = Stand(tmp_path / "answers", threshold=0.5)
+    harness = CacheHarness(tmp_path / "answers", threshold=0.5)
     two = (Tokens("b", "two", (3,), "stop", 3),)
-    stand.store(asked("aaaab"), ONE)
-    stand.store(asked("abbbb"), two)
-    hit = stand.find(asked("abbb"))
+    harness.store(asked("aaaab"), ONE)
+    harness.store(asked("abbbb"), two)
+    hit = harness.find(asked("abbb"))
     assert hit is not None
     assert hit.pieces == two
-    stand.answers.close()
+    harness.answers.close()
 
 
-def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(stand: Stand) -> None:
+def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(harness: CacheHarness) -> None:
     passage = Passage("p", "t", 0.25, "", {"page": 3, "tags": ["x", "y"]})
     choices = ({"index": 0, "delta": {"content": "é", "reasoning": "r"}, "finish_reason": "stop"},)
     pieces = (
         Retrieved("a", (passage,), 0),
         Relayed("a", "é", (), "stop", choices=choices, usage={"total_tokens": 4}, completion_tokens=2),
     )
-    stand.store(asked(), pieces)
-    hit = stand.find(asked())
+    harness.store(asked(), pieces)
+    hit = harness.find(asked())
     assert hit is not None
     assert msgspec.to_builtins(hit.pieces) == msgspec.to_builtins(pieces)
 
@@ -98,10 +98,10 @@ def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(s
         asked(retrieval=Retrieval("docs", hybrid=0.5)),
     ],
 )
-def test_whatever_else_differs_is_another_answer(stand: Stand, other: CacheKey) -> None:
-    stand.store(asked(), ONE)
-    assert stand.find(other) is None
-    assert stand.find(asked()) is not None
+def test_whatever_else_differs_is_another_answer(harness: CacheHarness, other: CacheKey) -> None:
+    harness.store(asked(), ONE)
+    assert harness.find(other) is None
+    assert harness.find(asked()) is not None
 
 
 def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_random() -> None:
@@ -119,51 +119,51 @@ def test_what_an_embedder_cannot_judge_is_not_looked_up(prompt: Any) -> None:
     assert CacheKey.of("", "m", prompt, GREEDY, None, seeded=False) is None
 
 
-def test_an_expired_answer_is_not_found_and_is_deleted(stand: Stand) -> None:
-    stand.store(asked(), ONE)
-    stand.now.s += 9.9
-    assert stand.find(asked()) is not None
-    stand.now.s += 0.1
-    assert stand.find(asked()) is None, "before it is deleted"
-    stand.stored.maintain()
-    assert stand.counts["expired"] == 1
+def test_an_expired_answer_is_not_found_and_is_deleted(harness: CacheHarness) -> None:
+    harness.store(asked(), ONE)
+    harness.now.s += 9.9
+    assert harness.find(asked()) is not None
+    harness.now.s += 0.1
+    assert harness.find(asked()) is None, "before it is deleted"
+    harness.stored.maintain()
+    assert harness.counts["expired"] == 1
 
 
 def test_the_oldest_makes_room(tmp_path: Path) -> None:
-    stand = Stand(tmp_path / "answers", entries=2)
+    harness = CacheHarness(tmp_path / "answers", entries=2)
     for number in range(4):
-        stand.store(asked(f"why {number}?"), ONE)
-    until(lambda: stand.counts["evicted"] == 2)
-    found = [stand.find(asked(f"why {number}?")) is not None for number in range(4)]
+        harness.store(asked(f"why {number}?"), ONE)
+    until(lambda: harness.counts["evicted"] == 2)
+    found = [harness.find(asked(f"why {number}?")) is not None for number in range(4)]
     assert found == [False, False, True, True]
-    stand.answers.close()
+    harness.answers.close()
 
 
-def test_the_same_question_is_stored_once_and_what_is_too_large_or_partial_not_at_all(stand: Stand) -> None:
+def test_the_same_question_is_stored_once_and_what_is_too_large_or_partial_not_at_all(harness: CacheHarness) -> None:
     for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
-        stand.store(asked(), pieces)
-    vector = Letters().embed(["long?"])[0]
-    stand.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
+        harness.store(asked(), pieces)
+    vector = LetterEmbedder().embed(["long?"])[0]
+    harness.answers.store(asked("long?"), vector, (Tokens("a", "x" * (1 << 17), (1,), "stop"),))
     long = Retrieved("a", (Passage("p", "", 0.1, "x" * (1 << 17)),))
-    stand.answers.store(asked("many?"), vector, (long, *ONE))
-    stand.answers.store(asked("some?"), vector, (Retrieved("a", (), partial=True), *ONE))  # without some nodes
-    stand.store(asked("after these?"), ONE)
-    assert [stand.find(asked(prompt)) is None for prompt in ("long?", "many?", "some?")] == [True, True, True]
-    hit = stand.find(asked())
+    harness.answers.store(asked("many?"), vector, (long, *ONE))
+    harness.answers.store(asked("some?"), vector, (Retrieved("a", (), partial=True), *ONE))  # without some nodes
+    harness.store(asked("after these?"), ONE)
+    assert [harness.find(asked(prompt)) is None for prompt in ("long?", "many?", "some?")] == [True, True, True]
+    hit = harness.find(asked())
     assert hit is not None
     assert [piece.text for piece in hit.pieces if isinstance(piece, Tokens)] == ["two"]
-    with LiveReader(stand.directory) as reader:
+    with LiveReader(harness.directory) as reader:
         assert reader.state.count == 2
 
 
 def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_their_order(tmp_path: Path) -> None:
-    stand = Stand(tmp_path / "answers", entries=2)
+    harness = CacheHarness(tmp_path / "answers", entries=2)
     for number in range(2):
-        stand.store(asked(f"why {number}?"), ONE)
-    stand.answers.close()
-    after = Stand(tmp_path / "answers", entries=2)  # waits for the one before: the lock goes with its process
+        harness.store(asked(f"why {number}?"), ONE)
+    harness.answers.close()
+    after = CacheHarness(tmp_path / "answers", entries=2)  # waits for the one before: the lock goes with its process
     until(lambda: after.find(asked("why 0?")) is not None, after.stored.maintain)
-    after.now.s = stand.now.s + 5
+    after.now.s = harness.now.s + 5
     hit = after.find(asked("why 1?"))
     assert hit is not None
     assert hit.age_s == 5
@@ -173,15 +173,15 @@ def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_th
     after.answers.close()
 
 
-def test_stored_answers_are_readable_by_this_user_alone(stand: Stand) -> None:
-    assert stat.S_IMODE(stand.directory.stat().st_mode) == 0o700
+def test_stored_answers_are_readable_by_this_user_alone(harness: CacheHarness) -> None:
+    assert stat.S_IMODE(harness.directory.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("name", ["collection.json", "MANIFEST", "log", ""])
 def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Stand(tmp_path / "answers")
+    first = CacheHarness(tmp_path / "answers")
     first.store(asked(), ONE)
     first.answers.close()
     until(lambda: _unlocked(first.directory))
@@ -190,7 +190,7 @@ def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
         shutil.rmtree(damaged)
     else:
         damaged.write_bytes(b"{}")
-    after = Stand(tmp_path / "answers")
+    after = CacheHarness(tmp_path / "answers")
     assert after.find(asked()) is None
     after.store(asked(), ONE)
     assert after.find(asked()) is not None
@@ -198,37 +198,39 @@ def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
     after.answers.close()
 
 
-def test_a_collection_that_is_removed_under_the_process_is_begun_anew(stand: Stand) -> None:
-    stand.store(asked(), ONE)
-    shutil.rmtree(stand.directory)
-    assert stand.find(asked()) is None
-    stand.store(asked(), ONE)
-    assert stand.find(asked()) is not None
+def test_a_collection_that_is_removed_under_the_process_is_begun_anew(harness: CacheHarness) -> None:
+    harness.store(asked(), ONE)
+    shutil.rmtree(harness.directory)
+    assert harness.find(asked()) is None
+    harness.store(asked(), ONE)
+    assert harness.find(asked()) is not None
 
 
-def test_a_search_that_fails_is_a_miss_and_is_said_once(stand: Stand, caplog: pytest.LogCaptureFixture) -> None:
-    stand.store(asked(), ONE)
-    stand.client.error = Unavailable("no pool is up")
-    assert [stand.find(asked()) for _ in range(3)] == [None] * 3
+def test_a_search_that_fails_is_a_miss_and_is_said_once(
+    harness: CacheHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.store(asked(), ONE)
+    harness.client.error = Unavailable("no pool is up")
+    assert [harness.find(asked()) for _ in range(3)] == [None] * 3
     assert caplog.text.count("answers are not found: no pool is up") == 1
-    stand.client.error = None
-    assert stand.find(asked()) is not None
+    harness.client.error = None
+    assert harness.find(asked()) is not None
 
 
 def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand = Stand(tmp_path / "answers")
-    answer = NewAnswer("a", asked().digest, Letters().embed(["why?"])[0], "[]")
+    harness = CacheHarness(tmp_path / "answers")
+    answer = NewAnswer("a", asked().digest, LetterEmbedder().embed(["why?"])[0], "[]")
     with monkeypatch.context() as full:
         full.setattr(Disk, "write", _no_room)
         for _ in range(3):
-            stand.stored.store([answer])
-        assert stand.find(asked()) is None
+            harness.stored.store([answer])
+        assert harness.find(asked()) is None
     assert caplog.text.count("answers are not stored") == 1
-    stand.store(asked(), ONE)
-    assert stand.find(asked()) is not None
-    stand.answers.close()
+    harness.store(asked(), ONE)
+    assert harness.find(asked()) is not None
+    harness.answers.close()
 
 
 def _no_room(disk: Disk, fd: int, content: bytes) -> None:
@@ -236,7 +238,7 @@ def _no_room(disk: Disk, fd: int, content: bytes) -> None:
 
 
 def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
+    harness: CacheHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, others = threading.Event(), set(threading.enumerate())
     sync = Disk.sync
@@ -246,25 +248,25 @@ def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
         sync(disk, fd)
 
     monkeypatch.setattr(Disk, "sync", slow)
-    vector = Letters().embed(["why?"])[0]
+    vector = LetterEmbedder().embed(["why?"])[0]
     for number in range(200):
-        stand.answers.store(asked(f"why {number}?"), vector, ONE)  # returns
+        harness.answers.store(asked(f"why {number}?"), vector, ONE)  # returns
     wait.set()
-    until(lambda: stand.counts["evicted"] > 0)
-    stand.answers.close()
+    until(lambda: harness.counts["evicted"] > 0)
+    harness.answers.close()
     until(lambda: not any(one.name.startswith("store-answer") for one in set(threading.enumerate()) - others))
-    assert 64 <= stand.counts["stored"] <= 129, "64 wait, beside those that are being written"
+    assert 64 <= harness.counts["stored"] <= 129, "64 wait, beside those that are being written"
 
 
 def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
-    stand = Stand(tmp_path / "answers", entries=8)
+    harness = CacheHarness(tmp_path / "answers", entries=8)
     text = "x" * 20_000
-    vector = Letters().embed(["why?"])[0]
+    vector = LetterEmbedder().embed(["why?"])[0]
     for batch in range(10):
-        stand.stored.store([NewAnswer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
+        harness.stored.store([NewAnswer(f"{batch}-{n}", "k", vector, text) for n in range(64)])
     # Of 640: fewer than 256 rows are in the log, and a segment was sealed with a batch that had yet to make room.
-    until(lambda: _size(stand.directory) < 450 * len(text), what="segments without what was deleted")
-    stand.answers.close()
+    until(lambda: _size(harness.directory) < 450 * len(text), what="segments without what was deleted")
+    harness.answers.close()
 
 
 def _unlocked(directory: Path) -> bool:
@@ -282,22 +284,22 @@ def _size(directory: Path) -> int:
 
 
 @contextmanager
-def cluster(directory: Path, **settings: Any) -> Iterator[tuple[Cluster, Stand]]:
-    stand = Stand(directory / "answers", ttl_s=1000.0)
+def cluster(directory: Path, **settings: Any) -> Iterator[tuple[Cluster, CacheHarness]]:
+    harness = CacheHarness(directory / "answers", ttl_s=1000.0)
     settings_ = Settings(model="tiny", collections={"docs": 4}, **settings)
-    with Cluster(settings=settings_, answers=stand.answers) as node:
-        yield node, stand
-    stand.answers.close()
+    with Cluster(settings=settings_, answers=harness.answers) as node:
+        yield node, harness
+    harness.answers.close()
 
 
 BODY = {"model": "tiny", "prompt": "what say=3 now", "max_tokens": 8, "temperature": 0}
 
 
 def test_a_hit_is_the_stored_answer_and_says_so(tmp_path: Path) -> None:
-    with cluster(tmp_path) as (node, stand), node.http() as http:
+    with cluster(tmp_path) as (node, harness), node.http() as http:
         first = http.post("/v1/completions", json=BODY)
         assert "cached" not in first.json()
-        until(lambda: stand.counts["stored"] == 1)
+        until(lambda: harness.counts["stored"] == 1)
         second = http.post("/v1/completions", json=BODY | {"prompt": "now what say=3"})
         assert second.headers["x-trinity-cache"] == "hit"
         answer = second.json()
@@ -306,11 +308,11 @@ def test_a_hit_is_the_stored_answer_and_says_so(tmp_path: Path) -> None:
         assert answer["id"] != first.json()["id"]
         assert answer["cached"] == {"similarity": 1.0, "age_s": 0.0}
         assert len(node.players["prefill-0"].prefills) == 1, "the model was not asked again"
-        assert stand.counts == {"miss": 1, "stored": 1, "hit": 1}
+        assert harness.counts == {"miss": 1, "stored": 1, "hit": 1}
 
 
 def test_a_streamed_answer_is_stored_and_given_as_a_stream(tmp_path: Path) -> None:
-    with cluster(tmp_path) as (node, stand):
+    with cluster(tmp_path) as (node, harness):
         client = node.client()
         body: dict[str, Any] = {
             "model": "tiny",
@@ -328,26 +330,26 @@ def test_a_streamed_answer_is_stored_and_given_as_a_stream(tmp_path: Path) -> No
             texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
             assert chunks[-1].usage.completion_tokens == 3
             assert len(chunks[0].retrieval["passages"]) == 2
-            until(lambda: stand.counts["stored"] == 1)
+            until(lambda: harness.counts["stored"] == 1)
         assert texts[0] == texts[1] == "w0 w1 w2 "
         assert chunks[0].cached["similarity"] == 1.0
         assert len(node.players["prefill-0"].prefills) == 1
 
 
 def test_tenants_never_see_each_others_answers(tmp_path: Path) -> None:
-    with cluster(tmp_path, api_keys=("a", "b")) as (node, stand), node.http() as http:
+    with cluster(tmp_path, api_keys=("a", "b")) as (node, harness), node.http() as http:
         for number, tenant in enumerate(("a", "b", "a")):
-            until(lambda number=number: stand.counts["stored"] == number)  # type: ignore[misc]
+            until(lambda number=number: harness.counts["stored"] == number)  # type: ignore[misc]
             answer = http.post("/v1/completions", json=BODY, headers={"Authorization": f"Bearer {tenant}"})
             assert answer.status_code == 200
-        assert stand.counts == {"miss": 2, "stored": 2, "hit": 1}
+        assert harness.counts == {"miss": 2, "stored": 2, "hit": 1}
         assert len(node.players["prefill-0"].prefills) == 2
 
 
 def test_a_request_may_do_without_and_an_answer_that_failed_is_not_stored(tmp_path: Path) -> None:
-    with cluster(tmp_path) as (node, stand), node.http() as http:
+    with cluster(tmp_path) as (node, harness), node.http() as http:
         http.post("/v1/completions", json=BODY | {"answer_cache": False})
-        assert stand.counts == {}
+        assert harness.counts == {}
         http.post("/v1/completions", json=BODY | {"prompt": "fail=2"})
         http.post("/v1/completions", json=BODY | {"prompt": "fail=2", "stream": True})
-        assert stand.counts == {"miss": 2}
+        assert harness.counts == {"miss": 2}

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.types import Message, Scope
 
 from runtime.serving.http.middleware import BodyTooLarge, bounded_body, error_response
-from tests.frontend.bad import COMPLETION, SETTINGS, problem
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import WAIT
+from tests.frontend.fake_workers import WAIT
+from tests.frontend.request_errors import COMPLETION, SETTINGS, assert_error
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) -> None:
     body = json.dumps(COMPLETION | {"user": "x" * 20_000}).encode()
     answer = http.post("/v1/completions", content=body)
-    problem(answer, 413, "request_too_large", says=f"{len(body)} bytes or more, the limit is 10000")
+    assert_error(answer, 413, "request_too_large", message=f"{len(body)} bytes or more, the limit is 10000")
 
     def chunks() -> Iterator[bytes]:
         yield from (body[at : at + 1000] for at in range(0, len(body), 1000))
 
     answer = http.post("/v1/completions", content=chunks())
-    problem(answer, 413, "request_too_large", says="the limit is 10000")
+    assert_error(answer, 413, "request_too_large", message="the limit is 10000")
 
 
 @pytest.mark.parametrize(("messages", "awaited"), [([(b"x" * 50, False)], 1), ([(b"x" * 50, True), (b"x", False)], 2)])

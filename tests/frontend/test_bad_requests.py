@@ -16,9 +16,9 @@ from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
 from runtime.serving.http.unsupported_fields import UNSUPPORTED
-from tests.frontend.bad import CHAT, COMPLETION, SEARCH, SETTINGS, problem
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import PASSAGES
+from tests.frontend.fake_workers import PASSAGES
+from tests.frontend.request_errors import CHAT, COMPLETION, SEARCH, SETTINGS, assert_error
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +39,19 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
     [b"", b"{", b"nonsense", b'{"model": }', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 9000, b'{"a":' * 1500],
 )
 def test_malformed_json_is_refused(http: httpx.Client, path: str, body: bytes) -> None:
-    problem(http.post(path, content=body), 400, "invalid_request", says="the body is not valid JSON")
+    assert_error(http.post(path, content=body), 400, "invalid_request", message="the body is not valid JSON")
 
 
 @pytest.mark.parametrize(
-    ("body", "says"), [("[]", "an array"), ("3", "a number"), ("null", "null"), ('"x"', "a string")]
+    ("body", "message"), [("[]", "an array"), ("3", "a number"), ("null", "null"), ('"x"', "a string")]
 )
-def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says: str) -> None:
+def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, message: str) -> None:
     answer = http.post("/v1/completions", content=body)
-    problem(answer, 400, "invalid_request", says=f"must be a JSON object, not {says}")
+    assert_error(answer, 400, "invalid_request", message=f"must be a JSON object, not {message}")
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "says"),
+    ("change", "param", "message"),
     [
         ({"messages": None}, "messages", "messages is missing"),
         ({"messages": []}, "messages", "messages is empty"),
@@ -114,14 +114,14 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, says
     ],
 )
 def test_a_wrong_chat_body_is_refused_by_the_parameters_name(
-    http: httpx.Client, change: dict[str, Any], param: str, says: str
+    http: httpx.Client, change: dict[str, Any], param: str, message: str
 ) -> None:
     answer = http.post("/v1/chat/completions", content=json.dumps(CHAT | change))
-    problem(answer, 400, "invalid_request", param, says)
+    assert_error(answer, 400, "invalid_request", param, message)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": ""}, "prompt is empty"),
@@ -134,8 +134,8 @@ def test_a_wrong_chat_body_is_refused_by_the_parameters_name(
         ({"prompt": "x" * 2001}, "2001 bytes, the limit is 2000"),
     ],
 )
-def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], says: str) -> None:
-    problem(http.post("/v1/completions", json=COMPLETION | change), 400, "invalid_request", "prompt", says)
+def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], message: str) -> None:
+    assert_error(http.post("/v1/completions", json=COMPLETION | change), 400, "invalid_request", "prompt", message)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], s
 )  # fmt: skip
 def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, field: str, value: Any) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {field: value})
-    problem(answer, 400, "invalid_request", field, f"{field} is not supported")
+    assert_error(answer, 400, "invalid_request", field, f"{field} is not supported")
     assert answer.json()["error"]["message"].endswith(f": {UNSUPPORTED[field].reason}")
 
 
@@ -167,16 +167,16 @@ def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_wi
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"include_obfuscation": True}, "stream_options.include_obfuscation is not supported other than false"),
         ({"include_usages": True}, "unknown field 'include_usages'; did you mean 'include_usage'?"),
         (["include_usage"], "must be an object, not an array"),
     ],
 )
-def test_stream_options_that_nobody_heeds_are_refused(http: httpx.Client, options: Any, says: str) -> None:
+def test_stream_options_that_nobody_heeds_are_refused(http: httpx.Client, options: Any, message: str) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"stream": True, "stream_options": options})
-    problem(answer, 400, "invalid_request", "stream_options", says)
+    assert_error(answer, 400, "invalid_request", "stream_options", message)
 
 
 def test_stream_options_that_ask_for_nothing_pass(http: httpx.Client) -> None:
@@ -191,7 +191,7 @@ def test_a_content_part_says_text_and_hints_alone(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json=CHAT | {"messages": [message]}).status_code == 200
     message["content"] = [part | {"annotations": [1]}]
     answer = http.post("/v1/chat/completions", json=CHAT | {"messages": [message]})
-    problem(answer, 400, "invalid_request", "messages[0].content", "content parts with 'annotations'")
+    assert_error(answer, 400, "invalid_request", "messages[0].content", "content parts with 'annotations'")
 
 
 def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
@@ -226,7 +226,7 @@ def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
 def test_a_body_that_a_web_page_could_send_unasked_is_refused(http: httpx.Client, path: str, kind: str) -> None:
     answer = http.post(path, content=json.dumps(COMPLETION), headers={"content-type": kind})
-    problem(answer, 415, "unsupported_media_type", says="send the header 'Content-Type: application/json'")
+    assert_error(answer, 415, "unsupported_media_type", message="send the header 'Content-Type: application/json'")
 
 
 def test_the_type_of_a_body_may_name_its_charset(http: httpx.Client) -> None:
@@ -237,26 +237,30 @@ def test_the_type_of_a_body_may_name_its_charset(http: httpx.Client) -> None:
 def test_an_unknown_model_is_not_found(http: httpx.Client) -> None:
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
         answer = http.post(path, json=body | {"model": "gpt-17"})
-        problem(answer, 404, "model_not_found", "model", "'gpt-17' is not served; served: 'tiny'")
+        assert_error(answer, 404, "model_not_found", "model", "'gpt-17' is not served; served: 'tiny'")
 
 
 def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Cluster, http: httpx.Client) -> None:
     before = len(cluster.players["prefill-0"].prefills)
     answer = http.post("/v1/chat/completions", json=CHAT | {"retrieval": {"collection": "dogs"}})
-    problem(answer, 404, "unknown_collection", "retrieval.collection", "no collection 'dogs' is loaded; loaded: docs")
-    problem(http.post("/v1/retrieval", json=SEARCH | {"collection": "dogs"}), 404, "unknown_collection", "collection")
+    assert_error(
+        answer, 404, "unknown_collection", "retrieval.collection", "no collection 'dogs' is loaded; loaded: docs"
+    )
+    assert_error(
+        http.post("/v1/retrieval", json=SEARCH | {"collection": "dogs"}), 404, "unknown_collection", "collection"
+    )
     assert len(cluster.players["prefill-0"].prefills) == before
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
-    problem(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
+    assert_error(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
 def test_a_wrong_method_is_refused_and_names_the_right_one(http: httpx.Client, method: str) -> None:
     answer = http.request(method, "/v1/chat/completions")
-    problem(answer, 405, "method_not_allowed", says=f"{method} /v1/chat/completions")
+    assert_error(answer, 405, "method_not_allowed", message=f"{method} /v1/chat/completions")
     assert answer.headers["allow"] == "POST"
 
 
@@ -264,7 +268,7 @@ def test_a_wrong_method_is_refused_and_names_the_right_one(http: httpx.Client, m
     "path", ["/", "/v1", "/v1/audio/speech", "/v1/chat/completions/", "/docs", "/openapi.json", "/v1/%2e"]
 )
 def test_an_unknown_path_is_not_found(http: httpx.Client, path: str) -> None:
-    problem(http.get(path), 404, "not_found")
+    assert_error(http.get(path), 404, "not_found")
 
 
 # ---- search alone
@@ -290,7 +294,7 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "says"),
+    ("body", "param", "message"),
     [
         ('{"collection": "docs"}', "query", "either query (text) or vector"),
         ('{"collection": "docs", "query": "a", "vector": [1,2,3,4]}', "query", "either"),
@@ -308,20 +312,20 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         ('{"collection": "docs", "query": "a", "top": 3}', "top", "unknown field"),
     ],
 )
-def test_a_wrong_search_is_refused(http: httpx.Client, body: str, param: str, says: str) -> None:
-    problem(http.post("/v1/retrieval", content=body), 400, "invalid_request", param, says)
+def test_a_wrong_search_is_refused(http: httpx.Client, body: str, param: str, message: str) -> None:
+    assert_error(http.post("/v1/retrieval", content=body), 400, "invalid_request", param, message)
 
 
 def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http: httpx.Client) -> None:
     try:
         cluster.search.error = Unavailable("no pool answers")
         answer = http.post("/v1/retrieval", json=SEARCH)
-        problem(answer, 503, "unavailable", says="no pool answers")
+        assert_error(answer, 503, "unavailable", message="no pool answers")
         assert answer.headers["retry-after"] == "1"
         assert answer.headers["x-request-id"].startswith("ret-")
         cluster.search.error = ZeroDivisionError("a secret of the house")
         answer = http.post("/v1/retrieval", json=SEARCH)
-        problem(answer, 500, "internal_error", says="internal error")
+        assert_error(answer, 500, "internal_error", message="internal error")
         assert "secret" not in answer.text
     finally:
         cluster.search.error = None
@@ -336,7 +340,7 @@ def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http:
     ],
 )
 def test_what_is_tokenized_has_a_prompts_limit(http: httpx.Client, param: str, value: object) -> None:
-    problem(
+    assert_error(
         http.post("/tokenize", json={param: value}),
         400,
         "invalid_request",

@@ -13,7 +13,7 @@ from runtime.node.config import HttpSection
 from runtime.serving.http.connections import peer_of
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import WAIT
+from tests.frontend.fake_workers import WAIT
 
 LIMITS = HttpSection(
     header_timeout_s=1.0, idle_timeout_s=2.0, send_timeout_s=0.5, max_connections=400, max_connections_per_peer=300

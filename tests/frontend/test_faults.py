@@ -17,7 +17,7 @@ from runtime.errors import ConfigError, TrinityError
 from runtime.serving.http.responses import ChatResponse
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import WAIT, run
+from tests.frontend.fake_workers import WAIT, run
 
 SETTINGS = Settings("tiny", {"docs": 4}, request_timeout_s=5, search_timeout_s=WAIT, max_searches=2)
 
@@ -259,7 +259,7 @@ def test_health_says_which_workers_are_missing_and_requests_are_refused(
 
 def test_health_is_ready_with_one_worker_of_each_role_and_a_search(cluster: Cluster, http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ready", "missing": [], "unavailable": {}}
-    cluster.search.lacking = ["pool"]
+    cluster.search.missing_workers = ["pool"]
     health = http.get("/health")
     assert (health.status_code, health.json()["missing"]) == (503, ["pool"])
 

@@ -93,13 +93,13 @@ async def _drain(wanted: bool) -> None:
 def test_every_endpoint_is_on_the_page() -> None:
     from runtime.serving.http.app import create_app
     from runtime.serving.http.service import Service, Settings
-    from tests.frontend.cluster import Search, metrics
-    from tests.frontend.links import Stand
+    from tests.frontend.cluster import FakeSearch, metrics
+    from tests.frontend.link_harness import LinkHarness
 
-    stand, writes = Stand(), cast(WriterService, object())  # of which only the routes' existence is asked
+    harness, writes = LinkHarness(), cast(WriterService, object())  # of which only the routes' existence is asked
     try:
-        app = create_app(Service(stand.link, Search(), metrics, writes=writes, drain=_drain), Settings())
+        app = create_app(Service(harness.link, FakeSearch(), metrics, writes=writes, drain=_drain), Settings())
     finally:
-        stand.link.close()
+        harness.link.close()
     paths = {route.path.replace(":path", "").replace("{traced}", "{id}") for route in app.routes}  # type: ignore[attr-defined]
     assert {name.rpartition(" ")[2] for name in named("Endpoints")} == paths

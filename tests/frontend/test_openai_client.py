@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +205,12 @@ def test_an_error_before_the_first_token_has_its_status_and_its_parameter(client
 def test_an_error_within_a_stream_ends_it_with_an_error_event(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model="tiny", messages=ask("fail=2"), stream=True)
     assert [next(stream).choices[0].delta.content for _ in range(3)] == ["", "w0 ", "w1 "]
-    with pytest.raises(openai.APIError, match="the fake broke"):
+    with pytest.raises(openai.APIError, match="the fake failed"):
         next(stream)
 
 
 def test_an_error_within_an_answer_that_is_not_streamed_has_its_status(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError, match="the fake broke"):
+    with pytest.raises(openai.InternalServerError, match="the fake failed"):
         client.chat.completions.create(model="tiny", messages=ask("fail=2"))
 
 

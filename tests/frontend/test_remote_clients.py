@@ -21,8 +21,8 @@ from runtime.retrieval.passages import Passage
 from runtime.retrieval.remote_collections import RemoteCollection
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.query import PassageQuery, QueueLimits
-from tests.frontend.fakes import WAIT, run
-from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
+from tests.frontend.fake_workers import WAIT, run
+from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
 
 TEXTS = ["cats purr", "dogs bark", "fish swim", "birds sing"]
 STORE = b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
@@ -40,17 +40,17 @@ def client(tmp_path: Path, *nodes: str, limits: QueueLimits | None = None, **opt
 @contextlib.contextmanager
 def silent() -> Iterator[str]:
     """A node that says what its collection is, and answers no search."""
-    told: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+    reported_summary: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
 
     async def serve() -> None:
         stopped = asyncio.Event()
-        async with await answer(SILENT, b"GET") as server:
-            told.put((url_of(server), asyncio.get_running_loop(), stopped))
+        async with await raw_server(SILENT, b"GET") as server:
+            reported_summary.put((url_of(server), asyncio.get_running_loop(), stopped))
             await stopped.wait()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    url, loop, stopped = told.get(timeout=WAIT)
+    url, loop, stopped = reported_summary.get(timeout=WAIT)
     try:
         yield url
     finally:
@@ -58,10 +58,10 @@ def silent() -> Iterator[str]:
         thread.join(WAIT)
 
 
-def nearest(part: Any, query: str | None, **asked: Any) -> list[Passage]:
+def nearest(start_node: Any, query: str | None, **asked: Any) -> list[Passage]:
     """What one index of a part's documents finds."""
     wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
-    found: list[Passage] = asyncio.run(part.search(wanted, on_embedded=lambda: None, timeout_s=60.0))
+    found: list[Passage] = asyncio.run(start_node.search(wanted, on_embedded=lambda: None, timeout_s=60.0))
     return sorted(found, key=lambda passage: passage.distance)
 
 
@@ -69,8 +69,8 @@ def vector(text: str) -> Any:
     return HASHING.embed([text], "query")[0]
 
 
-def test_a_client_finds_in_two_parts_what_one_index_finds(part: Any, tmp_path: Path) -> None:
-    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+def test_a_client_finds_in_two_parts_what_one_index_finds(start_node: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with client(tmp_path, even, odd) as asked:
         for text in TEXTS:
             one = nearest(whole, text)
@@ -80,7 +80,7 @@ def test_a_client_finds_in_two_parts_what_one_index_finds(part: Any, tmp_path: P
                 assert found.distances.tolist() == np.array([passage.distance for passage in one], np.float32).tolist()
                 assert set(found.ids.tolist()) == {-1}
                 assert not found.partial
-        assert list(asked.search("cats", 10, filter=SOME).passages) == nearest(whole, "cats", filter=SOME)
+        assert list(asked.search("cats", 10, filter=SOME_FILTER).passages) == nearest(whole, "cats", filter=SOME_FILTER)
         ticket, ended = asked.submit("dogs", 3, deadline_ns=(1 << 62)), list[Any]()
         while not ended:
             asked.sleep((), 1000)
@@ -89,8 +89,10 @@ def test_a_client_finds_in_two_parts_what_one_index_finds(part: Any, tmp_path: P
         assert asked.poll() == []
 
 
-def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_order(part: Any, tmp_path: Path) -> None:
-    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_order(
+    start_node: Any, tmp_path: Path
+) -> None:
+    whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with client(tmp_path, even, odd) as asked:
         found = asked.search_batch([vector(TEXTS[number % 4]) for number in range(150)], 5, collection="all").checked()
     wanted = [nearest(whole, text, k=5) for text in TEXTS]
@@ -99,9 +101,9 @@ def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_o
 
 
 def test_within_an_event_loop_many_ask_at_once_and_who_is_cancelled_ends_its_search_there(
-    part: Any, tmp_path: Path
+    start_node: Any, tmp_path: Path
 ) -> None:
-    whole, url_of_whole = part(DOCUMENTS)
+    whole, url_of_whole = start_node(DOCUMENTS)
     wanted = {text: nearest(whole, text) for text in TEXTS}
 
     async def test(url: str) -> None:
@@ -148,24 +150,24 @@ def test_a_deadline_that_ends_as_a_node_has_told_what_it_has_names_that_node() -
                 await asyncio.sleep(WAIT)
             yield Told()
 
-    remote = RemoteCollection(RemoteSection("all", (NOBODY,), "docs"), lambda: Session())  # type: ignore[arg-type,return-value]
-    with pytest.raises(DeadlineExceeded, match=f"node {NOBODY} did not answer within 0 s"):
+    remote = RemoteCollection(RemoteSection("all", (UNREACHABLE_URL,), "docs"), lambda: Session())  # type: ignore[arg-type,return-value]
+    with pytest.raises(DeadlineExceeded, match=f"node {UNREACHABLE_URL} did not answer within 0 s"):
         run(remote.search({"query": "cats", "k": 3}, timeout_s=0.005))
-    assert remote.nodes == {NOBODY: ""}
+    assert remote.nodes == {UNREACHABLE_URL: ""}
 
 
-def test_without_a_node_a_client_is_told_by_the_stated_rule(part: Any, tmp_path: Path) -> None:
-    half, even = part(DOCUMENTS[::2])
-    with client(tmp_path, even, NOBODY) as asked, pytest.raises(Unavailable, match=NOBODY):
+def test_without_a_node_a_client_is_told_by_the_stated_rule(start_node: Any, tmp_path: Path) -> None:
+    half, even = start_node(DOCUMENTS[::2])
+    with client(tmp_path, even, UNREACHABLE_URL) as asked, pytest.raises(Unavailable, match=UNREACHABLE_URL):
         asked.search("cats", 10)
-    with client(tmp_path, even, NOBODY, missing="partial") as asked:
+    with client(tmp_path, even, UNREACHABLE_URL, missing="partial") as asked:
         found = asked.search("cats", 10)
         assert found.partial
         assert list(found.passages) == nearest(half, "cats")
 
 
-def test_what_a_client_may_not_ask_is_a_typed_error(part: Any, tmp_path: Path) -> None:
-    _, url = part(DOCUMENTS)
+def test_what_a_client_may_not_ask_is_a_typed_error(start_node: Any, tmp_path: Path) -> None:
+    _, url = start_node(DOCUMENTS)
     with client(tmp_path, url, limits=QueueLimits(parked=2)) as asked:
         with pytest.raises(InvalidFilter, match="no attribute 'm'"):
             asked.search("cats", 10, filter={"type": "eq", "key": "m", "value": 1})
@@ -210,11 +212,11 @@ def ended(asker: Retriever) -> RetrievalResult:
 LATE = 1 << 62
 
 
-def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: Any, tmp_path: Path) -> None:
-    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(start_node: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with retriever(tmp_path, even, odd) as asker:
         asker.warm_up()
-        for text, wanted in itertools.product(TEXTS, (None, SOME)):
+        for text, wanted in itertools.product(TEXTS, (None, SOME_FILTER)):
             ticket = asker.submit(text, "all", 10, "decode", LATE, filter=filter_bytes(wanted))
             found = ended(asker)
             assert (found.ticket, found.error, found.build, found.partial) == (ticket, None, "", False)
@@ -222,12 +224,12 @@ def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(part: A
             assert found.embedded_ns > 0
 
 
-def test_a_worker_is_told_when_nodes_are_missing(part: Any, tmp_path: Path) -> None:
-    _, even = part(DOCUMENTS[::2])
-    with retriever(tmp_path, even, NOBODY, missing="partial") as asker:
+def test_a_worker_is_told_when_nodes_are_missing(start_node: Any, tmp_path: Path) -> None:
+    _, even = start_node(DOCUMENTS[::2])
+    with retriever(tmp_path, even, UNREACHABLE_URL, missing="partial") as asker:
         asker.submit("cats", "all", 10, "prefill", LATE)
         assert ended(asker).partial
-    with retriever(tmp_path, even, NOBODY) as asker:
+    with retriever(tmp_path, even, UNREACHABLE_URL) as asker:
         asker.submit("cats", "all", 10, "prefill", LATE)
         assert isinstance(ended(asker).error, Unavailable)
         with pytest.raises(InvalidRequest, match="on other nodes") as caught:
@@ -235,8 +237,8 @@ def test_a_worker_is_told_when_nodes_are_missing(part: Any, tmp_path: Path) -> N
         assert caught.value.param == "hybrid"
 
 
-def test_what_a_worker_cancels_never_comes(tmp_path: Path, part: Any) -> None:
-    _, even = part(DOCUMENTS)
+def test_what_a_worker_cancels_never_comes(tmp_path: Path, start_node: Any) -> None:
+    _, even = start_node(DOCUMENTS)
     with retriever(tmp_path, even) as asker:
         dropped = asker.submit("cats", "all", 10, "decode", LATE)
         asker.cancel(dropped)

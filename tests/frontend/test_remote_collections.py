@@ -19,8 +19,8 @@ from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import run
-from tests.frontend.parts import DOCUMENTS, HASHING, KEY, NOBODY, SOME, answer, url_of
+from tests.frontend.fake_workers import run
+from tests.frontend.remote_nodes import DOCUMENTS, HASHING, KEY, SOME_FILTER, UNREACHABLE_URL, raw_server, url_of
 
 
 @contextlib.asynccontextmanager
@@ -46,15 +46,15 @@ def ask(
     return found
 
 
-def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp_path: Path) -> None:
-    whole, (_, even), (_, odd) = part(DOCUMENTS)[0], part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(start_node: Any, tmp_path: Path) -> None:
+    whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
 
     async def test() -> None:
         async with remote(tmp_path, even, odd + "/v1") as found:
             for changed in (
                 {},
                 {"query": "dogs bark", "k": 25},
-                {"filter": SOME},
+                {"filter": SOME_FILTER},
                 {"query": None, "vector": HASHING.embed(["birds sing"], "query")[0].tolist()},
             ):
                 one = await ask(whole, **({"filter": None} | changed))
@@ -66,8 +66,8 @@ def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(part: Any, tmp
     run(test())
 
 
-def test_a_hybrid_search_is_refused(part: Any, tmp_path: Path) -> None:
-    _, url = part(DOCUMENTS)
+def test_a_hybrid_search_is_refused(start_node: Any, tmp_path: Path) -> None:
+    _, url = start_node(DOCUMENTS)
 
     async def test() -> None:
         async with remote(tmp_path, url) as both:
@@ -79,65 +79,70 @@ def test_a_hybrid_search_is_refused(part: Any, tmp_path: Path) -> None:
     run(test())
 
 
-def test_without_a_node_a_search_is_refused_and_says_which_one_is_missing(part: Any, tmp_path: Path) -> None:
-    _, even = part(DOCUMENTS[::2])
+def test_without_a_node_a_search_is_refused_and_says_which_one_is_missing(start_node: Any, tmp_path: Path) -> None:
+    _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
-        async with remote(tmp_path, even, NOBODY) as found:
-            with pytest.raises(Unavailable, match=NOBODY):
+        async with remote(tmp_path, even, UNREACHABLE_URL) as found:
+            with pytest.raises(Unavailable, match=UNREACHABLE_URL):
                 await ask(found)
             assert list(found.unavailable()) == ["all"]
 
     run(test())
 
 
-def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(part: Any, tmp_path: Path) -> None:
-    half, even = part(DOCUMENTS[::2])
+def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
+    start_node: Any, tmp_path: Path
+) -> None:
+    half, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
-        async with remote(tmp_path, NOBODY, even, missing="partial") as found:
+        async with remote(tmp_path, UNREACHABLE_URL, even, missing="partial") as found:
             answered = await ask(found)
             assert isinstance(answered, PartialPassages)
             assert answered == await ask(half, filter=None)
             assert found.unavailable() == {}
-        async with remote(tmp_path, NOBODY, missing="partial") as found:
-            with pytest.raises(Unavailable, match=NOBODY):
+        async with remote(tmp_path, UNREACHABLE_URL, missing="partial") as found:
+            with pytest.raises(Unavailable, match=UNREACHABLE_URL):
                 await ask(found)
 
     run(test())
 
 
-def test_doctor_tells_which_nodes_of_a_collection_are_there(part: Any, tmp_path: Path) -> None:
-    _, even = part(DOCUMENTS[::2])
+def test_doctor_tells_which_nodes_of_a_collection_are_there(start_node: Any, tmp_path: Path) -> None:
+    _, even = start_node(DOCUMENTS[::2])
     (tmp_path / "key").write_text(KEY)
-    section = RemoteSection("all", (even + "/", NOBODY), "docs", api_key_file=str(tmp_path / "key"))
+    section = RemoteSection("all", (even + "/", UNREACHABLE_URL), "docs", api_key_file=str(tmp_path / "key"))
     for missing, level in (("refuse", "error"), ("partial", "warning")):
-        told = list(findings(NodeConfig(remote=(replace(section, missing=missing),))))
-        assert [(one.level, one.subject) for one in told] == [
+        reported_summary = list(findings(NodeConfig(remote=(replace(section, missing=missing),))))
+        assert [(one.level, one.subject) for one in reported_summary] == [
             ("ok", f"remote all at {even}"),
-            (level, f"remote all at {NOBODY}"),
+            (level, f"remote all at {UNREACHABLE_URL}"),
         ]
-        assert told[0].text == "hashing-64, 64 dimensions, cosine"
+        assert reported_summary[0].text == "hashing-64, 64 dimensions, cosine"
 
 
-def test_a_node_that_is_back_is_in_use_again(part: Any, tmp_path: Path) -> None:
-    half, even = part(DOCUMENTS[::2])
-    ready, half.told = half.told, CollectionSummary(dim=64, metric="cosine", embedder="hashing-64")
+def test_a_node_that_is_back_is_in_use_again(start_node: Any, tmp_path: Path) -> None:
+    half, even = start_node(DOCUMENTS[::2])
+    ready, half.reported_summary = (
+        half.reported_summary,
+        CollectionSummary(dim=64, metric="cosine", embedder="hashing-64"),
+    )
 
     async def test() -> None:
         async with remote(tmp_path, even) as found:
             with pytest.raises(Unavailable, match="its documents cannot be used"):
                 await ask(found)
-            half.told = ready
+            half.reported_summary = ready
             await found.remote.probe()
             assert len(await ask(found)) == 10
 
     run(test())
 
 
-def test_parts_that_were_embedded_by_different_models_are_not_merged(part: Any, tmp_path: Path) -> None:
-    (_, even), (other, odd) = part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
-    other.told = CollectionSummary(True, dim=64, metric="cosine", embedder="another")
+def test_parts_that_were_embedded_by_different_models_are_not_merged(start_node: Any, tmp_path: Path) -> None:
+    (_, even), (other, odd) = start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
+    other.reported_summary = CollectionSummary(True, dim=64, metric="cosine", embedder="another")
 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
@@ -153,7 +158,7 @@ def test_a_node_that_is_silent_costs_its_time_once_and_a_hasty_search_costs_it_n
             b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
         )
         head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(store)
-        silent = await answer(head + store)  # and to what comes next on that connection nothing
+        silent = await raw_server(head + store)  # and to what comes next on that connection nothing
         async with silent, remote(tmp_path, url_of(silent), timeout_s=1.0) as found:
             with pytest.raises(DeadlineExceeded, match=url_of(silent)):
                 await ask(found, timeout_s=0.01)
@@ -177,11 +182,11 @@ def test_a_node_that_is_silent_costs_its_time_once_and_a_hasty_search_costs_it_n
     ],
     ids=["no http", "no store", "500", "redirect", "too long"],
 )
-def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, part: Any, tmp_path: Path) -> None:
-    _, even = part(DOCUMENTS[::2])
+def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, start_node: Any, tmp_path: Path) -> None:
+    _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
-        server = await answer(content)
+        server = await raw_server(content)
         async with server, remote(tmp_path, even, url_of(server)) as found:
             with pytest.raises(Unavailable, match=url_of(server)):
                 await ask(found)
@@ -189,8 +194,8 @@ def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, part
     run(test())
 
 
-def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(part: Any, tmp_path: Path) -> None:
-    (_, even), (_, odd) = part(DOCUMENTS[::2]), part(DOCUMENTS[1::2])
+def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(start_node: Any, tmp_path: Path) -> None:
+    (_, even), (_, odd) = start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
@@ -201,8 +206,8 @@ def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(part: Any, 
     run(test())
 
 
-def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(part: Any, tmp_path: Path) -> None:
-    _, even = part(DOCUMENTS[::2])
+def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(start_node: Any, tmp_path: Path) -> None:
+    _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
         found = CollectionRouter(NoCollections(), [RemoteSection("all", (even,), "docs")])

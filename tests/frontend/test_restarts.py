@@ -8,21 +8,21 @@ from msgspec.structs import replace
 from runtime.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, Unavailable, WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.messages import Cancel, Failed, Prefill, Resume, Retrieval, Retrieved, Sampling, Tokens
-from tests.frontend.fakes import PASSAGES, Worker, run
-from tests.frontend.links import RESTART_WAIT, Stand, ending, standing
+from tests.frontend.fake_workers import PASSAGES, FakeWorker, run
+from tests.frontend.link_harness import RESTART_WAIT_S, LinkHarness, error_of, running_link
 
 
-async def cast(stand: Stand) -> dict[str, Worker]:
+async def cast(harness: LinkHarness) -> dict[str, FakeWorker]:
     """Two workers of each role."""
     return {
-        name: await stand.worker("prefill" if name[0] == "p" else "decode", name) for name in ("p0", "p1", "d0", "d1")
+        name: await harness.worker("prefill" if name[0] == "p" else "decode", name) for name in ("p0", "p1", "d0", "d1")
     }
 
 
-async def sent(workers: dict[str, Worker], request: Request) -> Prefill:
+async def sent(workers: dict[str, FakeWorker], request: Request) -> Prefill:
     """What the prefill worker of the request's last placement was told; words to forget others are passed over."""
     while True:
-        message = await workers[request.placement.prefill].hear()
+        message = await workers[request.placement.prefill].receive()
         if isinstance(message, Prefill):
             return message
 
@@ -33,18 +33,20 @@ async def pieces(request: Request, count: int) -> list[Any]:
 
 def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            workers = await cast(stand)
-            request = stand.submit(sampling=Sampling(max_tokens=8, seed=4), retrieval=Retrieval("docs", every_tokens=2))
+        async with running_link(restarts=3) as harness:
+            workers = await cast(harness)
+            request = harness.submit(
+                sampling=Sampling(max_tokens=8, seed=4), retrieval=Retrieval("docs", every_tokens=2)
+            )
             first = await sent(workers, request)
             prefill, decode = workers[first.decode_worker], workers[first.decode_worker]
-            await workers[request.placement.prefill].say(Retrieved("r1", PASSAGES[:1]))
-            await decode.say(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), last_probe_at=2))
-            await decode.say(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
-            await decode.say(Tokens("r1", "c", (12,), last_probe_at=2))
+            await workers[request.placement.prefill].send(Retrieved("r1", PASSAGES[:1]))
+            await decode.send(Tokens("r1", "ab", (10, 11), prompt_token_ids=(1, 2, 3), last_probe_at=2))
+            await decode.send(Retrieved("r1", PASSAGES[1:], at_token=2, inserted=(90, 91)))
+            await decode.send(Tokens("r1", "c", (12,), last_probe_at=2))
             await pieces(request, 4)
             dead = first.decode_worker
-            stand.link.worker_lost(dead, "killed")
+            harness.link.worker_lost(dead, "killed")
             again = await sent(workers, request)
             assert again.decode_worker != dead
             assert again.request_id == "r1~1"
@@ -54,49 +56,49 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
                 prompt_tokens=3,
                 generated=(10, 11, 12),
                 seen_passages=tuple(passage.id for passage in PASSAGES),
-                first_token_ns=stand.clock(),
+                first_token_ns=harness.clock(),
                 last_probe_at=2,
             )
-            await prefill.say(Tokens("r1", "c again", (12,)))  # the dead one, late
-            await workers[again.decode_worker].say(Tokens("r1~1", "d", (13,), "length", 3))
+            await prefill.send(Tokens("r1", "c again", (12,)))  # the dead one, late
+            await workers[again.decode_worker].send(Tokens("r1~1", "d", (13,), "length", 3))
             assert await request.next() == Tokens("r1~1", "d", (13,), "length", 3)
-            assert (stand.codes, stand.ended[0].completion_tokens) == (["length"], 4)
-            assert stand.router.in_flight == 0
+            assert (harness.codes, harness.ended[0].completion_tokens) == (["length"], 4)
+            assert harness.router.in_flight == 0
 
     run(test())
 
 
 def test_before_its_first_token_a_request_starts_as_if_for_the_first_time() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            workers = await cast(stand)
-            request = stand.submit(retrieval=Retrieval("docs"))
+        async with running_link(restarts=3) as harness:
+            workers = await cast(harness)
+            request = harness.submit(retrieval=Retrieval("docs"))
             first = await sent(workers, request)
             dead = request.placement.prefill
-            await workers[dead].say(Retrieved("r1", PASSAGES[:1]))
+            await workers[dead].send(Retrieved("r1", PASSAGES[:1]))
             await workers[dead].settle()
-            stand.link.worker_lost(dead, "killed")
+            harness.link.worker_lost(dead, "killed")
             again = await sent(workers, request)
             assert request.placement.prefill != dead
             assert (again.request_id, again.resume, again.generation) == ("r1~1", None, first.generation)
-            await workers[request.placement.prefill].say(Retrieved("r1~1", PASSAGES[1:]))
-            await workers[again.decode_worker].say(Tokens("r1~1", "a", (5,), "stop", 1))
+            await workers[request.placement.prefill].send(Retrieved("r1~1", PASSAGES[1:]))
+            await workers[again.decode_worker].send(Tokens("r1~1", "a", (5,), "stop", 1))
             found = await pieces(request, 2)
             assert [type(piece) for piece in found] == [Retrieved, Tokens], "the passages come once"
             assert found[0].passages == PASSAGES[1:]
-            assert stand.codes == ["stop"]
+            assert harness.codes == ["stop"]
 
     run(test())
 
 
 def test_a_hand_over_that_failed_is_tried_with_another_decode_worker() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            workers = await cast(stand)
-            request = stand.submit()
+        async with running_link(restarts=3) as harness:
+            workers = await cast(harness)
+            request = harness.submit()
             first = await sent(workers, request)
-            await workers[request.placement.prefill].say(Failed("r1", "worker_lost", "decode did not take it"))
-            assert await workers[first.decode_worker].hear() == Cancel("r1")
+            await workers[request.placement.prefill].send(Failed("r1", "worker_lost", "decode did not take it"))
+            assert await workers[first.decode_worker].receive() == Cancel("r1")
             again = await sent(workers, request)
             assert again.decode_worker != first.decode_worker
 
@@ -105,69 +107,69 @@ def test_a_hand_over_that_failed_is_tried_with_another_decode_worker() -> None:
 
 def test_without_another_worker_a_request_waits_for_one() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            prefill = await stand.worker("prefill", "p0")
-            await stand.worker("decode", "d0")
-            request = stand.submit()
-            await prefill.hear_prefill()
-            stand.link.worker_lost("d0", "killed")
-            stand.clock.advance(RESTART_WAIT / 2)
+        async with running_link(restarts=3) as harness:
+            prefill = await harness.worker("prefill", "p0")
+            await harness.worker("decode", "d0")
+            request = harness.submit()
+            await prefill.receive_prefill()
+            harness.link.worker_lost("d0", "killed")
+            harness.clock.advance(RESTART_WAIT_S / 2)
             await prefill.report(77)
             await prefill.settle()
             assert not request.ended
-            assert stand.router.in_flight == 0
-            await stand.worker("decode", "d0", epoch=2)
-            stand.link.tick()
-            assert (await prefill.hear_prefill()).request_id == "r1~1"
+            assert harness.router.in_flight == 0
+            await harness.worker("decode", "d0", epoch=2)
+            harness.link.tick()
+            assert (await prefill.receive_prefill()).request_id == "r1~1"
 
     run(test())
 
 
 def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            await stand.worker("prefill", "p0")
-            await stand.worker("decode", "d0")
-            request = stand.submit(timeout_s=600)
-            stand.link.worker_lost("d0", "killed")
-            stand.clock.advance(RESTART_WAIT)
-            stand.link.tick()
-            error = await ending(request)
+        async with running_link(restarts=3) as harness:
+            await harness.worker("prefill", "p0")
+            await harness.worker("decode", "d0")
+            request = harness.submit(timeout_s=600)
+            harness.link.worker_lost("d0", "killed")
+            harness.clock.advance(RESTART_WAIT_S)
+            harness.link.tick()
+            error = await error_of(request)
             assert isinstance(error, WorkerLost)
             assert error.message.startswith("decode worker 'd0' was lost: killed, and no other worker accepted it: no ")
-            assert stand.codes == ["worker_lost"]
+            assert harness.codes == ["worker_lost"]
 
     run(test())
 
 
 def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            await stand.worker("prefill", "p0")
-            await stand.worker("decode", "d0")
-            late, gone = stand.submit("r1", timeout_s=5), stand.submit("r2")
-            stand.link.worker_lost("d0", "killed")
-            stand.link.cancel(gone)
-            stand.clock.advance(5)
-            stand.link.tick()
-            assert await ending(late)
-            assert sorted(stand.codes) == ["client_closed_request", "worker_lost"]
-            assert (len(stand.link.requests), stand.router.in_flight) == (0, 0)
+        async with running_link(restarts=3) as harness:
+            await harness.worker("prefill", "p0")
+            await harness.worker("decode", "d0")
+            late, gone = harness.submit("r1", timeout_s=5), harness.submit("r2")
+            harness.link.worker_lost("d0", "killed")
+            harness.link.cancel(gone)
+            harness.clock.advance(5)
+            harness.link.tick()
+            assert await error_of(late)
+            assert sorted(harness.codes) == ["client_closed_request", "worker_lost"]
+            assert (len(harness.link.requests), harness.router.in_flight) == (0, 0)
 
     run(test())
 
 
 def test_there_is_a_limit_to_new_starts() -> None:
     async def test() -> None:
-        async with standing(restarts=2) as stand:
-            workers = await cast(stand)
-            request = stand.submit()
+        async with running_link(restarts=2) as harness:
+            workers = await cast(harness)
+            request = harness.submit()
             for _ in range(2):
-                await workers[request.placement.prefill].say(Failed(request.attempt_id, "worker_lost", "again"))
+                await workers[request.placement.prefill].send(Failed(request.attempt_id, "worker_lost", "again"))
                 await workers[request.placement.prefill].settle()
             assert not request.ended
-            await workers[request.placement.prefill].say(Failed(request.attempt_id, "worker_lost", "again"))
-            error = await ending(request)
+            await workers[request.placement.prefill].send(Failed(request.attempt_id, "worker_lost", "again"))
+            error = await error_of(request)
             assert isinstance(error, WorkerLost)
             assert error.message == "again; the limit of 2 restarts is reached"
 
@@ -176,55 +178,55 @@ def test_there_is_a_limit_to_new_starts() -> None:
 
 def test_an_error_of_the_requests_own_starts_nothing_again() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            workers = await cast(stand)
-            request = stand.submit()
-            await workers[request.placement.prefill].say(Failed("r1", "context_length_exceeded", "too long"))
-            assert (await ending(request)).code == "context_length_exceeded"
+        async with running_link(restarts=3) as harness:
+            workers = await cast(harness)
+            request = harness.submit()
+            await workers[request.placement.prefill].send(Failed("r1", "context_length_exceeded", "too long"))
+            assert (await error_of(request)).code == "context_length_exceeded"
 
     run(test())
 
 
 def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> None:
     async def test() -> None:
-        async with standing(restarts=3) as stand:
-            decode = await stand.worker("decode", "d0")
-            request, cancelled = stand.submit(), stand.submit("r2")
-            assert (stand.codes, stand.router.in_flight) == ([], 0)
-            stand.link.cancel(cancelled)
-            prefill = await stand.worker("prefill", "p0")
-            stand.link.tick()
-            told = await prefill.hear_prefill()
+        async with running_link(restarts=3) as harness:
+            decode = await harness.worker("decode", "d0")
+            request, cancelled = harness.submit(), harness.submit("r2")
+            assert (harness.codes, harness.router.in_flight) == ([], 0)
+            harness.link.cancel(cancelled)
+            prefill = await harness.worker("prefill", "p0")
+            harness.link.tick()
+            told = await prefill.receive_prefill()
             assert (told.request_id, told.decode_worker) == ("r1", "d0")
-            assert stand.link.statistics().restarts == 0
-            await decode.say(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
+            assert harness.link.statistics().restarts == 0
+            await decode.send(Tokens("r1", "a", (10,), "stop", 3, prompt_token_ids=(1,)))
             await request.next()
-            assert stand.codes == ["client_closed_request", "stop"]
+            assert harness.codes == ["client_closed_request", "stop"]
 
     run(test())
 
 
 def test_a_new_request_for_which_no_worker_comes_is_told_so_in_time() -> None:
     async def test() -> None:
-        async with standing(restarts=3, max_in_flight=2) as stand:
-            prefill = await stand.worker("prefill", "p0")
-            waiting, late = stand.submit(), stand.submit("r2", timeout_s=RESTART_WAIT / 2)
+        async with running_link(restarts=3, max_in_flight=2) as harness:
+            prefill = await harness.worker("prefill", "p0")
+            waiting, late = harness.submit(), harness.submit("r2", timeout_s=RESTART_WAIT_S / 2)
             with pytest.raises(Overloaded, match="no decode worker is ready; try again later; 2 requests"):
-                stand.submit("r3")
-            stand.clock.advance(RESTART_WAIT / 2 + 1)
+                harness.submit("r3")
+            harness.clock.advance(RESTART_WAIT_S / 2 + 1)
             await prefill.report(77)
             await prefill.settle()
-            stand.link.tick()
-            assert isinstance(await ending(late), DeadlineExceeded | Unavailable)
-            long = stand.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
-            stand.clock.advance(RESTART_WAIT / 2)
+            harness.link.tick()
+            assert isinstance(await error_of(late), DeadlineExceeded | Unavailable)
+            long = harness.submit("r4", prompt=tuple(range(20)))  # too long, as will turn out
+            harness.clock.advance(RESTART_WAIT_S / 2)
             await prefill.report(77)
             await prefill.settle()
-            stand.link.tick()
-            error = await ending(waiting)
+            harness.link.tick()
+            error = await error_of(waiting)
             assert (type(error), error.message) == (Unavailable, "no decode worker is ready; try again later")
-            await stand.worker("decode", "d0", limit=20)
-            stand.link.tick()
-            assert isinstance(await ending(long), ContextLengthExceeded)
+            await harness.worker("decode", "d0", limit=20)
+            harness.link.tick()
+            assert isinstance(await error_of(long), ContextLengthExceeded)
 
     run(test())

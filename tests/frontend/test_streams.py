@@ -4,7 +4,7 @@ from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
 from runtime.serving.http.responses import ChatResponse, events
 from runtime.serving.messages import Generation, Retrieval, Retrieved, Sampling, Tokens
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 
 def request() -> Request:

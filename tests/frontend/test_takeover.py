@@ -1,7 +1,7 @@
 """A frontend that takes a dead one's place waits for its workers, and not for ever."""
 
 from runtime.serving.http.process import wait_until_ready
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 
 def test_it_waits_until_nothing_is_missing() -> None:

@@ -182,7 +182,7 @@ def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluste
         assert len(all_.get("/v1/vector_stores").json()["data"]) == 3
         for method in ("POST", "GET", "DELETE"):
             assert acme.request(method, "/drain").json()["error"]["code"] == "forbidden"
-        assert cluster.told_to_drain == []
+        assert cluster.drain_requests == []
 
 
 def test_no_error_names_a_collection_or_its_dimension_that_the_key_does_not_reach(cluster: Cluster) -> None:

@@ -7,24 +7,24 @@ import pytest
 from runtime.errors import WorkerLost
 from runtime.serving.frontend import worker_link
 from runtime.serving.messages import Cancel, Release, Retrieval, Tokens, Welcome
-from tests.frontend.fakes import Worker, run
-from tests.frontend.links import EPOCH, LOST_AFTER, ending, standing
+from tests.frontend.fake_workers import FakeWorker, run
+from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, error_of, running_link
 
 
 def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_silence() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
-            request = stand.submit()
-            await prefill.hear_prefill()
+        async with running_link() as harness:
+            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+            request = harness.submit()
+            await prefill.receive_prefill()
             decode.close()
-            stand.clock.advance(1.1)
+            harness.clock.advance(1.1)
             await prefill.settle()
-            while not stand.codes:  # the socket learns of the end in a thread of its own
-                stand.link.tick()
+            while not harness.codes:  # the socket learns of the end in a thread of its own
+                harness.link.tick()
                 await asyncio.sleep(0)
-            assert stand.link.missing() == ["decode"]
-            error = await ending(request)
+            assert harness.link.missing() == ["decode"]
+            error = await error_of(request)
             assert isinstance(error, WorkerLost)
             assert error.message == "decode worker 'd0' was lost: its connection is gone"
 
@@ -33,47 +33,47 @@ def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_sile
 
 def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_report() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
-            request = stand.submit()
-            await prefill.hear_prefill()
-            stand.clock.advance(LOST_AFTER)
+        async with running_link() as harness:
+            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+            request = harness.submit()
+            await prefill.receive_prefill()
+            harness.clock.advance(LOST_AFTER_S)
             await prefill.settle()
-            stand.link.tick()
-            assert stand.link.missing() == []
-            stand.clock.advance(0.1)
-            stand.link.tick()
-            assert stand.link.missing() == ["decode"]
-            error = await ending(request)
+            harness.link.tick()
+            assert harness.link.missing() == []
+            harness.clock.advance(0.1)
+            harness.link.tick()
+            assert harness.link.missing() == ["decode"]
+            error = await error_of(request)
             assert isinstance(error, WorkerLost)
             assert error.message == "decode worker 'd0' was lost: silent for 10.1 s, the limit is 10.0 s"
-            assert await prefill.hear() == Cancel("r1")
-            assert await decode.hear() == Welcome(EPOCH)  # it was asked whether it is still there
-            assert await decode.hear() == Cancel("r1")  # for when it wakes
+            assert await prefill.receive() == Cancel("r1")
+            assert await decode.receive() == Welcome(EPOCH)  # it was asked whether it is still there
+            assert await decode.receive() == Cancel("r1")  # for when it wakes
             await decode.report(EPOCH)
             await decode.settle()
-            assert stand.link.missing() == []
-            stand.submit("r2")
-            assert stand.codes == ["worker_lost"]
+            assert harness.link.missing() == []
+            harness.submit("r2")
+            assert harness.codes == ["worker_lost"]
 
     run(test())
 
 
 def test_a_draining_worker_is_released_when_nothing_is_placed_on_it_any_more_and_gets_nothing_new() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
-            request = stand.submit()  # on its way to prefill: decode has not heard of it yet
-            await prefill.hear_prefill()
+        async with running_link() as harness:
+            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+            request = harness.submit()  # on its way to prefill: decode has not heard of it yet
+            await prefill.receive_prefill()
             await decode.report(EPOCH, draining=True)
             await decode.report(0)
-            assert await decode.hear() == Welcome(EPOCH)  # and no release before it
-            other = await stand.worker("decode", "d1")
-            assert stand.submit("r2").placement.decode == "d1"
-            await decode.say(Tokens("r1", "a", (5,), "stop", 3, {}))
+            assert await decode.receive() == Welcome(EPOCH)  # and no release before it
+            other = await harness.worker("decode", "d1")
+            assert harness.submit("r2").placement.decode == "d1"
+            await decode.send(Tokens("r1", "a", (5,), "stop", 3, {}))
             assert await request.next() == Tokens("r1", "a", (5,), "stop", 3, {})
             await decode.report(EPOCH, draining=True)
-            assert await decode.hear() == Release()
+            assert await decode.receive() == Release()
             await other.settle()
 
     run(test())
@@ -81,77 +81,77 @@ def test_a_draining_worker_is_released_when_nothing_is_placed_on_it_any_more_and
 
 def test_a_prefill_worker_that_is_lost_before_its_passages_are_heard_ends_the_request() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            await stand.worker("prefill", "p0")
-            decode = await stand.worker("decode", "d0")
-            request = stand.submit(retrieval=Retrieval("docs"))
-            await decode.say(Tokens("r1", "a", (5,), "stop"))
+        async with running_link() as harness:
+            await harness.worker("prefill", "p0")
+            decode = await harness.worker("decode", "d0")
+            request = harness.submit(retrieval=Retrieval("docs"))
+            await decode.send(Tokens("r1", "a", (5,), "stop"))
             await decode.settle()
-            stand.link.worker_lost("p0", "killed")
-            assert isinstance(await ending(request), WorkerLost)
-            assert stand.codes == ["worker_lost"]
-            assert await decode.hear() == Cancel("r1")
+            harness.link.worker_lost("p0", "killed")
+            assert isinstance(await error_of(request), WorkerLost)
+            assert harness.codes == ["worker_lost"]
+            assert await decode.receive() == Cancel("r1")
 
     run(test())
 
 
 def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            await stand.worker("decode", "d0")
-            await stand.worker("prefill", "p0", identity=b"p0")
-            again = await stand.worker("prefill", "p0", identity=b"p0", epoch=2)
-            stand.submit()
-            assert (await again.hear_prefill()).request_id == "r1"
+        async with running_link() as harness:
+            await harness.worker("decode", "d0")
+            await harness.worker("prefill", "p0", identity=b"p0")
+            again = await harness.worker("prefill", "p0", identity=b"p0", epoch=2)
+            harness.submit()
+            assert (await again.receive_prefill()).request_id == "r1"
 
     run(test())
 
 
 def test_a_prefill_worker_is_not_needed_any_more_once_decode_speaks() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            await stand.worker("prefill", "p0")
-            decode = await stand.worker("decode", "d0")
-            request = stand.submit()
-            await decode.say(Tokens("r1", "a", (5,)))
+        async with running_link() as harness:
+            await harness.worker("prefill", "p0")
+            decode = await harness.worker("decode", "d0")
+            request = harness.submit()
+            await decode.send(Tokens("r1", "a", (5,)))
             await request.next()
-            stand.link.worker_lost("p0", "killed")
-            await decode.say(Tokens("r1", "b", (6,), "stop", 1))
+            harness.link.worker_lost("p0", "killed")
+            await decode.send(Tokens("r1", "b", (6,), "stop", 1))
             await request.next()
-            assert stand.codes == ["stop"]
+            assert harness.codes == ["stop"]
 
     run(test())
 
 
 def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            prefill, _ = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
-            request = stand.submit()
-            await prefill.hear_prefill()
-            again = await stand.worker("decode", "d0", epoch=2)
-            error = await ending(request)
+        async with running_link() as harness:
+            prefill, _ = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+            request = harness.submit()
+            await prefill.receive_prefill()
+            again = await harness.worker("decode", "d0", epoch=2)
+            error = await error_of(request)
             assert (type(error), error.message) == (WorkerLost, "decode worker 'd0' was lost: it was restarted")
-            assert await prefill.hear() == Cancel("r1")
-            stand.link.worker_lost("d0", "the supervisor says so too")
+            assert await prefill.receive() == Cancel("r1")
+            harness.link.worker_lost("d0", "the supervisor says so too")
             await again.hello()
-            assert stand.codes == ["worker_lost"]
-            stand.submit("r2")
-            assert (await prefill.hear_prefill()).request_id == "r2"
+            assert harness.codes == ["worker_lost"]
+            harness.submit("r2")
+            assert (await prefill.receive_prefill()).request_id == "r2"
 
     run(test())
 
 
 def test_what_a_process_that_was_replaced_still_says_is_dropped() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            await stand.worker("prefill", "p0")
-            old = await stand.worker("decode", "d0")
-            new = await stand.worker("decode", "d0", epoch=2)
-            request = stand.submit()
-            await old.say(Tokens("r1", "wrong", (5,), "stop"))
-            assert await old.hear() == Welcome(EPOCH)
-            await new.say(Tokens("r1", "right", (5,), "stop"))
+        async with running_link() as harness:
+            await harness.worker("prefill", "p0")
+            old = await harness.worker("decode", "d0")
+            new = await harness.worker("decode", "d0", epoch=2)
+            request = harness.submit()
+            await old.send(Tokens("r1", "wrong", (5,), "stop"))
+            assert await old.receive() == Welcome(EPOCH)
+            await new.send(Tokens("r1", "right", (5,), "stop"))
             assert await request.next() == Tokens("r1", "right", (5,), "stop")
 
     run(test())
@@ -159,34 +159,34 @@ def test_what_a_process_that_was_replaced_still_says_is_dropped() -> None:
 
 def test_a_worker_of_the_frontend_before_is_welcomed_and_introduces_itself() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            worker = Worker(stand.link.endpoint, "prefill", "p0")
-            stand.workers.append(worker)
+        async with running_link() as harness:
+            worker = FakeWorker(harness.link.endpoint, "prefill", "p0")
+            harness.workers.append(worker)
             await worker.report(EPOCH - 1)
-            assert await worker.hear() == Welcome(EPOCH)
-            await worker.say(Tokens("of the last frontend", "a", (1,)))
-            assert await worker.hear() == Welcome(EPOCH)
-            assert stand.link.missing() == ["prefill", "decode"]
+            assert await worker.receive() == Welcome(EPOCH)
+            await worker.send(Tokens("of the last frontend", "a", (1,)))
+            assert await worker.receive() == Welcome(EPOCH)
+            assert harness.link.missing() == ["prefill", "decode"]
             await worker.hello()
             await worker.hello()
-            assert stand.link.missing() == ["decode"]
+            assert harness.link.missing() == ["decode"]
 
     run(test())
 
 
 def test_a_worker_that_comes_back_over_another_connection_has_lost_its_requests_but_not_its_place() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            prefill, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
-            request = stand.submit()
-            await prefill.hear_prefill()
-            decode.reconnect(stand.link.endpoint)
+        async with running_link() as harness:
+            prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
+            request = harness.submit()
+            await prefill.receive_prefill()
+            decode.reconnect(harness.link.endpoint)
             await decode.report(EPOCH)
-            assert await decode.hear() == Welcome(EPOCH)
-            error = await ending(request)
+            assert await decode.receive() == Welcome(EPOCH)
+            error = await error_of(request)
             assert error.message == "decode worker 'd0' was lost: its connection was renewed"
-            again = stand.submit("r2")
-            await decode.say(Tokens("r2", "a", (5,), "stop"))
+            again = harness.submit("r2")
+            await decode.send(Tokens("r2", "a", (5,), "stop"))
             assert await again.next() == Tokens("r2", "a", (5,), "stop")
 
     run(test())
@@ -196,35 +196,35 @@ def test_workers_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(worker_link, "MAX_WORKERS", 2)
 
     async def test() -> None:
-        async with standing() as stand:
-            await stand.worker("prefill", "p0")
-            await stand.worker("prefill", "p1")
-            third = Worker(stand.link.endpoint, "prefill", "p2")
-            stand.workers.append(third)
-            await third.say(third.me)
+        async with running_link() as harness:
+            await harness.worker("prefill", "p0")
+            await harness.worker("prefill", "p1")
+            third = FakeWorker(harness.link.endpoint, "prefill", "p2")
+            harness.workers.append(third)
+            await third.send(third.me)
             await third.settle()
-            assert stand.link.statistics().workers["prefill"] == 2
-            stand.link.worker_lost("p0", "killed")
+            assert harness.link.statistics().workers["prefill"] == 2
+            harness.link.worker_lost("p0", "killed")
             await third.hello()
-            assert stand.link.statistics().workers["prefill"] == 2
+            assert harness.link.statistics().workers["prefill"] == 2
 
     run(test())
 
 
 def test_a_worker_whose_connection_is_gone_is_lost_at_the_next_request_which_another_one_takes() -> None:
     async def test() -> None:
-        async with standing() as stand:
-            first, decode = await stand.worker("prefill", "p0"), await stand.worker("decode", "d0")
+        async with running_link() as harness:
+            first, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
             first.close()
-            stand.workers.remove(first)
-            second = await stand.worker("prefill", "p1")
+            harness.workers.remove(first)
+            second = await harness.worker("prefill", "p1")
             # Nothing tells the frontend of the closed connection until it sends; ZeroMQ notices soon after the close.
             for number in range(10_000):
-                stand.submit(f"r{number}")
-                if stand.link.statistics().lost_workers:
+                harness.submit(f"r{number}")
+                if harness.link.statistics().lost_workers:
                     break
                 await decode.settle()
-            assert stand.link.statistics().workers == {"prefill": 1, "decode": 1}
-            assert (await second.hear_prefill()).request_id.startswith("r")
+            assert harness.link.statistics().workers == {"prefill": 1, "decode": 1}
+            assert (await second.receive_prefill()).request_id.startswith("r")
 
     run(test())

@@ -24,8 +24,8 @@ from runtime.serving.messages import (
     ToWorker,
     encode,
 )
-from tests.frontend.fakes import PASSAGES, run
-from tests.frontend.links import Stand
+from tests.frontend.fake_workers import PASSAGES, run
+from tests.frontend.link_harness import LinkHarness
 
 
 class Wired(WorkerLink):
@@ -73,11 +73,11 @@ UNHEARD = [*[("submit", 0)] * 3, ("lost", "p0"), ("disconnect", "p1"), ("submit"
 @settings(max_examples=60)
 def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]], restarts: int) -> None:
     async def test() -> None:
-        stand = Stand(max_in_flight=6, kind=Wired, restarts=restarts)
-        link, names = stand.link, ("p0", "p1", "d0", "d1")
+        harness = LinkHarness(max_in_flight=6, link_class=Wired, restarts=restarts)
+        link, names = harness.link, ("p0", "p1", "d0", "d1")
         assert isinstance(link, Wired)
 
-        def hear(name: str, message: Any) -> None:
+        def receive(name: str, message: Any) -> None:
             link.handle([name.encode(), encode(message)])
 
         def recent(back: int, sender: str = "") -> tuple[str, str]:
@@ -90,32 +90,32 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
         requests: list[Request] = []
         try:
             for name in names:
-                hear(name, _hello(name, 1))
+                receive(name, _hello(name, 1))
             for event, *details in events:
                 match event, *details:
                     case "submit", timeout:
                         with contextlib.suppress(TrinityError):
-                            requests.append(stand.submit(f"r{len(requests)}", timeout_s=timeout * 3 + 1))
+                            requests.append(harness.submit(f"r{len(requests)}", timeout_s=timeout * 3 + 1))
                     case "cancel", back if back < len(requests):
                         link.cancel(requests[-1 - back])
                     case "tokens", back, sender, last:
                         request_id, name = recent(back, sender)
-                        hear(name, Tokens(request_id, "a", (1,), "stop" if last else None))
+                        receive(name, Tokens(request_id, "a", (1,), "stop" if last else None))
                     case "retrieved", back, sender:
                         request_id, name = recent(back, sender)
-                        hear(name, Retrieved(request_id, PASSAGES))
+                        receive(name, Retrieved(request_id, PASSAGES))
                     case "failed", back, sender:
                         request_id, name = recent(back, sender)
-                        hear(name, Failed(request_id, "internal_error", "broken"))
+                        receive(name, Failed(request_id, "internal_error", "broken"))
                     case "hello", name, epoch:
                         link.dead.discard(name.encode())
-                        hear(name, _hello(name, epoch))
+                        receive(name, _hello(name, epoch))
                     case "disconnect", name:
                         link.dead.add(name.encode())
                     case "lost", name:
                         link.worker_lost(name, "killed")
                     case "forward", seconds:
-                        stand.clock.advance(seconds)
+                        harness.clock.advance(seconds)
                         link.tick()
                 held: Counter[str] = Counter()
                 for request in requests:
@@ -123,21 +123,21 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
                     if request.placed:
                         assert not request.ended
                         held.update([request.placement.decode] + [request.placement.prefill] * (not request.prefilled))
-                answering = {worker.hello.worker: worker.assigned for worker in stand.router.workers()}
+                answering = {worker.hello.worker: worker.assigned for worker in harness.router.workers()}
                 assert held == Counter(answering)
                 open_ids = {request.id for request in requests if not request.ended}
-                ended = Counter(ended.request_id for ended in stand.ended)
+                ended = Counter(ended.request_id for ended in harness.ended)
                 assert set(ended) == {request.id for request in requests} - open_ids
                 assert set(ended.values()) <= {1}
                 assert len(link.requests) == len(open_ids)
-                assert stand.router.in_flight == sum(request.placed for request in requests)
-            stand.clock.advance(1000)
+                assert harness.router.in_flight == sum(request.placed for request in requests)
+            harness.clock.advance(1000)
             link.tick()
-            assert len(link.requests) == stand.router.in_flight == 0
-            assert len(stand.ended) == len(requests)
+            assert len(link.requests) == harness.router.in_flight == 0
+            assert len(harness.ended) == len(requests)
             told = {(name.decode(), sent.request_id) for name, sent in link.sent if isinstance(sent, Cancel)}
             for request in requests:
-                code = next(ended.code for ended in stand.ended if ended.request_id == request.id)
+                code = next(ended.code for ended in harness.ended if ended.request_id == request.id)
                 # One that has only waited for a worker has reached none that would have to be told.
                 if request.id in link.begun and code in ("client_closed_request", "deadline_exceeded"):
                     # The last attempt that was sent: one that waited for workers in the end has a later number.
@@ -194,14 +194,14 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
     """Workers that were given up write on, and what they said may be heard long after they were."""
 
     async def test() -> None:
-        stand = Stand(kind=Wired, restarts=1000)
-        link = stand.link
+        harness = LinkHarness(link_class=Wired, restarts=1000)
+        link = harness.link
         assert isinstance(link, Wired)
         epochs = Counter(NAMES)
         attempts: list[Attempt] = []
         wires: dict[str, deque[ToFrontend]] = {name: deque() for name in NAMES}
 
-        def hear(name: str, message: ToFrontend) -> None:
+        def receive(name: str, message: ToFrontend) -> None:
             link.handle([name.encode(), encode(message)])
             link.tick()
             for identity, sent in link.sent:
@@ -221,18 +221,18 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
                 case "refuse" if attempt is not None:
                     wires[attempt.prefill].append(Failed(attempt.told.request_id, "worker_lost", "not taken"))
                 case "arrive" if wires[what]:
-                    hear(what, wires[what].popleft())
+                    receive(what, wires[what].popleft())
                 case "lost":
                     link.worker_lost(what, "killed")
                 case "hello":
                     epochs[what] += 1
-                    hear(what, _hello(what, epochs[what]))
+                    receive(what, _hello(what, epochs[what]))
 
         try:
             for name in NAMES:
-                hear(name, _hello(name, 1))
+                receive(name, _hello(name, 1))
             requests = [
-                stand.submit(
+                harness.submit(
                     f"r{number}", sampling=Sampling(max_tokens=6), retrieval=Retrieval("docs") if retrieve else None
                 )
                 for number, retrieve in enumerate(retrieves)
@@ -249,7 +249,7 @@ def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_l
                     act("draw", back)
                 for name in NAMES:
                     act("arrive", name)
-            assert stand.codes == ["length"] * len(requests)
+            assert harness.codes == ["length"] * len(requests)
             for request, retrieve in zip(requests, retrieves, strict=True):
                 pieces: list[Piece] = []
                 while not (pieces and isinstance(pieces[-1], Tokens) and pieces[-1].finish_reason):

@@ -19,7 +19,7 @@ from runtime.serving.http.routes.embeddings import EmbeddingsBody
 from runtime.serving.http.routes.vector_stores import StoreSearchBody
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
-from tests.frontend.fakes import WAIT
+from tests.frontend.fake_workers import WAIT
 from tests.frontend.test_vector_stores import Stand
 from tests.fuzz.budget import fuzzed
 

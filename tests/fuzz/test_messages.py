@@ -20,8 +20,8 @@ from runtime.serving.messages import (
     Welcome,
     encode,
 )
-from tests.frontend.fakes import endpoint, run
-from tests.frontend.links import standing
+from tests.frontend.fake_workers import run, unique_endpoint
+from tests.frontend.link_harness import running_link
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import VALUES, WORDS, fits
 
@@ -61,17 +61,17 @@ def messages(draw: st.DrawFn, good: list[Any]) -> list[bytes]:
 @given(said=st.lists(messages(TO_FRONTEND), min_size=1, max_size=8))
 def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]) -> None:
     async def saying() -> None:
-        async with standing() as stand:
-            prefill, decode = await stand.worker("prefill", "p"), await stand.worker("decode", "d")
-            hostile = await stand.worker("prefill", "prefill-0")
+        async with running_link() as harness:
+            prefill, decode = await harness.worker("prefill", "p"), await harness.worker("decode", "d")
+            hostile = await harness.worker("prefill", "prefill-0")
             for frames in said:
-                await hostile.say_raw(*frames)
+                await hostile.send_raw(*frames)
             for worker in (prefill, decode):
                 await worker.report(77)
                 await worker.settle()
-            await hostile.say(Report("p", 9, 0, 0, 0, 0))  # what was said before it is taken in when this one is
+            await hostile.send(Report("p", 9, 0, 0, 0, 0))  # what was said before it is taken in when this one is
             await prefill.settle()
-            assert stand.link.statistics().in_flight == 0
+            assert harness.link.statistics().in_flight == 0
 
     run(saying())
 
@@ -92,7 +92,7 @@ def test_any_message_to_a_worker_is_taken_or_dropped(
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[Link]:
-    address = endpoint()
+    address = unique_endpoint()
     frontend = bind(zmq.ROUTER, address, max_message_bytes=1 << 20)
     worker = FrontendLink(address, ME)
     identity, _ = frontend.recv_multipart()

@@ -16,26 +16,26 @@ from runtime.retrieval.embedding.embedder import HashingEmbedder
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
-from tests.integrations.followed import (
+from tests.integrations.databases import (
     DIM,
-    EVERY,
+    EVERY_DATABASE,
     Database,
-    Fake,
+    FakeDatabase,
     MilvusDatabase,
     QdrantDatabase,
     needs_milvus,
     needs_qdrant,
 )
-from tests.live.small import contents
+from tests.live.small_collections import contents
 
 UP, RIGHT, BACK = (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
 
 
-@pytest.fixture(params=EVERY)
+@pytest.fixture(params=EVERY_DATABASE)
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     opened: Any = request.param(tmp_path)
     yield opened
-    if not isinstance(opened, Fake):
+    if not isinstance(opened, FakeDatabase):
         opened.close()
 
 
@@ -106,14 +106,14 @@ def test_by_a_version_only_what_changed_is_read(database: Database, writer: Live
         database.put(key, UP, text=f"text {key}", n=1, other="x")
     follower = Follower(database.source(), writer, FieldMapping(attributes=("other",)), version="n", batch=3)
     assert follower.sync().stored == 4
-    if isinstance(database, Fake):
+    if isinstance(database, FakeDatabase):
         database.read.clear()
     database.put(2, RIGHT, text="new", n=2, other="x")
     database.remove(0)
     assert follower.sync() == SyncResult(stored=1, deleted=1, unchanged=2, complete=True)
     assert contents(writer) == {"1": "text 1", "2": "new", "3": "text 3"}
     assert _nearest(writer, RIGHT)[0] == "2"
-    if isinstance(database, Fake):
+    if isinstance(database, FakeDatabase):
         assert database.read == [1, 1, 1, 3]
 
 
@@ -155,7 +155,7 @@ def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Databas
 
 
 def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: LiveWriter) -> None:
-    fake, told, result = Fake(), list[str](), list[SyncResult]()
+    fake, told, result = FakeDatabase(), list[str](), list[SyncResult]()
     for key in range(6):
         fake.put(key, UP, text=f"text {key}")
     follower = Follower(fake.source(), writer, FieldMapping(), batch=2, report=told.append)
@@ -177,7 +177,7 @@ def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: Live
 
 
 def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_again(writer: LiveWriter) -> None:
-    fake = Fake()
+    fake = FakeDatabase()
     for key in range(4):
         fake.put(key, UP, text="text")
     follower = Follower(fake.source(), writer, FieldMapping(), batch=2)
@@ -195,7 +195,7 @@ def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_
 
 
 def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
-    fake = Fake()
+    fake = FakeDatabase()
     for key in range(6):
         fake.put(key, UP, text="text")
     stops = iter([False, False, False, True])
@@ -207,7 +207,7 @@ def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer
 
 
 def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: LiveWriter) -> None:
-    fake, told = Fake(), list[str]()
+    fake, told = FakeDatabase(), list[str]()
     fake.put(1, UP, text="fine")
     fake.put(2, (1.0, 2.0), text="two numbers")
     fake.put(3, (1.0, float("nan"), 0.0), text="no number")
@@ -221,7 +221,7 @@ def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: 
 
 def test_a_backlog_of_rows_to_seal_is_sealed_and_then_gone_on_with(tmp_path: Path) -> None:
     create(tmp_path / "small", DIM, degree=8)
-    fake = Fake()
+    fake = FakeDatabase()
     for key in range(80):
         fake.put(key, (1.0, key, 0.0), text="text")
     with LiveWriter(tmp_path / "small", background=False, seal_rows=2) as writer:

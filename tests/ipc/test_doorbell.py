@@ -7,7 +7,7 @@ import pytest
 
 from ipc import AttachTimeout, InvalidArgument, PeerLost, new_token, private_endpoint
 from ipc.ring.doorbell import EventfdBell, FdMailbox, Ringer, Sleeper, ZmqRinger, ZmqSleeper, send_fds
-from tests.ipc.processes import child, succeeded, readable
+from tests.ipc.processes import child, readable, succeeded
 
 SOON_MS = 60_000
 

@@ -9,7 +9,7 @@ import zmq
 
 from ipc.endpoints import bind, connect
 from ipc.errors import InvalidArgument
-from tests.ipc.processes import child, succeeded, endpoint
+from tests.ipc.processes import child, endpoint, succeeded
 
 CONNECTS = 300
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"  # the greeting of a ZeroMQ peer

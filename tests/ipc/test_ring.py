@@ -15,7 +15,7 @@ from ipc.memory.shared import MemoryReference, SharedMemory
 from ipc.ring.doorbell import EventfdBell, FdMailbox, send_fds
 from ipc.ring.ring import CLOSED, MAX_EPOCH, MAX_PAYLOAD_BYTES, MAX_SLOTS, OPEN, Watch
 from runtime.testing.waiting import until
-from tests.ipc.processes import child, succeeded, readable
+from tests.ipc.processes import child, readable, succeeded
 
 EPOCH = 3
 

@@ -32,7 +32,7 @@ from ipc.ring.descriptors import RESULT_HEADER
 from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
-from tests.ipc.processes import attach, child, succeeded, endpoint, served
+from tests.ipc.processes import attach, child, endpoint, served, succeeded
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
 
 

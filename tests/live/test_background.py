@@ -23,7 +23,7 @@ from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.testing.background import Background
 from runtime.testing.waiting import until
-from tests.live.small import contents, document, documents, maintain, new_writer, open_writer
+from tests.live.small_collections import contents, document, documents, maintain, new_writer, open_writer
 
 
 def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:

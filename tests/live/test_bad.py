@@ -28,7 +28,16 @@ from runtime.retrieval.live.collection import create, info, verify
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.disk import LOCK, Disk, acquire_lock
 from runtime.retrieval.live.validation import UpsertDocument
-from tests.live.small import DIM, contents, document, documents, maintain, new_writer, open_writer, vector_of
+from tests.live.small_collections import (
+    DIM,
+    contents,
+    document,
+    documents,
+    maintain,
+    new_writer,
+    open_writer,
+    vector_of,
+)
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from runtime.retrieval.live.collection import verify
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.log import HEADER, RECORD, header_of, log_path
 from runtime.retrieval.live.validation import UpsertDocument
-from tests.live.small import contents, document, documents, new_writer, open_writer, vector_of
+from tests.live.small_collections import contents, document, documents, new_writer, open_writer, vector_of
 
 
 def _records(path: Path) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.live.storage.delete_barrier import WAIT_S, DeleteBarrier, ReaderPosition
-from tests.live.small import contents, documents, new_writer
+from tests.live.small_collections import contents, documents, new_writer
 
 _SERVES = """
 import sys

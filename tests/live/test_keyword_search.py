@@ -13,7 +13,7 @@ from runtime.retrieval.live.reader import LiveDocumentStore
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.testing.waiting import until
-from tests.live.small import new_writer, vector_of
+from tests.live.small_collections import new_writer, vector_of
 
 LATER_NS = 1 << 62
 

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.retrieval.live.collection import create, verify
 from runtime.retrieval.live.reader import LiveReader
-from tests.live.small import DIM, contents, document, open_writer
+from tests.live.small_collections import DIM, contents, document, open_writer
 
 
 @pytest.fixture
@@ -46,7 +46,9 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_
 
 def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random) -> list[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.live.writing", str(directory), str(seed)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.live.writer_process", str(directory), str(seed)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     output = process.stdout
     assert output is not None

@@ -17,7 +17,7 @@ from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.storage.manifest import SegmentInfo
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
-from tests.live.small import DIM, contents, document, maintain, new_writer, open_writer, vector_of
+from tests.live.small_collections import DIM, contents, document, maintain, new_writer, open_writer, vector_of
 
 _NAMES = some.sampled_from([str(number) for number in range(30)])
 _COLOURS = some.sampled_from(["red", "green"])

@@ -7,8 +7,8 @@ import pytest
 
 from runtime.retrieval.live.collection import create, verify
 from runtime.retrieval.live.writer import LiveWriter
-from tests.live.lossy import LossyDisk
-from tests.live.small import DIM, contents, document, maintain, open_writer
+from tests.live.lossy_disk import LossyDisk
+from tests.live.small_collections import DIM, contents, document, maintain, open_writer
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -24,13 +24,13 @@ def test_what_was_acknowledged_outlasts_a_power_cut_at_any_write(tmp_path: Path,
             _do_something(writer, chance, expected, step)
             if chance.random() < 0.3:
                 after = tmp_path / f"after-{step}"
-                disk.after_power_cut(after, chance)
+                disk.write_after_power_cut(after, chance)
                 with open_writer(after) as found:
                     assert contents(found) == expected
                 assert verify(after) == ""
     finally:
         writer.close()
-        disk.forget()
+        disk.close()
 
 
 def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str, str], step: int) -> None:
@@ -92,14 +92,14 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
         writer.log.close()
         writer.state.close()
         after = tmp_path / f"after-{life}"
-        disk.after_power_cut(after, chance)
+        disk.write_after_power_cut(after, chance)
         with open_writer(after) as found:
             held = contents(found)
         assert held in (acknowledged, attempted), "what is there is neither with the last write nor without it"
         import os
 
         os.close(writer.lock_fd)
-        disk.forget()
+        disk.close()
         root = after
         disk = Failing(root)
         for path in [root, *root.rglob("*")]:
@@ -109,7 +109,7 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
                 with path.open("rb") as file:
                     LossyDisk.sync(disk, file.fileno())
         expected = held
-    disk.forget()
+    disk.close()
 
 
 class _Recorded:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from runtime.retrieval.live.reader import LiveDocumentStore
-from tests.live.small import documents, new_writer
+from tests.live.small_collections import documents, new_writer
 
 
 def test_documents_of_segments_that_were_sealed_since_the_last_look_are_there(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.live.small import DIM, documents, new_writer, open_writer
+from tests.live.small_collections import DIM, documents, new_writer, open_writer
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.generations import DIM as DOCS_DIM
 from tests.pool.generations import build

@@ -20,7 +20,7 @@ from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.datasets import clustered
-from tests.live.small import new_writer
+from tests.live.small_collections import new_writer
 from tests.pool.conftest import MakeClient, MakePool
 from tests.pool.live_stand import DIM, SEALED, Served, Stand, of
 from tests.pool.pools import Vectors, attached

@@ -23,7 +23,7 @@ from runtime.testing.pool import InProcessPool, plan_of
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.pool.conftest import DIM, MakeClient, MakePool
 from tests.pool.pools import Vectors, attached, collect
-from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
+from tests.retrieval.gpu_arrays import CudaArray, DlpackArray, fake_cuda_runtime
 
 Start = Callable[..., tuple[SearchClient, list[InProcessPool]]]
 Staged = Callable[[], list[int]]
@@ -43,7 +43,7 @@ class Nearest(NamedTuple):
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> Staged:
     """The bytes of each copy from the GPU to the host by clients so far."""
-    done = played_runtime(monkeypatch)
+    done = fake_cuda_runtime(monkeypatch)
     return lambda: [count for count in done if count > 0]
 
 
@@ -101,7 +101,7 @@ def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_i
     for first in range(0, len(queries), 12):
         asked = {}
         for number in range(first, first + 12):
-            query = [queries[number], OnGpu(queries[number]), DlpackOn(queries[number], 2)][number % 3]
+            query = [queries[number], CudaArray(queries[number]), DlpackArray(queries[number], 2)][number % 3]
             asked[client.submit(query, 4, **ATTACH_PENDING)] = number
         for ticket, result in collect(client, len(asked)).items():
             assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
@@ -118,7 +118,7 @@ def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
         cuda.calls.clear()
     asked = {}
     for number in range(24):
-        query = OnGpu(queries[number]) if number % 2 else queries[number]
+        query = CudaArray(queries[number]) if number % 2 else queries[number]
         asked[client.submit(query, 4, **ATTACH_PENDING)] = number
     for ticket, result in collect(client, len(asked)).items():
         assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
@@ -134,9 +134,9 @@ def test_a_pool_without_an_arena_gets_them_through_the_host(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, _ = start(0)
-    assert client.search(OnGpu(queries[0]), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids[0].tolist()
+    assert client.search(CudaArray(queries[0]), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids[0].tolist()
     assert staged() == [VECTOR_BYTES]
-    assert client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids.tolist()
+    assert client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING).ids.tolist() == nearest.ids.tolist()
     assert sum(staged()) == (1 + len(queries)) * VECTOR_BYTES
     assert len(staged()) < 1 + len(queries)  # together
 
@@ -146,10 +146,10 @@ def test_what_the_arena_has_no_slot_for_is_staged_and_every_row_of_a_matrix_is_a
 ) -> None:
     client, (pool,) = start(3, ring_slots=16)
     with pool.held():
-        tickets = [client.submit(OnGpu(query), 4, collection="docs") for query in queries[:8]]
+        tickets = [client.submit(CudaArray(query), 4, collection="docs") for query in queries[:8]]
     assert len(staged()) == 5
     assert sorted(collect(client, 8)) == tickets
-    batch = client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING)  # more than the ring holds
+    batch = client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)  # more than the ring holds
     assert batch.errors == {}
     assert batch.ids.tolist() == nearest.ids.tolist()
     assert batch.distances.tolist() == nearest.distances.tolist()
@@ -161,7 +161,7 @@ def test_when_a_pool_dies_its_vectors_are_read_again_from_where_they_are(
 ) -> None:
     client, pools = start(16, others, ring_slots=64)
     with pools[0].held(), pools[1].held():
-        tickets = [client.submit(OnGpu(query.copy()), 4, **ATTACH_PENDING) for query in queries[:20]]
+        tickets = [client.submit(CudaArray(query.copy()), 4, **ATTACH_PENDING) for query in queries[:20]]
         before = len(staged())
         pools[0].die()
     found = collect(client, 20)
@@ -176,10 +176,10 @@ def test_a_gpus_vector_with_a_value_that_is_not_finite_is_refused_by_its_place(s
     spoilt = queries[0].copy()
     spoilt[3] = np.nan
     with pytest.raises(InvalidRequest, match=r"vector\[3\] is nan"):
-        client.search(OnGpu(spoilt), 4)
+        client.search(CudaArray(spoilt), 4)
     with pytest.raises(InvalidRequest, match=r"has shape \(16,\), got \(15,\)"):
-        client.search(OnGpu(queries[0, :15]), 4)
-    assert len(client.search(OnGpu(queries[0]), 4).ids) == 4
+        client.search(CudaArray(queries[0, :15]), 4)
+    assert len(client.search(CudaArray(queries[0]), 4).ids) == 4
 
 
 def test_searches_of_an_event_loop_go_the_same_ways(
@@ -191,11 +191,11 @@ def test_searches_of_an_event_loop_go_the_same_ways(
     async def ask() -> None:
         running = asyncio.create_task(client.run())
         async with asyncio.timeout(60):
-            arrays = [OnGpu(query) if number % 2 else query for number, query in enumerate(queries[:12])]
+            arrays = [CudaArray(query) if number % 2 else query for number, query in enumerate(queries[:12])]
             results = await asyncio.gather(*(client.search(array, 4, **ATTACH_PENDING) for array in arrays))
             assert [result.ids.tolist() for result in results] == nearest.ids[:12].tolist()
             assert staged() == []
-            batch = await client.search_batch(OnGpu(queries), 4, **ATTACH_PENDING)
+            batch = await client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)
             assert batch.ids.tolist() == nearest.ids.tolist()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -30,7 +30,7 @@ from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
 from tests.pool.generations import LATER_NS, retriever
-from tests.retrieval.files import without_words
+from tests.retrieval.sample_files import without_words
 
 ROWS, DIM = 300, 16
 TENANTS = ("acme", "blue")

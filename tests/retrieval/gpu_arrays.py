@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 
-class OnGpu:
-    """An array that says that it lies on a GPU, by `__cuda_array_interface__`."""
+class CudaArray:
+    """An array that claims by `__cuda_array_interface__` to be on a GPU."""
 
     def __init__(self, array: np.ndarray, **changes: Any) -> None:
         self.array = array
@@ -18,14 +18,14 @@ class OnGpu:
             "strides": None, "stream": None, "version": 3,
         } | changes  # fmt: skip
 
-    def reshaped(self, *shape: int) -> "OnGpu":
+    def reshaped(self, *shape: int) -> "CudaArray":
         """A view of it, which keeps it alive."""
-        view = OnGpu(self.array.reshape(shape))
+        view = CudaArray(self.array.reshape(shape))
         view.base = self  # type: ignore[attr-defined]
         return view
 
 
-class DlpackOn:
+class DlpackArray:
     """An array that says by DLPack on which type of device it lies."""
 
     def __init__(self, array: np.ndarray, device: int) -> None:
@@ -38,7 +38,7 @@ class DlpackOn:
         return self._array.__dlpack__()
 
 
-def played_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fake_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A CUDA runtime whose one device has the host's memory; the bytes of each copy out, and -stream of each wait."""
     bindings = pytest.importorskip("cuda.bindings", reason="needs the extra [cuda]")
     done: list[int] = []

@@ -15,8 +15,8 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import read_manifest
 from runtime.retrieval.ingestion import source_files
 from runtime.retrieval.ingestion.ingest import IngestReport, add, ingest
-from tests.retrieval import files
-from tests.retrieval.files import Counting, without_words
+from tests.retrieval import sample_files
+from tests.retrieval.sample_files import CountingEmbedder, without_words
 
 has_documents = all(importlib.util.find_spec(name) for name in ("pypdf", "docx", "pptx"))
 SPEC = "hashing-64"
@@ -37,11 +37,11 @@ class Handbook:
 
     def ingest(self, *paths: Path, **options: object) -> IngestReport:
         given = {"degree": 4, "force": True, **options}
-        return ingest(paths or [self.folder], self.out, SPEC, Counting(), **given)  # type: ignore[arg-type]
+        return ingest(paths or [self.folder], self.out, SPEC, CountingEmbedder(), **given)  # type: ignore[arg-type]
 
     def add(self, *paths: Path) -> tuple[IngestReport, list[str]]:
         """What became of the files, and which passages were embedded."""
-        embedder = Counting()
+        embedder = CountingEmbedder()
         done = add(list(paths) or [self.folder], self.out, load=lambda spec, **rest: embedder)
         return done, embedder.passages
 
@@ -59,7 +59,7 @@ class Handbook:
         """Every passage is found by its own vector."""
         with Collection.open(self.out) as collection:
             documents = self.documents
-            vectors = Counting().embed([f"{document.title}\n{document.text}" for document in documents])
+            vectors = CountingEmbedder().embed([f"{document.title}\n{document.text}" for document in documents])
             kept = collection.vectors(np.arange(len(documents)))
         np.testing.assert_allclose(kept, vectors, atol=1e-3)
 
@@ -74,9 +74,9 @@ def test_passages_keep_path_heading_and_page_of_every_kind_of_file(handbook: Han
     handbook.write("leave.md", "# Leave\n\n## Parental\n\nTwelve weeks.")
     handbook.write("plain.txt", "Only text.")
     handbook.write("web/page.html", "<title>Web</title><h2>Part</h2><p>On the web.")
-    handbook.write("scans/report.pdf", files.pdf("first page", "second page", title="Report"))
-    handbook.write("letter.docx", files.docx("Letter", ("Greeting", "Dear all.")))
-    handbook.write("talk.pptx", files.pptx(("Begin", "Slide text", "")))
+    handbook.write("scans/report.pdf", sample_files.pdf("first page", "second page", title="Report"))
+    handbook.write("letter.docx", sample_files.docx("Letter", ("Greeting", "Dear all.")))
+    handbook.write("talk.pptx", sample_files.pptx(("Begin", "Slide text", "")))
     done = handbook.ingest()
     assert (done.read, done.skipped) == (6, {})
     assert handbook.documents == [
@@ -104,7 +104,7 @@ def test_a_second_run_embeds_the_ten_files_of_a_thousand_that_changed(handbook: 
 
     def write(number: int, text: str) -> None:
         kind = list(kinds)[number % len(kinds)]
-        content = files.pdf(f"text {text}") if kind == "pdf" else kinds[kind].format(text)
+        content = sample_files.pdf(f"text {text}") if kind == "pdf" else kinds[kind].format(text)
         handbook.write(f"{number % 7}/{number}.{kind}", content)
 
     for number in range(1000):

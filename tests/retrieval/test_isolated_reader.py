@@ -9,7 +9,7 @@ import pytest
 
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.ingestion.sections import ParsedFile, Section, UnreadableFile
-from tests.retrieval import files
+from tests.retrieval import sample_files
 
 GOOD = ("good.html", b"<title>Good</title><p>text")
 READ = ParsedFile("Good", [Section("text")])
@@ -35,7 +35,7 @@ def test_a_file_that_takes_its_reader_too_long_is_unreadable_and_the_next_one_is
     with IsolatedReader(seconds=1) as reader:
         assert reader.read(*GOOD) == READ
         with pytest.raises(UnreadableFile, match=r"exceeds the limit of 1 s of CPU time"):
-            reader.read("wide.docx", files.docx_of(WIDE))
+            reader.read("wide.docx", sample_files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
 
@@ -43,7 +43,7 @@ def test_a_file_that_takes_its_reader_too_long_is_unreadable_and_the_next_one_is
 def test_a_file_that_takes_its_reader_too_much_memory_is_unreadable_and_the_next_one_is_read() -> None:
     with IsolatedReader(memory=384 << 20) as reader:
         with pytest.raises(UnreadableFile, match=r"exceeds the limit of 402,653,184 bytes of memory"):
-            reader.read("wide.docx", files.docx_of(WIDE))
+            reader.read("wide.docx", sample_files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
 

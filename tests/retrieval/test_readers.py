@@ -10,7 +10,7 @@ from runtime.errors import BuildRefused
 from runtime.retrieval.ingestion import office
 from runtime.retrieval.ingestion.readers import check_packages, read_file
 from runtime.retrieval.ingestion.sections import Section, UnreadableFile
-from tests.retrieval import files
+from tests.retrieval import sample_files
 
 needs = {
     suffix: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed: [documents]")
@@ -87,7 +87,7 @@ def test_text_is_one_section(encoding: str) -> None:
 
 @needs["pdf"]
 def test_a_pdf_has_a_section_a_page() -> None:
-    read = read_file("a.pdf", files.pdf("first page", "", "third page", title="The handbook"))
+    read = read_file("a.pdf", sample_files.pdf("first page", "", "third page", title="The handbook"))
     assert read.title == "The handbook"
     assert [(section.text.strip(), section.page) for section in read.sections] == [
         ("first page", 1), ("", 2), ("third page", 3),
@@ -96,14 +96,14 @@ def test_a_pdf_has_a_section_a_page() -> None:
 
 @needs["docx"]
 def test_a_word_file_is_cut_at_its_headings() -> None:
-    read = read_file("a.docx", files.docx("The handbook", ("Leave", "Twelve weeks."), ("Pay", "Monthly.")))
+    read = read_file("a.docx", sample_files.docx("The handbook", ("Leave", "Twelve weeks."), ("Pay", "Monthly.")))
     assert read.title == "The handbook"
     assert read.sections == [Section("Twelve weeks.", "Leave"), Section("Monthly.\n\nleft | right", "Pay")]
 
 
 @needs["pptx"]
 def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
-    read = read_file("a.pptx", files.pptx(("Leave", "Twelve weeks.", "say it twice"), ("Pay", "Monthly.", "")))
+    read = read_file("a.pptx", sample_files.pptx(("Leave", "Twelve weeks.", "say it twice"), ("Pay", "Monthly.", "")))
     assert read.sections == [
         Section("Twelve weeks.\n\nsay it twice", "Leave", 1),
         Section("Monthly.", "Pay", 2),
@@ -115,7 +115,7 @@ def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
     [
         ("a.txt", b"caf\xe9", "not UTF-8 text at byte 3"),
         pytest.param("a.pdf", b"%PDF-1.4 and no more", ".", marks=needs["pdf"]),
-        pytest.param("a.pdf", files.pdf("", ""), "is it a scan", marks=needs["pdf"]),
+        pytest.param("a.pdf", sample_files.pdf("", ""), "is it a scan", marks=needs["pdf"]),
         ("a.docx", b"no archive", "not a ZIP archive"),
         pytest.param("a.pptx", b"PK\x05\x06" + bytes(18), ".", marks=needs["pptx"]),
     ],

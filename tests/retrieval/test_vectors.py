@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.retrieval.search.vectors import DeviceVectors, as_vectors, on_host
-from tests.retrieval.gpu_arrays import DlpackOn, OnGpu, played_runtime
+from tests.retrieval.gpu_arrays import CudaArray, DlpackArray, fake_cuda_runtime
 
 VALUES = np.arange(6, dtype=np.float32)
 
@@ -17,7 +17,7 @@ VALUES = np.arange(6, dtype=np.float32)
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each copy to the host, and -stream of each wait."""
-    return played_runtime(monkeypatch)
+    return fake_cuda_runtime(monkeypatch)
 
 
 def read(vectors: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -36,7 +36,7 @@ def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
 
 def test_lists_and_dlpack_on_the_host_are_taken() -> None:
     assert read([1, 2.5]).tolist() == [1, 2.5]
-    assert read(DlpackOn(VALUES, 1)).tolist() == VALUES.tolist()
+    assert read(DlpackArray(VALUES, 1)).tolist() == VALUES.tolist()
     torch = pytest.importorskip("torch")
     assert read(torch.arange(6, dtype=torch.float16)).tolist() == VALUES.tolist()
     with pytest.raises(InvalidRequest, match="cannot be read through DLPack"):
@@ -46,21 +46,21 @@ def test_lists_and_dlpack_on_the_host_are_taken() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_array_on_a_gpu_is_copied_once(copied: list[int], dtype: type[Any]) -> None:
     array = VALUES.astype(dtype).reshape(2, 3)
-    assert read(OnGpu(array)).tolist() == VALUES.reshape(2, 3).tolist()
+    assert read(CudaArray(array)).tolist() == VALUES.reshape(2, 3).tolist()
     assert copied == [-1, array.nbytes]
 
 
 def test_dlpack_from_a_gpu_is_copied_once(copied: list[int]) -> None:
     array = VALUES.reshape(2, 3)
-    assert read(DlpackOn(array, 2)).tolist() == array.tolist()
+    assert read(DlpackArray(array, 2)).tolist() == array.tolist()
     assert copied == [-1, array.nbytes]
     with pytest.raises(InvalidRequest, match="must be C-contiguous"):
-        read(DlpackOn(array[:, :2], 2))
+        read(DlpackArray(array[:, :2], 2))
 
 
 def test_float32_on_a_gpu_stays_there_until_it_is_wanted_and_its_rows_know_where_they_lie(copied: list[int]) -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
-    found = as_vectors(OnGpu(array))
+    found = as_vectors(CudaArray(array))
     assert isinstance(found, DeviceVectors)
     assert copied == [-1]
     assert (found.shape, found.ndim, len(found)) == ((4, 3), 2, 4)
@@ -77,7 +77,7 @@ def test_float32_on_a_gpu_stays_there_until_it_is_wanted_and_its_rows_know_where
 
 
 def test_float32_on_a_gpu_is_kept_alive_by_what_refers_to_it(copied: list[int]) -> None:
-    array = OnGpu(VALUES)
+    array = CudaArray(VALUES)
     gone = weakref.ref(array)
     found = as_vectors(array.reshaped(2, 3))
     rows = list(found)
@@ -88,7 +88,7 @@ def test_float32_on_a_gpu_is_kept_alive_by_what_refers_to_it(copied: list[int]) 
 
 
 def test_the_stream_that_still_writes_is_waited_for(copied: list[int]) -> None:
-    read(OnGpu(VALUES, stream=7))
+    read(CudaArray(VALUES, stream=7))
     assert copied == [-7, VALUES.nbytes]
 
 
@@ -107,13 +107,13 @@ def test_an_interface_that_cannot_be_is_refused_before_anything_is_copied(
     copied: list[int], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        read(OnGpu(VALUES, **changes))
+        read(CudaArray(VALUES, **changes))
     assert copied == []
 
 
 def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="DLPack device type is 10"):
-        read(DlpackOn(VALUES, 10))
+        read(DlpackArray(VALUES, 10))
 
 
 def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do() -> None:
@@ -121,11 +121,11 @@ def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do(
     if cuda.cudaGetDeviceCount()[0] == cuda.cudaError_t.cudaSuccess:
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidRequest, match=r"CUDA failed to read it in this process: .* copy it to the host"):
-        read(OnGpu(VALUES))
+        read(CudaArray(VALUES))
 
 
 def test_without_the_extra_an_array_on_a_gpu_is_refused_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    for array in (OnGpu(VALUES), DlpackOn(VALUES, 2)):
+    for array in (CudaArray(VALUES), DlpackArray(VALUES, 2)):
         with pytest.raises(InvalidRequest, match=r"requires the extra \[cuda\]"):
             read(array)

@@ -1,4 +1,4 @@
-"""Stored answers without a pool: the collection is searched by whoever asks."""
+"""An answer cache without a pool: its client searches the collection in-process."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from runtime.retrieval.search.query import SearchResult
 from runtime.serving.frontend.answer_cache import AnswerCache, CacheHit, CacheKey, Vector
 from runtime.serving.frontend.requests import Piece
 from runtime.testing.waiting import until
-from tests.frontend.fakes import run
+from tests.frontend.fake_workers import run
 
 
-class Letters:
-    """An embedder that sees which letters a text has."""
+class LetterEmbedder:
+    """An embedder that counts the letters of a text."""
 
     name = "letters"
     dim = 26
@@ -36,7 +36,7 @@ class Letters:
         return np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], np.float32)
 
 
-class Now:
+class ManualClock:
     def __init__(self) -> None:
         self.s = 100.0
 
@@ -44,8 +44,8 @@ class Now:
         return self.s
 
 
-class Direct:
-    """Searches the collection as a pool does, of what is written by then; or raises what the test put into `error`."""
+class DirectClient:
+    """A pool client that searches the collection's current state in-process, or raises `error` if a test sets it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -64,30 +64,30 @@ class Direct:
             return SearchResult(0, rows[0][found], distances[0][found], identity=reader.description.identity)
 
 
-class Stand:
-    """A cache under a clock that stands still, and its counts. What is stored is there when `store` returns."""
+class CacheHarness:
+    """A cache on a manual clock, and its counts. `store` returns when the answer has been written."""
 
     def __init__(self, directory: Path, **limits: Any) -> None:
         self.counts: Counter[CacheEvent] = Counter()
-        self.now = Now()
+        self.now = ManualClock()
         self.directory = directory
         self.limits = AnswerCacheSection(enabled=True, **({"threshold": 0.97, "ttl_s": 10.0, "entries": 3} | limits))
-        self.client = Direct(directory)
+        self.client = DirectClient(directory)
         self.stored = AnswerStore(directory, 26, self.limits, self._count, self.now)
         self.stored.maintain()
-        self.answers = AnswerCache(self.stored, Letters(), self.client)
+        self.answers = AnswerCache(self.stored, LetterEmbedder(), self.client)
 
     def _count(self, event: CacheEvent, times: int) -> None:
         if times:
             self.counts[event] += times
 
-    def store(self, asked: CacheKey, pieces: Sequence[Piece]) -> None:
+    def store(self, key: CacheKey, pieces: Sequence[Piece]) -> None:
         before = self.counts["stored"]
-        vector = Letters().embed([asked.question])[0]
-        self.answers.store(asked, vector, pieces)
+        vector = LetterEmbedder().embed([key.question])[0]
+        self.answers.store(key, vector, pieces)
         until(lambda: self.counts["stored"] > before)
 
-    def find(self, asked: CacheKey) -> CacheHit | None:
-        _, hit = run(self.answers.find(asked))
+    def find(self, key: CacheKey) -> CacheHit | None:
+        _, hit = run(self.answers.find(key))
         assert hit is None or isinstance(hit, CacheHit)
         return hit

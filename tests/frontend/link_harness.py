@@ -1,4 +1,4 @@
-"""A link to the workers for tests: on a clock that stands still, without HTTP."""
+"""A `WorkerLink` on a virtual clock, without HTTP, and the fake workers connected to it."""
 
 import asyncio
 import contextlib
@@ -12,35 +12,35 @@ from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.messages import Generation, Role, Sampling
 from runtime.testing.clock import Clock
-from tests.frontend.fakes import Worker, endpoint
+from tests.frontend.fake_workers import FakeWorker, unique_endpoint
 
 EPOCH = 77
-LOST_AFTER = 10.0
-RESTART_WAIT = 30.0
+LOST_AFTER_S = 10.0
+RESTART_WAIT_S = 30.0
 
 
-class Stand:
-    """A link under a clock that stands still, and the workers that a test connects to it."""
+class LinkHarness:
+    """A link on a virtual clock and the fake workers that a test connects to it."""
 
     def __init__(
-        self, max_in_flight: int = 64, at: str = "", kind: type[WorkerLink] = WorkerLink, restarts: int = 0
+        self, max_in_flight: int = 64, endpoint: str = "", link_class: type[WorkerLink] = WorkerLink, restarts: int = 0
     ) -> None:
         self.clock = Clock()
         self.ended: list[RequestOutcome] = []
         self.router = Router(max_in_flight=max_in_flight)
-        self.link = kind(
-            at or endpoint(),
+        self.link = link_class(
+            endpoint or unique_endpoint(),
             self.router,
             epoch=EPOCH,
             clock=self.clock,
-            lost_after_ns=int(LOST_AFTER * 1e9),
+            lost_after_ns=int(LOST_AFTER_S * 1e9),
             on_end=self.ended.append,
-            restarts=RestartLimits(restarts, int(RESTART_WAIT * 1e9)),
+            restarts=RestartLimits(restarts, int(RESTART_WAIT_S * 1e9)),
         )
-        self.workers: list[Worker] = []
+        self.workers: list[FakeWorker] = []
 
-    async def worker(self, role: Role, name: str, **options: Any) -> Worker:
-        worker = Worker(self.link.endpoint, role, name, **options)
+    async def worker(self, role: Role, name: str, **options: Any) -> FakeWorker:
+        worker = FakeWorker(self.link.endpoint, role, name, **options)
         self.workers.append(worker)
         assert (await worker.hello()).frontend_epoch == EPOCH
         return worker
@@ -48,8 +48,8 @@ class Stand:
     def submit(self, request_id: str = "r1", timeout_s: float = 60.0, **options: Any) -> Request:
         options = {"prompt": "hello", "sampling": Sampling(max_tokens=8), **options}
         now = self.clock()
-        asked = Generation(received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
-        return self.link.submit(request_id, asked)
+        generation = Generation(received_ns=now, deadline_ns=now + int(timeout_s * 1e9), **options)
+        return self.link.submit(request_id, generation)
 
     @property
     def codes(self) -> list[str]:
@@ -57,21 +57,21 @@ class Stand:
 
 
 @contextlib.asynccontextmanager
-async def standing(**options: Any) -> AsyncIterator[Stand]:
-    stand = Stand(**options)
-    running = asyncio.create_task(stand.link.run())
+async def running_link(**options: Any) -> AsyncIterator[LinkHarness]:
+    harness = LinkHarness(**options)
+    running = asyncio.create_task(harness.link.run())
     try:
-        yield stand
+        yield harness
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        for worker in stand.workers:
+        for worker in harness.workers:
             worker.close()
-        stand.link.close()
+        harness.link.close()
 
 
-async def ending(request: Request) -> TrinityError:
-    """What ended the request; pieces before it are thrown away."""
+async def error_of(request: Request) -> TrinityError:
+    """Return the error that ended the request; discard the pieces before it."""
     try:
         while True:
             await request.next()

@@ -28,12 +28,12 @@ from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.messages import Generation, Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.testing.clock import Clock
 from tests.engines.fake_openai import MODEL, URL, Behaviour, FakeServer
-from tests.engines.fake_vllm import Front
+from tests.engines.fake_vllm import HttpFront
 
 Json = dict[str, Any]
 
 
-class Library:
+class FakeSearch:
     """A search that finds other passages every time; or what the test gives it to do."""
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Library:
         self.long = 0  # bytes that a passage has beside its name
         self._count = itertools.count(1)
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
         on_embedded()
-        self.calls.append((asked, timeout_s))
+        self.calls.append((query, timeout_s))
         if self.hangs:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         number = 1 if self.same else next(self._count)
-        names = [f"{number}.{k}" for k in range(asked.k)]
+        names = [f"{number}.{k}" for k in range(query.k)]
         found = [Passage(f"p{one}", f"T{one}", 0.1, f"passage {one}." + "x" * self.long) for one in names]
         return PartialPassages(found) if self.partial else found
 
@@ -63,12 +63,12 @@ class Library:
 
 
 @dataclass
-class Stand:
+class EngineHarness:
     """The engine, its fake servers and what became of its requests."""
 
     engine: OpenAiEngine
     fakes: list[FakeServer]
-    library: Library
+    library: FakeSearch
     clock: Clock
     ended: list[RequestOutcome] = field(default_factory=list)
     _ids: "itertools.count[int]" = field(default_factory=itertools.count)
@@ -86,19 +86,19 @@ class Stand:
     def complete(self, prompt: str | list[int], retrieval: Retrieval | None = None, **body: Any) -> Request:
         """Submit a completion."""
         body = {"model": MODEL, "prompt": prompt} | body
-        given = prompt if isinstance(prompt, str) else tuple(prompt)
-        return self.submit(body, prompt=given, retrieval=retrieval)
+        tokens = prompt if isinstance(prompt, str) else tuple(prompt)
+        return self.submit(body, prompt=tokens, retrieval=retrieval)
 
     def submit(self, body: Json, **options: Any) -> Request:
         stop = body.get("stop") or []
         now = self.clock()
         sampling = Sampling(body.get("max_tokens", 16), stop=tuple([stop] if isinstance(stop, str) else stop))
-        asked = Generation(sampling, now, now + 60_000_000_000, **options)
-        return self.engine.submit(f"request-{next(self._ids)}", asked, sent=body)
+        generation = Generation(sampling, now, now + 60_000_000_000, **options)
+        return self.engine.submit(f"request-{next(self._ids)}", generation, sent=body)
 
 
 @asynccontextmanager
-async def stand(
+async def running_engine(
     *behaviours: Behaviour,
     restarts: RestartLimits = RestartLimits(3, 0),  # noqa: B008
     max_in_flight: int = 64,
@@ -108,14 +108,14 @@ async def stand(
     handover_tokens: int | Literal["auto"] = "auto",
     overlap_weight: float = 1.0,
     **section: Any,
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[EngineHarness]:
     """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory.
     `stages`: what each is for."""
     wanted = behaviours or (Behaviour(),)
-    fakes = [FakeServer(replace(how, breaks_after=None, hangs_after=None, refuses=None)) for how in wanted]
+    fakes = [FakeServer(replace(behaviour, breaks_after=None, hangs_after=None, refuses=None)) for behaviour in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
     settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
-    clock, library, ended = Clock(), Library(), list[RequestOutcome]()
+    clock, library, ended = Clock(), FakeSearch(), list[RequestOutcome]()
     listening: list[asyncio.Server] = []
     networks: list[Http] = []
     for fake in fakes:
@@ -123,7 +123,7 @@ async def stand(
             networks.append(fake)
             continue
         path = str(sockets / f"{len(listening)}.sock")
-        listening.append(await asyncio.start_unix_server(Front(fake).connected, path))
+        listening.append(await asyncio.start_unix_server(HttpFront(fake).connected, path))
         networks.append(AioHttp(5.0, path))
     everything: list[Stage] = [""] * len(urls)
     servers = LoadBalancer(
@@ -137,9 +137,9 @@ async def stand(
     )
     if reach:
         await servers.check_all()
-    for fake, how in zip(fakes, wanted, strict=True):
+    for fake, behaviour in zip(fakes, wanted, strict=True):
         fake.asked.clear()
-        fake.behaviour = replace(how)  # what goes wrong does after it was asked what it can do
+        fake.behaviour = replace(behaviour)  # what goes wrong does after it was asked what it can do
     engine = OpenAiEngine(
         servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
         on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens,
@@ -147,7 +147,7 @@ async def stand(
     running = asyncio.create_task(engine.run())
     await asyncio.sleep(0)  # it has begun, so that its end is its own
     try:
-        yield Stand(engine, fakes, library, clock, ended)
+        yield EngineHarness(engine, fakes, library, clock, ended)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -158,7 +158,7 @@ async def stand(
 
 
 @dataclass
-class Told:
+class Answer:
     """All pieces of an answer."""
 
     pieces: list[Retrieved | Tokens]
@@ -182,14 +182,14 @@ class Told:
         return last
 
 
-async def whole(request: Request) -> Told:
+async def read_answer(request: Request) -> Answer:
     """All that is told of a request. Raises what ended it."""
     pieces: list[Retrieved | Tokens] = []
     while True:
         piece = await request.next()
         pieces.append(piece)
         if isinstance(piece, Tokens) and piece.finish_reason is not None:
-            return Told(pieces)
+            return Answer(pieces)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -198,7 +198,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-def sequence(prompt: Sequence[int], told: Told) -> list[tuple[list[int], list[int]]]:
+def sequence(prompt: Sequence[int], told: Answer) -> list[tuple[list[int], list[int]]]:
     """What the model had before it, and what it wrote then, for every stretch of an answer between insertions."""
     stretches: list[tuple[list[int], list[int]]] = []
     before, written = list(prompt), list[int]()
@@ -217,14 +217,14 @@ DOCS = Retrieval("docs", 2)
 PROBES = Retrieval("docs", 1, every_tokens=8)
 
 
-KINDS = {
+SERVER_KINDS = {
     "tokens": Behaviour(),
     "chat": Behaviour(token_ids=False, goes_on=True),
     "text": Behaviour(token_ids=False, renders=True),
 }
 
 
-async def refusal(request: Request) -> TrinityError:
+async def error_of(request: Request) -> TrinityError:
     with pytest.raises(TrinityError) as caught:
-        await whole(request)
+        await read_answer(request)
     return caught.value

@@ -1,4 +1,4 @@
-"""What the tests of bad_requests share."""
+"""Request bodies and the error assertion shared by the tests of rejected requests."""
 
 import httpx
 
@@ -12,11 +12,11 @@ SEARCH = {"collection": "docs", "query": "with"}
 COMPLETION = {"model": "tiny", "prompt": "say=1"}
 
 
-def problem(answer: httpx.Response, status: int, code: str, param: str | None = None, says: str = "") -> None:
-    """The answer is this error, in the full format."""
+def assert_error(answer: httpx.Response, status: int, code: str, param: str | None = None, message: str = "") -> None:
+    """Assert that the answer is this error, in the full format."""
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
-    assert says in error["message"]
+    assert message in error["message"]
     assert "Traceback" not in answer.text

@@ -1,4 +1,4 @@
-"""Nodes that have a part of a collection each, and what answers in their place."""
+"""Nodes that each serve a part of a collection, and raw servers that replace them."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from runtime.retrieval.search.query import PassageQuery
 HASHING = HashingEmbedder(64)
 KEY = "a-key"
 WORDS = ["cats", "dogs", "fish", "birds", "purr", "bark", "swim", "sing", "sleep", "run"]
-_COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equally far from a query
+_COUNTS = np.random.default_rng(0).integers(0, 9, (40, len(WORDS)))  # so that no two are equidistant from a query
 DOCUMENTS = [
     UpsertDocument(
         f"d{number}", " ".join(f"{word} " * int(n) for word, n in zip(WORDS, counts, strict=True)), "", {"n": number}
@@ -29,26 +29,26 @@ DOCUMENTS = [
 ]
 
 
-class Part:
-    """The collection `docs` of a node, of some documents, embedded by hashing and searched without a pool."""
+class NodeCollection:
+    """A node's collection `docs` with hashing embeddings, searched without a pool."""
 
     def __init__(self, directory: Path, documents: list[UpsertDocument]) -> None:
         create(directory, 64, degree=8)
         with LiveWriter(directory, background=False, embedder=HASHING) as writer:
             writer.upsert(documents)
-        self.told = CollectionSummary(
+        self.reported_summary = CollectionSummary(
             True, len(documents), len(documents), dim=64, metric="cosine", embedder="hashing-64"
         )
         self._directory = directory
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
         on_embedded()
-        query = asked.vector if asked.query is None else HASHING.embed([asked.query], "query")[0]
+        vector = query.vector if query.query is None else HASHING.embed([query.query], "query")[0]
         with LiveReader(self._directory) as reader:
             rows, distances = reader.search(
-                np.array([query], np.float32),
-                asked.k,
-                filter=decode_filter(filter_bytes(asked.filter)) if asked.filter else None,
+                np.array([vector], np.float32),
+                query.k,
+                filter=decode_filter(filter_bytes(query.filter)) if query.filter else None,
             )
             found = reader.documents(rows[0][rows[0] >= 0].tolist())
         return [
@@ -58,7 +58,7 @@ class Part:
         ]
 
     def summary(self, collection: str) -> CollectionSummary:
-        return self.told
+        return self.reported_summary
 
     def missing(self) -> list[str]:
         return []
@@ -67,13 +67,15 @@ class Part:
         return {}
 
 
-async def answer(content: bytes, to: bytes = b"") -> asyncio.Server:
-    """A server that answers the first request of a connection with this, if that begins with `to`, and keeps the
-    connection; b"" is no answer."""
+async def raw_server(content: bytes, prefix: bytes = b"") -> asyncio.Server:
+    """Start a server that answers the first request of each connection with `content` if it begins with `prefix`.
+
+    The connection stays open; b"" sends no answer.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(content if head.startswith(to) else b"")
+        writer.write(content if head.startswith(prefix) else b"")
         with contextlib.suppress(ConnectionError):
             await writer.drain()
             await reader.read()
@@ -86,8 +88,8 @@ def url_of(server: asyncio.Server) -> str:
     return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-NOBODY = "http://127.0.0.1:1"
-SOME = parse_filter({
+UNREACHABLE_URL = "http://127.0.0.1:1"
+SOME_FILTER = parse_filter({
     "type": "and",
     "filters": [{"type": "gte", "key": "n", "value": 10}, {"type": "nin", "key": "n", "value": [11]}],
 })  # fmt: skip

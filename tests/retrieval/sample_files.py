@@ -9,7 +9,7 @@ from runtime.retrieval.collections.manifest import WORDS, Manifest, read_manifes
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 
-class Counting(HashingEmbedder):
+class CountingEmbedder(HashingEmbedder):
     """Notes the passages that it embeds."""
 
     def __init__(self, dim: int = 64) -> None:

@@ -1,6 +1,6 @@
 """A writer in a process of its own, for killing: tells each write before and after it is made.
 
-python -m tests.live.writing DIR SEED
+python -m tests.live.writer_process DIR SEED
 """
 
 import random
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runtime.retrieval.live.writer import LiveWriter
-from tests.live.small import document
+from tests.live.small_collections import document
 
 
 def main(directory: Path, seed: int) -> None:

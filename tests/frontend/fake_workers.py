@@ -1,8 +1,8 @@
-"""Fake workers that speak `runtime.serving.messages` over real ZeroMQ.
+"""Fake workers that exchange `runtime.serving.messages` over real ZeroMQ.
 
-`Worker` says only what the test tells it to. `Player` plays what the prompt says to a `Cluster`: `say=5` answers with
-five words and stops, `hang=2` falls silent after two, `fail=2` fails after two, `probe=2` searches after two,
-`refuse=CODE` is refused by prefill.
+`FakeWorker` sends only what the test sends. `ScriptedWorker` belongs to a `Cluster` and follows directions in the
+prompt: `say=5` answers with five words and stops, `hang=2` stops responding after two, `fail=2` fails after two,
+`probe=2` searches after two; prefill rejects `refuse=CODE`.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from runtime.serving.messages import (
 if TYPE_CHECKING:
     from tests.frontend.cluster import Cluster
 
-WAIT = 60.0  # seconds until a test that hangs fails
+WAIT = 60.0  # seconds until a hanging test fails
 _names = itertools.count(1)
 
 
-def endpoint() -> str:
-    """An abstract ipc name that no other test uses."""
+def unique_endpoint() -> str:
+    """Return an abstract ipc endpoint that no other test uses."""
     return f"ipc://@trinity-test-{os.getpid()}-{next(_names)}"
 
 
 def run(test: Any) -> Any:
-    """Run a coroutine to its end, or fail."""
+    """Run a coroutine; fail after `WAIT` seconds."""
     return asyncio.run(asyncio.wait_for(test, WAIT))
 
 
-class Worker:
-    """One DEALER socket that says what the test says."""
+class FakeWorker:
+    """A worker's DEALER socket, driven by the test."""
 
     def __init__(
         self,
@@ -64,51 +64,51 @@ class Worker:
         self.identity = identity
         self.me = Hello(role, name, epoch, 4711, slots, limit, f"ipc://@{name}-handover" if role == "decode" else "")
         self.context = zmq.asyncio.Context()
-        self.socket = self._connected(to)
+        self.socket = self._connect(to)
 
-    def _connected(self, to: str) -> zmq.asyncio.Socket:
-        made = self.context.socket(zmq.DEALER)
-        made.set(zmq.LINGER, 0)
+    def _connect(self, to: str) -> zmq.asyncio.Socket:
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.set(zmq.LINGER, 0)
         if self.identity:
-            made.set(zmq.IDENTITY, self.identity)
-        made.connect(to)
-        return made
+            dealer.set(zmq.IDENTITY, self.identity)
+        dealer.connect(to)
+        return dealer
 
-    async def say(self, message: ToFrontend) -> None:
+    async def send(self, message: ToFrontend) -> None:
         await self.socket.send(encode(message))
 
-    async def say_raw(self, *frames: bytes) -> None:
+    async def send_raw(self, *frames: bytes) -> None:
         await self.socket.send_multipart(frames)
 
-    async def hear(self) -> ToWorker:
+    async def receive(self) -> ToWorker:
         message: ToWorker = decode_to_worker(await self.socket.recv())
         return message
 
-    async def hear_prefill(self) -> Prefill:
-        message = await self.hear()
+    async def receive_prefill(self) -> Prefill:
+        message = await self.receive()
         assert isinstance(message, Prefill)
         return message
 
     def reconnect(self, to: str) -> None:
-        """Come back over another connection, as ZeroMQ does by itself after a broken one."""
+        """Reconnect with a new socket, as ZeroMQ does by itself after a connection breaks."""
         self.socket.close(linger=0)
-        self.socket = self._connected(to)
+        self.socket = self._connect(to)
 
     async def hello(self) -> Welcome:
-        await self.say(self.me)
-        message = await self.hear()
+        await self.send(self.me)
+        message = await self.receive()
         assert isinstance(message, Welcome)
         return message
 
     async def settle(self) -> None:
-        """Until the frontend has taken in all that was said before: a report to no frontend is answered."""
+        """Wait until the frontend has processed every earlier message: it answers a report for an unknown epoch."""
         await self.report(0)
-        while not isinstance(await self.hear(), Welcome):
+        while not isinstance(await self.receive(), Welcome):
             pass
 
     async def report(self, frontend_epoch: int, **load: Any) -> None:
         load = {"queued": 0, "running": 0, "free_slots": self.me.slots} | load
-        await self.say(Report(self.me.worker, self.me.epoch, frontend_epoch, **load))
+        await self.send(Report(self.me.worker, self.me.epoch, frontend_epoch, **load))
 
     def close(self) -> None:
         self.socket.close(linger=0)
@@ -121,8 +121,8 @@ PASSAGES = (
 )
 
 
-class Player(Worker):
-    """A worker that plays the prompts' directions. `held` are the requests it holds memory for."""
+class ScriptedWorker(FakeWorker):
+    """A worker that follows the directions in prompts. `held`: the requests it holds memory for."""
 
     def __init__(self, cluster: "Cluster", role: Role, name: str, **options: Any) -> None:
         super().__init__(cluster.link.endpoint, role, name, **options)
@@ -131,35 +131,35 @@ class Player(Worker):
         self.prefills: list[Prefill] = []
         self.cancels: list[str] = []
 
-    async def live(self) -> None:
-        await self.say(self.me)
+    async def serve(self) -> None:
+        await self.send(self.me)
         try:
             while True:
-                message = await self.hear()
+                message = await self.receive()
                 if isinstance(message, Welcome):
                     await self.report(message.frontend_epoch)
                 elif isinstance(message, Cancel):
                     self.cancels.append(message.request_id)
-                    self.drop(message.request_id)
+                    self.cancel(message.request_id)
                 elif isinstance(message, Prefill):
                     self.prefills.append(message)
-                    self.take(message)
+                    self.start(message)
                 self.cluster.changed()
         finally:
             for task in list(self.held.values()):
                 task.cancel()
             self.close()
 
-    def take(self, prefill: Prefill) -> None:
-        self.held[prefill.request_id] = asyncio.create_task(self._play(prefill))
+    def start(self, prefill: Prefill) -> None:
+        self.held[prefill.request_id] = asyncio.create_task(self._run(prefill))
 
-    def drop(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         task = self.held.pop(request_id, None)
         if task is not None:
             task.cancel()
         self.cluster.changed()
 
-    async def _play(self, prefill: Prefill) -> None:
+    async def _run(self, prefill: Prefill) -> None:
         try:
             await (self._prefill(prefill) if self.me.role == "prefill" else self._decode(prefill))
         finally:
@@ -167,30 +167,30 @@ class Player(Worker):
             self.cluster.changed()
 
     async def _prefill(self, prefill: Prefill) -> None:
-        plan = _plan(prefill)
-        if "refuse" in plan:
-            await self.say(Failed(prefill.request_id, plan["refuse"], f"refused: {plan['refuse']}", "messages"))
+        script = _script(prefill)
+        if "refuse" in script:
+            await self.send(Failed(prefill.request_id, script["refuse"], f"refused: {script['refuse']}", "messages"))
             return
-        if plan.get("hang") == "prefill":
+        if script.get("hang") == "prefill":
             await asyncio.Event().wait()
-        asked = prefill.generation
-        if asked.retrieval is not None:
-            await self.say(Retrieved(prefill.request_id, PASSAGES[: asked.retrieval.k]))
-        self.cluster.players[prefill.decode_worker].take(prefill)
+        generation = prefill.generation
+        if generation.retrieval is not None:
+            await self.send(Retrieved(prefill.request_id, PASSAGES[: generation.retrieval.k]))
+        self.cluster.players[prefill.decode_worker].start(prefill)
 
     async def _decode(self, prefill: Prefill) -> None:
-        plan, sampling = _plan(prefill), prefill.generation.sampling
-        wanted = int(plan.get("say", "1000000"))
+        script, sampling = _script(prefill), prefill.generation.sampling
+        wanted = int(script.get("say", "1000000"))
         received_ns = prefill.generation.received_ns
         stages = {"received": received_ns, "first_token": received_ns + 5_000_000}
         stages["end"] = stages["first_token"] + 10_000_000
         for count in range(min(wanted, sampling.max_tokens) + 1):
-            if str(count) == plan.get("probe"):
-                await self.say(Retrieved(prefill.request_id, PASSAGES[:1], at_token=count))
-            if str(count) == plan.get("hang"):
+            if str(count) == script.get("probe"):
+                await self.send(Retrieved(prefill.request_id, PASSAGES[:1], at_token=count))
+            if str(count) == script.get("hang"):
                 await asyncio.Event().wait()
-            if str(count) == plan.get("fail"):
-                await self.say(Failed(prefill.request_id, "internal_error", "the fake broke"))
+            if str(count) == script.get("fail"):
+                await self.send(Failed(prefill.request_id, "internal_error", "the fake failed"))
                 return
             word, last = f"w{count} ", count + 1 == min(wanted, sampling.max_tokens)
             stopped = any(stop in word for stop in sampling.stop)
@@ -198,15 +198,15 @@ class Player(Worker):
             text = "" if stopped else word
             prompt = (1, 2, 3) if count == 0 else ()
             usage = {"prompt_tokens": 3, "stages": stages} if reason else {}
-            await self.say(
+            await self.send(
                 Tokens(prefill.request_id, text, (100 + count,), reason, prompt_token_ids=prompt, **usage)  # type: ignore[arg-type]
             )
             if reason is not None:
                 return
 
 
-def _plan(prefill: Prefill) -> dict[str, str]:
-    asked = prefill.generation
-    text = asked.messages[-1].content if asked.messages else asked.prompt
+def _script(prefill: Prefill) -> dict[str, str]:
+    generation = prefill.generation
+    text = generation.messages[-1].content if generation.messages else generation.prompt
     words = text.split() if isinstance(text, str) else []
     return dict(word.split("=", 1) for word in words if "=" in word)

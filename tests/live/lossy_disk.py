@@ -34,7 +34,7 @@ class LossyDisk(Disk):
             self._keep(fd)
             os.close(fd)
 
-    def after_power_cut(self, target: Path, chance: random.Random) -> None:
+    def write_after_power_cut(self, target: Path, chance: random.Random) -> None:
         """Write to `target` what may be there after a power cut now."""
         self._restore(self._root.stat().st_ino, self._root, target, chance)
 
@@ -74,7 +74,7 @@ class LossyDisk(Disk):
         if os.fstat(fd).st_ino not in {os.fstat(kept).st_ino for kept in self._kept}:
             self._kept.append(os.dup(fd))
 
-    def forget(self) -> None:
+    def close(self) -> None:
         """Close what is kept open."""
         while self._kept:
             os.close(self._kept.pop())

@@ -23,7 +23,7 @@ class Database(Protocol):
         """All of it, or what has an `n` of at least this."""
 
 
-class Fake:
+class FakeDatabase:
     """In memory. `read`: how many points with how many fields each were handed out; `failures`: of the next pages."""
 
     dim, metric = DIM, "cosine"
@@ -52,16 +52,16 @@ class Fake:
         for begin in range(0, len(keys), size):
             if self.failures:
                 raise self.failures.pop()
-            page = [self._asked(key, fields, vectors) for key in keys[begin : begin + size]]
+            page = [self._selected(key, fields, vectors) for key in keys[begin : begin + size]]
             self.read += [len(point.fields) for point in page]
             yield page
 
     def get(self, keys: Sequence[int | str], vectors: bool) -> list[Point]:
-        found = [self._asked(key, None, vectors) for key in keys if key in self.points]
+        found = [self._selected(key, None, vectors) for key in keys if key in self.points]
         self.read += [len(point.fields) for point in found]
         return found
 
-    def _asked(self, key: int | str, fields: Sequence[str] | None, vectors: bool) -> Point:
+    def _selected(self, key: int | str, fields: Sequence[str] | None, vectors: bool) -> Point:
         point = self.points[key]
         kept = {name: value for name, value in point.fields.items() if fields is None or name in fields}
         return Point(key, kept, point.vector if vectors else None)
@@ -127,15 +127,15 @@ class MilvusDatabase:
         self.client.close()
 
 
-def _opened(module: str, extra: str) -> pytest.MarkDecorator:
+def _needs(module: str, extra: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(module) is None
     return pytest.mark.skipif(missing, reason=f"{module} is not installed (the extra [{extra}])")
 
 
-needs_qdrant = _opened("qdrant_client", "qdrant")
-needs_milvus = _opened("milvus_lite", "milvus")
-EVERY = [
-    pytest.param(lambda directory: Fake(), id="fake"),
+needs_qdrant = _needs("qdrant_client", "qdrant")
+needs_milvus = _needs("milvus_lite", "milvus")
+EVERY_DATABASE = [
+    pytest.param(lambda directory: FakeDatabase(), id="fake"),
     pytest.param(QdrantDatabase, id="qdrant", marks=needs_qdrant),
     pytest.param(MilvusDatabase, id="milvus", marks=needs_milvus),
 ]
