@@ -2,9 +2,9 @@
 
 python -m benchmarks.hybrid --data DIR --collection /tmp/squad      # of real data: text/squad11_*.jsonl.gz
 
-Questions of SQuAD 1.1 (dev) and their annotated passages. Each question is searched by vectors, hybrid and keywords
-alone, interleaved for every k, so that the times are comparable. The collection is built if it does not exist, with the
-vectors of ann/minilm-384-cosine.base.npy, which were computed from the texts without titles.
+Questions of SQuAD 1.1 (dev) and their annotated passages. Each question is searched by vectors, hybrid and with all
+weight on keywords, interleaved for every k, so that the times are comparable. The collection is built if it does not
+exist, with the vectors of ann/minilm-384-cosine.base.npy, which were computed from the texts without titles.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.sources import read_documents
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER
 
-WAYS = {"vectors": 0.0, "hybrid": 0.5, "words first": 1.0}
+WAYS = {"vectors": 0.0, "hybrid": 0.5, "keywords first": 1.0}
 KS = (1, 5, 10)
 Search = Callable[[str, int, float], Sequence[str]]
 
@@ -74,7 +74,7 @@ def main() -> None:
     }
     lines = [
         f"{info.size:,} passages, {len(questions):,} questions (seed {options.seed}), all-MiniLM-L6-v2; documents "
-        f"{info.document_bytes / 1e6:.1f} MB, words {info.word_bytes / 1e6:.1f} MB",
+        f"{info.document_bytes / 1e6:.1f} MB, keyword index {info.keyword_bytes / 1e6:.1f} MB",
         f"{machine()['processor']}, {machine()['cores']} cores; one question at a time, a request for each k",
         "",
         *table(["", *(f"recall@{k}" for k in KS), "p50 ms", "p99 ms"], ([way, *figures[way]] for way in WAYS)),

@@ -227,7 +227,7 @@ def info(directory: Directory) -> None:
         return
     found = Collection.info(directory)
     sizes = {name: f"yes, {size / 1e6:,.1f} MB" if size else "no" for name, size in (
-        ("documents", found.document_bytes), ("words", found.word_bytes),
+        ("documents", found.document_bytes), ("keyword index", found.keyword_bytes),
     )}  # fmt: skip
     for name, value in {
         "vectors": f"{found.size:,}",
@@ -287,9 +287,9 @@ def search(
     print(f"{len(vectors):,} queries in {seconds:.3f} s: {len(vectors) / seconds:,.0f} queries/s{found}")
 
 
-def _check(option: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise UsageError(f"{option} is {value}, outside 1..{most}")
+def _check(option: str, value: int, high: int) -> None:
+    if not 1 <= value <= high:
+        raise UsageError(f"{option} is {value}, outside 1..{high}")
 
 
 def _write(out: Path, ids: np.ndarray) -> None:

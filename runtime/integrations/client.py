@@ -17,7 +17,7 @@ _BODY_DOCUMENTS = 4096
 Filter = Mapping[str, Any]
 """A filter in OpenAI's format (docs/collections.md)."""
 Hybrid = bool | float
-"""Whether to add keyword search, or its share of the ranking, 0 to 1 (docs/hybrid.md)."""
+"""Whether to add keyword search, or its weight in the ranking, 0 to 1 (docs/hybrid.md)."""
 
 
 @dataclass(frozen=True)

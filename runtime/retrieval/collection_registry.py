@@ -333,18 +333,18 @@ class CollectionRegistry:
         build = builds.by_identity.get(identity) if identity else builds.current
         if build is None:
             raise CollectionReplaced(f"collection {collection!r}: the keyword index of this build is not open")
-        if build.words is None:
+        if build.keywords is None:
             raise InvalidRequest(
                 f"collection {collection!r} has no keyword index: "
                 "`trinity index add` with its files, or `trinity index build --force`, creates one",
                 "hybrid",
             )
         depth = min(FUSION_DEPTH * k, max(self._max_k, k))
-        words, parsed = build.words, decode_filter(filter) if filter else None
+        keywords, parsed = build.keywords, decode_filter(filter) if filter else None
 
         def search(vector: Vectors) -> Neighbors:
             try:
-                return words.search_keywords(text, vector, depth, parsed, deadline_ns)
+                return keywords.search_keywords(text, vector, depth, parsed, deadline_ns)
             except CollectionError as error:
                 raise Unavailable(
                     f"collection {collection!r}: its keyword index cannot be searched: {error.message}"

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CollectionSummary:
-    """A collection's size and properties. `here`: its documents are open in this process.
+    """A collection's size and properties. `is_open`: its documents are open in this process.
 
     `files`: source files, or documents if the collection has none. `created_at`: time of the build, Unix time in
     seconds.
     """
 
-    here: bool = False
+    is_open: bool = False
     size: int = 0
     files: int = 0
     document_bytes: int = 0

@@ -24,22 +24,22 @@ def merge_neighbors(parts: Sequence[Neighbors], k: int) -> Neighbors:
     return np.take_along_axis(ids, order, -1), np.take_along_axis(distances, order, -1)
 
 
-def fuse_ranks(vectors: Neighbors, keywords: Neighbors, k: int, share: float = 0.5) -> Neighbors:
+def fuse_ranks(vectors: Neighbors, keywords: Neighbors, k: int, weight: float = 0.5) -> Neighbors:
     """Return the k best of a vector search and a keyword search: int64 ids [≤ k] and float32 distances [≤ k], best
     first.
 
-    Reciprocal rank fusion: an id scores weight / (60 + rank) on each side, ranks from 1; the weight is `share` for
-    keywords and 1 - `share` for vectors. Ties by distance.
+    Reciprocal rank fusion: an id scores the weight of a side / (60 + rank) on each side, ranks from 1; the weight of
+    keywords is `weight`, of vectors 1 - `weight`. Ties by distance.
     """
     scores: defaultdict[int, float] = defaultdict(float)
-    distance: dict[int, float] = {}
-    for (ids, distances), weight in ((vectors, 1 - share), (keywords, share)):
-        for rank, (row, far) in enumerate(zip(ids.tolist(), distances.tolist(), strict=True), 1):
+    distance_of: dict[int, float] = {}
+    for (ids, distances), side_weight in ((vectors, 1 - weight), (keywords, weight)):
+        for rank, (row, distance) in enumerate(zip(ids.tolist(), distances.tolist(), strict=True), 1):
             if row >= 0:
-                scores[row] += weight / (_RANK_CONSTANT + rank)
-                distance.setdefault(row, far)
-    best = sorted(scores, key=lambda row: (-scores[row], distance[row], row))[:k]
-    return np.array(best, np.int64), np.array([distance[row] for row in best], np.float32)
+                scores[row] += side_weight / (_RANK_CONSTANT + rank)
+                distance_of.setdefault(row, distance)
+    best = sorted(scores, key=lambda row: (-scores[row], distance_of[row], row))[:k]
+    return np.array(best, np.int64), np.array([distance_of[row] for row in best], np.float32)
 
 
 def recall(ids: NDArray[Any], truth: NDArray[Any]) -> float:

@@ -12,7 +12,7 @@ from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.keyword_search import KeywordSearch
-from runtime.retrieval.collections.manifest import DOCUMENTS, MANIFEST, WORDS, Manifest, read_identity
+from runtime.retrieval.collections.manifest import DOCUMENTS, KEYWORDS, MANIFEST, Manifest, read_identity
 from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
 from runtime.retrieval.live.reader import LiveDocumentStore
 from runtime.retrieval.live.storage.checksums import LiveChecksums
@@ -30,7 +30,7 @@ class OpenBuild:
 
     identity: str
     documents: DocumentStore | LiveDocumentStore | None
-    words: KeywordSearch | LiveDocumentStore | None
+    keywords: KeywordSearch | LiveDocumentStore | None
     embedder: EmbedderSpec | None
     dim: int
     summary: CollectionSummary
@@ -52,8 +52,8 @@ class OpenBuild:
             self.check.cancel()
         if self.documents is not None:
             self.documents.close()
-        if self.words is not None and self.words is not self.documents:  # a live collection is both
-            self.words.close()
+        if self.keywords is not None and self.keywords is not self.documents:  # a live collection is both
+            self.keywords.close()
 
 
 def directory_identity(directory: Path) -> str:
@@ -88,24 +88,24 @@ def open_build(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild
         return _open_live(directory, verify, verify_first)
 
     def opened(manifest: Manifest) -> OpenBuild:
-        stamp, check, documents, words = documents_stamp(directory), None, None, None
+        stamp, check, documents, keywords = documents_stamp(directory), None, None, None
         if (facts := manifest.files.get(DOCUMENTS)) is not None:
             documents = DocumentStore.open(directory / DOCUMENTS, manifest.size)
             try:
-                words = KeywordSearch(directory, manifest) if WORDS in manifest.files else None
+                keywords = KeywordSearch(directory, manifest) if KEYWORDS in manifest.files else None
                 if verify != "never":
-                    files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, WORDS)}
+                    files = {directory / name: manifest.files.get(name) for name in (DOCUMENTS, KEYWORDS)}
                     sums = Checksums({path: expected for path, expected in files.items() if expected is not None})
                     check = BackgroundTask(
                         "documents", lambda work: sums.verify(work.check_cancelled if verify_first else work.throttle)
                     )
             except CollectionError:
                 documents.close()
-                if words is not None:
-                    words.close()
+                if keywords is not None:
+                    keywords.close()
                 raise
         summary = CollectionSummary(
-            here=True,
+            is_open=True,
             size=manifest.size,
             files=(documents.file_count if documents else 0) or manifest.size,
             document_bytes=facts.bytes if facts else 0,
@@ -115,7 +115,7 @@ def open_build(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild
             embedder="" if manifest.embedder is None else embedder_name(manifest.embedder),
         )
         return OpenBuild(
-            manifest.identity, documents, words, manifest.embedder, manifest.dim, summary, stamp, check,
+            manifest.identity, documents, keywords, manifest.embedder, manifest.dim, summary, stamp, check,
             verify_first and check is not None,
         )  # fmt: skip
 
@@ -136,10 +136,10 @@ class LiveVerification:
     `done`: the segments that existed at first have been verified.
     """
 
-    def __init__(self, checksums: LiveChecksums, *, hurry: bool) -> None:
+    def __init__(self, checksums: LiveChecksums, *, verify_first: bool) -> None:
         self._checksums = checksums
         self._work = BackgroundTask(
-            "documents", lambda work: checksums.verify(work.check_cancelled if hurry else work.throttle)
+            "documents", lambda work: checksums.verify(work.check_cancelled if verify_first else work.throttle)
         )
         self._first_done = False
 
@@ -172,7 +172,7 @@ def _open_live(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild
     stamp, documents = documents_stamp(directory), LiveDocumentStore(directory)
     description = documents.description
     summary = CollectionSummary(
-        here=True,
+        is_open=True,
         size=documents.size,
         files=documents.size,
         created_at=_built_at(directory),
@@ -180,7 +180,7 @@ def _open_live(directory: Path, verify: Verify, verify_first: bool) -> OpenBuild
         metric=description.metric,
         embedder="" if description.embedder is None else embedder_name(description.embedder),
     )
-    check = None if verify == "never" else LiveVerification(documents.checksums, hurry=verify_first)
+    check = None if verify == "never" else LiveVerification(documents.checksums, verify_first=verify_first)
     return OpenBuild(
         description.identity, documents, documents, description.embedder, description.dim, summary, stamp, check,
         verify_first and check is not None,

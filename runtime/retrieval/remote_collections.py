@@ -147,7 +147,7 @@ class RemoteCollection:
             store = msgspec.json.decode(content, type=_Store)
             metadata = store.metadata
             found = CollectionSummary(
-                here=True,
+                is_open=True,
                 dim=int(metadata["dimensions"]),
                 metric=metadata["metric"],
                 embedder=metadata.get("embedder", ""),
@@ -158,7 +158,7 @@ class RemoteCollection:
         others = self.summary
         if store.status != "completed":
             self._mark_down(node, "its documents cannot be used")
-        elif others.here and others != found:
+        elif others.is_open and others != found:
             self._mark_down(node, f"it has {_describe(found)}, the others have {_describe(others)}")
         else:
             node.summary = found

@@ -15,6 +15,6 @@ def test_each_question_is_asked_in_every_way_and_for_every_k() -> None:
     questions = [{"question": "a", "positive": ["right"]}, {"question": "b", "positive": ["wrong"]}]
     found = measure(ask, questions)
     assert {way: [found[way][k][0] for k in KS] for way in WAYS} == {
-        "vectors": [0.0, 0.0, 0.0], "hybrid": [0.0, 0.5, 0.5], "words first": [0.0, 0.5, 0.5],
+        "vectors": [0.0, 0.0, 0.0], "hybrid": [0.0, 0.5, 0.5], "keywords first": [0.0, 0.5, 0.5],
     }  # fmt: skip
     assert len(asked) == len(set(asked)) == 2 * len(KS) * len(WAYS)

@@ -20,7 +20,7 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
-from runtime.retrieval.collections.manifest import WORDS, read_manifest
+from runtime.retrieval.collections.manifest import KEYWORDS, read_manifest
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
@@ -147,7 +147,7 @@ def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool
 def test_altered_words_are_damage(tmp_path: Path) -> None:
     build(tmp_path / "docs")
     Collection.verify(tmp_path / "docs")
-    path = tmp_path / "docs" / WORDS
+    path = tmp_path / "docs" / KEYWORDS
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

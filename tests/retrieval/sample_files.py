@@ -5,7 +5,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.retrieval.collections.manifest import WORDS, Manifest, read_manifest, write_manifest
+from runtime.retrieval.collections.manifest import KEYWORDS, Manifest, read_manifest, write_manifest
 from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vectors
 
 
@@ -98,7 +98,7 @@ def docx_of(body: str) -> bytes:
 def without_words(path: Path) -> None:
     """As builds were before there were any."""
     found = read_manifest(path)
-    (path / WORDS).unlink()
-    files = {name: facts for name, facts in found.files.items() if name != WORDS}
+    (path / KEYWORDS).unlink()
+    files = {name: facts for name, facts in found.files.items() if name != KEYWORDS}
     told = {name: getattr(found, name) for name in Manifest.__struct_fields__ if name not in ("files", "sha256")}
     write_manifest(path, Manifest(files=files, **told))

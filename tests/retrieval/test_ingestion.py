@@ -166,10 +166,10 @@ def test_a_collection_from_before_there_were_words_gets_them_without_embedding_a
     handbook.write("one.txt", "one")
     handbook.ingest()
     without_words(handbook.out)
-    assert not Collection.info(handbook.out).word_bytes
+    assert not Collection.info(handbook.out).keyword_bytes
     done, embedded = handbook.add()
     assert (done.changed, done.unchanged, embedded) == (True, 1, [])
-    assert Collection.info(handbook.out).word_bytes
+    assert Collection.info(handbook.out).keyword_bytes
     assert not handbook.add()[0].changed
 
 

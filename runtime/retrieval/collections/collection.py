@@ -29,8 +29,8 @@ from runtime.retrieval.collections.manifest import (
     ATTRIBUTES,
     DOCUMENTS,
     INDEX,
+    KEYWORDS,
     MAX_SHARDS,
-    WORDS,
     Manifest,
     checksum_file,
     index_folders,
@@ -60,8 +60,8 @@ _EMBED_BATCH = 64  # texts a thread between two progress reports
 class CollectionInfo:
     """Description of a collection, read without opening its index.
 
-    `index_bytes`, `document_bytes` and `word_bytes` are sizes on disk; `code_bytes` is the part of `index_bytes` that
-    neighbour codes take. 0 for parts that the collection does not have.
+    `index_bytes`, `document_bytes` and `keyword_bytes` are sizes on disk; `code_bytes` is the part of `index_bytes`
+    that neighbour codes take. 0 for parts that the collection does not have.
     """
 
     directory: Path
@@ -74,7 +74,7 @@ class CollectionInfo:
     embedder: EmbedderSpec | None
     index_bytes: int
     document_bytes: int
-    word_bytes: int = 0
+    keyword_bytes: int = 0
     code_bytes: int = 0
 
 
@@ -176,7 +176,7 @@ class Collection:
             embedder=manifest.embedder,
             index_bytes=sum(size for _, size in files),
             document_bytes=manifest.files[DOCUMENTS].bytes if DOCUMENTS in manifest.files else 0,
-            word_bytes=manifest.files[WORDS].bytes if WORDS in manifest.files else 0,
+            keyword_bytes=manifest.files[KEYWORDS].bytes if KEYWORDS in manifest.files else 0,
             code_bytes=sum(size for name, size in files if name in CODE_FILES),
         )
 
@@ -261,7 +261,7 @@ class Collection:
                 with DocumentStore.create(building / DOCUMENTS, read) as documents:
                     if len(matrix) != documents.size:
                         raise CollectionError(f"{len(matrix)} vectors do not match {documents.size} documents")
-                    KeywordIndex.create(building / WORDS, documents.texts())
+                    KeywordIndex.create(building / KEYWORDS, documents.texts())
             else:
                 embedder = embedder or DEFAULT_EMBEDDER
                 # Loaded before the documents are read: it may be missing, and reading may take long.
@@ -269,7 +269,7 @@ class Collection:
                 read = columns.collect(_documents(source, progress))
                 with DocumentStore.create(building / DOCUMENTS, read, sources=sources) as documents:
                     _check_shards(shards, documents.size)
-                    KeywordIndex.create(building / WORDS, documents.texts())
+                    KeywordIndex.create(building / KEYWORDS, documents.texts())
                     matrix = _embed(documents, model, known_vectors, threads, progress)
             columns.write(building / ATTRIBUTES)
             if own_ids is None and shards > 1:
@@ -374,7 +374,7 @@ def _check_embedder(embedder: EmbedderSpec | None, vectors: NDArray[Any]) -> Non
 
 def _seal(building: Path, index: GraphIndex, size: int, shards: int, embedder: EmbedderSpec | None) -> None:
     metas = [f"{folder}/meta.json" for folder in index_folders(shards)]
-    files = [name for name in (DOCUMENTS, ATTRIBUTES, WORDS, *metas) if (building / name).exists()]
+    files = [name for name in (DOCUMENTS, ATTRIBUTES, KEYWORDS, *metas) if (building / name).exists()]
     manifest = Manifest(
         size=size,
         dim=index.dim,

@@ -13,7 +13,7 @@ from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.collection import gather_vectors
 from runtime.retrieval.collections.keyword_index import KeywordIndex, distances
-from runtime.retrieval.collections.manifest import ATTRIBUTES, WORDS, Manifest
+from runtime.retrieval.collections.manifest import ATTRIBUTES, KEYWORDS, Manifest
 from runtime.retrieval.neighbors import Neighbors
 
 _FILTERS_KEPT = 16
@@ -24,7 +24,7 @@ class KeywordSearch:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         """Open the files that the manifest names. Raises `CollectionError`."""
-        self._index = KeywordIndex.open(directory / WORDS)
+        self._index = KeywordIndex.open(directory / KEYWORDS)
         self._attributes = -1
         self._passing = lru_cache(_FILTERS_KEPT)(self._evaluated)
         self._columns: Columns | None = None

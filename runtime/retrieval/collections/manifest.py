@@ -21,7 +21,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
-ATTRIBUTES, WORDS = "attributes.msgpack", "words.sqlite"
+ATTRIBUTES, KEYWORDS = "attributes.msgpack", "words.sqlite"
 _FORMAT, _VERSION = "trinity-collection", 1
 LIVE_FORMAT = "trinity-live-collection"
 _MAX_BYTES = 1 << 16

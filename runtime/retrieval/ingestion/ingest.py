@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 256
 @dataclass(slots=True)
 class IngestReport:
     """Report of an ingestion, in files and passages. `skipped`: reasons by path. `kept`: passages whose vectors were
-    reused. `words`: a keyword index was created where there was none."""
+    reused. `keyword_index_added`: a keyword index was created where there was none."""
 
     read: int = 0
     unchanged: int = 0
@@ -45,12 +45,12 @@ class IngestReport:
     skipped: dict[str, str] = field(default_factory=dict)
     embedded: int = 0
     kept: int = 0
-    words: bool = False
+    keyword_index_added: bool = False
 
     @property
     def changed(self) -> bool:
         """Whether the collection must be rebuilt."""
-        return bool(self.read or self.gone or self.words)
+        return bool(self.read or self.gone or self.keyword_index_added)
 
 
 def ingest(
@@ -105,8 +105,8 @@ def add(
             paths, Sources(str(root), limit), embedder, _ExistingCollection(old, folders, root), reader, progress
         )
         info = Collection.info(out)
-        job.report.words = not info.word_bytes
-        if not job.find_changes() and not job.report.words:
+        job.report.keyword_index_added = not info.keyword_bytes
+        if not job.find_changes() and not job.report.keyword_index_added:
             return job.report
         codes = old.shards[0].data.codes
         as_before: dict[str, Any] = {
@@ -200,9 +200,9 @@ class _IngestJob:
             yield from self._kept(self._before)
         else:
             self._find()
-        wanted = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
-        for number, found in enumerate(wanted):
-            self._progress("read", number / len(wanted))
+        to_read = [f for f in self._files if f.source not in self._checksums and f.source not in self.report.skipped]
+        for number, found in enumerate(to_read):
+            self._progress("read", number / len(to_read))
             old = list(self._before.get(self._before.rows.get(found.source, []))) if self._before else []
             try:
                 digest, passages = self._read(found)
@@ -300,12 +300,12 @@ class _IngestJob:
 
 
 def _passage_tokens(given: int, embedder: Embedder) -> int:
-    most = embedder.max_tokens
+    high = embedder.max_tokens
     if given == 0:
-        return max(min(PASSAGE_TOKENS, most * 3 // 4), MIN_PASSAGE_TOKENS)
-    if not MIN_PASSAGE_TOKENS <= given <= most:
+        return max(min(PASSAGE_TOKENS, high * 3 // 4), MIN_PASSAGE_TOKENS)
+    if not MIN_PASSAGE_TOKENS <= given <= high:
         raise BuildRefused(
-            f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{most}: {embedder.name} truncates longer texts"
+            f"passage_tokens is {given}, outside {MIN_PASSAGE_TOKENS}..{high}: {embedder.name} truncates longer texts"
         )
     return given
 

@@ -251,7 +251,7 @@ class LiveDocumentStore:
         """Open the collection. Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
         self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,))
-        self._words = LiveKeywordSearch(self._reader.state)
+        self._keywords = LiveKeywordSearch(self._reader.state)
 
     @property
     def checksums(self) -> LiveChecksums:
@@ -297,10 +297,10 @@ class LiveDocumentStore:
         """Poll, then search: see `LiveKeywordSearch.search_keywords`."""
         with self._lock:
             self._reader.poll()
-        return self._words.search_keywords(text, vector, depth, filter, deadline_ns)
+        return self._keywords.search_keywords(text, vector, depth, filter, deadline_ns)
 
     def close(self) -> None:
-        self._words.close()
+        self._keywords.close()
         self._reader.close()
 
 

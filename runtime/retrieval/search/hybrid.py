@@ -27,12 +27,12 @@ _NO_DEADLINE = 1 << 62
 
 @dataclass(frozen=True)
 class HybridQuery:
-    """The keyword side of a hybrid query: its text, its weight (`share`), and `k`. `depth`: rows from each side."""
+    """The keyword side of a hybrid query: its text, `weight` and `k`. `depth`: rows from each side."""
 
     collection: str
     filter: FilterLike
     text: str
-    share: float
+    weight: float
     k: int
     depth: int
 
@@ -65,8 +65,8 @@ class HybridSearch:
         spec = make_spec(k, "", "prefill", top_m, 1, None)
         max_k = min((pool.max_k for pool in self._pools.clients()), default=PoolSection().max_k)
         depth = max(spec.k, min(FUSION_DEPTH * spec.k, max_k, spec.top_m or max_k))
-        share = 0.5 if hybrid is True else float(hybrid)
-        return HybridQuery(collection, options.get("filter"), text, share, spec.k, depth)
+        weight = 0.5 if hybrid is True else float(hybrid)
+        return HybridQuery(collection, options.get("filter"), text, weight, spec.k, depth)
 
     def fuse(self, result: SearchResult, query: HybridQuery, vector: Any, deadline_ns: int) -> SearchResult:
         """Search the keyword index of the build that `result` comes from; return both fused.
@@ -77,7 +77,7 @@ class HybridSearch:
         content, row = filter_bytes(query.filter), np.asarray(on_host(as_vectors(vector)), np.float32)
         try:
             with self._lock:
-                keywords = self._opened(query.collection, result.identity).words
+                keywords = self._opened(query.collection, result.identity).keywords
             if keywords is None:
                 raise InvalidRequest(f"{query.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
             parsed = decode_filter(content) if content else None
@@ -86,7 +86,7 @@ class HybridSearch:
             raise Unavailable(
                 f"collection {query.collection!r}: its keyword index cannot be searched: {error.message}"
             ) from error
-        return fuse_keywords(result, found, query.k, query.share)
+        return fuse_keywords(result, found, query.k, query.weight)
 
     def _opened(self, collection: str, identity: str) -> OpenBuild:
         """Return this build, if it is what the directory contains now. Raises `CollectionError`, `Unavailable`."""

@@ -149,9 +149,9 @@ def failed_result(ticket: int, error: TrinityError) -> SearchResult:
     return SearchResult(ticket, NO_IDS, NO_DISTANCES, error=error)
 
 
-def fuse_keywords(result: SearchResult, keywords: Neighbors, k: int, share: float) -> SearchResult:
+def fuse_keywords(result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
     """Fuse a result with those of a keyword search (`fuse_ranks`)."""
-    ids, distances = fuse_ranks((result.ids, result.distances), keywords, k, share)
+    ids, distances = fuse_ranks((result.ids, result.distances), keywords, k, weight)
     return msgspec.structs.replace(result, ids=ids, distances=distances)
 
 

@@ -168,20 +168,20 @@ class StoreRoutes:
         return access_of(http).resolve(name, self._collections, "vector_store_id", "vector store")
 
     def _store(self, name: str, http: Request) -> Json:
-        about = self._stores.summary(name)
+        summary = self._stores.summary(name)
         if access_of(http).restriction(name) is not None:  # do not disclose the totals of other tenants
-            about = replace(about, files=0, document_bytes=0)
+            summary = replace(summary, files=0, document_bytes=0)
         counts = {"in_progress": 0, "failed": 0, "cancelled": 0}
         return {
             "id": name,
             "object": "vector_store",
             "name": name,
-            "created_at": about.created_at,
+            "created_at": summary.created_at,
             "last_active_at": None,
-            "status": "completed" if about.here else "in_progress",
-            "usage_bytes": about.document_bytes,
-            "file_counts": counts | {"completed": about.files, "total": about.files},
-            "metadata": {"embedder": about.embedder, "dimensions": str(about.dim), "metric": about.metric},
+            "status": "completed" if summary.is_open else "in_progress",
+            "usage_bytes": summary.document_bytes,
+            "file_counts": counts | {"completed": summary.files, "total": summary.files},
+            "metadata": {"embedder": summary.embedder, "dimensions": str(summary.dim), "metric": summary.metric},
         }
 
 
