@@ -71,7 +71,7 @@ Credential = str | tuple[str, str] | None
 class Change:
     """An item in Grafana and the action it needs, which `write` performs."""
 
-    what: str
+    item: str
     action: Literal["create", "update", "unchanged", "provisioned"]
     write: Callable[[], object]
 
@@ -124,20 +124,20 @@ class Pusher:
     # ---- folder, data source, dashboards
 
     def _folder_change(self) -> Change:
-        what = f"folder {self._folder!r}"
+        item = f"folder {self._folder!r}"
         found = self._get(lambda: self._api.folder.get_folder(FOLDER_UID))
         if found is None:
-            return Change(what, "create", lambda: self._api.folder.create_folder(self._folder, uid=FOLDER_UID))
+            return Change(item, "create", lambda: self._api.folder.create_folder(self._folder, uid=FOLDER_UID))
         if found["title"] == self._folder:
-            return _unchanged(what)
+            return _unchanged(item)
         version = found["version"]
         return Change(
-            what, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
+            item, "update", lambda: self._api.folder.update_folder(FOLDER_UID, title=self._folder, version=version)
         )
 
     def _source_change(self) -> Change:
-        what = f"data source {SOURCE_UID!r}"
-        wanted = {
+        item = f"data source {SOURCE_UID!r}"
+        desired = {
             "uid": SOURCE_UID,
             "name": "Trinity",
             "type": "prometheus",
@@ -147,26 +147,26 @@ class Pusher:
         }
         found = self._get(lambda: self._api.datasource.get_datasource_by_uid(SOURCE_UID))
         if found is None:
-            return Change(what, "create", lambda: self._api.datasource.create_datasource(wanted))
+            return Change(item, "create", lambda: self._api.datasource.create_datasource(desired))
         method = (found.get("jsonData") or {}).get("httpMethod", "")
-        has = {key: found.get(key) for key in wanted} | {"jsonData": {"httpMethod": method}}
-        if has == wanted:
-            return _unchanged(what)
+        has = {key: found.get(key) for key in desired} | {"jsonData": {"httpMethod": method}}
+        if has == desired:
+            return _unchanged(item)
         if found.get("readOnly"):
-            return Change(what, "provisioned", lambda: None)
-        return Change(what, "update", lambda: self._api.datasource.update_datasource_by_uid(SOURCE_UID, wanted))
+            return Change(item, "provisioned", lambda: None)
+        return Change(item, "update", lambda: self._api.datasource.update_datasource_by_uid(SOURCE_UID, desired))
 
     def _board_change(self, uid: str, board: Json) -> Change:
-        what = f"dashboard {uid!r}"
-        wanted = _tagged(_with_source(board) if self._prometheus_url else board)
-        body = {"dashboard": wanted, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
+        item = f"dashboard {uid!r}"
+        desired = _tagged(_with_source(board) if self._prometheus_url else board)
+        body = {"dashboard": desired, "folderUid": FOLDER_UID, "overwrite": True, "message": "trinity dashboards push"}
         found = self._get(lambda: self._api.dashboard.get_dashboard(uid))
         if found is not None and found["meta"].get("provisioned"):
-            return Change(what, "provisioned", lambda: None)
+            return Change(item, "provisioned", lambda: None)
         if found is None:
-            return Change(what, "create", lambda: self._api.dashboard.update_dashboard(body))
-        same = _hash_in(found["dashboard"]) == _hash_in(wanted) and found["meta"].get("folderUid") == FOLDER_UID
-        return _unchanged(what) if same else Change(what, "update", lambda: self._api.dashboard.update_dashboard(body))
+            return Change(item, "create", lambda: self._api.dashboard.update_dashboard(body))
+        same = _hash_in(found["dashboard"]) == _hash_in(desired) and found["meta"].get("folderUid") == FOLDER_UID
+        return _unchanged(item) if same else Change(item, "update", lambda: self._api.dashboard.update_dashboard(body))
 
     def _get(self, read: Callable[[], Json]) -> Json | None:
         """Return the item; None if Grafana does not have it."""
@@ -228,5 +228,5 @@ def _hash_in(board: Json) -> str:
     return next((tag for tag in board.get("tags") or [] if tag.startswith(_TAG)), "")
 
 
-def _unchanged(what: str) -> Change:
-    return Change(what, "unchanged", lambda: None)
+def _unchanged(item: str) -> Change:
+    return Change(item, "unchanged", lambda: None)

@@ -138,16 +138,16 @@ def install() -> None:
 
 def install_vllm() -> None:
     """Create vLLM's environment unless it exists. Exits with pip's exit code if that fails."""
-    if not vllm_environment.is_made():
+    if not vllm_environment.is_complete():
         log(f"creating the environment {vllm_environment.HOME} (once; 3.4 GB)")
-        if code := vllm_environment.make(torch_index()):
+        if code := vllm_environment.create(torch_index()):
             sys.exit(code)
     print(f'vLLM is in {vllm_environment.HOME}; in [model]: python = "{vllm_environment.python()}"')
 
 
 def ensure_vllm(timeout_s: float) -> str:
     """Create vLLM's environment if possible; return the reason if not, else "". Hides pip's output."""
-    if (reason := vllm_environment.unsupported_reason()) or vllm_environment.is_made():
+    if (reason := vllm_environment.unsupported_reason()) or vllm_environment.is_complete():
         return reason
     log(f"creating the environment {vllm_environment.HOME} (once; 3.4 GB)")
     with subprocess.Popen(

@@ -23,9 +23,9 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
 
-    def number(name: str, default: int, least: int, most: int, help: str) -> None:
-        limits = f"[{least} to {most}; default: {default}]"
-        parser.add_argument(name, type=_within(least, most), default=default, metavar="N", help=f"{help} {limits}")
+    def number(name: str, default: int, low: int, high: int, help: str) -> None:
+        limits = f"[{low} to {high}; default: {default}]"
+        parser.add_argument(name, type=_within(low, high), default=default, metavar="N", help=f"{help} {limits}")
 
     def flag(name: str, help: str) -> None:
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=False, help=help)
@@ -43,11 +43,11 @@ def demo_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _within(least: int, most: int) -> Callable[[str], int]:
+def _within(low: int, high: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)  # argparse reports a ValueError
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is outside {least}..{most}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is outside {low}..{high}")
         return value
 
     return integer

@@ -29,13 +29,13 @@ def python() -> Path:
     return HOME / "bin" / "python"
 
 
-def is_made() -> bool:
+def is_complete() -> bool:
     """Whether it is complete, from these requirements and for this version of Python."""
     stamp = _stamp()
     return _has_this_python() and stamp.is_file() and stamp.read_text() == _wanted()
 
 
-def make(options: Sequence[str]) -> int:
+def create(options: Sequence[str]) -> int:
     """Create the environment, or resume its creation; `options`: for pip to find torch. Returns pip's exit code."""
     venv.create(HOME, with_pip=True, clear=HOME.exists() and not _has_this_python())
     quiet = () if sys.stdout.isatty() else ("--quiet",)
@@ -56,7 +56,7 @@ def unsupported_reason(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Pa
     if free is not None and int(free[1]) << 10 < _MEMORY_BYTES:
         return f"{(int(free[1]) << 10) / _GIB:.1f} GiB of memory are free, {_MEMORY_BYTES / _GIB:.0f} are needed"
     disk = shutil.disk_usage(_existing_parent(HOME)).free
-    if not is_made() and disk < _DISK_BYTES:
+    if not is_complete() and disk < _DISK_BYTES:
         return f"{disk / _GIB:.1f} GiB are free at {HOME}, {_DISK_BYTES / _GIB:.0f} are needed"
     return ""
 

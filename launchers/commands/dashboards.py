@@ -53,7 +53,7 @@ def push(
     pusher = Pusher(url, _credential(), prometheus_url, folder)
     changes = pusher.changes() if dry_run or check else pusher.push()
     for change in changes:
-        print(f"{change.action:11} {change.what}")
+        print(f"{change.action:11} {change.item}")
     raise typer.Exit(1 if check and any(change.needed for change in changes) else 0)
 
 
