@@ -99,10 +99,10 @@ def filters(base: Array, queries: Array, seed: int) -> dict[str, tuple[float, st
 def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -> list[dict[str, Any]]:
     """Measure every engine with every filter."""
     index = GraphIndex.build(base, metric=metric, neighbor_codes=True, seed=seed)  # type: ignore[arg-type]
-    wanted = filters(base, queries, seed)
-    others = peers(base, {name: allowed for name, (_, _, allowed) in wanted.items()}, place)
+    selections = filters(base, queries, seed)
+    others = peers(base, {name: allowed for name, (_, _, allowed) in selections.items()}, place)
     records = []
-    for name, (part, kind, allowed) in wanted.items():
+    for name, (part, kind, allowed) in selections.items():
         own = np.flatnonzero(allowed)
         truth = own[nearest(base[own], queries, K)]
         engines: dict[str, Search] = {"trinity": partial(_trinity, index, allowed)}
@@ -139,7 +139,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         fresh = GraphIndex.build(base[now], metric=metric, neighbor_codes=True)  # type: ignore[arg-type]
         rows, _ = writer.search(queries, K, 64)
         ids = np.array([[int(one.id) if one else -1 for one in writer.state.documents(row.tolist())] for row in rows])
-        live, anew = recall(ids, truth), recall(fresh.search(queries, K, 64)[0], truth)
+        live, rebuilt = recall(ids, truth), recall(fresh.search(queries, K, 64)[0], truth)
         segments = len(writer.state.segments)
         writer.compact()
         rows, _ = writer.search(queries, K, 64)
@@ -151,7 +151,7 @@ def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[
         for name, found in replaced_in_place(base, count, queries, 64).items()
     }
     return {
-        "live": live, "compacted": recall(ids, truth), "fresh": anew, "ratio": live / anew, "segments": segments,
+        "live": live, "compacted": recall(ids, truth), "fresh": rebuilt, "ratio": live / rebuilt, "segments": segments,
         "speed": speed, **{f"{name} ratio": ratio for name, ratio in in_place.items()},
     }  # fmt: skip
 
@@ -243,11 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.kills or options.beside:
         with tempfile.TemporaryDirectory() as home:
             if options.kills:
-                told = kill(Path(home), options.kills, seed=options.seed, say=partial(print, flush=True))
+                killed = kill(Path(home), options.kills, seed=options.seed, say=partial(print, flush=True))
                 if options.add:
-                    told.add(json.loads(options.out.with_name(f"{options.out.name}-kills.json").read_text()))
-                found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **told.figures()}
-                write(found, report_of_kills(told), options.out.with_name(f"{options.out.name}-kills"))
+                    killed.add(json.loads(options.out.with_name(f"{options.out.name}-kills.json").read_text()))
+                found = {"machine": machine(), "load": machine_load(), "seed": options.seed, **killed.to_json()}
+                write(found, report_of_kills(killed), options.out.with_name(f"{options.out.name}-kills"))
             else:
                 latencies = beside(Path(home))
                 found = {"machine": machine(), "load": machine_load(), "latencies": latencies}

@@ -64,7 +64,7 @@ class Killed:
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def figures(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the results as JSON."""
         return asdict(self) | {"kills": {f"{one.victim}, {one.moment}": count for one, count in self.kills.items()}}
 
@@ -155,7 +155,7 @@ def kill(
     home: Path, kills: int, writes: int = 30, seed: int = 0, say: Callable[[str], object] = lambda _: None
 ) -> Killed:
     """Kill a process after every `writes` acknowledged writes, at the moment that the kill requires."""
-    begin, told, chance = time.monotonic(), Killed(), random.Random(seed)
+    begin, results, chance = time.monotonic(), Killed(), random.Random(seed)
     with Live(home) as live:
         writers = [Writer(live, number) for number in range(2)]
         sealer = Sealer(live, random.Random(seed))
@@ -163,19 +163,19 @@ def kill(
             for one in itertools.islice(_order(chance), kills):
                 _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
                 _kill(live, one, chance)
-                told.kills[one] += 1
-                told.wrong += (wrong := _compare(live, writers, told))
-                say(f"{told.kills.total()} kills ({one.victim}, {one.moment}), {len(wrong)} wrong: {wrong[:3]}")
+                results.kills[one] += 1
+                results.wrong += (wrong := _compare(live, writers, results))
+                say(f"{results.kills.total()} kills ({one.victim}, {one.moment}), {len(wrong)} wrong: {wrong[:3]}")
             _until(live, writers, sum(writer.acknowledged for writer in writers) + writes)
-            told.wrong += _compare(live, writers, told)
+            results.wrong += _compare(live, writers, results)
         finally:
             sealer.stop()
             for writer in writers:
                 writer.stop()
-    told.acknowledged = sum(writer.acknowledged for writer in writers)
-    told.unacknowledged = sum(writer.unacknowledged for writer in writers)
-    told.seconds = time.monotonic() - begin
-    return told
+    results.acknowledged = sum(writer.acknowledged for writer in writers)
+    results.unacknowledged = sum(writer.unacknowledged for writer in writers)
+    results.seconds = time.monotonic() - begin
+    return results
 
 
 def _order(chance: random.Random) -> "itertools.chain[Kill]":
@@ -213,7 +213,7 @@ def _seals(live: Live) -> bool:
     return any((live.collection / "segments").glob(".building-*")) and not live.builders()
 
 
-def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
+def _compare(live: Live, writers: list[Writer], results: Killed) -> list[str]:
     """Compare every document while no write is in progress. An acknowledged document may be found a moment later; a
     deleted one must never be found."""
     returned: dict[str, None] = {}
@@ -234,7 +234,7 @@ def _compare(live: Live, writers: list[Writer], told: Killed) -> list[str]:
                 returned |= dict.fromkeys(line for writer in writers for line in _returned(writer, found))
                 if not wrong or time.monotonic() > until:
                     break
-        told.compared += sum(len(writer.known) for writer in writers)
+        results.compared += sum(len(writer.known) for writer in writers)
         for writer in writers:
             writer.decide(found)
     finally:
@@ -258,8 +258,8 @@ def _wrong(writer: Writer, found: dict[str, str]) -> list[str]:
 
 def _returned(writer: Writer, found: dict[str, str]) -> list[str]:
     """Return documents that are found although their delete was acknowledged and nothing was written since."""
-    gone = (name for name, text in writer.known.items() if text is None and not writer.doubtful[name])
-    return [f"{name}: {found[name]!r} has returned" for name in gone if name in found]
+    deleted = (name for name, text in writer.known.items() if text is None and not writer.doubtful[name])
+    return [f"{name}: {found[name]!r} has returned" for name in deleted if name in found]
 
 
 def _found(http: httpx.Client, text: str) -> dict[str, str]:
@@ -274,16 +274,16 @@ def _found(http: httpx.Client, text: str) -> dict[str, str]:
         time.sleep(0.01)
 
 
-def report(told: Killed) -> str:
+def report(results: Killed) -> str:
     """Format the results as Markdown."""
     victims = dict.fromkeys(one.victim for one in KILLS)
     moments: tuple[Moment, ...] = ("any", "seal", "merge")
-    rows = [[victim, *(told.kills[Kill(victim, moment)] or "" for moment in moments)] for victim in victims]
+    rows = [[victim, *(results.kills[Kill(victim, moment)] or "" for moment in moments)] for victim in victims]
     lines = [
-        f"{told.kills.total()} times `kill -9` in {told.seconds / 60:.0f} minutes; {told.acknowledged:,} writes "
-        f"acknowledged, {told.unacknowledged:,} not; {told.compared:,} comparisons of a document with what was "
-        f"acknowledged of it: {len(told.wrong)} wrong.",
+        f"{results.kills.total()} times `kill -9` in {results.seconds / 60:.0f} minutes; {results.acknowledged:,} "
+        f"writes acknowledged, {results.unacknowledged:,} not; {results.compared:,} comparisons of a document with its "
+        f"acknowledged state: {len(results.wrong)} wrong.",
         "",
         *table(["killed", "at any moment", "during a seal", "during a merge"], rows),
     ]
-    return "\n".join(lines + [f"- {line}" for line in told.wrong])
+    return "\n".join(lines + [f"- {line}" for line in results.wrong])

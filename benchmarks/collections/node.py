@@ -103,31 +103,31 @@ def beside(home: Path, rows: int = 6_000, dim: int = 384, seconds: float = 16.0)
                 writer.flush()
     Collection.build(vectors, home / "plain", threads=os.cpu_count() or 1)
     queries = itertools.cycle(vectors[:: max(1, rows // 256)] + np.float32(0.01))
-    told: dict[str, dict[str, float]] = {}
+    latencies: dict[str, dict[str, float]] = {}
     with Live(home, dim) as live, SearchClient.connect(home / "run") as client:
 
         def search(collection: str = "notes") -> None:
             client.search(next(queries), 10, collection=collection)
 
         window(search, 3.0)
-        told["alone"] = _latencies(window(search, seconds / 2))
-        told["from an upsert's answer until it is found"] = _latencies(_until_found(live.url, client, dim))
+        latencies["alone"] = _latencies(window(search, seconds / 2))
+        latencies["from an upsert's answer until it is found"] = _latencies(_until_found(live.url, client, dim))
         with _upserting(live.url, _bodies(vectors, round(seconds * RATE / BATCH))) as (writer_pid, written):
             held, going_on = in_turns(partial(window, search, TURN_S), [writer_pid], round(seconds / TURN_S))
-        told["upserts held up"] = _latencies(held)
-        told["beside 200 upserts/s"] = _latencies(going_on) | {"upserts/s": round(written() / (seconds / 2), 1)}
+        latencies["upserts held up"] = _latencies(held)
+        latencies["beside 200 upserts/s"] = _latencies(going_on) | {"upserts/s": round(written() / (seconds / 2), 1)}
         with httpx.Client(base_url=live.url, timeout=600, trust_env=False) as http:
             http.post(FLUSH).raise_for_status()  # the fourth segment of its size, so they are merged
         held, going_on = in_turns(partial(window, search, TURN_S), live.builders(), 1000)
-        told["merge held up"], told["beside a merge"] = _latencies(held), _latencies(going_on)
+        latencies["merge held up"], latencies["beside a merge"] = _latencies(held), _latencies(going_on)
         window(search, 1.0)  # until the segment is installed
         names = {"a collection that was built": "plain", "one live segment": "notes"}
         took: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(round(seconds / 2 / TURN_S)):
             for name, collection in names.items():
                 took[name] += window(partial(search, collection), TURN_S / 2)
-        told |= {name: _latencies(one) for name, one in took.items()}
-    return told
+        latencies |= {name: _latencies(one) for name, one in took.items()}
+    return latencies
 
 
 TURN_S = 0.5
@@ -255,13 +255,14 @@ def _upsert(url: str, bodies: Sequence[bytes], count: Any, begun: Any) -> None:
             time.sleep(max(0.0, due - time.monotonic()))
 
 
-def report_beside(told: dict[str, dict[str, float]], load: str = "") -> str:
+def report_beside(latencies: dict[str, dict[str, float]], load: str = "") -> str:
     """Format the results as Markdown. load: of the machine."""
     rows = []
-    for name, one in told.items():
+    for name, one in latencies.items():
         against = [
-            f"{one['p50 ms'] / told[other]['p50 ms']:.2f}×, {one['p99 ms'] / told[other]['p99 ms']:.2f}× {other}"
-            for other in AGAINST.get(name, ())
+            f"{one['p50 ms'] / other['p50 ms']:.2f}×, {one['p99 ms'] / other['p99 ms']:.2f}× {baseline}"
+            for baseline in AGAINST.get(name, ())
+            for other in (latencies[baseline],)
         ]
         numbers = (one.get(key, "") for key in ("searches", "p50 ms", "p99 ms"))
         rows.append([name, *numbers, ", ".join(against), one.get("upserts/s", "")])

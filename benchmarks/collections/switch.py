@@ -38,16 +38,16 @@ def _answer(
         engine[4],
         engine[5],
     )
-    asked = running = found = 0
-    while asked < len(queries) or running:
-        while running < active and asked < len(queries):
-            vector = queries.ctypes.data + asked * queries.strides[0]
+    sent = running = found = 0
+    while sent < len(queries) or running:
+        while running < active and sent < len(queries):
+            vector = queries.ctypes.data + sent * queries.strides[0]
             slot = call(admit, (handle, vector, 0, K, top_m, 1, 0))
             if slot < 0:
                 return -1
-            call(set_filter, (handle, slot, masks.ctypes.data + (asked % len(masks)) * masks.strides[0], passing))
+            call(set_filter, (handle, slot, masks.ctypes.data + (sent % len(masks)) * masks.strides[0], passing))
             running += 1
-            asked += 1
+            sent += 1
         done = call(extend, (handle, report.ctypes.data))
         if done < 0:
             return -1
@@ -77,16 +77,16 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
         masks = np.stack([bitmap(one, len(base)) for one in passing])
         rows = float(np.mean([one.sum() for one in passing]))
         for active in ACTIVE:
-            told: dict[str, list[float]] = {"compare": [], "walk": []}
+            times_us: dict[str, list[float]] = {"compare": [], "walk": []}
             for _ in range(_ROUNDS):  # alternating, so that other load affects both
                 # A count of one passing row makes the engine compare; a count of all makes it walk with the list as is.
                 for name, top_m, count in (("compare", TOP_M, 1), ("walk", longer, len(base))):
                     begin = time.process_time()
                     if _answer(words, queries, masks, count, top_m, active, report, ids, distances) < 0:
                         raise RuntimeError("the engine has failed")
-                    told[name].append((time.process_time() - begin) / len(queries) * 1e6)
+                    times_us[name].append((time.process_time() - begin) / len(queries) * 1e6)
             # The first round compiles and warms up.
-            compare, walk = (min(told[name][1:]) for name in ("compare", "walk"))
+            compare, walk = (min(times_us[name][1:]) for name in ("compare", "walk"))
             found.append({
                 "part": part, "active": active, "top_m": longer, "compare_us": compare, "walk_us": walk,
                 "rows_a_step": (walk / longer) / (compare / rows),
@@ -98,11 +98,12 @@ def switched(base: Array, queries: Array, metric: str, seed: int) -> list[dict[s
 
 def report_of(found: list[dict[str, float]]) -> str:
     """Format the results as a sentence of Markdown."""
-    told = []
+    lines = []
     for active in ACTIVE:
         own = [one for one in found if one["active"] == active]
         parts = ", ".join(f"{one['rows_a_step']:.1f} at {one['part']:.0%}" for one in own)
-        told.append(f"{active} at a time: {parts}")
+        lines.append(f"{active} at a time: {parts}")
     return (
-        f"Rows compared in the time of one extend (`SCAN_ROWS_PER_ENTRY` is {SCAN_ROWS_PER_ENTRY}), {'; '.join(told)}"
+        f"Rows compared in the time of one list entry of the walk (`SCAN_ROWS_PER_ENTRY` is {SCAN_ROWS_PER_ENTRY}), "
+        f"{'; '.join(lines)}"
     )

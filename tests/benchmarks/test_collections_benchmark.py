@@ -49,6 +49,6 @@ def test_kills_of_several_runs_add_up() -> None:
     kill = KILLS[1]
     first = Killed(Counter({kill: 3}), acknowledged=5, unacknowledged=1, compared=7, wrong=["a"], seconds=60.0)
     both = Killed(Counter({kill: 1, KILLS[0]: 2}), acknowledged=1, seconds=1.0)
-    both.add(first.figures())
+    both.add(first.to_json())
     assert both.kills == {kill: 4, KILLS[0]: 2}
     assert (both.acknowledged, both.unacknowledged, both.compared, both.wrong, both.seconds) == (6, 1, 7, ["a"], 61.0)
