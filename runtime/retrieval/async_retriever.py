@@ -68,7 +68,7 @@ class AsyncRetriever:
                     )
                 search = self.client.search(
                     vector, keywords.depth if keywords else request.k,
-                    collection=request.collection, stage=request.stage, filter=request.filter,
+                    collection=request.collection, stage=request.stage, filter=content,
                     accept=self.registry.accept(request.collection, embedder, keywords.identity if keywords else ""),
                     deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
                 )  # fmt: skip

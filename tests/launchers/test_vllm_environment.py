@@ -51,23 +51,23 @@ def test_what_the_machine_lacks_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_environment_of_other_requirements_or_another_python_is_made_anew(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not vllm_environment.is_made()
+    assert not vllm_environment.is_complete()
     made(home, "others")
-    assert not vllm_environment.is_made()
+    assert not vllm_environment.is_complete()
     monkeypatch.setattr("subprocess.call", lambda *command, **options: 0)
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
-    assert vllm_environment.make(()) == 0
-    assert vllm_environment.is_made()
+    assert vllm_environment.create(()) == 0
+    assert vllm_environment.is_complete()
     monkeypatch.setattr("sys.version_info", SimpleNamespace(major=3, minor=99))
-    assert not vllm_environment.is_made()
+    assert not vllm_environment.is_complete()
 
 
 def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(home, "others")
     monkeypatch.setattr("subprocess.call", lambda *command, **options: 1)
     monkeypatch.setattr("venv.create", lambda *path, **options: None)
-    assert vllm_environment.make(()) == 1
-    assert not vllm_environment.is_made()
+    assert vllm_environment.create(()) == 1
+    assert not vllm_environment.is_complete()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_environment, "is_made", lambda: True)
+    monkeypatch.setattr(vllm_environment, "is_complete", lambda: True)
     bootstrap.main(["vllm-contract"])
     assert run == [bootstrap.CONTRACT]
 

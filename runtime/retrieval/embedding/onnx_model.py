@@ -116,10 +116,10 @@ class OnnxEmbedder:
     def _pooled(self, output: NDArray[np.float32], mask: NDArray[np.int64]) -> Vectors:
         """Pool [rows, tokens, d], or [rows, d] if the graph has pooled, to [rows, d]."""
         pooling = self._encoding.pooling
-        wanted = 2 if self._output == SENTENCE else 3
-        if output.ndim != wanted or len(output) != len(mask) or (wanted == 3 and output.shape[1] != mask.shape[1]):
+        expected = 2 if self._output == SENTENCE else 3
+        if output.ndim != expected or len(output) != len(mask) or (expected == 3 and output.shape[1] != mask.shape[1]):
             raise ModelError(f"the embedder {self.name}: the output {self._output} has shape {list(output.shape)}")
-        if wanted == 2:
+        if expected == 2:
             return output
         if pooling == "cls":
             return output[:, 0]

@@ -150,16 +150,16 @@ class ServerEmbedder:
         if [vector.index for vector in data] != list(range(count)):
             raise EmbedderFailed(f"{self._url} sent {len(data)} vectors for {count} texts, or wrong indexes")
         lengths = {len(vector.embedding) for vector in data}
-        wanted = self.dim or min(lengths)
-        if lengths != {wanted} or not 1 <= wanted <= MAX_DIM:
+        dim = self.dim or min(lengths)
+        if lengths != {dim} or not 1 <= dim <= MAX_DIM:
             raise EmbedderFailed(
                 f"{self._url}: {self._spec.name} returns vectors of {max(lengths)} dimensions"
                 + (f", the collection's have {self.dim}" if self.dim else f", the limits are 1 and {MAX_DIM}")
             )
-        numbers = np.fromiter(chain.from_iterable(vector.embedding for vector in data), np.float64, count * wanted)
+        numbers = np.fromiter(chain.from_iterable(vector.embedding for vector in data), np.float64, count * dim)
         if not (np.abs(numbers) < _MAX_COMPONENT).all():  # false for NaN too
             raise EmbedderFailed(f"{self._url}: {self._spec.name} returns values beyond float32")
-        return normalize(numbers.reshape(count, wanted).astype(np.float32))
+        return normalize(numbers.reshape(count, dim).astype(np.float32))
 
 
 class _Retryable(Exception):

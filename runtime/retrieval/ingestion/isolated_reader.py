@@ -109,8 +109,8 @@ def _receive(stream: IO[bytes]) -> bytes:
 
 
 def _set_limit(limit: int, value: int) -> None:
-    _, most = resource.getrlimit(limit)
-    resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+    _, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def main(seconds: int, memory: int) -> None:

@@ -71,7 +71,7 @@ def progress_of_stage(stage: str, part: float) -> SegmentProgress:
 def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progress) -> SegmentInfo | None:
     """Build a segment; None if all of its rows are deleted. Raises `CollectionError`, `NoRoom`."""
     documents: list[StoredDocument] = []
-    parts, keep = [], None
+    parts, checkpoint = [], None
     progress("rows", 0.0)
     if job.merged:
         merged = [segment for segment in state.segments if segment.info.number in job.merged]
@@ -79,11 +79,11 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         checksums.add(merged)
         checksums.verify()  # a damaged segment must not be sealed again under a new checksum
         try:
-            keep = ResumableMerge(disk, state.directory, [segment.info for segment in merged]).get_or_compute
+            checkpoint = ResumableMerge(disk, state.directory, [segment.info for segment in merged]).get_or_compute
         except OSError as error:
             raise storage_error(error, f"{state.directory} cannot be written") from error
         # A resumed merge includes rows that were deleted since it began: tombstones hide them.
-        rows = keep("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
+        rows = checkpoint("rows", lambda: np.concatenate([segment.rows[segment.alive] for segment in merged]))
         for number, segment in enumerate(merged, 1):
             positions = segment.positions(rows)
             kept = set(segment.rows[positions].tolist())
@@ -112,7 +112,7 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         dict(state.schema),
         job.threads,
         progress,
-        keep,
+        checkpoint,
     )
     return msgspec.structs.replace(info, shard=job.shard)
 

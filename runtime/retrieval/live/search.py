@@ -75,10 +75,10 @@ def search_segment(
     from gpu.cpu.extend import filtered
 
     rows, queries = np.flatnonzero(allowed), np.asarray(queries)
-    rows_a_step = (
+    scan_rows = (
         filtered.SCAN_ROWS_PER_ENTRY_BATCHED if len(queries) >= filtered.MIN_BATCH else filtered.SCAN_ROWS_PER_ENTRY
     )
-    longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, rows_a_step))
+    longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, scan_rows))
     if not longer:
         return index.exact(queries, k, rows)
     ids, distances = index.search(queries, k, longer, search_width, threads=threads, allowed=allowed, min_allowed=top_m)

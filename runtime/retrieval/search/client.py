@@ -178,9 +178,8 @@ class SearchClient:
         row = as_vectors(() if text else vector)
         if row.ndim != 1:
             raise InvalidRequest(f"vector must have the shape (d,), got {row.shape}", "vector")
-        if type(row) is np.ndarray and not np.logical_and.reduce(
-            np.isfinite(row)
-        ):  # a vector on a GPU is checked by the pool
+        # a vector on a GPU is checked by the pool
+        if type(row) is np.ndarray and not np.logical_and.reduce(np.isfinite(row)):
             check_finite(row)
         if not spec.collection:
             spec = replace(spec, collection=self._only_collection())

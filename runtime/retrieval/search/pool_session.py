@@ -113,11 +113,11 @@ class PoolSession:
     def _connect(self) -> None:
         timeout_ms, self._timeout_ms = self._timeout_ms, min(2 * self._timeout_ms, _CONNECT_MS[1])
         with suppress(IpcError):  # no pool, refused, or died during the handshake
-            made = RingClient(
+            client = RingClient(
                 self.endpoint, self._name, doorbell=self._settings.doorbell, timeout_ms=timeout_ms, arena=True,
                 top_m=self._settings.top_m,
             )  # fmt: skip
-            self._connected.append(made)
+            self._connected.append(client)
             self._timeout_ms = _CONNECT_MS[0]
 
     def _adopt(self) -> None:
@@ -216,12 +216,12 @@ class PoolSession:
                 if candidate is query:
                     session.client.cancel(request_id)
 
-    def cancel(self, ticket: int, most_attempts: int) -> None:
+    def cancel(self, ticket: int, max_attempts: int) -> None:
         """Cancel a ticket's queries, without retry if the pool dies."""
         for session in self._sessions():
             for request_id, query in session.outstanding.items():
                 if query.ticket == ticket:
-                    query.attempts = most_attempts
+                    query.attempts = max_attempts
                     session.client.cancel(request_id)
 
     def statistics(self, slow: bool) -> PoolStatistics:
@@ -306,15 +306,15 @@ class Replicas:
         if len(live) <= 1:
             return live
         self._update_slow(live, now_ns)
-        least = min(self._replicas[pool].outstanding for pool in live)
-        return sorted(live, key=lambda pool: self._rank(pool, least, now_ns))
+        lowest = min(self._replicas[pool].outstanding for pool in live)
+        return sorted(live, key=lambda pool: self._rank(pool, lowest, now_ns))
 
-    def _rank(self, pool: int, least: int, now_ns: int) -> tuple[int, bool, int]:
+    def _rank(self, pool: int, lowest: int, now_ns: int) -> tuple[int, bool, int]:
         replica, far = self._replicas[pool], pool not in self._near
         if replica.slow:
             due = replica.outstanding == 0 and now_ns - replica.probed_ns >= self._policy.probe_ns
             return (0 if due else 3), far, replica.last_sent
-        return (2 if replica.outstanding > least + self._policy.crowded else 1), far, replica.last_sent
+        return (2 if replica.outstanding > lowest + self._policy.crowded else 1), far, replica.last_sent
 
     def _update_slow(self, live: Sequence[int], now_ns: int) -> None:
         expected = {pool: self._replicas[pool].expected_ns(now_ns) for pool in live}

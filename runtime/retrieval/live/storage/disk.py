@@ -76,10 +76,10 @@ class Disk:
                 path.unlink(missing_ok=True)
 
 
-def storage_error(error: OSError, what: str) -> CollectionError:
+def storage_error(error: OSError, message: str) -> CollectionError:
     """Convert to `NoRoom` if the disk or quota is exhausted, else `CollectionError`."""
     error_class = NoRoom if error.errno in NO_ROOM else CollectionError
-    return error_class(f"{what}: {error.strerror or error}")
+    return error_class(f"{message}: {error.strerror or error}")
 
 
 # ---- the writer's lock of a live collection

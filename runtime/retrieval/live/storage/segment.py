@@ -12,13 +12,13 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
+from gpu.build.params import Checkpoint
 from runtime.errors import CollectionError, NoRoom
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
@@ -33,7 +33,6 @@ _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
 _MAX_BYTES = 1 << 16
 _FILTERS_KEPT = 64
-Keep = Callable[[str, Callable[[], NDArray[Any]]], NDArray[Any]]
 
 
 class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,7 +137,7 @@ def write_segment(
     schema: Schema,
     threads: int = 1,
     progress: Progress = no_progress,
-    keep: Keep | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> SegmentInfo:
     """Seal documents, by ascending row, and their vectors float32 [n, d], atomically and durably.
 
@@ -161,7 +160,7 @@ def write_segment(
             ids=np.array([document.row for document in documents], np.int64),
             threads=threads,
             progress=progress,
-            checkpoint=keep,
+            checkpoint=checkpoint,
         )
         progress("write", 0.0)
         index.save(building / _INDEX)
