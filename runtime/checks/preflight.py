@@ -186,12 +186,12 @@ def _check_gpu_memory(plan: NodePlan, machine: Machine) -> None:
     """Check that each GPU has the estimated memory free. The allocations of CUDA's libraries are not included."""
     needed = estimate_device_bytes(plan, machine)
     for gpu in machine.gpus:
-        there = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
-        if sum(there.values()) > gpu.free_bytes:
+        needs = {worker.name: needed[worker.name] for worker in plan.processes if worker.gpu == gpu.uuid}
+        if sum(needs.values()) > gpu.free_bytes:
             advice = "lower kv_blocks or slots of prefill or decode or model.context_tokens, or use more GPUs or shards"
             if isinstance(plan.config.model, VllmSection):
                 advice = LESS_ON_GPU
             raise ResourceBusy(
                 f"GPU {gpu.index} ({gpu.uuid}) has {gpu.free_bytes / 2**30:.1f} GiB free, but the node needs "
-                f"{_parts(there)}: {advice}"
+                f"{_parts(needs)}: {advice}"
             )

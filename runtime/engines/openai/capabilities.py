@@ -123,8 +123,8 @@ async def _read_context(server: Server, section: ServedSection) -> int:
         {str(model.get("id")): model for model in listed if isinstance(model, dict)} if isinstance(listed, list) else {}
     )
     if section.name not in models:
-        there = ", ".join(repr(name) for name in list(models)[:10]) or "none"
-        raise ConfigError(f"model.name = {section.name!r}: {server.url} has no such model; it has: {there}")
+        available = ", ".join(repr(name) for name in list(models)[:10]) or "none"
+        raise ConfigError(f"model.name = {section.name!r}: {server.url} has no such model; it has: {available}")
     reported = models[section.name]
     meta = reported.get("meta")
     meta = meta if isinstance(meta, dict) else {}

@@ -134,9 +134,9 @@ def _core_binding(section: VllmSection, plan: NodePlan, place: WorkerPlan, cores
     ranks = [name for name, of in sizes.items() for _ in range(of.tensor_parallel_size * of.pipeline_parallel_size)]
     usable = cores[:-1] if len(cores) > len(ranks) else cores
     ends = [len(usable) * rank // len(ranks) for rank in range(len(ranks) + 1)]
-    mine = [
+    own_cores = [
         usable[begin:end] or [usable[rank % len(usable)]]
         for rank, (name, begin, end) in enumerate(zip(ranks, ends, ends[1:], strict=False))
         if name == place.name
     ]
-    return {_BIND: "|".join(",".join(map(str, part)) for part in mine)}
+    return {_BIND: "|".join(",".join(map(str, part)) for part in own_cores)}

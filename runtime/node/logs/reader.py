@@ -48,13 +48,13 @@ class Tail:
 
     def _newer(self, file: BinaryIO) -> BinaryIO | None:
         """Return the file that followed this one; None if it is the current one, or was removed with its node."""
-        mine = fstat(file.fileno()).st_ino
+        inode = fstat(file.fileno()).st_ino
         for number in count():
             try:
                 found = rotated(self._path, number).stat().st_ino
             except FileNotFoundError:
                 return self._open(number - 1) if number else None  # deleted by rotation: continue with the oldest
-            if found == mine:
+            if found == inode:
                 return self._open(number - 1) if number else None
         raise AssertionError("count() has no end")
 

@@ -160,8 +160,8 @@ class RetrievingMetrics(WorkerMetrics):
     RELOAD_REFUSED = Gauge("trinity_documents_reload_refused", "1 if that reload found documents that cannot be used")
 
 
-def _tier(what: str, help: str) -> "ByLabel[Tier, Counter]":
-    return ByLabel(Counter, f"trinity_kv_tier_{what}_total", help, "tier", Tier)
+def _tier(event: str, help: str) -> "ByLabel[Tier, Counter]":
+    return ByLabel(Counter, f"trinity_kv_tier_{event}_total", help, "tier", Tier)
 
 
 class KvMetrics(RetrievingMetrics):

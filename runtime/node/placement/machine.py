@@ -59,8 +59,8 @@ class Machine:
             return found[0]
         if found:
             raise ConfigError(f"{device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
-        there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
-        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {there or self.missing or 'none'}")
+        available = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
+        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {available or self.missing or 'none'}")
 
 
 def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:

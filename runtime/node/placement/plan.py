@@ -94,9 +94,9 @@ class NodePlan(msgspec.Struct, frozen=True):
         """Workers and standby workers."""
         return (*self.workers, *self.spares)
 
-    def endpoint(self, what: str) -> str:
+    def endpoint(self, name: str) -> str:
         """Return the abstract socket of a worker, of "frontend" or of "control"; it leaves no file behind."""
-        return f"ipc://@trinity-{self.token}-{what}"
+        return f"ipc://@trinity-{self.token}-{name}"
 
     def engine_socket(self, worker: str) -> str:
         """Return the path of an engine's HTTP socket, in the private run directory."""

@@ -33,9 +33,9 @@ def check_vllm(section: VllmSection) -> None:
 def _check_stages(section: VllmSection) -> None:
     prefill, decode = section.prefill, section.decode
     if (prefill is None) != (decode is None):
-        there, missing = ("prefill", "decode") if decode is None else ("decode", "prefill")
+        given, missing = ("prefill", "decode") if decode is None else ("decode", "prefill")
         raise ConfigError(
-            f"[model.{there}] without [model.{missing}]: give both, or neither for instances that serve whole requests"
+            f"[model.{given}] without [model.{missing}]: give both, or neither for instances that serve whole requests"
         )
     if prefill is None or decode is None:
         return

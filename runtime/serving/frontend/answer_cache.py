@@ -110,8 +110,8 @@ class AnswerCache:
     """Looks up and stores answers. Embedding and writing run in one thread each, so they do not block the event
     loop."""
 
-    def __init__(self, stored: AnswerStore, embedder: Embedder, client: VectorSearch) -> None:
-        self._stored, self._embedder, self._client = stored, embedder, client
+    def __init__(self, store: AnswerStore, embedder: Embedder, client: VectorSearch) -> None:
+        self._store, self._embedder, self._client = store, embedder, client
         self._embed_thread = ThreadPoolExecutor(1, thread_name_prefix="embed-prompt")
         self._write_thread = ThreadPoolExecutor(1, thread_name_prefix="store-answer")
         self._queue: deque[tuple[CacheKey, Vector, Sequence[Piece]]] = deque()
@@ -122,7 +122,7 @@ class AnswerCache:
         loop = asyncio.get_running_loop()
         vector = (await loop.run_in_executor(self._embed_thread, self._embedder.embed, [key.question]))[0]
         hit = await self._look_up(key.digest, vector)
-        self._stored.count("miss" if hit is None else "hit", 1)
+        self._store.count("miss" if hit is None else "hit", 1)
         return vector, hit
 
     async def _look_up(self, digest: str, vector: Vector) -> CacheHit | None:
@@ -132,15 +132,15 @@ class AnswerCache:
                     vector,
                     1,
                     collection=ANSWERS,
-                    filter=self._stored.filter(digest),
+                    filter=self._store.filter(digest),
                     deadline_ms=_LOOKUP_TIMEOUT_S * 1e3,
                 )
-            found = self._stored.resolve(result)
+            found = self._store.resolve(result)
             hit = found and CacheHit(_decoder.decode(found.text), found.similarity, found.age_s)
         except (TrinityError, TimeoutError, msgspec.MsgspecError) as error:
-            self._stored.log_state("found", str(error) or "the lookup timed out")
+            self._store.log_state("found", str(error) or "the lookup timed out")
             return None
-        self._stored.log_state("found", "")
+        self._store.log_state("found", "")
         return hit
 
     def store(self, key: CacheKey, vector: Vector, pieces: Sequence[Piece]) -> None:
@@ -164,29 +164,29 @@ class AnswerCache:
             if len(text) <= _MAX_ANSWER_BYTES:
                 answers.append(NewAnswer(_digest((key.digest, key.question)), key.digest, vector, text))
         if answers:
-            self._stored.store(answers)
+            self._store.store(answers)
 
     async def run(self) -> None:
         """Maintain the collection until cancelled."""
-        reset_s = -_RESET_INTERVAL_S
+        last_reset_s = -_RESET_INTERVAL_S
         while True:
             reason = self._client.unavailable.get(ANSWERS)
             if not self._closed:
-                if reason and time.monotonic() >= reset_s + _RESET_INTERVAL_S:
-                    reset_s = time.monotonic()
-                    self._write_thread.submit(self._stored.reset, reason)
+                if reason and time.monotonic() >= last_reset_s + _RESET_INTERVAL_S:
+                    last_reset_s = time.monotonic()
+                    self._write_thread.submit(self._store.reset, reason)
                 await self.maintain()
             await asyncio.sleep(_MAINTENANCE_INTERVAL_S)
 
     async def maintain(self) -> None:
         """Open the collection if necessary and evict answers beyond its limits."""
-        await asyncio.get_running_loop().run_in_executor(self._write_thread, self._stored.maintain)
+        await asyncio.get_running_loop().run_in_executor(self._write_thread, self._store.maintain)
 
     def close(self) -> None:
         """Stop storing, so that another frontend may open the collection for writing. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._write_thread.submit(self._stored.close)
+            self._write_thread.submit(self._store.close)
             self._write_thread.shutdown(wait=False)
             self._embed_thread.shutdown(wait=False)
 

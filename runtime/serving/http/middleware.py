@@ -63,11 +63,11 @@ class Access:
             raise Forbidden(f"this API key has no access to collection {collection[:128]!r}", "collection")
         return self.grants[collection]
 
-    def resolve(self, name: str, loaded: Iterable[str], param: str, what: str = "collection") -> str:
+    def resolve(self, name: str, loaded: Iterable[str], param: str, noun: str = "collection") -> str:
         """Return the name of a loaded collection that the key may access. Raises `UnknownCollection`, `Forbidden`."""
         if name not in loaded:
             visible = ", ".join(self.visible(loaded)) or "none"
-            raise UnknownCollection(f"no {what} {name[:128]!r} is loaded; loaded: {visible}", param)
+            raise UnknownCollection(f"no {noun} {name[:128]!r} is loaded; loaded: {visible}", param)
         self.restriction(name)
         return name
 

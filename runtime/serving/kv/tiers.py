@@ -154,8 +154,8 @@ class Tiers:
         table.total(metrics.PREFIX_HIT_TOKENS, found.hit_tokens)
         table.total(metrics.KV_EVICTIONS, found.evictions)
         for tier in self._tiers:
-            for metric, what in KvMetrics.TIER_BLOCKS.items():
-                table.total(what[tier.name], tier.counts[metric])
+            for metric, counters in KvMetrics.TIER_BLOCKS.items():
+                table.total(counters[tier.name], tier.counts[metric])
             table.set(KvMetrics.TIER_BYTES[tier.name], tier.used_bytes)
 
     def close(self) -> None:

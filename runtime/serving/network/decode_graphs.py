@@ -88,11 +88,11 @@ class _CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Captured:
-        aside, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):  # warm-up: keeps first-call allocations and algorithm choices out of the graph
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):  # warm-up: keeps first-call allocations and algorithm choices out of the graph
             run()
-        here.wait_stream(aside)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = run()

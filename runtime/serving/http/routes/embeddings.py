@@ -92,8 +92,8 @@ class EmbeddingsRoute:
         for begin in range(0, len(body.input), _BATCH):
             if await http.is_disconnected():
                 raise ClientDisconnected("the client closed the connection while its texts were embedded")
-            some = body.input[begin : begin + _BATCH]
-            vectors, counted = await self._source.embed(embedder, some, body.input_type)
+            batch = body.input[begin : begin + _BATCH]
+            vectors, counted = await self._source.embed(embedder, batch, body.input_type)
             parts.append(vectors)
             tokens += counted
         return np.concatenate(parts), tokens
