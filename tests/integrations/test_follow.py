@@ -335,7 +335,7 @@ def test_the_command_follows_and_does_not_take_a_collection_that_has_other_docum
     (tmp_path / "docs" / "followed.json").write_text(
         '{"database": "qdrant", "url": "http://elsewhere", "collection": "a", "embeds": false}'
     )
-    with pytest.raises(ConfigError, match="follows 'a' of qdrant at http://elsewhere, and not"):
+    with pytest.raises(ConfigError, match="follows 'a' of qdrant at http://elsewhere, not"):
         trinity(*follow, "a")
 
 
