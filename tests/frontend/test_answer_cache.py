@@ -1,4 +1,4 @@
-"""Stored answers: given for like questions of the same kind and the same tenant, for a while, and never beyond."""
+"""The answer cache: hits for similar questions with equal parameters and tenant, until they expire."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def asked(prompt: Any = "why?", tenant: str = "", sampling: Sampling = GREEDY, *
     return made
 
 
-def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not(harness: CacheHarness) -> None:
+def test_a_similar_question_hits_and_a_dissimilar_one_misses(harness: CacheHarness) -> None:
     harness.store(asked("why not say so?"), ONE)
     harness.now.s += 4
     hit = harness.find(asked("why not say so so?"))
@@ -56,7 +56,7 @@ def test_a_like_question_gets_the_stored_answer_and_an_unlike_one_does_not(harne
     assert harness.counts == {"stored": 1, "hit": 1, "miss": 1}
 
 
-def test_of_several_the_most_similar_is_given(tmp_path: Path) -> None:
+def test_the_most_similar_stored_answer_is_returned(tmp_path: Path) -> None:
     harness = CacheHarness(tmp_path / "answers", threshold=0.5)
     two = (Tokens("b", "two", (3,), "stop", 3),)
     harness.store(asked("aaaab"), ONE)
@@ -67,7 +67,7 @@ def test_of_several_the_most_similar_is_given(tmp_path: Path) -> None:
     harness.answers.close()
 
 
-def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(harness: CacheHarness) -> None:
+def test_a_hit_returns_the_answer_as_stored_with_passages_and_choices(harness: CacheHarness) -> None:
     passage = Passage("p", "t", 0.25, "", {"page": 3, "tags": ["x", "y"]})
     choices = ({"index": 0, "delta": {"content": "é", "reasoning": "r"}, "finish_reason": "stop"},)
     pieces = (
@@ -98,13 +98,13 @@ def test_an_answer_is_given_as_it_was_stored_with_its_passages_and_its_choices(h
         asked(retrieval=Retrieval("docs", hybrid=0.5)),
     ],
 )
-def test_whatever_else_differs_is_another_answer(harness: CacheHarness, other: CacheKey) -> None:
+def test_any_other_difference_is_a_miss(harness: CacheHarness, other: CacheKey) -> None:
     harness.store(asked(), ONE)
     assert harness.find(other) is None
     assert harness.find(asked()) is not None
 
 
-def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_random() -> None:
+def test_a_seed_matters_only_if_the_request_sets_it_and_samples() -> None:
     warm = Sampling(8, temperature=0.7, seed=1)
     assert asked(sampling=warm) == asked(sampling=replace(warm, seed=2))
     assert asked(sampling=warm, seeded=True) != asked(sampling=replace(warm, seed=2), seeded=True)
@@ -115,7 +115,7 @@ def test_a_seed_matters_only_if_it_was_asked_for_and_if_tokens_are_drawn_at_rand
 @pytest.mark.parametrize(
     "prompt", [(1, 2, 3), "", " ", "x" * (MAX_QUESTION_CHARS + 1), (Message("user", "a"), Message("assistant", "b"))]
 )
-def test_what_an_embedder_cannot_judge_is_not_looked_up(prompt: Any) -> None:
+def test_requests_an_embedder_cannot_compare_are_not_looked_up(prompt: Any) -> None:
     assert CacheKey.of("", "m", prompt, GREEDY, None, seeded=False) is None
 
 
@@ -124,12 +124,12 @@ def test_an_expired_answer_is_not_found_and_is_deleted(harness: CacheHarness) ->
     harness.now.s += 9.9
     assert harness.find(asked()) is not None
     harness.now.s += 0.1
-    assert harness.find(asked()) is None, "before it is deleted"
+    assert harness.find(asked()) is None, "expired but not yet deleted"
     harness.stored.maintain()
     assert harness.counts["expired"] == 1
 
 
-def test_the_oldest_makes_room(tmp_path: Path) -> None:
+def test_the_oldest_answer_is_evicted(tmp_path: Path) -> None:
     harness = CacheHarness(tmp_path / "answers", entries=2)
     for number in range(4):
         harness.store(asked(f"why {number}?"), ONE)
@@ -139,7 +139,7 @@ def test_the_oldest_makes_room(tmp_path: Path) -> None:
     harness.answers.close()
 
 
-def test_the_same_question_is_stored_once_and_what_is_too_large_or_partial_not_at_all(harness: CacheHarness) -> None:
+def test_a_question_is_stored_once_and_large_or_partial_answers_are_not_stored(harness: CacheHarness) -> None:
     for pieces in (ONE, (Tokens("b", "two", (3,), "stop", 3),)):
         harness.store(asked(), pieces)
     vector = LetterEmbedder().embed(["long?"])[0]
@@ -156,7 +156,7 @@ def test_the_same_question_is_stored_once_and_what_is_too_large_or_partial_not_a
         assert reader.state.count == 2
 
 
-def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_their_order(tmp_path: Path) -> None:
+def test_answers_with_their_age_and_order_survive_a_restart(tmp_path: Path) -> None:
     harness = CacheHarness(tmp_path / "answers", entries=2)
     for number in range(2):
         harness.store(asked(f"why {number}?"), ONE)
@@ -173,12 +173,12 @@ def test_answers_outlive_the_process_that_stored_them_and_so_do_their_age_and_th
     after.answers.close()
 
 
-def test_stored_answers_are_readable_by_this_user_alone(harness: CacheHarness) -> None:
+def test_stored_answers_are_readable_only_by_their_owner(harness: CacheHarness) -> None:
     assert stat.S_IMODE(harness.directory.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("name", ["collection.json", "MANIFEST", "log", ""])
-def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
+def test_a_missing_or_damaged_collection_is_a_miss_and_is_created_again(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = CacheHarness(tmp_path / "answers")
@@ -198,7 +198,7 @@ def test_a_collection_that_is_gone_or_damaged_is_a_miss_and_is_begun_anew(
     after.answers.close()
 
 
-def test_a_collection_that_is_removed_under_the_process_is_begun_anew(harness: CacheHarness) -> None:
+def test_a_collection_removed_at_run_time_is_created_again(harness: CacheHarness) -> None:
     harness.store(asked(), ONE)
     shutil.rmtree(harness.directory)
     assert harness.find(asked()) is None
@@ -206,9 +206,7 @@ def test_a_collection_that_is_removed_under_the_process_is_begun_anew(harness: C
     assert harness.find(asked()) is not None
 
 
-def test_a_search_that_fails_is_a_miss_and_is_said_once(
-    harness: CacheHarness, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_search_is_a_miss_and_is_logged_once(harness: CacheHarness, caplog: pytest.LogCaptureFixture) -> None:
     harness.store(asked(), ONE)
     harness.client.error = Unavailable("no pool is up")
     assert [harness.find(asked()) for _ in range(3)] == [None] * 3
@@ -217,7 +215,7 @@ def test_a_search_that_fails_is_a_miss_and_is_said_once(
     assert harness.find(asked()) is not None
 
 
-def test_on_a_full_disk_answers_are_not_stored_which_is_said_once_until_there_is_room(
+def test_a_full_disk_stops_storing_and_is_logged_once_until_space_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = CacheHarness(tmp_path / "answers")
@@ -237,7 +235,7 @@ def _no_room(disk: Disk, fd: int, content: bytes) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
+def test_a_slow_disk_delays_no_answer_and_its_queue_is_bounded(
     harness: CacheHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, others = threading.Event(), set(threading.enumerate())
@@ -255,10 +253,10 @@ def test_a_disk_that_waits_delays_no_answer_and_only_so_many_wait_for_it(
     until(lambda: harness.counts["evicted"] > 0)
     harness.answers.close()
     until(lambda: not any(one.name.startswith("store-answer") for one in set(threading.enumerate()) - others))
-    assert 64 <= harness.counts["stored"] <= 129, "64 wait, beside those that are being written"
+    assert 64 <= harness.counts["stored"] <= 129, "64 are queued, in addition to those being written"
 
 
-def test_what_was_deleted_leaves_the_disk_too(tmp_path: Path) -> None:
+def test_deleted_answers_are_removed_from_the_disk(tmp_path: Path) -> None:
     harness = CacheHarness(tmp_path / "answers", entries=8)
     text = "x" * 20_000
     vector = LetterEmbedder().embed(["why?"])[0]
@@ -295,7 +293,7 @@ def cluster(directory: Path, **settings: Any) -> Iterator[tuple[Cluster, CacheHa
 BODY = {"model": "tiny", "prompt": "what say=3 now", "max_tokens": 8, "temperature": 0}
 
 
-def test_a_hit_is_the_stored_answer_and_says_so(tmp_path: Path) -> None:
+def test_a_hit_returns_the_stored_answer_and_is_marked(tmp_path: Path) -> None:
     with cluster(tmp_path) as (node, harness), node.http() as http:
         first = http.post("/v1/completions", json=BODY)
         assert "cached" not in first.json()
@@ -307,11 +305,11 @@ def test_a_hit_is_the_stored_answer_and_says_so(tmp_path: Path) -> None:
         assert answer["usage"] == first.json()["usage"]
         assert answer["id"] != first.json()["id"]
         assert answer["cached"] == {"similarity": 1.0, "age_s": 0.0}
-        assert len(node.players["prefill-0"].prefills) == 1, "the model was not asked again"
+        assert len(node.players["prefill-0"].prefills) == 1, "the model ran again"
         assert harness.counts == {"miss": 1, "stored": 1, "hit": 1}
 
 
-def test_a_streamed_answer_is_stored_and_given_as_a_stream(tmp_path: Path) -> None:
+def test_a_streamed_answer_is_stored_and_replayed_as_a_stream(tmp_path: Path) -> None:
     with cluster(tmp_path) as (node, harness):
         client = node.client()
         body: dict[str, Any] = {
@@ -346,7 +344,7 @@ def test_tenants_never_see_each_others_answers(tmp_path: Path) -> None:
         assert len(node.players["prefill-0"].prefills) == 2
 
 
-def test_a_request_may_do_without_and_an_answer_that_failed_is_not_stored(tmp_path: Path) -> None:
+def test_a_request_can_bypass_the_cache_and_a_failed_answer_is_not_stored(tmp_path: Path) -> None:
     with cluster(tmp_path) as (node, harness), node.http() as http:
         http.post("/v1/completions", json=BODY | {"answer_cache": False})
         assert harness.counts == {}

@@ -1,4 +1,4 @@
-"""Bodies that are too large, too slow, never end, or are no HTTP."""
+"""Bodies that are too large, too slow or endless, and data that is not HTTP."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 # ---- bodies that are too large, too slow, or never end
 
 
-def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) -> None:
+def test_a_body_over_the_limit_is_refused_with_size_and_limit(http: httpx.Client) -> None:
     body = json.dumps(COMPLETION | {"user": "x" * 20_000}).encode()
     answer = http.post("/v1/completions", content=body)
     assert_error(answer, 413, "request_too_large", message=f"{len(body)} bytes or more, the limit is 10000")
@@ -45,9 +45,7 @@ def test_a_body_over_the_limit_is_refused_with_both_numbers(http: httpx.Client) 
 
 
 @pytest.mark.parametrize(("messages", "awaited"), [([(b"x" * 50, False)], 1), ([(b"x" * 50, True), (b"x", False)], 2)])
-def test_after_a_body_over_the_limit_nothing_is_waited_for_but_the_rest_of_it(
-    messages: list[tuple[bytes, bool]], awaited: int
-) -> None:
+def test_after_a_body_over_the_limit_only_its_rest_is_awaited(messages: list[tuple[bytes, bool]], awaited: int) -> None:
     """Whoever goes on using the connection would wait too."""
     received: list[bytes] = []
     sent: list[Message] = []
@@ -91,7 +89,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.mark.parametrize(
     ("length", "status"), [(b"99999999999", b" 413 "), (b"9" * 20, b" 413 "), (b"9" * 30, b" 400 ")]
 )
-def test_a_body_that_claims_to_be_huge_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
+def test_a_body_with_a_huge_content_length_is_refused_unread(cluster: Cluster, length: bytes, status: bytes) -> None:
     assert status in raw(cluster, HEAD + b"Content-Length: " + length + b"\r\n\r\n")
 
 
@@ -100,7 +98,7 @@ def test_a_body_that_never_ends_is_cut_off(cluster: Cluster) -> None:
     assert b" 413 " in answer
 
 
-def test_a_body_that_does_not_arrive_is_given_up() -> None:
+def test_a_body_that_does_not_arrive_times_out() -> None:
     with Cluster(settings=replace(SETTINGS, body_timeout_s=0.3)) as cluster:
         answer = raw(cluster, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert b" 408 " in answer
@@ -108,7 +106,7 @@ def test_a_body_that_does_not_arrive_is_given_up() -> None:
     assert b"connection: close" in answer.lower()
 
 
-def test_a_client_that_goes_away_within_its_body_leaves_nothing(cluster: Cluster, http: httpx.Client) -> None:
+def test_a_client_that_disconnects_within_its_body_leaks_nothing(cluster: Cluster, http: httpx.Client) -> None:
     with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
     assert http.post("/v1/completions", json=COMPLETION).status_code == 200
@@ -116,6 +114,6 @@ def test_a_client_that_goes_away_within_its_body_leaves_nothing(cluster: Cluster
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\r\n\r\n", HEAD + b"Content-Length: -5\r\n\r\n"])
-def test_what_is_not_http_is_refused(cluster: Cluster, http: httpx.Client, data: bytes) -> None:
+def test_data_that_is_not_http_is_refused(cluster: Cluster, http: httpx.Client, data: bytes) -> None:
     assert b" 400 " in raw(cluster, data)
     assert http.get("/health").status_code == 200

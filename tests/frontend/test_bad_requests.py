@@ -1,4 +1,4 @@
-"""Malformed and unsuitable requests: each a typed error that names what is wrong."""
+"""Malformed and invalid requests: each is a typed error that names the parameter."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def test_malformed_json_is_refused(http: httpx.Client, path: str, body: bytes) -
 @pytest.mark.parametrize(
     ("body", "message"), [("[]", "an array"), ("3", "a number"), ("null", "null"), ('"x"', "a string")]
 )
-def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, message: str) -> None:
+def test_a_body_that_is_not_an_object_is_refused(http: httpx.Client, body: str, message: str) -> None:
     answer = http.post("/v1/completions", content=body)
     assert_error(answer, 400, "invalid_request", message=f"must be a JSON object, not {message}")
 
@@ -113,7 +113,7 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: str, mess
         ({"messages": [{"role": "user", "content": "é" * 1001}]}, "messages", "2002 bytes, the limit is 2000"),
     ],
 )
-def test_a_wrong_chat_body_is_refused_by_the_parameters_name(
+def test_an_invalid_chat_body_is_refused_naming_the_parameter(
     http: httpx.Client, change: dict[str, Any], param: str, message: str
 ) -> None:
     answer = http.post("/v1/chat/completions", content=json.dumps(CHAT | change))
@@ -134,7 +134,7 @@ def test_a_wrong_chat_body_is_refused_by_the_parameters_name(
         ({"prompt": "x" * 2001}, "2001 bytes, the limit is 2000"),
     ],
 )
-def test_a_wrong_prompt_is_refused(http: httpx.Client, change: dict[str, Any], message: str) -> None:
+def test_an_invalid_prompt_is_refused(http: httpx.Client, change: dict[str, Any], message: str) -> None:
     assert_error(http.post("/v1/completions", json=COMPLETION | change), 400, "invalid_request", "prompt", message)
 
 
@@ -159,7 +159,7 @@ def test_a_field_that_would_change_the_answer_is_refused(http: httpx.Client, fie
 
 
 @pytest.mark.parametrize("field", sorted(name for name in UNSUPPORTED if "." not in name))
-def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_with_no_other(field: str) -> None:
+def test_fields_of_other_servers_are_accepted_only_with_values_that_change_nothing(field: str) -> None:
     for value in (None, *UNSUPPORTED[field].neutral):
         parse(ChatBody, json.dumps(CHAT | {field: value}).encode())
     with pytest.raises(InvalidRequest, match=f"^{field} is not supported"):
@@ -174,18 +174,18 @@ def test_each_field_of_others_passes_with_the_values_that_ask_for_nothing_and_wi
         (["include_usage"], "must be an object, not an array"),
     ],
 )
-def test_stream_options_that_nobody_heeds_are_refused(http: httpx.Client, options: Any, message: str) -> None:
+def test_unsupported_stream_options_are_refused(http: httpx.Client, options: Any, message: str) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"stream": True, "stream_options": options})
     assert_error(answer, 400, "invalid_request", "stream_options", message)
 
 
-def test_stream_options_that_ask_for_nothing_pass(http: httpx.Client) -> None:
+def test_stream_options_that_change_nothing_are_accepted(http: httpx.Client) -> None:
     options = {"include_usage": None, "include_obfuscation": False, "continuous_usage_stats": False}
     body = COMPLETION | {"stream": True, "stream_options": options}
     assert http.post("/v1/completions", json=body).status_code == 200
 
 
-def test_a_content_part_says_text_and_hints_alone(http: httpx.Client) -> None:
+def test_a_content_part_contains_only_text_and_hints(http: httpx.Client) -> None:
     part = {"type": "text", "text": "say=1", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "name": "me", "content": [part]}
     assert http.post("/v1/chat/completions", json=CHAT | {"messages": [message]}).status_code == 200
@@ -224,7 +224,9 @@ def test_fields_that_change_nothing_are_ignored(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", ""])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
-def test_a_body_that_a_web_page_could_send_unasked_is_refused(http: httpx.Client, path: str, kind: str) -> None:
+def test_a_body_that_a_web_page_could_send_without_preflight_is_refused(
+    http: httpx.Client, path: str, kind: str
+) -> None:
     answer = http.post(path, content=json.dumps(COMPLETION), headers={"content-type": kind})
     assert_error(answer, 415, "unsupported_media_type", message="send the header 'Content-Type: application/json'")
 
@@ -252,13 +254,13 @@ def test_an_unknown_collection_is_not_found_before_any_work_is_done(cluster: Clu
     assert len(cluster.players["prefill-0"].prefills) == before
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(http: httpx.Client) -> None:
+def test_a_prompt_beyond_the_context_is_refused_with_size_and_limit(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
     assert_error(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
-def test_a_wrong_method_is_refused_and_names_the_right_one(http: httpx.Client, method: str) -> None:
+def test_a_wrong_method_is_refused_with_the_allowed_one(http: httpx.Client, method: str) -> None:
     answer = http.request(method, "/v1/chat/completions")
     assert_error(answer, 405, "method_not_allowed", message=f"{method} /v1/chat/completions")
     assert answer.headers["allow"] == "POST"
@@ -274,7 +276,7 @@ def test_an_unknown_path_is_not_found(http: httpx.Client, path: str) -> None:
 # ---- search alone
 
 
-def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Client) -> None:
+def test_retrieval_accepts_text_or_a_vector(cluster: Cluster, http: httpx.Client) -> None:
     answer = http.post("/v1/retrieval", json=SEARCH | {"k": 2})
     found = answer.json()
     assert (found["object"], found["collection"]) == ("retrieval", "docs")
@@ -312,11 +314,11 @@ def test_search_alone_takes_text_or_a_vector(cluster: Cluster, http: httpx.Clien
         ('{"collection": "docs", "query": "a", "top": 3}', "top", "unknown field"),
     ],
 )
-def test_a_wrong_search_is_refused(http: httpx.Client, body: str, param: str, message: str) -> None:
+def test_an_invalid_search_is_refused(http: httpx.Client, body: str, param: str, message: str) -> None:
     assert_error(http.post("/v1/retrieval", content=body), 400, "invalid_request", param, message)
 
 
-def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http: httpx.Client) -> None:
+def test_errors_of_the_search_keep_their_status(cluster: Cluster, http: httpx.Client) -> None:
     try:
         cluster.search.error = Unavailable("no pool answers")
         answer = http.post("/v1/retrieval", json=SEARCH)
@@ -339,7 +341,7 @@ def test_what_the_search_itself_refuses_keeps_its_status(cluster: Cluster, http:
         ("messages", [{"role": "user", "content": "x" * 1_000}, {"role": "user", "content": "y" * 1_001}]),
     ],
 )
-def test_what_is_tokenized_has_a_prompts_limit(http: httpx.Client, param: str, value: object) -> None:
+def test_every_tokenized_text_has_the_prompt_limit(http: httpx.Client, param: str, value: object) -> None:
     assert_error(
         http.post("/tokenize", json={param: value}),
         400,
@@ -367,7 +369,7 @@ FIELDS = sorted({*ChatBody.model_fields, *CompletionBody.model_fields, *Retrieva
     st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), JSON, min_size=1, max_size=3),
 )
 @settings(max_examples=300)
-def test_any_json_becomes_a_body_or_a_refusal(kind: tuple[Any, dict[str, Any]], change: dict[str, Any]) -> None:
+def test_any_json_is_parsed_or_refused(kind: tuple[Any, dict[str, Any]], change: dict[str, Any]) -> None:
     model, body = kind
     with contextlib.suppress(InvalidRequest):
         parsed = parse(model, json.dumps(body | change).encode())
@@ -383,9 +385,7 @@ FILTERED = [
 
 
 @pytest.mark.parametrize(("kind", "body", "at"), FILTERED)
-def test_a_filter_that_is_none_is_named_by_its_place_and_null_is_no_filter(
-    kind: Any, body: dict[str, Any], at: str
-) -> None:
+def test_an_invalid_filter_is_located_and_null_is_no_filter(kind: Any, body: dict[str, Any], at: str) -> None:
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"filter": told}} if at else {"filter": told})
         return parse(kind, json.dumps(whole).encode())
@@ -400,7 +400,7 @@ def test_a_filter_that_is_none_is_named_by_its_place_and_null_is_no_filter(
 
 
 @pytest.mark.parametrize(("kind", "body", "at"), FILTERED)
-def test_hybrid_is_yes_no_or_the_words_share(kind: Any, body: dict[str, Any], at: str) -> None:
+def test_hybrid_is_a_boolean_or_the_weight_of_keywords(kind: Any, body: dict[str, Any], at: str) -> None:
     def parsed(told: Any) -> Any:
         whole = body | ({at: body[at] | {"hybrid": told}} if at else {"hybrid": told})
         found = parse(kind, json.dumps(whole).encode())

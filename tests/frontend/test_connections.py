@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, ask slowly or never read, and too many of them: all end, and the node serves on."""
+"""Connections that are idle, slow, do not read, or are too many: all end and the node keeps serving."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def connect(cluster: Cluster) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Return all bytes until the server closes."""
     parts = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -51,9 +51,7 @@ def refusal(answer: bytes) -> tuple[int, dict[str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("said", [b"", HEAD, HEAD[:9], b"P"])
-def test_two_hundred_connections_that_never_finish_a_head_are_closed_and_others_are_served_meanwhile(
-    cluster: Cluster, said: bytes
-) -> None:
+def test_two_hundred_unfinished_request_heads_are_closed_while_others_are_served(cluster: Cluster, said: bytes) -> None:
     with contextlib.ExitStack() as opened, cluster.http() as http:
         silent = []
         for _ in range(200):
@@ -69,7 +67,7 @@ def test_two_hundred_connections_that_never_finish_a_head_are_closed_and_others_
             assert headers["connection"] == "close"
 
 
-def test_a_head_that_comes_byte_by_byte_has_no_longer_than_others(cluster: Cluster) -> None:
+def test_a_head_sent_byte_by_byte_has_the_same_timeout(cluster: Cluster) -> None:
     with connect(cluster) as connection:
         connection.settimeout(0.02)
         answer = b""
@@ -89,7 +87,7 @@ def test_a_connection_without_a_request_is_closed_after_its_idle_time(cluster: C
         assert rest(connection) == b""
 
 
-def test_a_kept_connection_that_begins_another_head_is_bounded_again(cluster: Cluster) -> None:
+def test_the_head_timeout_applies_to_each_request_of_a_connection(cluster: Cluster) -> None:
     with connect(cluster) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -97,13 +95,13 @@ def test_a_kept_connection_that_begins_another_head_is_bounded_again(cluster: Cl
         assert refusal(rest(connection))[0] == 408
 
 
-def test_a_body_that_nobody_reads_does_not_keep_its_connection(cluster: Cluster) -> None:
+def test_an_unread_body_does_not_keep_its_connection(cluster: Cluster) -> None:
     with connect(cluster) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx")
         assert rest(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_request_that_is_answered_slowly_is_not_cut_off(cluster: Cluster) -> None:
+def test_a_slow_answer_is_not_cut_off(cluster: Cluster) -> None:
     body = json.dumps({"model": "tiny", "prompt": "hang=1", "stream": True, "max_tokens": 9}).encode()
     with connect(cluster) as connection, connect(cluster) as silent:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -112,7 +110,7 @@ def test_a_request_that_is_answered_slowly_is_not_cut_off(cluster: Cluster) -> N
     cluster.wait(lambda: not cluster.held())
 
 
-def test_a_client_that_reads_nothing_of_its_answer_is_cut_off(cluster: Cluster) -> None:
+def test_a_client_that_does_not_read_its_answer_is_cut_off(cluster: Cluster) -> None:
     body = json.dumps({"model": "tiny", "prompt": "go on", "stream": True, "max_tokens": 2000}).encode()
     with connect(cluster) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -162,7 +160,7 @@ def test_connections_beyond_the_limit_are_refused_at_once_until_one_has_ended(li
         ("", ""),
     ],
 )
-def test_a_peer_is_an_address_or_the_network_of_an_ipv6_host(host: str, peer: str) -> None:
+def test_a_peer_is_an_ipv4_address_or_an_ipv6_network(host: str, peer: str) -> None:
     assert peer_of(host) == peer
 
 
@@ -193,7 +191,7 @@ def test_a_peer_is_an_address_or_the_network_of_an_ipv6_host(host: str, peer: st
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", 400, "invalid_request", "chunk"),
     ],
 )
-def test_what_is_not_http_is_refused_like_everything_else(
+def test_data_that_is_not_http_gets_a_regular_error(
     cluster: Cluster, data: bytes, status: int, code: str, says: str
 ) -> None:
     with connect(cluster) as connection:
@@ -208,7 +206,7 @@ def test_what_is_not_http_is_refused_like_everything_else(
         assert http.get("/health").status_code == 200
 
 
-def test_garbage_within_the_body_of_a_request_ends_it_once(cluster: Cluster) -> None:
+def test_invalid_chunks_end_their_request_once(cluster: Cluster) -> None:
     with connect(cluster) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
         connection.sendall(b"zzz\r\n")
@@ -226,14 +224,14 @@ def test_garbage_within_the_body_of_a_request_ends_it_once(cluster: Cluster) -> 
         (b"http:///health", 404),
     ],
 )
-def test_an_absolute_target_is_asked_for_by_its_path_and_its_host(cluster: Cluster, target: bytes, status: int) -> None:
+def test_an_absolute_target_is_resolved_to_path_and_host(cluster: Cluster, target: bytes, status: int) -> None:
     with connect(cluster) as connection:
         connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
         assert rest(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"])
-def test_a_body_that_is_declared_too_large_is_refused_before_it_comes(cluster: Cluster, more: bytes) -> None:
+def test_a_body_declared_too_large_is_refused_before_it_is_received(cluster: Cluster, more: bytes) -> None:
     size = (1 << 20) + 1
     with connect(cluster) as connection:
         connection.sendall(HEAD + more + b"Content-Length: %d\r\n\r\n" % size)

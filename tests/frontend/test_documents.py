@@ -1,4 +1,4 @@
-"""Documents written to live collections over HTTP: stored and deleted once, refused by name, kept over a restart."""
+"""Writes to live collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -99,7 +99,7 @@ def test_a_document_without_a_vector_is_embedded_and_one_with_a_vector_is_not(
             assert rows.tolist() == [[row]]
 
 
-def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
+def test_a_collection_reports_its_state(http: httpx.Client) -> None:
     assert http.get("/v1/collections/notes").json() == {"object": "collection", "id": "notes", "writing": False}
     put(http, *({"id": str(n), "text": "t"} for n in range(30)))
     assert http.post("/v1/collections/notes/flush").json() == {"object": "collection.flushed", "collection": "notes"}
@@ -125,7 +125,7 @@ def test_a_collection_tells_how_it_is(http: httpx.Client) -> None:
         ({"documents": [{"id": "ok"}, {"id": "a", "attributes": {"n": "text"}}]}, "it was an integer before"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_name_and_nothing_of_it_is(
+def test_invalid_documents_are_refused_by_name_and_none_of_their_batch_is_stored(
     http: httpx.Client, directory: Path, body: dict[str, Any], message: str
 ) -> None:
     put(http, {"id": "first", "text": "t", "attributes": {"n": 1}})
@@ -135,7 +135,7 @@ def test_what_cannot_be_stored_is_refused_by_name_and_nothing_of_it_is(
     assert held(directory / "notes") == {"first": "t"}
 
 
-def test_collections_that_cannot_be_written_to_say_why(http: httpx.Client, directory: Path) -> None:
+def test_writes_to_a_read_only_collection_are_refused_with_the_reason(http: httpx.Client, directory: Path) -> None:
     assert put(http, {"id": "a"}, name="none").status_code == 404
     refused = put(http, {"id": "a"}, name="sealed")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
@@ -158,7 +158,7 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
     assert delete(http, filter={"type": "eq", "key": "n", "value": 1}).json()["error"]["code"] == "invalid_filter"
 
 
-def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: WriterService, directory: Path) -> None:
+def test_acknowledged_writes_survive_a_takeover(writes: WriterService, directory: Path) -> None:
     asyncio.run(writes.upsert("notes", [UpsertDocument("a", "kept")]))
     writes.close()
     again = WriterService({"notes": directory / "notes"}, Embeds().embed, embedder_of)
@@ -166,7 +166,7 @@ def test_what_was_acknowledged_is_there_when_another_process_takes_over(writes: 
     again.close()
 
 
-def test_more_writes_than_may_be_under_way_are_refused(writes: WriterService) -> None:
+def test_concurrent_writes_are_bounded(writes: WriterService) -> None:
     async def many() -> list[int | BaseException]:
         asked = (writes.upsert("notes", [UpsertDocument(str(n), "t")]) for n in range(MAX_CONCURRENT_WRITES + 5))
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -177,7 +177,7 @@ def test_more_writes_than_may_be_under_way_are_refused(writes: WriterService) ->
 
 
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
-def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes_on(
+def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
     writes: WriterService, monkeypatch: pytest.MonkeyPatch, error: CollectionError, kept: bool
 ) -> None:
     def fails(self: LiveWriter, documents: object, owner: object) -> int:
@@ -195,7 +195,7 @@ def test_a_writer_whose_log_is_in_doubt_is_opened_anew_and_one_without_room_goes
     asyncio.run(both())
 
 
-def test_a_long_name_is_not_sent_back_whole(http: httpx.Client) -> None:
+def test_a_long_name_is_truncated_in_the_error(http: httpx.Client) -> None:
     answer = put(http, {"id": "a", "z" * 9000: 1})
     assert answer.json()["error"]["param"] == f"documents[0].{'z' * 64}"
     assert len(answer.content) < 400

@@ -1,4 +1,4 @@
-"""Clients that go, workers that die, too much at once, too late: everything is freed and the node serves on."""
+"""Disconnects, dying workers, overload and deadlines: everything is freed and the node keeps serving."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def body(text: str, stream: bool = True) -> dict[str, Any]:
 
 
 class Events:
-    """A stream's events, one by one. Keep it while the stream is to stay open: httpx closes what nobody reads."""
+    """Iterator over a stream's events. Keep a reference while the stream must stay open: httpx closes unread streams."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self._lines = (line for line in answer.iter_lines() if line)
@@ -52,7 +52,7 @@ class Events:
 
 
 def serves(cluster: Cluster, http: httpx.Client) -> None:
-    """Nothing is left of what was, and the next request is answered."""
+    """Assert that nothing is held and that the next request is answered."""
     cluster.wait(lambda: not cluster.held())
     answer = http.post("/v1/chat/completions", json=body("say=2", stream=False))
     assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
@@ -60,7 +60,7 @@ def serves(cluster: Cluster, http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("text", ["hang=3", "go on"])
-def test_a_client_that_leaves_within_its_stream_frees_everything(
+def test_a_client_that_disconnects_within_its_stream_frees_everything(
     cluster: Cluster, http: httpx.Client, text: str
 ) -> None:
     request = body(text) | {"max_tokens": 2000}
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_within_its_stream_frees_everything(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("text", ["hang=prefill", "hang=0"])
-def test_a_client_that_leaves_before_the_first_token_frees_everything(
+def test_a_client_that_disconnects_before_the_first_token_frees_everything(
     cluster: Cluster, http: httpx.Client, text: str, stream: bool
 ) -> None:
     async def leave() -> None:
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_before_the_first_token_frees_everything(
     serves(cluster, http)
 
 
-def test_a_connection_that_is_reset_counts_as_a_client_that_left(cluster: Cluster, http: httpx.Client) -> None:
+def test_a_connection_reset_counts_as_a_disconnect(cluster: Cluster, http: httpx.Client) -> None:
     text = b'{"model":"tiny","stream":true,"messages":[{"role":"user","content":"hang=2"}]}'
     connection = socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -139,7 +139,7 @@ def test_a_lost_prefill_worker_is_an_http_error_before_the_first_token(cluster: 
     serves(cluster, http)
 
 
-def test_a_request_that_is_late_is_an_http_error_before_the_first_token_and_an_event_after_it(
+def test_a_missed_deadline_is_an_http_error_before_the_first_token_and_an_event_after_it(
     cluster: Cluster, http: httpx.Client
 ) -> None:
     def late(held: str) -> None:
@@ -158,9 +158,7 @@ def test_a_request_that_is_late_is_an_http_error_before_the_first_token_and_an_e
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_beyond_the_bound_requests_are_refused_at_once_and_told_to_come_back(
-    cluster: Cluster, http: httpx.Client
-) -> None:
+def test_requests_beyond_the_limit_are_refused_at_once_with_retry_after(cluster: Cluster, http: httpx.Client) -> None:
     with contextlib.ExitStack() as streams:
         asked = [http.stream("POST", "/v1/chat/completions", json=body("hang=1")) for _ in range(8)]
         held = [Events(streams.enter_context(stream)) for stream in asked]
@@ -194,7 +192,7 @@ def test_searches_are_bounded_in_time() -> None:
         assert http.post("/v1/retrieval", json={"collection": "docs", "query": "x"}).status_code == 504
 
 
-def test_many_requests_of_every_kind_at_once_all_end_and_leave_nothing(cluster: Cluster, http: httpx.Client) -> None:
+def test_concurrent_requests_of_every_kind_all_end_and_leak_nothing(cluster: Cluster, http: httpx.Client) -> None:
     kinds = ["say=3", "fail=1", "refuse=internal_error", "say=5 probe=2", "go on"]
     docs = {"retrieval": {"collection": "docs"}}
 
@@ -227,7 +225,7 @@ def test_many_requests_of_every_kind_at_once_all_end_and_leave_nothing(cluster: 
     assert len({ended.request_id for ended in cluster.ended}) == len(cluster.ended) == 61
 
 
-def test_a_fault_of_our_own_within_a_stream_is_an_error_event_without_its_traceback(
+def test_an_internal_error_within_a_stream_is_an_event_without_traceback(
     cluster: Cluster, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: ChatResponse) -> bytes:
@@ -246,9 +244,7 @@ def test_a_fault_of_our_own_within_a_stream_is_an_error_event_without_its_traceb
 @pytest.mark.parametrize(
     ("prefills", "decodes", "missing"), [(0, 1, ["prefill"]), (1, 0, ["decode"]), (0, 0, ["prefill", "decode"])]
 )
-def test_health_says_which_workers_are_missing_and_requests_are_refused(
-    prefills: int, decodes: int, missing: list[str]
-) -> None:
+def test_health_lists_missing_workers_and_requests_are_refused(prefills: int, decodes: int, missing: list[str]) -> None:
     with Cluster(prefills=prefills, decodes=decodes) as cluster, cluster.http() as http:
         health = http.get("/health")
         assert (health.status_code, health.json()["missing"]) == (503, missing)
@@ -257,7 +253,7 @@ def test_health_says_which_workers_are_missing_and_requests_are_refused(
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
-def test_health_is_ready_with_one_worker_of_each_role_and_a_search(cluster: Cluster, http: httpx.Client) -> None:
+def test_a_node_is_ready_with_one_worker_of_each_role_and_a_search(cluster: Cluster, http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ready", "missing": [], "unavailable": {}}
     cluster.search.missing_workers = ["pool"]
     health = http.get("/health")
@@ -286,7 +282,7 @@ def locked() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("key", ["first key", "second-key"])
-def test_each_key_opens(locked: Cluster, key: str) -> None:
+def test_each_configured_key_is_accepted(locked: Cluster, key: str) -> None:
     with locked.client(key) as client:
         assert client.completions.create(model="tiny", prompt="say=1").choices[0].text == "w0 "
 
@@ -299,7 +295,7 @@ def test_each_key_opens(locked: Cluster, key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions", "/v1/nothing"])
-def test_without_a_right_key_nothing_under_v1_answers(locked: Cluster, header: str | None, path: str) -> None:
+def test_without_a_valid_key_every_v1_route_is_unauthorized(locked: Cluster, header: str | None, path: str) -> None:
     headers = {} if header is None else {b"Authorization": header.encode("latin-1")}
     with locked.http() as http:
         answer = http.request("POST", path, headers=headers, content=b"not even JSON")
@@ -307,7 +303,7 @@ def test_without_a_right_key_nothing_under_v1_answers(locked: Cluster, header: s
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
+def test_two_authorization_headers_are_refused(locked: Cluster) -> None:
     with locked.http() as http:
         both = [("Authorization", "Bearer second-key"), ("Authorization", "Bearer wrong")]
         assert http.get("/v1/models", headers=both).status_code == 401
@@ -315,7 +311,7 @@ def test_two_authorization_headers_open_nothing(locked: Cluster) -> None:
 
 
 @pytest.mark.parametrize("key", ["", " ", " key", "key\n", "schl\xfcssel", "a\x00b"])
-def test_a_key_that_no_header_could_carry_is_refused_without_showing_it(key: str) -> None:
+def test_a_key_invalid_in_a_header_is_refused_without_showing_it(key: str) -> None:
     with pytest.raises(
         ConfigError, match=r"API key 1 is empty, or has surrounding whitespace or non-ASCII characters$"
     ):
@@ -328,7 +324,7 @@ def test_health_and_metrics_need_no_key(locked: Cluster) -> None:
         assert http.get("/metrics").status_code == 200
 
 
-def test_the_client_meets_a_wrong_key_as_an_authentication_error(locked: Cluster) -> None:
+def test_the_openai_client_raises_an_authentication_error_for_a_wrong_key(locked: Cluster) -> None:
     with locked.client("wrong") as client, pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
         client.models.list()
 

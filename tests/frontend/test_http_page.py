@@ -1,4 +1,4 @@
-"""docs/http.md says what the code does: its tables are compared with the code's own."""
+"""docs/http.md agrees with the code: its tables are compared with the code's."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def named(title: str) -> set[str]:
 
 
 @pytest.mark.parametrize("table", [unsupported_table, ignored_table])
-def test_the_page_has_the_tables_of_the_code(table: object) -> None:
+def test_the_documented_tables_match_the_code(table: object) -> None:
     assert callable(table)
     assert table() in PAGE, f"put this into docs/http.md:\n{table()}"
 
@@ -49,20 +49,20 @@ def test_the_page_has_the_tables_of_the_code(table: object) -> None:
         ("Search", set(RetrievalBody.model_fields)),
     ],
 )
-def test_every_field_that_is_taken_is_on_the_page(title: str, fields: set[str]) -> None:
+def test_every_accepted_field_is_documented(title: str, fields: set[str]) -> None:
     assert named(title) == fields
 
 
 @pytest.mark.parametrize(
     ("module", "body"), [(chat_params, ChatBody), (completion_params, CompletionBody)], ids=["chat", "completions"]
 )
-def test_openais_own_client_has_no_field_of_which_nothing_is_said(module: object, body: type[BaseModel]) -> None:
+def test_every_field_of_openais_client_is_documented(module: object, body: type[BaseModel]) -> None:
     theirs = get_type_hints(module.CompletionCreateParamsBase)  # type: ignore[attr-defined]
     assert {"model", "n", "user"} <= set(theirs)
     assert set(theirs) - set(body.model_fields) - set(UNSUPPORTED) - set(IGNORED) == set()
 
 
-def test_every_error_a_client_can_meet_is_on_the_page() -> None:
+def test_every_error_is_documented() -> None:
     said = dict[str, int]()
     for codes, statuses, _ in cells("Errors"):
         names, numbers = re.findall(r"`([^`]+)`", codes), [int(number) for number in statuses.split(", ")]
@@ -80,7 +80,7 @@ def _family(root: type[TrinityError]) -> set[type[TrinityError]]:
     return found.union(*(_family(kind) for kind in root.__subclasses__()))
 
 
-def test_the_defaults_of_connections_are_on_the_page() -> None:
+def test_the_connection_defaults_are_documented() -> None:
     for key, default, _ in cells("Connections"):
         if key.startswith("`"):
             assert getattr(HttpSection(), key.strip("`")) == float(default), key
@@ -90,7 +90,7 @@ async def _drain(wanted: bool) -> None:
     """A supervisor that keeps nothing."""
 
 
-def test_every_endpoint_is_on_the_page() -> None:
+def test_every_endpoint_is_documented() -> None:
     from runtime.serving.http.app import create_app
     from runtime.serving.http.service import Service, Settings
     from tests.frontend.cluster import FakeSearch, metrics

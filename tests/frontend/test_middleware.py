@@ -1,4 +1,4 @@
-"""What stands before the routes: encodings, keys and the paths that need none, HEAD, and pages of other origins."""
+"""HTTP middleware: encodings, API keys and open paths, HEAD, CORS and the Host header."""
 
 import socket
 from collections.abc import Iterator
@@ -37,20 +37,20 @@ def guarded() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip", "GZIP"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/retrieval"])
-def test_a_compressed_body_is_refused_with_what_may_be_sent(http: httpx.Client, path: str, encoding: str) -> None:
+def test_a_compressed_body_is_refused_with_the_accepted_encoding(http: httpx.Client, path: str, encoding: str) -> None:
     answer = http.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert answer.json()["error"]["message"] == f"the body has Content-Encoding {encoding!r}: send it uncompressed"
     assert answer.headers["accept-encoding"] == "identity"
 
 
-def test_a_body_that_says_it_is_not_compressed_is_taken(http: httpx.Client) -> None:
+def test_the_identity_encoding_is_accepted(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION, headers={"content-encoding": "Identity"})
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny"])
-def test_head_answers_as_get_does_without_the_body(http: httpx.Client, path: str) -> None:
+def test_head_returns_the_headers_of_get_without_a_body(http: httpx.Client, path: str) -> None:
     head, get = http.head(path), http.get(path)
     assert (head.status_code, head.content, get.status_code) == (200, b"", 200)
     assert head.headers["content-length"] == get.headers["content-length"]
@@ -58,12 +58,12 @@ def test_head_answers_as_get_does_without_the_body(http: httpx.Client, path: str
     assert http.get(path).status_code == 200  # over the same connection
 
 
-def test_head_tells_that_a_node_is_not_ready() -> None:
+def test_head_reports_that_a_node_is_not_ready() -> None:
     with Cluster(decodes=0) as cluster, cluster.http() as http:
         assert http.head("/health").status_code == 503
 
 
-def test_with_keys_all_but_the_open_paths_need_one(guarded: Cluster) -> None:
+def test_with_keys_every_path_but_the_open_ones_needs_a_key(guarded: Cluster) -> None:
     with guarded.http() as http:
         assert http.get("/health").status_code == 200
         for path in ("/metrics", "/v1/models", "/v1", "/nothing", "//health", "/health/"):
@@ -79,7 +79,7 @@ def test_top_reads_metrics_that_need_a_key(guarded: Cluster) -> None:
         fetch_metrics(guarded.url)
 
 
-def test_a_browser_lets_the_pages_of_named_origins_ask(guarded: Cluster) -> None:
+def test_cors_allows_the_configured_origins(guarded: Cluster) -> None:
     with guarded.http() as http:
         asked = http.options("/v1/chat/completions", headers=PREFLIGHT)  # without the key: that is what it asks for
         assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
@@ -92,7 +92,7 @@ def test_a_browser_lets_the_pages_of_named_origins_ask(guarded: Cluster) -> None
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
 
 
-def test_a_browser_lets_no_other_page_ask(guarded: Cluster, http: httpx.Client) -> None:
+def test_cors_allows_no_other_origin(guarded: Cluster, http: httpx.Client) -> None:
     with guarded.http() as asking:
         answer = asking.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"})
         assert answer.status_code == 400
@@ -108,14 +108,14 @@ def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
         parse_config({"http": {"cors_origins": [origin]}})
 
 
-def test_only_paths_that_may_be_open_can_be_opened() -> None:
+def test_only_certain_paths_can_be_open() -> None:
     assert parse_config({"http": {"open_paths": []}}).http.open_paths == ()
     with pytest.raises(ConfigError, match=r"^http\.open_paths"):
         parse_config({"http": {"open_paths": ["/v1"]}})
 
 
 @pytest.mark.parametrize("origin", ["*", "https://app.example", "http://localhost:3000", "http://[::1]:3000"])
-def test_origins_that_are_some_are_taken(origin: str) -> None:
+def test_valid_origins_are_accepted(origin: str) -> None:
     assert parse_config({"http": {"cors_origins": [origin]}}).http.cors_origins == (origin,)
 
 
@@ -139,7 +139,7 @@ SEARCH = {"query": "with", "collection": "docs"}
         "",
     ],
 )
-def test_without_keys_a_page_whose_name_resolves_to_loopback_is_refused(http: httpx.Client, host: str) -> None:
+def test_without_keys_a_foreign_host_name_is_refused(http: httpx.Client, host: str) -> None:
     headers = {"Host": host, "Origin": f"http://{host}"}
     for answer in (
         http.post("/v1/retrieval", json=SEARCH, headers=headers),
@@ -164,17 +164,17 @@ def test_without_keys_a_page_whose_name_resolves_to_loopback_is_refused(http: ht
         "[::1]:8080",
     ],
 )
-def test_without_keys_every_name_of_loopback_is_taken(http: httpx.Client, host: str) -> None:
+def test_without_keys_every_name_of_loopback_is_accepted(http: httpx.Client, host: str) -> None:
     assert http.post("/v1/retrieval", json=SEARCH, headers={"Host": host}).status_code == 200
 
 
-def test_without_keys_the_configured_host_is_taken() -> None:
+def test_without_keys_the_configured_host_is_accepted() -> None:
     with Cluster(settings=Settings("tiny", host="Node.Example")) as cluster, cluster.http() as http:
         assert http.get("/health", headers={"Host": "node.example:8080"}).status_code == 200
         assert http.get("/health", headers={"Host": "other.example:8080"}).status_code == 403
 
 
-def test_with_keys_any_host_is_taken(guarded: Cluster) -> None:
+def test_with_keys_any_host_is_accepted(guarded: Cluster) -> None:
     with guarded.http() as http:
         assert http.get("/v1/models", headers=KEY | {"Host": "node.example"}).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Where a node has one collection, nobody needs to name it; where it has several, the error names them."""
+"""The default collection: a node's only collection is implied; with several, the error lists them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def one() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize(("path", "body"), GENERATE, ids=["chat", "completion"])
 @pytest.mark.parametrize("retrieval", [{}, {"k": 2}, {"collection": None}, {"collection": "docs"}], ids=str)
-def test_an_answer_is_given_with_the_only_collection(
+def test_a_chat_uses_the_only_collection(
     one: Cluster, path: str, body: dict[str, Any], retrieval: dict[str, Any]
 ) -> None:
     with one.http() as http:
@@ -39,7 +39,7 @@ def test_an_answer_is_given_with_the_only_collection(
 
 
 @pytest.mark.parametrize("query", [{"query": "with"}, {"vector": [1, 2, 3, 4]}], ids=["text", "vector"])
-def test_a_search_is_of_the_only_collection(one: Cluster, query: dict[str, Any]) -> None:
+def test_a_search_uses_the_only_collection(one: Cluster, query: dict[str, Any]) -> None:
     with one.http() as http:
         answer = http.post("/v1/retrieval", json=query)
     assert answer.status_code == 200, answer.text
@@ -47,7 +47,7 @@ def test_a_search_is_of_the_only_collection(one: Cluster, query: dict[str, Any])
     assert one.search.calls[-1].collection == "docs"
 
 
-def test_several_are_named_instead_of_one_being_chosen() -> None:
+def test_with_several_collections_the_error_lists_them() -> None:
     search = ("/v1/retrieval", {"query": "with"}, "collection")
     bodies = [*((path, {**body, "retrieval": {}}, "retrieval.collection") for path, body in GENERATE), search]
     with serving("docs", "news") as cluster, cluster.http() as http:
@@ -57,7 +57,7 @@ def test_several_are_named_instead_of_one_being_chosen() -> None:
             assert error["message"] == f"{param} is missing; loaded: docs, news"
 
 
-def test_a_node_without_collections_says_so() -> None:
+def test_a_node_without_collections_returns_an_error() -> None:
     with serving() as cluster, cluster.http() as http:
         error = refused(http.post("/v1/completions", json=COMPLETION | {"retrieval": {}}), 404)
     assert error["message"] == "this node has no collections"

@@ -41,7 +41,7 @@ def test_a_chat_is_answered_with_usage_and_finish_reason(client: openai.OpenAI) 
     assert answer._request_id == answer.id
 
 
-def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole_answer(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(model="tiny", messages=ask("say=3"), stream=True))
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -50,7 +50,7 @@ def test_a_streamed_chat_says_the_same_in_pieces(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_usage_comes_in_a_last_chunk_when_it_is_asked_for(client: openai.OpenAI) -> None:
+def test_include_usage_adds_a_last_chunk_with_usage(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="tiny", messages=ask("say=3"), stream=True, stream_options={"include_usage": True}
     )
@@ -61,7 +61,7 @@ def test_usage_comes_in_a_last_chunk_when_it_is_asked_for(client: openai.OpenAI)
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_the_usage_so_far_comes_with_every_chunk_when_it_is_asked_for(client: openai.OpenAI) -> None:
+def test_continuous_usage_stats_adds_usage_to_every_chunk(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = client.chat.completions.create(  # type: ignore[call-overload]
         model="tiny", messages=ask("say=3"), stream=True, stream_options=options
@@ -83,7 +83,7 @@ def test_a_completion_is_answered_whole_and_streamed(client: openai.OpenAI) -> N
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_token_ids_go_in_and_come_out(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_token_ids_are_accepted_and_returned(cluster: Cluster, client: openai.OpenAI) -> None:
     extra = {"return_token_ids": True, "ignore_eos": True}
     answer = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=3, extra_body=extra)
     sent = cluster.players["prefill-0"].prefills[-1].generation
@@ -97,7 +97,7 @@ def test_token_ids_go_in_and_come_out(cluster: Cluster, client: openai.OpenAI) -
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_an_answer_ends_at_its_limit_of_tokens(client: openai.OpenAI, name: str) -> None:
+def test_an_answer_ends_at_max_tokens(client: openai.OpenAI, name: str) -> None:
     limit: dict[str, Any] = {name: 4}
     answer = client.chat.completions.create(model="tiny", messages=ask("go on"), **limit)
     assert answer.choices[0].finish_reason == "length"
@@ -111,7 +111,7 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI, stop: Any) -> None
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("w0 w1 ", "stop")
 
 
-def test_sampling_reaches_the_workers_as_it_was_asked(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_sampling_parameters_reach_the_workers_unchanged(cluster: Cluster, client: openai.OpenAI) -> None:
     client.chat.completions.create(
         model="tiny", messages=ask("say=1"), temperature=0.5, top_p=0.25, seed=-1, stop=["a", "b"], max_tokens=7
     )
@@ -120,7 +120,7 @@ def test_sampling_reaches_the_workers_as_it_was_asked(cluster: Cluster, client: 
     assert (sampling.stop, sampling.max_tokens, sampling.ignore_eos) == (("a", "b"), 7, False)
 
 
-def test_without_a_seed_two_requests_get_different_ones_and_openais_temperature(
+def test_without_a_seed_each_request_gets_its_own_and_openais_default_temperature(
     cluster: Cluster, client: openai.OpenAI
 ) -> None:
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_without_a_seed_two_requests_get_different_ones_and_openais_temperature(
     assert (first.temperature, first.top_p) == (1.0, 1.0)
 
 
-def test_roles_and_text_parts_become_turns(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_roles_and_text_parts_become_messages(cluster: Cluster, client: openai.OpenAI) -> None:
     parts: Any = [{"type": "text", "text": "say="}, {"type": "text", "text": "1"}]
     client.chat.completions.create(
         model="tiny", messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
@@ -139,7 +139,7 @@ def test_roles_and_text_parts_become_turns(cluster: Cluster, client: openai.Open
     assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "say=1")]
 
 
-def test_an_answer_with_retrieval_names_its_passages_and_its_times(client: openai.OpenAI) -> None:
+def test_an_answer_with_retrieval_contains_passages_and_timings(client: openai.OpenAI) -> None:
     answer: Any = client.chat.completions.create(model="tiny", messages=ask("say=3 probe=2"), extra_body=DOCS)
     assert answer.retrieval == {
         "collection": "docs",
@@ -152,7 +152,7 @@ def test_an_answer_with_retrieval_names_its_passages_and_its_times(client: opena
     assert answer.timings == {"ttft": 0.005, "e2e": 0.015, "decode": 0.01, "tpot": 0.005, "probe_stall": 0.0}
 
 
-def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_with_the_times(
+def test_a_stream_contains_passages_probes_and_timings_in_order(
     client: openai.OpenAI,
 ) -> None:
     chunks: list[Any] = list(
@@ -169,13 +169,13 @@ def test_a_stream_brings_passages_first_then_a_chunk_for_each_probe_and_ends_wit
 
 
 @pytest.mark.parametrize("off", [{"retrieval": False}, {"retrieval": None}, {}])
-def test_retrieval_can_be_left_out(cluster: Cluster, client: openai.OpenAI, off: Any) -> None:
+def test_retrieval_is_optional(cluster: Cluster, client: openai.OpenAI, off: Any) -> None:
     answer = client.chat.completions.create(model="tiny", messages=ask("say=1"), extra_body=off)
     assert not hasattr(answer, "retrieval")
     assert cluster.players["prefill-0"].prefills[-1].generation.retrieval is None
 
 
-def test_models_are_listed_and_looked_up(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "trinity"
     with pytest.raises(openai.NotFoundError, match="model 'big/one' is not served; served: 'tiny'"):
@@ -214,5 +214,5 @@ def test_an_error_within_an_answer_that_is_not_streamed_has_its_status(client: o
         client.chat.completions.create(model="tiny", messages=ask("fail=2"))
 
 
-def test_nothing_is_left_after_all_of_this(cluster: Cluster) -> None:
+def test_no_request_is_left_after_these_tests(cluster: Cluster) -> None:
     cluster.wait(lambda: not cluster.held())

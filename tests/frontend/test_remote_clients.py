@@ -1,4 +1,4 @@
-"""Collections on other nodes, asked by those who ask pools: search clients, and the retrievers of workers."""
+"""Remote collections searched by `SearchClient` and by the retrievers of workers."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def client(tmp_path: Path, *nodes: str, limits: QueueLimits | None = None, **opt
 
 @contextlib.contextmanager
 def silent() -> Iterator[str]:
-    """A node that says what its collection is, and answers no search."""
+    """A node that returns its collection's summary and answers no search."""
     reported_summary: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
 
     async def serve() -> None:
@@ -59,7 +59,7 @@ def silent() -> Iterator[str]:
 
 
 def nearest(start_node: Any, query: str | None, **asked: Any) -> list[Passage]:
-    """What one index of a part's documents finds."""
+    """Return the results of one index over a node's documents."""
     wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
     found: list[Passage] = asyncio.run(start_node.search(wanted, on_embedded=lambda: None, timeout_s=60.0))
     return sorted(found, key=lambda passage: passage.distance)
@@ -69,7 +69,7 @@ def vector(text: str) -> Any:
     return HASHING.embed([text], "query")[0]
 
 
-def test_a_client_finds_in_two_parts_what_one_index_finds(start_node: Any, tmp_path: Path) -> None:
+def test_a_search_over_two_nodes_equals_a_search_of_one_index(start_node: Any, tmp_path: Path) -> None:
     whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with client(tmp_path, even, odd) as asked:
         for text in TEXTS:
@@ -89,9 +89,7 @@ def test_a_client_finds_in_two_parts_what_one_index_finds(start_node: Any, tmp_p
         assert asked.poll() == []
 
 
-def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_order(
-    start_node: Any, tmp_path: Path
-) -> None:
+def test_a_batch_beyond_the_concurrency_limit_returns_all_results_in_order(start_node: Any, tmp_path: Path) -> None:
     whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with client(tmp_path, even, odd) as asked:
         found = asked.search_batch([vector(TEXTS[number % 4]) for number in range(150)], 5, collection="all").checked()
@@ -100,9 +98,7 @@ def test_a_batch_of_more_than_nodes_are_asked_at_once_has_all_results_in_their_o
     assert found.distances.shape == (150, 5)
 
 
-def test_within_an_event_loop_many_ask_at_once_and_who_is_cancelled_ends_its_search_there(
-    start_node: Any, tmp_path: Path
-) -> None:
+def test_concurrent_async_searches_work_and_cancelling_one_ends_its_search(start_node: Any, tmp_path: Path) -> None:
     whole, url_of_whole = start_node(DOCUMENTS)
     wanted = {text: nearest(whole, text) for text in TEXTS}
 
@@ -122,14 +118,14 @@ def test_within_an_event_loop_many_ask_at_once_and_who_is_cancelled_ends_its_sea
         run(test(url))
 
 
-def test_a_search_ends_at_its_deadline_and_the_node_stays_in_use(tmp_path: Path) -> None:
+def test_a_search_ends_at_its_deadline_and_the_node_stays_up(tmp_path: Path) -> None:
     with silent() as url, client(tmp_path, url, timeout_s=60.0) as asked:
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=url):
                 asked.search("cats", 10, deadline_ms=50)
 
 
-def test_a_deadline_that_ends_as_a_node_has_told_what_it_has_names_that_node() -> None:
+def test_a_deadline_during_a_nodes_summary_names_that_node() -> None:
     class Told:
         status = 200
 
@@ -156,7 +152,7 @@ def test_a_deadline_that_ends_as_a_node_has_told_what_it_has_names_that_node() -
     assert remote.nodes == {UNREACHABLE_URL: ""}
 
 
-def test_without_a_node_a_client_is_told_by_the_stated_rule(start_node: Any, tmp_path: Path) -> None:
+def test_a_missing_node_is_an_error_or_a_partial_result_by_configuration(start_node: Any, tmp_path: Path) -> None:
     half, even = start_node(DOCUMENTS[::2])
     with client(tmp_path, even, UNREACHABLE_URL) as asked, pytest.raises(Unavailable, match=UNREACHABLE_URL):
         asked.search("cats", 10)
@@ -166,7 +162,7 @@ def test_without_a_node_a_client_is_told_by_the_stated_rule(start_node: Any, tmp
         assert list(found.passages) == nearest(half, "cats")
 
 
-def test_what_a_client_may_not_ask_is_a_typed_error(start_node: Any, tmp_path: Path) -> None:
+def test_an_unsupported_query_is_a_typed_error(start_node: Any, tmp_path: Path) -> None:
     _, url = start_node(DOCUMENTS)
     with client(tmp_path, url, limits=QueueLimits(parked=2)) as asked:
         with pytest.raises(InvalidFilter, match="no attribute 'm'"):
@@ -212,7 +208,7 @@ def ended(asker: Retriever) -> RetrievalResult:
 LATE = 1 << 62
 
 
-def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(start_node: Any, tmp_path: Path) -> None:
+def test_a_worker_sends_the_text_to_the_nodes_and_returns_their_passages(start_node: Any, tmp_path: Path) -> None:
     whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     with retriever(tmp_path, even, odd) as asker:
         asker.warm_up()
@@ -224,7 +220,7 @@ def test_a_worker_asks_the_nodes_with_the_text_and_takes_what_they_found(start_n
             assert found.embedded_ns > 0
 
 
-def test_a_worker_is_told_when_nodes_are_missing(start_node: Any, tmp_path: Path) -> None:
+def test_missing_nodes_are_reported_to_the_worker(start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
     with retriever(tmp_path, even, UNREACHABLE_URL, missing="partial") as asker:
         asker.submit("cats", "all", 10, "prefill", LATE)
@@ -237,7 +233,7 @@ def test_a_worker_is_told_when_nodes_are_missing(start_node: Any, tmp_path: Path
         assert caught.value.param == "hybrid"
 
 
-def test_what_a_worker_cancels_never_comes(tmp_path: Path, start_node: Any) -> None:
+def test_a_cancelled_query_is_never_returned(tmp_path: Path, start_node: Any) -> None:
     _, even = start_node(DOCUMENTS)
     with retriever(tmp_path, even) as asker:
         dropped = asker.submit("cats", "all", 10, "decode", LATE)

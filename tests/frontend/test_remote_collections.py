@@ -46,7 +46,7 @@ def ask(
     return found
 
 
-def test_a_collection_in_two_parts_is_found_as_one_index_finds_it(start_node: Any, tmp_path: Path) -> None:
+def test_a_collection_on_two_nodes_is_searched_like_one_index(start_node: Any, tmp_path: Path) -> None:
     whole, (_, even), (_, odd) = start_node(DOCUMENTS)[0], start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
 
     async def test() -> None:
@@ -79,7 +79,7 @@ def test_a_hybrid_search_is_refused(start_node: Any, tmp_path: Path) -> None:
     run(test())
 
 
-def test_without_a_node_a_search_is_refused_and_says_which_one_is_missing(start_node: Any, tmp_path: Path) -> None:
+def test_a_search_without_a_node_is_refused_and_names_the_node(start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
@@ -91,7 +91,7 @@ def test_without_a_node_a_search_is_refused_and_says_which_one_is_missing(start_
     run(test())
 
 
-def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
+def test_with_partial_results_enabled_the_answer_of_the_remaining_nodes_is_marked_partial(
     start_node: Any, tmp_path: Path
 ) -> None:
     half, even = start_node(DOCUMENTS[::2])
@@ -109,7 +109,7 @@ def test_where_parts_are_enough_what_the_others_found_is_an_answer_that_says_so(
     run(test())
 
 
-def test_doctor_tells_which_nodes_of_a_collection_are_there(start_node: Any, tmp_path: Path) -> None:
+def test_doctor_reports_which_nodes_of_a_collection_are_up(start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
     (tmp_path / "key").write_text(KEY)
     section = RemoteSection("all", (even + "/", UNREACHABLE_URL), "docs", api_key_file=str(tmp_path / "key"))
@@ -122,7 +122,7 @@ def test_doctor_tells_which_nodes_of_a_collection_are_there(start_node: Any, tmp
         assert reported_summary[0].text == "hashing-64, 64 dimensions, cosine"
 
 
-def test_a_node_that_is_back_is_in_use_again(start_node: Any, tmp_path: Path) -> None:
+def test_a_recovered_node_is_used_again(start_node: Any, tmp_path: Path) -> None:
     half, even = start_node(DOCUMENTS[::2])
     ready, half.reported_summary = (
         half.reported_summary,
@@ -140,7 +140,7 @@ def test_a_node_that_is_back_is_in_use_again(start_node: Any, tmp_path: Path) ->
     run(test())
 
 
-def test_parts_that_were_embedded_by_different_models_are_not_merged(start_node: Any, tmp_path: Path) -> None:
+def test_nodes_with_different_embedders_are_not_merged(start_node: Any, tmp_path: Path) -> None:
     (_, even), (other, odd) = start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
     other.reported_summary = CollectionSummary(True, dim=64, metric="cosine", embedder="another")
 
@@ -152,7 +152,7 @@ def test_parts_that_were_embedded_by_different_models_are_not_merged(start_node:
     run(test())
 
 
-def test_a_node_that_is_silent_costs_its_time_once_and_a_hasty_search_costs_it_nothing(tmp_path: Path) -> None:
+def test_a_silent_node_costs_one_timeout_and_a_short_deadline_does_not_mark_it_down(tmp_path: Path) -> None:
     async def test() -> None:
         store = (
             b'{"status": "completed", "metadata": {"embedder": "hashing-64", "dimensions": "64", "metric": "cosine"}}'
@@ -182,7 +182,7 @@ def test_a_node_that_is_silent_costs_its_time_once_and_a_hasty_search_costs_it_n
     ],
     ids=["no http", "no store", "500", "redirect", "too long"],
 )
-def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, start_node: Any, tmp_path: Path) -> None:
+def test_a_node_with_invalid_answers_is_down(content: bytes, start_node: Any, tmp_path: Path) -> None:
     _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
@@ -194,7 +194,9 @@ def test_a_node_that_answers_with_what_it_should_not_is_out(content: bytes, star
     run(test())
 
 
-def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(start_node: Any, tmp_path: Path) -> None:
+def test_a_request_refused_by_a_node_is_the_callers_error_and_the_node_stays_up(
+    start_node: Any, tmp_path: Path
+) -> None:
     (_, even), (_, odd) = start_node(DOCUMENTS[::2]), start_node(DOCUMENTS[1::2])
 
     async def test() -> None:
@@ -206,7 +208,9 @@ def test_what_nodes_refuse_is_the_callers_error_and_they_stay_in_use(start_node:
     run(test())
 
 
-def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(start_node: Any, tmp_path: Path) -> None:
+def test_a_wrong_key_is_reported_and_an_unreadable_key_file_is_an_error_at_start(
+    start_node: Any, tmp_path: Path
+) -> None:
     _, even = start_node(DOCUMENTS[::2])
 
     async def test() -> None:
@@ -222,7 +226,7 @@ def test_a_wrong_key_is_told_and_a_key_that_cannot_be_read_is_an_error_at_once(s
         CollectionRouter(NoCollections(), [RemoteSection("all", (even,), api_key_file=str(tmp_path / "none"))])
 
 
-def test_over_http_an_answer_without_some_nodes_says_partial() -> None:
+def test_over_http_an_answer_without_some_nodes_is_marked_partial() -> None:
     class Some:
         async def search(self, asked: PassageQuery, **options: object) -> list[Passage]:
             return PartialPassages([Passage("a", "A", 0.5, "text")]) if asked.query == "some" else []

@@ -1,4 +1,4 @@
-"""Every HTTP answer says which request it answers, however early it was refused."""
+"""Every HTTP answer has a request id, however early the request was refused."""
 
 import re
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def test_every_answer_has_an_id_of_its_own(
     assert len(seen) == 2
 
 
-def test_a_fault_of_our_own_is_answered_with_an_id(cluster: Cluster, http: httpx.Client) -> None:
+def test_an_internal_error_has_a_request_id(cluster: Cluster, http: httpx.Client) -> None:
     cluster.search.error = ZeroDivisionError("broken")
     try:
         answer = http.post("/v1/retrieval", content=SEARCH, headers=KEY | JSON)
@@ -74,7 +74,7 @@ def test_a_fault_of_our_own_is_answered_with_an_id(cluster: Cluster, http: httpx
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_the_clients_id_comes_back_beside_our_own_in_the_body(http: httpx.Client, stream: str) -> None:
+def test_the_clients_id_is_returned_and_the_body_has_our_own(http: httpx.Client, stream: str) -> None:
     body = f'{COMPLETION[:-1]}, "stream": {stream}}}'
     answer = http.post("/v1/completions", content=body, headers=KEY | JSON | {"X-Request-ID": "mine:1"})
     assert answer.headers["x-request-id"] == "mine:1"
@@ -85,11 +85,11 @@ def test_the_clients_id_comes_back_beside_our_own_in_the_body(http: httpx.Client
 
 
 @pytest.mark.parametrize("sent", ["", "x" * 129, "a b", "a\tb", "\xfc"])
-def test_an_id_that_is_none_is_replaced(http: httpx.Client, sent: str) -> None:
+def test_an_invalid_id_is_replaced(http: httpx.Client, sent: str) -> None:
     headers = [(b"x-request-id", sent.encode("latin-1"))]
     assert OWN.fullmatch(http.get("/health", headers=headers).headers["x-request-id"])
 
 
-def test_of_two_ids_neither_is_taken(http: httpx.Client) -> None:
+def test_of_two_ids_neither_is_used(http: httpx.Client) -> None:
     headers = [("x-request-id", "a"), ("x-request-id", "b")]
     assert OWN.fullmatch(http.get("/health", headers=headers).headers["x-request-id"])

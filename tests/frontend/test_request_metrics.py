@@ -1,4 +1,4 @@
-"""The frontend's judgement of its promises: over the requests that were sent, not over those that ended well."""
+"""SLO metrics of the frontend: over all requests, not only the successful ones."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def answered(ttft_s: float, tpot_s: float = 0.0, tokens: int = 11, code: str = "
     return RequestOutcome("r", code, 1, tokens, stamps)
 
 
-def test_an_answer_within_its_limits_keeps_every_promise_and_one_at_the_limit_does_too(table: WorkerTable) -> None:
+def test_an_answer_within_or_at_its_limits_violates_no_slo(table: WorkerTable) -> None:
     metrics = RequestMetrics(table, SLO)
     metrics.record_end(answered(0.5, 0.05))
     metrics.record_end(answered(1.0, 0.1))
@@ -45,7 +45,7 @@ def test_an_answer_within_its_limits_keeps_every_promise_and_one_at_the_limit_do
     assert table.value(FrontendMetrics.REQUESTS["finished"]) == 2
 
 
-def test_a_late_first_token_or_slow_later_ones_break_their_own_promise_and_the_whole(table: WorkerTable) -> None:
+def test_a_late_first_token_or_slow_decode_violates_its_own_slo_and_the_combined_one(table: WorkerTable) -> None:
     metrics = RequestMetrics(table, SLO)
     metrics.record_end(answered(1.1, 0.05))
     metrics.record_end(answered(0.5, 0.2))
@@ -54,13 +54,13 @@ def test_a_late_first_token_or_slow_later_ones_break_their_own_promise_and_the_w
     assert judged(table, "all") == (2, 2)
 
 
-def test_an_answer_of_one_token_has_no_later_ones_to_judge(table: WorkerTable) -> None:
+def test_an_answer_of_one_token_has_no_tpot(table: WorkerTable) -> None:
     RequestMetrics(table, SLO).record_end(answered(0.5, tokens=1, code="length"))
     assert judged(table, "tpot") == (0, 0)
     assert judged(table, "all") == (1, 0)
 
 
-def test_what_failed_or_was_refused_broke_every_promise(table: WorkerTable) -> None:
+def test_failed_and_refused_requests_violate_every_slo(table: WorkerTable) -> None:
     metrics = RequestMetrics(table, SLO)
     metrics.record_end(RequestOutcome("r", "worker_lost", 0, 3, {}))
     metrics.record_refusal(Overloaded("full"))
@@ -68,7 +68,7 @@ def test_what_failed_or_was_refused_broke_every_promise(table: WorkerTable) -> N
     assert table.value(FrontendMetrics.REQUESTS["failed"]) == table.value(FrontendMetrics.REQUESTS["refused"]) == 1
 
 
-def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: WorkerTable) -> None:
+def test_cancelled_and_invalid_requests_are_not_counted(table: WorkerTable) -> None:
     metrics = RequestMetrics(table, SLO)
     metrics.record_end(RequestOutcome("r", ClientDisconnected.code, 0, 3, {}))
     metrics.record_end(RequestOutcome("r", "context_length_exceeded", 0, 0, {}))
@@ -83,7 +83,7 @@ def test_clients_that_leave_or_ask_for_what_cannot_be_are_not_judged(table: Work
     ("status", "seconds", "expected"),
     [(200, 0.05, (1, 0)), (200, 0.06, (1, 1)), (503, 0.0, (1, 1)), (400, 9.0, (0, 0))],
 )
-def test_searches_are_judged_by_their_whole_answer(
+def test_searches_are_judged_by_their_total_latency(
     table: WorkerTable, status: int, seconds: float, expected: tuple[float, float]
 ) -> None:
     RequestMetrics(table, SLO).record_response("/v1/retrieval", status, seconds)
@@ -118,7 +118,7 @@ def test_every_http_answer_is_counted_by_its_status_even_when_the_application_cr
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_a_look_at_the_health_of_a_node_that_drains_is_no_broken_answer(table: WorkerTable, path: str) -> None:
+def test_a_health_check_of_a_draining_node_violates_no_slo(table: WorkerTable, path: str) -> None:
     RequestMetrics(table, SLO).record_response(path, 503, 0.001)
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 0
     RequestMetrics(table, SLO).record_response("/v1/models", 503, 0.001)

@@ -1,4 +1,4 @@
-"""What becomes of requests whose workers die: they go on elsewhere, no token comes twice, and there is an end to it."""
+"""Requests whose workers die: they resume on other workers without duplicate tokens, up to a retry limit."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ async def cast(harness: LinkHarness) -> dict[str, FakeWorker]:
 
 
 async def sent(workers: dict[str, FakeWorker], request: Request) -> Prefill:
-    """What the prefill worker of the request's last placement was told; words to forget others are passed over."""
+    """Return the `Prefill` sent for the request's last placement; skip `Cancel` messages."""
     while True:
         message = await workers[request.placement.prefill].receive()
         if isinstance(message, Prefill):
@@ -31,7 +31,7 @@ async def pieces(request: Request, count: int) -> list[Any]:
     return [await request.next() for _ in range(count)]
 
 
-def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
+def test_an_answer_resumes_on_another_worker_from_the_delivered_tokens() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             workers = await cast(harness)
@@ -68,7 +68,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_told() -> None:
     run(test())
 
 
-def test_before_its_first_token_a_request_starts_as_if_for_the_first_time() -> None:
+def test_before_its_first_token_a_request_restarts_from_scratch() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             workers = await cast(harness)
@@ -91,7 +91,7 @@ def test_before_its_first_token_a_request_starts_as_if_for_the_first_time() -> N
     run(test())
 
 
-def test_a_hand_over_that_failed_is_tried_with_another_decode_worker() -> None:
+def test_a_failed_hand_over_is_retried_with_another_decode_worker() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             workers = await cast(harness)
@@ -125,7 +125,7 @@ def test_without_another_worker_a_request_waits_for_one() -> None:
     run(test())
 
 
-def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
+def test_a_request_that_waits_too_long_fails_with_the_original_reason() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             await harness.worker("prefill", "p0")
@@ -142,7 +142,7 @@ def test_who_waits_too_long_gets_an_error_that_says_what_happened() -> None:
     run(test())
 
 
-def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() -> None:
+def test_a_waiting_request_ends_at_its_deadline_or_when_its_client_disconnects() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             await harness.worker("prefill", "p0")
@@ -159,7 +159,7 @@ def test_a_request_that_waits_ends_at_its_deadline_and_when_its_client_goes() ->
     run(test())
 
 
-def test_there_is_a_limit_to_new_starts() -> None:
+def test_restarts_are_bounded() -> None:
     async def test() -> None:
         async with running_link(restarts=2) as harness:
             workers = await cast(harness)
@@ -176,7 +176,7 @@ def test_there_is_a_limit_to_new_starts() -> None:
     run(test())
 
 
-def test_an_error_of_the_requests_own_starts_nothing_again() -> None:
+def test_an_invalid_request_is_not_restarted() -> None:
     async def test() -> None:
         async with running_link(restarts=3) as harness:
             workers = await cast(harness)
@@ -206,7 +206,7 @@ def test_a_new_request_waits_for_the_first_worker_of_a_role_that_has_none() -> N
     run(test())
 
 
-def test_a_new_request_for_which_no_worker_comes_is_told_so_in_time() -> None:
+def test_a_new_request_fails_in_time_if_no_worker_connects() -> None:
     async def test() -> None:
         async with running_link(restarts=3, max_in_flight=2) as harness:
             prefill = await harness.worker("prefill", "p0")

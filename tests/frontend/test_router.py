@@ -1,4 +1,4 @@
-"""Where requests are sent: by queue depth, free slots and prefix overlap; never to who is draining or gone."""
+"""Request placement by queue depth, free slots and prefix overlap; never on draining or lost workers."""
 
 from dataclasses import dataclass
 
@@ -30,19 +30,19 @@ def router(*names: str, max_in_flight: int = 1000, overlap_weight: float = 1.0) 
     return made
 
 
-def test_the_prefill_worker_with_the_shorter_queue_is_taken() -> None:
+def test_the_prefill_worker_with_the_shorter_queue_is_selected() -> None:
     made = router("p0", "p1", "d0")
     made.report(report("p0", queued=2))
     made.report(report("p1", queued=1))
     assert made.place(()).prefill == "p1"
 
 
-def test_requests_given_since_the_last_report_count_as_queue() -> None:
+def test_requests_placed_since_the_last_report_count_as_queued() -> None:
     made = router("p0", "p1", "d0")
     assert {made.place(()).prefill, made.place(()).prefill} == {"p0", "p1"}
 
 
-def test_a_request_that_left_its_prefill_worker_counts_no_more() -> None:
+def test_a_request_that_left_its_prefill_worker_no_longer_counts() -> None:
     made = router("p0", "p1", "d0")
     first = made.place(())
     made.place(())
@@ -50,7 +50,7 @@ def test_a_request_that_left_its_prefill_worker_counts_no_more() -> None:
     assert made.place(()).prefill == first.prefill
 
 
-def test_the_worker_that_knows_the_prefix_is_taken_when_queues_are_equal() -> None:
+def test_the_worker_with_the_cached_prefix_is_selected_when_queues_are_equal() -> None:
     made = router("p0", "p1", "p2", "d0")
     first = made.place(prefix_blocks(TEXT))
     made.finished(first, prefilled=False)
@@ -58,7 +58,7 @@ def test_the_worker_that_knows_the_prefix_is_taken_when_queues_are_equal() -> No
     assert again.prefill == first.prefill
 
 
-def test_a_prefix_counts_no_more_once_its_worker_has_given_up_blocks_of_a_later_request() -> None:
+def test_a_prefix_no_longer_counts_once_its_worker_evicted_younger_blocks() -> None:
     made = Router(max_in_flight=1000, clock=lambda: 100)
     for name in ("p0", "p1", "d0"):
         made.add(hello("prefill" if name.startswith("p") else "decode", name))
@@ -76,7 +76,7 @@ def test_a_prefix_counts_no_more_once_its_worker_has_given_up_blocks_of_a_later_
     assert made.place(prefix).prefill == other
 
 
-def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
+def test_a_cached_prefix_outweighs_exactly_one_waiting_request() -> None:
     prefix = prefix_blocks(TEXT)
     made = router("p0", "p1", "d0")
     knows = made.place(prefix).prefill
@@ -85,7 +85,7 @@ def test_a_known_prefix_outweighs_one_waiting_request_and_no_more() -> None:
     assert made.place(prefix).prefill == other
 
 
-def test_where_overlaps_weigh_nothing_load_alone_decides_and_equals_take_turns() -> None:
+def test_with_zero_overlap_weight_load_decides_and_ties_rotate() -> None:
     for weight, again in ((1.0, "the same"), (0.0, "another")):
         made = router("p0", "p1", "d0", "d1", overlap_weight=weight)
         first = made.place(prefix_blocks(TEXT))
@@ -94,7 +94,7 @@ def test_where_overlaps_weigh_nothing_load_alone_decides_and_equals_take_turns()
         assert (second.prefill == first.prefill) == (second.decode == first.decode) == (again == "the same")
 
 
-def test_an_overlap_outweighs_as_many_waiting_requests_as_it_is_said_to() -> None:
+def test_an_overlap_outweighs_as_many_waiting_requests_as_configured() -> None:
     made = router("p0", "p1", "d0", overlap_weight=3.0)
     knows = made.place(prefix_blocks(TEXT))
     made.finished(knows, prefilled=False)
@@ -105,7 +105,7 @@ def test_an_overlap_outweighs_as_many_waiting_requests_as_it_is_said_to() -> Non
         made.finished(placement, prefilled=False)
 
 
-def test_a_decode_worker_with_a_free_slot_comes_before_one_without() -> None:
+def test_a_decode_worker_with_a_free_slot_is_preferred() -> None:
     made = router("p0", "d1")
     made.add(hello("decode", "d0", slots=100))
     made.report(report("d0", running=50, free=0))
@@ -113,7 +113,7 @@ def test_a_decode_worker_with_a_free_slot_comes_before_one_without() -> None:
     assert made.place(()).decode == "d1"
 
 
-def test_of_decode_workers_with_free_slots_the_least_used_share_is_taken() -> None:
+def test_the_least_utilized_decode_worker_with_free_slots_is_selected() -> None:
     made = router("p0", "d1")
     made.add(hello("decode", "d0", slots=100))
     made.report(report("d0", running=10, free=90))
@@ -122,11 +122,11 @@ def test_of_decode_workers_with_free_slots_the_least_used_share_is_taken() -> No
 
 
 def told(role: Role, name: str, blocks: int, slots: int = 4) -> Hello:
-    """A worker that tells of its KV blocks, of 32 tokens."""
+    """A worker that reports its KV blocks, of 32 tokens."""
     return Hello(role, name, 1, 1, slots, 10_000, f"ipc://@{name}", block_tokens=32, blocks=blocks)
 
 
-def test_a_decode_worker_whose_free_blocks_hold_the_request_comes_before_one_whose_do_not() -> None:
+def test_a_decode_worker_with_enough_free_blocks_is_preferred() -> None:
     made = router("p0")
     made.add(told("decode", "d0", blocks=100))
     made.add(told("decode", "d1", blocks=100))
@@ -136,7 +136,7 @@ def test_a_decode_worker_whose_free_blocks_hold_the_request_comes_before_one_who
     assert made.place((), tokens=288).decode == "d0"
 
 
-def test_a_prefill_worker_without_free_blocks_counts_one_request_more() -> None:
+def test_a_prefill_worker_without_free_blocks_counts_one_more_request() -> None:
     made = router("d0")
     made.add(told("prefill", "p0", blocks=100))
     made.add(told("prefill", "p1", blocks=100))
@@ -147,14 +147,14 @@ def test_a_prefill_worker_without_free_blocks_counts_one_request_more() -> None:
     assert made.place((), tokens=64).prefill == "p1"
 
 
-def test_of_decode_workers_as_full_as_each_other_the_one_that_knows_the_prefix_is_taken() -> None:
+def test_among_equally_full_decode_workers_the_one_with_the_cached_prefix_is_selected() -> None:
     made = router("p0", "d0", "d1", "d2")
     first = made.place(prefix_blocks(TEXT))
     made.finished(first, prefilled=True)
     assert made.place(prefix_blocks(TEXT + "and more")).decode == first.decode
 
 
-def test_a_worker_to_avoid_is_taken_only_when_there_is_no_other() -> None:
+def test_a_worker_to_avoid_is_selected_only_if_it_is_the_only_one() -> None:
     made = router("p0", "d0", "d1")
     made.report(report("d1", running=3, free=1))
     assert {made.place((), avoid="d0").decode for _ in range(3)} == {"d1"}
@@ -162,7 +162,7 @@ def test_a_worker_to_avoid_is_taken_only_when_there_is_no_other() -> None:
     assert made.place((), avoid="d0").decode == "d0"
 
 
-def test_no_more_of_a_prefix_is_remembered_than_the_workers_blocks_hold() -> None:
+def test_remembered_prefixes_are_bounded_by_the_workers_blocks() -> None:
     made = router("d0")
     made.add(told("prefill", "p0", blocks=3))
     made.place(prefix_blocks(tuple(range(BLOCK_TOKENS * 10))))
@@ -170,11 +170,11 @@ def test_no_more_of_a_prefix_is_remembered_than_the_workers_blocks_hold() -> Non
     assert prefill.overlap(prefix_blocks(tuple(range(BLOCK_TOKENS * 10)))) == 0.3
 
 
-def test_the_placement_names_where_the_decode_worker_takes_hand_overs() -> None:
+def test_the_placement_contains_the_decode_workers_hand_over_endpoint() -> None:
     assert router("p0", "d0").place(()) == Placement("p0", "d0", "ipc://@d0", DecodeLoad(0, 4))
 
 
-def test_the_placement_has_the_load_of_the_decode_worker_before_it() -> None:
+def test_the_placement_contains_the_decode_workers_load_before_it() -> None:
     made = router("p0", "d0")
     made.report(Report("d0", 1, 1, queued=1, running=2, free_slots=1, step_ns=7))
     assert made.place(()).decode_load == DecodeLoad(3, 4, 7)
@@ -182,7 +182,7 @@ def test_the_placement_has_the_load_of_the_decode_worker_before_it() -> None:
     assert made.place(()).decode_load == DecodeLoad(1, 4, 7), "the first one is on its way"
 
 
-def test_equals_take_turns_and_a_new_worker_has_its_first_request_at_once() -> None:
+def test_ties_rotate_and_a_new_worker_gets_its_first_request_at_once() -> None:
     made = router("p0", "p1", "d0")
 
     def taken() -> str:
@@ -195,7 +195,7 @@ def test_equals_take_turns_and_a_new_worker_has_its_first_request_at_once() -> N
     assert [taken() for _ in range(4)] == ["p2", "p0", "p1", "p2"]
 
 
-def test_a_draining_worker_gets_nothing_new_and_a_role_with_only_such_is_missing() -> None:
+def test_a_draining_worker_gets_no_requests_and_a_role_with_only_draining_workers_is_missing() -> None:
     made = router("p0", "p1", "d0")
     made.report(report("p0", draining=True))
     assert {made.place(()).prefill for _ in range(8)} == {"p1"}
@@ -205,7 +205,7 @@ def test_a_draining_worker_gets_nothing_new_and_a_role_with_only_such_is_missing
         made.place(())
 
 
-def test_a_worker_that_was_removed_gets_nothing() -> None:
+def test_a_removed_worker_gets_no_requests() -> None:
     made = router("p0", "p1", "d0")
     made.remove("p0")
     assert {made.place(()).prefill for _ in range(8)} == {"p1"}
@@ -213,7 +213,7 @@ def test_a_worker_that_was_removed_gets_nothing() -> None:
     assert made.missing() == ["prefill"]
 
 
-def test_beyond_its_bound_the_router_refuses_with_both_numbers() -> None:
+def test_the_router_refuses_requests_over_its_limit_with_both_numbers() -> None:
     made = router("p0", "d0", max_in_flight=2)
     first, _ = made.place(()), made.place(())
     with pytest.raises(Overloaded, match="2 requests are in flight, the limit is 2"):
@@ -222,7 +222,7 @@ def test_beyond_its_bound_the_router_refuses_with_both_numbers() -> None:
     made.place(())
 
 
-def test_a_request_goes_to_a_worker_whose_context_holds_it() -> None:
+def test_a_request_is_placed_on_a_worker_with_enough_context() -> None:
     made = router("p0", "d0")
     made.add(hello("decode", "d1", limit=50))
     assert {made.place((), tokens=51).decode for _ in range(8)} == {"d0"}
@@ -230,7 +230,7 @@ def test_a_request_goes_to_a_worker_whose_context_holds_it() -> None:
         made.place((), tokens=1001)
 
 
-def test_a_refused_request_counts_nowhere() -> None:
+def test_a_refused_request_is_not_counted() -> None:
     made = router("p0")
     with pytest.raises(Unavailable):
         made.place(())
@@ -238,7 +238,7 @@ def test_a_refused_request_counts_nowhere() -> None:
     assert [worker.assigned for worker in made.workers()] == [0]
 
 
-def test_what_a_worker_remembers_of_prefixes_is_bounded() -> None:
+def test_the_prefix_index_of_a_worker_is_bounded() -> None:
     made = Router(max_in_flight=10_000, remembered_blocks=50)
     made.add(hello("prefill", "p0"))
     made.add(hello("decode", "d0"))
@@ -261,7 +261,7 @@ def test_prompts_share_as_many_blocks_as_they_have_leading_characters_in_common(
     assert equal == sorted(equal, reverse=True)  # a chain: nothing behind a difference is shared
 
 
-def test_blocks_are_made_of_chats_and_of_token_ids_too() -> None:
+def test_chats_and_token_ids_are_hashed_into_blocks_too() -> None:
     chat = (Message("system", TEXT), Message("user", "one"))
     other = (Message("system", TEXT), Message("user", "two" * 100))
     shared = len(f"system\0{TEXT}\0user\0") // BLOCK_CHARS
@@ -272,7 +272,7 @@ def test_blocks_are_made_of_chats_and_of_token_ids_too() -> None:
 
 @dataclass
 class Known:
-    """What the test believes of one worker."""
+    """The model state of one worker."""
 
     role: Role
     draining: bool = False
@@ -289,7 +289,7 @@ class Held:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Workers come, go, restart, drain and report; requests come and go. The books always balance."""
+    """State machine: workers join, leave, restart, drain and report; requests start and end. Counts stay consistent."""
 
     requests = Bundle("requests")
     LIMIT = 12

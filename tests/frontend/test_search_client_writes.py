@@ -62,19 +62,19 @@ def test_documents_are_stored_with_numpys_vectors_and_deleted_by_id_or_filter(ur
         ("wrong", lambda writes: writes.delete("notes", ["a"], None), Unauthorized),
     ],
 )
-def test_errors_are_those_that_the_node_answers_with(
+def test_errors_are_the_nodes_errors(
     url: str, key: str, write: Callable[[WriteClient], int], error: type[TrinityError]
 ) -> None:
     with pytest.raises(error):
         write(WriteClient(lambda: url, key))
 
 
-def test_a_node_that_is_not_there_is_unavailable() -> None:
+def test_an_unreachable_node_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="no response from the node"):
         WriteClient(lambda: "http://127.0.0.1:9").upsert("notes", [{"id": "a"}])
 
 
-def test_a_client_that_does_not_know_its_node_says_so() -> None:
+def test_a_client_without_a_node_url_raises_an_error() -> None:
     with (
         SearchClient([], "test") as client,
         pytest.raises(Unavailable, match=r"require a client from SearchClient\.connect"),

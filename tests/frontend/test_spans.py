@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans: named by the GenAI conventions, in the client's trace, without their texts."""
+"""Requests as OpenTelemetry spans: GenAI semantic conventions, the client's trace context, no prompt texts."""
 
 import gzip
 import http.server
@@ -108,7 +108,7 @@ def test_a_chat_is_a_span_with_its_stages_and_each_probe_as_children() -> None:
     assert "secret" not in "".join(span.to_json() for span in stand.exporter.get_finished_spans())
 
 
-def test_a_request_goes_on_with_its_clients_trace_and_hands_its_own_span_on() -> None:
+def test_a_request_continues_its_clients_trace_and_propagates_its_own_span() -> None:
     stand = Stand()
     trace_context.set({"traceparent": PARENT, "tracestate": "vendor=1"})
     stand.traces.start(stand.request())
@@ -120,14 +120,14 @@ def test_a_request_goes_on_with_its_clients_trace_and_hands_its_own_span_on() ->
     assert sent_on == {"traceparent": f"00-{trace_id}-{span.context.span_id:016x}-01", "tracestate": "vendor=1"}
 
 
-def test_what_its_client_does_not_sample_is_not_told_and_goes_on_unsampled() -> None:
+def test_an_unsampled_trace_is_not_exported_and_stays_unsampled() -> None:
     stand = Stand()
     trace_context.set({"traceparent": PARENT[:-1] + "0"})
     assert answered(stand) == {}
     assert trace_context.get()["traceparent"].endswith("-00")
 
 
-def test_a_request_that_failed_says_how() -> None:
+def test_a_failed_request_has_an_error_status() -> None:
     stand = Stand()
     stand.traces.start(stand.request())
     stand.traces.end(RequestOutcome("r-1", "worker_lost", 0, 0, {}))
@@ -137,7 +137,7 @@ def test_a_request_that_failed_says_how() -> None:
     assert "gen_ai.response.finish_reasons" not in root.attributes
 
 
-def test_over_http_a_completion_and_a_search_alone_have_a_span_each() -> None:
+def test_over_http_a_completion_and_a_search_have_one_span_each() -> None:
     stand = Stand()
     with Cluster() as cluster, cluster.http() as http:
         cluster.link.traces.spans = stand.spans
@@ -201,7 +201,7 @@ def end_one(traces: Traces) -> None:
     traces.end_search("ret-1", "found", 2)
 
 
-def test_spans_go_to_the_collector_that_the_standard_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_are_sent_to_the_collector_of_the_standard_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as server:
         traces = spans_to(server, monkeypatch)
         end_one(traces)
@@ -216,7 +216,7 @@ def test_spans_go_to_the_collector_that_the_standard_variables_name(monkeypatch:
     assert [span.name for scope in resource.scope_spans for span in scope.spans] == ["retrieval docs"]
 
 
-def test_a_collector_that_refuses_is_a_line_in_the_log(
+def test_a_collectors_error_is_logged_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with collector(400) as server:
@@ -227,7 +227,7 @@ def test_a_collector_that_refuses_is_a_line_in_the_log(
     assert "400" in caplog.text
 
 
-def test_the_standard_name_of_the_service_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otel_service_name_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "gateway")
     provider = otlp_provider("my-node")
     assert provider.resource.attributes["service.name"] == "gateway"

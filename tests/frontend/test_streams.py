@@ -1,4 +1,4 @@
-"""An answer as server-sent events: what has come together is written together."""
+"""Answers as server-sent events: pieces that are pending together are written together."""
 
 from runtime.errors import WorkerLost
 from runtime.serving.frontend.requests import Request
@@ -28,7 +28,7 @@ def parts(asked: Request) -> list[bytes]:
     return found
 
 
-def test_pieces_that_wait_are_written_in_one_part() -> None:
+def test_pending_pieces_are_written_together() -> None:
     asked = request()
     for piece in (Tokens("r", "two", (2,)), Tokens("r", "three", (3,), "stop")):
         asked.put(piece)
@@ -39,7 +39,7 @@ def test_pieces_that_wait_are_written_in_one_part() -> None:
     assert closing == b"data: [DONE]\n\n"
 
 
-def test_what_came_before_an_error_is_written_before_it() -> None:
+def test_pieces_before_an_error_are_written_before_it() -> None:
     asked = request()
     asked.put(Tokens("r", "two", (2,)))
     asked.put(WorkerLost("gone"))
@@ -48,7 +48,7 @@ def test_what_came_before_an_error_is_written_before_it() -> None:
     assert b"worker_lost" in error
 
 
-def test_an_answer_says_that_its_passages_are_partial() -> None:
+def test_an_answer_reports_partial_passages() -> None:
     for partial in (False, True):
         answer = ChatResponse("r", "m", 0, Retrieval("docs"))
         for piece in (Retrieved("r", ()), Retrieved("r", (), 8, partial=partial), Tokens("r", "one", (1,), "stop")):

@@ -1,4 +1,4 @@
-"""An API key that is bound to a tenant: whatever it asks, it finds and writes that tenant's documents alone."""
+"""API keys bound to a tenant: searches and writes reach only that tenant's documents."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ NOT_OWN = {"type": "ne", "key": "tenant", "value": "acme"}
 
 
 class Stores(NoCollections):
-    """What vector stores tell of each collection."""
+    """Summaries of the collections."""
 
     def summary(self, collection: str) -> CollectionSummary:
         return CollectionSummary(True, 900, 30, 12_345, 1_700_000_000, DIM, "l2", "hashing")
@@ -82,7 +82,7 @@ SEARCHES: dict[str, Any] = {
 def search(
     cluster: Cluster, kind: str, key: str, collection: str, wanted: object = None
 ) -> tuple[httpx.Response, bytes]:
-    """The answer, and the filter that the pool would have been given."""
+    """Return the answer and the filter that a pool would have received."""
     path, body = SEARCHES[kind]
     with asking(cluster, key) as http:
         answer = http.post(path.format(collection), json=body(collection, wanted))
@@ -104,7 +104,7 @@ def search(
         (NOT_OWN, {"type": "and", "filters": [OWN, NOT_OWN]}),
     ],
 )
-def test_every_search_is_bound_to_the_keys_own_documents(cluster: Cluster, kind: str, asked: Any, given: Any) -> None:
+def test_every_search_is_restricted_to_the_keys_documents(cluster: Cluster, kind: str, asked: Any, given: Any) -> None:
     answer, wanted = search(cluster, kind, ACME, "notes", asked)
     assert answer.status_code == 200, answer.text
     assert decode_filter(wanted) == parse_filter(given)
@@ -120,14 +120,14 @@ def test_every_search_is_bound_to_the_keys_own_documents(cluster: Cluster, kind:
         {"type": "or", "filters": [eq("red"), eq("blue")]},
     ],
 )
-def test_asking_for_another_tenant_is_refused(cluster: Cluster, kind: str, asked: Any) -> None:
+def test_a_filter_for_another_tenant_is_refused(cluster: Cluster, kind: str, asked: Any) -> None:
     answer, wanted = search(cluster, kind, ACME, "notes", asked)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
     assert wanted == b""
 
 
 @pytest.mark.parametrize("kind", SEARCHES)
-def test_collections_that_a_key_does_not_name_are_out_of_its_reach(cluster: Cluster, kind: str) -> None:
+def test_a_key_cannot_reach_other_collections(cluster: Cluster, kind: str) -> None:
     answer, wanted = search(cluster, kind, ACME, "others")
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
     assert wanted == b""
@@ -135,14 +135,12 @@ def test_collections_that_a_key_does_not_name_are_out_of_its_reach(cluster: Clus
 
 @pytest.mark.parametrize("kind", SEARCHES)
 @pytest.mark.parametrize(("key", "collection"), [(ACME, "manuals"), (ALL, "notes"), (ALL, "others")])
-def test_a_key_that_is_not_bound_there_is_not_restricted(
-    cluster: Cluster, kind: str, key: str, collection: str
-) -> None:
+def test_an_unbound_key_is_not_restricted(cluster: Cluster, kind: str, key: str, collection: str) -> None:
     answer, wanted = search(cluster, kind, key, collection)
     assert (answer.status_code, wanted) == (200, b"")
 
 
-def test_writes_are_bound_to_the_keys_own_documents(cluster: Cluster, directory: Path) -> None:
+def test_writes_are_restricted_to_the_keys_documents(cluster: Cluster, directory: Path) -> None:
     documents, notes = "/v1/collections/notes/documents", directory / "notes"
 
     def put(http: httpx.Client, *given: dict[str, Any]) -> httpx.Response:
@@ -169,7 +167,7 @@ def test_writes_are_bound_to_the_keys_own_documents(cluster: Cluster, directory:
         assert acme.put("/v1/collections/others/documents", json={"documents": [{"id": "m"}]}).status_code == 403
 
 
-def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluster) -> None:
+def test_statistics_of_all_documents_need_an_unrestricted_key(cluster: Cluster) -> None:
     with asking(cluster) as acme, asking(cluster, ALL) as all_:
         for http, status in ((acme, 403), (all_, 200)):
             assert http.get("/v1/collections/notes").status_code == status
@@ -185,7 +183,7 @@ def test_what_tells_of_all_documents_is_for_keys_that_reach_them(cluster: Cluste
         assert cluster.drain_requests == []
 
 
-def test_no_error_names_a_collection_or_its_dimension_that_the_key_does_not_reach(cluster: Cluster) -> None:
+def test_errors_do_not_reveal_collections_outside_the_key(cluster: Cluster) -> None:
     with asking(cluster) as http:
         missing = http.post("/v1/retrieval", json={"query": "q"})
         unknown = http.post("/v1/retrieval", json={"query": "q", "collection": "nothing"})
@@ -196,7 +194,7 @@ def test_no_error_names_a_collection_or_its_dimension_that_the_key_does_not_reac
         assert (other.status_code, other.json()["error"]["code"]) == (403, "forbidden")
 
 
-def test_a_key_that_reaches_one_collection_need_not_name_it(cluster: Cluster) -> None:
+def test_a_key_for_one_collection_uses_it_by_default(cluster: Cluster) -> None:
     with asking(cluster, BLUE) as http:
         answer = http.post("/v1/retrieval", json={"query": "q"})
     assert answer.json()["collection"] == "notes"

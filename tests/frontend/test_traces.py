@@ -1,4 +1,4 @@
-"""Traces: kept for those in flight and for the last that ended, bounded, with nothing of what was asked."""
+"""Traces of requests in flight and of the latest finished ones: bounded and without prompt texts."""
 
 import json
 
@@ -26,7 +26,7 @@ def ended(request_id: str = "r-1", code: str = "stop", stamps: dict[str, int] | 
     return RequestOutcome(request_id, code, 3, 2, stamps or {})
 
 
-def test_a_request_in_flight_is_traced_as_far_as_it_has_come() -> None:
+def test_a_request_in_flight_is_traced_up_to_its_current_stage() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=clock.now)
@@ -40,7 +40,7 @@ def test_a_request_in_flight_is_traced_as_far_as_it_has_come() -> None:
     assert (found.prefill_worker, found.decode_worker) == ("prefill-0", "decode-1")
 
 
-def test_probes_are_told_one_by_one_and_counted_beyond_the_limit() -> None:
+def test_probes_are_listed_up_to_the_limit_and_counted_beyond() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=0)
@@ -54,7 +54,7 @@ def test_probes_are_told_one_by_one_and_counted_beyond_the_limit() -> None:
     assert (first.begin_s, first.end_s, first.stalled_s, first.passages) == (0.002, 0.005, 0.001, 2)
 
 
-def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
+def test_a_failed_request_keeps_its_error_and_stages() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     running = request(received_ns=clock.now)
@@ -68,7 +68,7 @@ def test_one_that_failed_is_kept_with_its_error_and_the_stages_it_had() -> None:
     assert [stage.name for stage in found.stages] == ["queue"]
 
 
-def test_only_the_last_that_ended_are_kept() -> None:
+def test_only_the_latest_finished_traces_are_kept() -> None:
     traces = Traces(2, Clock())
     for number in range(5):
         traces.start(request(f"r-{number}"))
@@ -79,7 +79,7 @@ def test_only_the_last_that_ended_are_kept() -> None:
     assert traces.trace("r-4").state == "stop"
 
 
-def test_without_room_for_any_nothing_that_ended_is_kept() -> None:
+def test_with_a_limit_of_zero_no_finished_trace_is_kept() -> None:
     traces = Traces(0, Clock())
     traces.start(request())
     assert traces.trace("r-1").state == "running"
@@ -89,12 +89,12 @@ def test_without_room_for_any_nothing_that_ended_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a b", "ü", "a\n", "\x7f"])
-def test_what_can_be_no_id_is_refused(name: str) -> None:
+def test_an_invalid_id_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="a request id has 1 to 128"):
         Traces(4, Clock()).trace(name)
 
 
-def test_http_gives_the_trace_of_an_answer_by_its_id() -> None:
+def test_http_returns_the_trace_of_an_answer_by_its_id() -> None:
     with Cluster() as cluster, cluster.http() as http:
         body = {"model": "tiny", "prompt": "say=3", "max_tokens": 8, "retrieval": {"collection": "docs"}}
         answer = http.post("/v1/completions", json=body).json()
@@ -110,7 +110,7 @@ def test_http_gives_the_trace_of_an_answer_by_its_id() -> None:
         assert http.get("/v1/traces/a%20b").status_code == 400
 
 
-def test_traces_need_the_key_as_all_else_does() -> None:
+def test_traces_need_a_key() -> None:
     with Cluster(settings=Settings(model="tiny", api_keys=("secret",))) as cluster, cluster.http() as http:
         assert http.get("/v1/traces/x").status_code == 401
         assert http.get("/v1/traces/x", headers={"Authorization": "Bearer secret"}).status_code == 404
@@ -119,7 +119,7 @@ def test_traces_need_the_key_as_all_else_does() -> None:
 SEARCH = {"query": "with a secret", "k": 2, "collection": "docs"}
 
 
-def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
+def test_a_search_is_traced_from_its_vector_to_its_passages() -> None:
     clock = Clock()
     traces = Traces(4, clock)
     traces.start_search("ret-1")
@@ -135,7 +135,7 @@ def test_a_search_alone_is_traced_from_its_vector_to_its_passages() -> None:
     assert [(s.name, s.begin_s, s.end_s) for s in found.stages] == [("embed", 0.0, 0.001), ("retrieval", 0.001, 0.003)]
 
 
-def test_searches_alone_share_the_room_of_the_generations() -> None:
+def test_searches_and_generations_share_one_limit() -> None:
     traces = Traces(2, Clock())
     traces.start(request("r-1"))
     traces.end(ended("r-1"))
@@ -146,13 +146,13 @@ def test_searches_alone_share_the_room_of_the_generations() -> None:
         traces.trace("r-1")
 
 
-def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
+def test_a_trace_is_found_by_the_clients_id_while_it_is_kept() -> None:
     traces = Traces(2, Clock())
     traces.start(request("r-1"), "mine")
     assert (traces.trace("mine").id, traces.trace("mine").client_id) == ("r-1", "mine")
     traces.end(ended("r-1"))
     traces.start_search("ret-2", "mine")
-    assert traces.trace("mine").id == "ret-2", "the later one of two with one name"
+    assert traces.trace("mine").id == "ret-2", "of two traces with one id, the later"
     traces.end_search("ret-2", "found", 1)
     for number in (3, 4):
         assert traces.trace("mine").id == "ret-2"
@@ -161,17 +161,17 @@ def test_a_trace_is_found_by_the_clients_own_id_as_long_as_it_is_kept() -> None:
     with pytest.raises(UnknownRequest):
         traces.trace("mine")
     assert traces.trace("r-1").id == "ret-4"
-    assert len(traces.client_names) == 1, "no name outlives its trace"
+    assert len(traces.client_names) == 1, "an id outlives its trace"
 
 
-def test_a_name_that_a_client_takes_hides_no_other_trace() -> None:
+def test_a_clients_id_hides_no_other_trace() -> None:
     traces = Traces(2, Clock())
     traces.start(request("r-1"))
     traces.start(request("r-2"), "r-1")
     assert traces.trace("r-1").id == "r-1"
 
 
-def test_http_gives_the_trace_of_a_search_whether_it_found_or_failed() -> None:
+def test_http_returns_the_trace_of_successful_and_failed_searches() -> None:
     with Cluster() as cluster, cluster.http() as http:
         answer = http.post("/v1/retrieval", json=SEARCH)
         trace = http.get(f"/v1/traces/{answer.json()['id']}").json()

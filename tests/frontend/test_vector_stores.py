@@ -1,4 +1,4 @@
-"""OpenAI's client lists the node's collections, searches them and has texts embedded, unchanged."""
+"""OpenAI's unmodified client lists collections as vector stores, searches them and requests embeddings."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ HASHING = HashingEmbedder(64)
 
 
 class Stand:
-    """Two collections, the one embedded by hashing, and searches that answer by their words."""
+    """Two collections, one with hashing embeddings; searches match by words."""
 
     def __init__(self) -> None:
         self.kinds: list[TextKind] = []
@@ -104,7 +104,7 @@ def test_collections_are_listed_as_vector_stores(client: openai.OpenAI) -> None:
     assert client.vector_stores.retrieve("docs") == docs
 
 
-def test_a_list_is_given_page_by_page(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_lists_are_paginated(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [store.id for store in client.vector_stores.list(limit=1)] == ["docs", "bare"]
     assert [store.id for store in client.vector_stores.list(order="asc")] == ["bare", "docs"]
     page = http.get("/v1/vector_stores?limit=1").json()
@@ -115,7 +115,7 @@ def test_a_list_is_given_page_by_page(client: openai.OpenAI, http: httpx.Client)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
-def test_a_search_gives_files_scores_and_attributes(client: openai.OpenAI, stand: Stand) -> None:
+def test_a_search_returns_files_scores_and_attributes(client: openai.OpenAI, stand: Stand) -> None:
     page = client.vector_stores.search("docs", query="leave", max_num_results=2)
     assert (page.object, page.model_extra) == (
         "vector_store.search_results.page", {"search_query": ["leave"], "has_more": False, "next_page": None},
@@ -128,7 +128,7 @@ def test_a_search_gives_files_scores_and_attributes(client: openai.OpenAI, stand
     assert (stand.asked[-1].collection, stand.asked[-1].k) == ("docs", 2)
 
 
-def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI, stand: Stand) -> None:
+def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand: Stand) -> None:
     client.vector_stores.search(
         "docs",
         query="leave",
@@ -144,7 +144,7 @@ def test_filters_in_openais_format_are_asked_of_the_search(client: openai.OpenAI
     }  # fmt: skip
 
 
-def test_several_queries_give_each_passage_once_the_nearest_first(client: openai.OpenAI) -> None:
+def test_several_queries_return_each_passage_once_nearest_first(client: openai.OpenAI) -> None:
     page = client.vector_stores.search("docs", query=["leave", "pay"], max_num_results=2)
     assert [(found.file_id, found.score) for found in page] == [("plain", 0.875), ("hr/leave.pdf", 0.75)]
 
@@ -157,7 +157,7 @@ def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("embedding", "text", "share"), [(1, 1, 0.5), (3.0, 1.0, 0.25), (0, 2, 1.0), (2, 0, 0.0), (0, 0, 0.0)]
 )
-def test_openais_weights_of_a_hybrid_search_are_the_words_share(
+def test_openais_hybrid_weights_set_the_keyword_weight(
     client: openai.OpenAI, stand: Stand, embedding: float, text: float, share: float
 ) -> None:
     weights = {"embedding_weight": embedding, "text_weight": text}
@@ -165,7 +165,7 @@ def test_openais_weights_of_a_hybrid_search_are_the_words_share(
     assert stand.asked[-1].hybrid == share
 
 
-def test_a_hybrid_search_s_results_stay_in_their_order(client: openai.OpenAI) -> None:
+def test_hybrid_results_keep_their_order(client: openai.OpenAI) -> None:
     words = {"ranking_options": {"hybrid_search": {"embedding_weight": 1, "text_weight": 1}}}
     page = client.vector_stores.search("docs", query="mixed", extra_body=words)
     assert [found.score for found in page] == [0.25, 0.75]
@@ -201,7 +201,7 @@ def test_a_hybrid_search_s_results_stay_in_their_order(client: openai.OpenAI) ->
         ({"query": "leave", "max_results": 3}, "max_results", "unknown field 'max_results'; did you mean 'max_num_r"),
     ],
 )
-def test_what_a_search_cannot_do_is_refused_by_its_name(
+def test_unsupported_search_options_are_refused_by_name(
     http: httpx.Client, fields: dict[str, object], param: str, message: str
 ) -> None:
     refused = http.post("/v1/vector_stores/docs/search", json=fields)
@@ -209,14 +209,14 @@ def test_what_a_search_cannot_do_is_refused_by_its_name(
     assert message in refused.json()["error"]["message"]
 
 
-def test_a_store_that_is_not_there_is_not_found(client: openai.OpenAI) -> None:
+def test_an_unknown_store_is_not_found(client: openai.OpenAI) -> None:
     for ask in (lambda: client.vector_stores.retrieve("none"), lambda: client.vector_stores.search("none", query="a")):
         with pytest.raises(openai.NotFoundError, match="no vector store 'none' is loaded; loaded: docs, bare"):
             ask()
 
 
 @pytest.mark.parametrize(("metric", "score"), [("cosine", 0.75), ("ip", -0.25), ("l2", 0.8)])
-def test_a_score_is_higher_the_nearer_it_is(metric: str, score: float) -> None:
+def test_nearer_results_have_higher_scores(metric: str, score: float) -> None:
     assert score_of(0.25, metric) == pytest.approx(score)
     assert score_of(0.1, metric) > score_of(0.25, metric)
 
@@ -256,7 +256,7 @@ def test_passages_can_be_embedded_as_passages(client: openai.OpenAI, stand: Stan
         ({"truncate": True}, 400, "truncate", "unknown field"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_its_name(
+def test_invalid_embedding_inputs_are_refused_by_name(
     http: httpx.Client, fields: dict[str, object], status: int, param: str, message: str
 ) -> None:
     refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"} | fields)
@@ -264,14 +264,14 @@ def test_what_cannot_be_embedded_is_refused_by_its_name(
     assert message in refused.json()["error"]["message"]
 
 
-def test_an_embedder_that_fails_is_the_requests_error_and_holds_no_place(http: httpx.Client, stand: Stand) -> None:
+def test_a_failed_embedding_is_an_error_and_frees_its_place(http: httpx.Client, stand: Stand) -> None:
     stand.error = EmbedderFailed("no vectors")
     for _ in range(70):  # more than may be embedded at once
         refused = http.post("/v1/embeddings", json={"model": "hashing-64", "input": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (502, "embedder_failed")
 
 
-def test_the_routes_want_a_key_and_the_machines_own_name() -> None:
+def test_the_routes_need_a_key_and_a_local_host_name() -> None:
     with Cluster(settings=Settings(collections={"docs": 64}, api_keys=("k",))) as cluster, cluster.http() as http:
         for path in ("/v1/vector_stores", "/v1/vector_stores/docs"):
             assert http.get(path).status_code == 401

@@ -1,4 +1,4 @@
-"""The link to the workers: what a request is given, told and cannot be, until it has ended once."""
+"""The frontend's link to the workers: placement, delivery, cancellation and errors of requests."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.frontend.fake_workers import PASSAGES, FakeWorker, run
 from tests.frontend.link_harness import EPOCH, LinkHarness, error_of, running_link
 
 
-def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
+def test_a_request_reaches_its_workers_and_its_pieces_return() -> None:
     async def test() -> None:
         async with running_link() as harness:
             assert harness.link.missing() == ["prefill", "decode"]
@@ -46,7 +46,7 @@ def test_a_request_travels_to_its_workers_and_its_pieces_travel_back() -> None:
     run(test())
 
 
-def test_an_error_that_a_worker_reports_ends_the_request_as_that_error_and_the_other_worker_forgets_it() -> None:
+def test_a_workers_error_ends_the_request_and_cancels_it_at_the_other_worker() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -64,7 +64,7 @@ def test_an_error_that_a_worker_reports_ends_the_request_as_that_error_and_the_o
     run(test())
 
 
-def test_without_a_worker_of_each_role_nothing_is_accepted() -> None:
+def test_without_a_worker_of_each_role_requests_are_refused() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0")
@@ -75,7 +75,7 @@ def test_without_a_worker_of_each_role_nothing_is_accepted() -> None:
     run(test())
 
 
-def test_a_prompt_of_token_ids_and_its_answer_must_fit_the_context_together() -> None:
+def test_a_prompt_of_token_ids_plus_its_answer_must_fit_the_context() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0", limit=20)
@@ -87,7 +87,7 @@ def test_a_prompt_of_token_ids_and_its_answer_must_fit_the_context_together() ->
     run(test())
 
 
-def test_a_cancelled_request_is_forgotten_by_both_workers_and_late_pieces_are_answered_with_cancel() -> None:
+def test_a_cancelled_request_is_cancelled_at_both_workers_and_again_on_late_pieces() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -106,7 +106,7 @@ def test_a_cancelled_request_is_forgotten_by_both_workers_and_late_pieces_are_an
     run(test())
 
 
-def test_passages_come_before_tokens_even_if_decode_is_heard_first() -> None:
+def test_passages_precede_tokens_even_if_decode_reports_first() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -127,7 +127,7 @@ def test_passages_come_before_tokens_even_if_decode_is_heard_first() -> None:
     run(test())
 
 
-def test_a_worker_cannot_speak_for_a_request_that_another_one_has() -> None:
+def test_messages_for_a_request_of_another_worker_are_ignored() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0")
@@ -143,7 +143,7 @@ def test_a_worker_cannot_speak_for_a_request_that_another_one_has() -> None:
     run(test())
 
 
-def test_a_request_ends_at_its_deadline_wherever_it_is() -> None:
+def test_a_request_ends_at_its_deadline_in_every_stage() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -194,7 +194,7 @@ def test_requests_in_flight_end_when_the_link_stops() -> None:
 
 
 @pytest.mark.parametrize("frames", [(b"",), (b"\xc1",), (b"\x80",), (b"x", b"y"), (b"\x93\x01\x02\x03",)])
-def test_a_malformed_message_is_counted_and_changes_nothing(frames: tuple[bytes, ...]) -> None:
+def test_a_malformed_message_is_only_counted(frames: tuple[bytes, ...]) -> None:
     async def test() -> None:
         async with running_link() as harness:
             worker = await harness.worker("prefill", "p0")
@@ -205,7 +205,7 @@ def test_a_malformed_message_is_counted_and_changes_nothing(frames: tuple[bytes,
     run(test())
 
 
-def test_a_flood_of_malformed_messages_and_impossible_workers_is_one_line_in_the_log(
+def test_a_flood_of_malformed_messages_and_invalid_workers_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def test() -> None:
@@ -223,7 +223,7 @@ def test_a_flood_of_malformed_messages_and_impossible_workers_is_one_line_in_the
 
 
 @pytest.mark.parametrize("hello", [{"slots": 0}, {"name": "p" * 1000}])
-def test_a_worker_that_cannot_be_is_refused(hello: dict[str, Any]) -> None:
+def test_an_invalid_worker_is_refused(hello: dict[str, Any]) -> None:
     async def test() -> None:
         async with running_link() as harness:
             strange = FakeWorker(harness.link.endpoint, "prefill", **({"name": "p0"} | hello))

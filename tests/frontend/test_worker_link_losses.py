@@ -1,4 +1,4 @@
-"""Workers that die, fall silent, drain or come back, as the link to them sees it."""
+"""Worker losses, timeouts, drains and reconnects at the frontend's worker link."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.frontend.fake_workers import FakeWorker, run
 from tests.frontend.link_harness import EPOCH, LOST_AFTER_S, error_of, running_link
 
 
-def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_silence() -> None:
+def test_a_disconnected_worker_is_lost_before_the_heartbeat_timeout() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -31,7 +31,7 @@ def test_a_worker_whose_connection_is_gone_is_lost_long_before_the_limit_on_sile
     run(test())
 
 
-def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_report() -> None:
+def test_a_silent_worker_is_lost_and_rejoins_with_its_next_report() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -59,7 +59,7 @@ def test_a_silent_worker_is_lost_with_its_requests_and_comes_back_with_its_next_
     run(test())
 
 
-def test_a_draining_worker_is_released_when_nothing_is_placed_on_it_any_more_and_gets_nothing_new() -> None:
+def test_a_draining_worker_gets_no_requests_and_is_released_when_idle() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -79,7 +79,7 @@ def test_a_draining_worker_is_released_when_nothing_is_placed_on_it_any_more_and
     run(test())
 
 
-def test_a_prefill_worker_that_is_lost_before_its_passages_are_heard_ends_the_request() -> None:
+def test_losing_a_prefill_worker_before_its_passages_ends_the_request() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0")
@@ -107,7 +107,7 @@ def test_a_restarted_worker_may_keep_its_sockets_identity() -> None:
     run(test())
 
 
-def test_a_prefill_worker_is_not_needed_any_more_once_decode_speaks() -> None:
+def test_losing_a_prefill_worker_after_decode_has_started_is_harmless() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0")
@@ -123,7 +123,7 @@ def test_a_prefill_worker_is_not_needed_any_more_once_decode_speaks() -> None:
     run(test())
 
 
-def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> None:
+def test_a_new_process_under_an_old_name_ends_the_old_requests_once() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, _ = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -142,7 +142,7 @@ def test_a_new_process_under_an_old_name_ends_the_old_ones_requests_once() -> No
     run(test())
 
 
-def test_what_a_process_that_was_replaced_still_says_is_dropped() -> None:
+def test_messages_of_a_replaced_process_are_dropped() -> None:
     async def test() -> None:
         async with running_link() as harness:
             await harness.worker("prefill", "p0")
@@ -157,7 +157,7 @@ def test_what_a_process_that_was_replaced_still_says_is_dropped() -> None:
     run(test())
 
 
-def test_a_worker_of_the_frontend_before_is_welcomed_and_introduces_itself() -> None:
+def test_a_worker_of_the_previous_frontend_is_asked_to_register() -> None:
     async def test() -> None:
         async with running_link() as harness:
             worker = FakeWorker(harness.link.endpoint, "prefill", "p0")
@@ -174,7 +174,7 @@ def test_a_worker_of_the_frontend_before_is_welcomed_and_introduces_itself() -> 
     run(test())
 
 
-def test_a_worker_that_comes_back_over_another_connection_has_lost_its_requests_but_not_its_place() -> None:
+def test_a_reconnected_worker_loses_its_requests_but_stays_registered() -> None:
     async def test() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")
@@ -192,7 +192,7 @@ def test_a_worker_that_comes_back_over_another_connection_has_lost_its_requests_
     run(test())
 
 
-def test_workers_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_workers_free_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "MAX_WORKERS", 2)
 
     async def test() -> None:
@@ -211,7 +211,7 @@ def test_workers_that_are_gone_make_room_for_others(monkeypatch: pytest.MonkeyPa
     run(test())
 
 
-def test_a_worker_whose_connection_is_gone_is_lost_at_the_next_request_which_another_one_takes() -> None:
+def test_sending_to_a_closed_connection_loses_the_worker_and_retries_the_request() -> None:
     async def test() -> None:
         async with running_link() as harness:
             first, decode = await harness.worker("prefill", "p0"), await harness.worker("decode", "d0")

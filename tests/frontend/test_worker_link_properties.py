@@ -1,4 +1,4 @@
-"""Whatever workers, clients and the clock do: every request ends exactly once, and its answer has every token once."""
+"""Properties of the worker link: every request ends exactly once, and its answer has every token exactly once."""
 
 import contextlib
 from collections import Counter, deque
@@ -29,8 +29,7 @@ from tests.frontend.link_harness import LinkHarness
 
 
 class Wired(WorkerLink):
-    """A link that notes what it tries to send, and of which requests a worker has heard. A `dead` identity cannot be
-    sent to."""
+    """A link that records attempted sends and the requests that reached each worker. Sends to a `dead` identity fail."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,7 +70,7 @@ UNHEARD = [*[("submit", 0)] * 3, ("lost", "p0"), ("disconnect", "p1"), ("submit"
 @given(st.lists(EVENTS, min_size=10, max_size=60), st.integers(0, 2))
 @example(UNHEARD, 1)
 @settings(max_examples=60)
-def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any, ...]], restarts: int) -> None:
+def test_every_request_ends_exactly_once(events: list[tuple[Any, ...]], restarts: int) -> None:
     async def test() -> None:
         harness = LinkHarness(max_in_flight=6, link_class=Wired, restarts=restarts)
         link, names = harness.link, ("p0", "p1", "d0", "d1")
@@ -81,7 +80,7 @@ def test_every_request_ends_exactly_once_whatever_happens(events: list[tuple[Any
             link.handle([name.encode(), encode(message)])
 
         def recent(back: int, sender: str = "") -> tuple[str, str]:
-            """A request's id, and who speaks of it."""
+            """Return a request's id and the sender of the message."""
             if back >= len(requests):
                 return "unknown", "d0"
             request = requests[-1 - back]
@@ -156,7 +155,7 @@ def _hello(name: str, epoch: int) -> Hello:
 
 @dataclass
 class Attempt:
-    """What the workers of one attempt have: the prompt's passages, and a row that knows which token is its next."""
+    """State of one attempt's workers: the prompt's passages, and a row with its next token."""
 
     prefill: str
     told: Prefill
@@ -188,10 +187,10 @@ PROGRESS = st.one_of(
 
 @given(st.lists(PROGRESS, min_size=10, max_size=80), st.lists(st.booleans(), min_size=1, max_size=3))
 @settings(max_examples=60)
-def test_no_token_comes_twice_and_none_is_left_out_whoever_is_lost_and_however_late_its_words_come(
+def test_no_token_is_duplicated_or_missing_under_losses_and_late_messages(
     events: list[tuple[str, Any]], retrieves: list[bool]
 ) -> None:
-    """Workers that were given up write on, and what they said may be heard long after they were."""
+    """Abandoned workers keep writing, and their messages may arrive long after they were lost."""
 
     async def test() -> None:
         harness = LinkHarness(link_class=Wired, restarts=1000)
