@@ -200,6 +200,7 @@ def test_data_that_is_not_http_gets_a_regular_error(
     assert (got, error["code"]) == (status, code)
     assert says in error["message"]
     assert len(error["message"]) < 200
+    assert "bytearray" not in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
     assert headers["x-request-id"].startswith("req-4d-")
     with cluster.http() as http:

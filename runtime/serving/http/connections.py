@@ -141,7 +141,8 @@ class BoundedConnection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn while it handles h11's exception, which has the details."""
         error = sys.exception()
-        refusal = InvalidRequest(f"this is not valid HTTP: {str(error)[:128] or msg}")
+        reason = str(error).partition(": bytearray(")[0]  # without what was received
+        refusal = InvalidRequest(f"this is not valid HTTP: {reason[:128] or msg}")
         if isinstance(error, h11.RemoteProtocolError):
             refusal.status = error.error_status_hint
             refusal.code = CODES.get(refusal.status, refusal.code)
