@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.errors import InvalidRequest, Unavailable
+from runtime.errors import InvalidFilter, InvalidRequest, Unavailable
 from runtime.node.retrieval_config import ProbesSection
-from runtime.retrieval.attributes.filters import parse_filter
+from runtime.retrieval.attributes.filters import check_filter, parse_filter
+from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.search.query import PassageQuery
-from runtime.serving.http.api_types import MAX_STOP_CHARS, ChatBody, CompletionBody, RetrievalBody, parse
+from runtime.serving.http.api_types import (
+    MAX_STOP_CHARS,
+    ChatBody,
+    CompletionBody,
+    RetrievalBody,
+    RetrievalOptions,
+    parse,
+)
+from runtime.serving.http.routes.tokenize import TokenizeBody
 from runtime.serving.http.unsupported_fields import UNSUPPORTED
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import PASSAGES
@@ -73,7 +82,7 @@ def test_a_body_that_is_not_an_object_is_refused(http: httpx.Client, body: str, 
         ({"temperature": 2.5}, "temperature", "less than or equal to 2, not 2.5"),
         ({"temperature": -1}, "temperature", "not -1"),
         ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"temperature": True}, "temperature", "not True"),
+        ({"temperature": True}, "temperature", "not a boolean"),
         ({"top_p": 0}, "top_p", "greater than 0, not 0"),
         ({"top_p": 1.5}, "top_p", "not 1.5"),
         ({"max_tokens": 0}, "max_tokens", "not 0"),
@@ -412,3 +421,48 @@ def test_hybrid_is_a_boolean_or_the_weight_of_keywords(kind: Any, body: dict[str
         with pytest.raises(InvalidRequest, match="between 0 and 1") as caught:
             parsed(wrong)
         assert caught.value.param == f"{at}.hybrid".removeprefix(".")
+
+
+@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, COMPLETION)])
+def test_a_null_field_of_retrieval_counts_as_absent(kind: Any, body: dict[str, Any]) -> None:
+    def parsed(retrieval: dict[str, Any]) -> Any:
+        return parse(kind, json.dumps(body | {"retrieval": retrieval}).encode()).retrieval
+
+    names = RetrievalOptions.model_fields.keys() - {"collection"}
+    assert parsed({"collection": "docs"} | dict.fromkeys(names)) == parsed({"collection": "docs"})
+
+
+def test_a_null_field_of_tokenize_counts_as_absent() -> None:
+    assert TokenizeBody.parse(b'{"prompt": "a", "messages": null, "add_special_tokens": null}').add_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": True}, "model should be a valid string, not a boolean"),
+        ({"messages": {}}, "messages must be an array, not an object"),
+        ({"messages": [{"role": None, "content": "a"}]}, "assistant, not null"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "assistant, not 'tool'"),
+        ({"retrieval": {"collection": "docs", "hybrid": ["a"]}}, "between 0 and 1, not an array"),
+        ({"retrieval": {"collection": "docs", "filter": {"type": None}}}, "nin; not null"),
+        ({"retrieval": {"collection": "docs", "filter": {"type": "eq", "key": True, "value": 1}}}, "not true"),
+    ],
+)
+def test_messages_name_the_types_and_constants_of_json(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatBody, json.dumps(CHAT | change).encode())
+    assert caught.value.message.endswith(message)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"type": "eq", "key": "none", "value": 1},
+        {"type": "eq", "key": "year", "value": "a"},
+        {"type": "gt", "key": "draft", "value": True},
+    ],
+)
+def test_a_filter_that_does_not_fit_the_collection_names_the_parameter(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidFilter) as caught:
+        check_filter(parse_filter(wrong), {"year": AttributeType.INTEGER, "draft": AttributeType.BOOLEAN})
+    assert caught.value.param == "filter"

@@ -116,7 +116,11 @@ def test_a_collection_reports_its_state(http: httpx.Client) -> None:
     ("body", "message"),
     [
         ({"documents": []}, "at least one element"),
-        ({"documents": [{"id": "a"}] * 4097}, "4097 elements in one request; the limit is 4096"),
+        ({"documents": [{"id": "a"}] * 4097}, "documents has 4097 elements, the limit is 4096 per request"),
+        ({"documents": [None]}, "a document must be an object, not null"),
+        ({"documents": [{"id": None}]}, "documents[0].id is missing"),
+        ({"documents": [{"id": "a", "attributes": []}]}, "documents[0].attributes must be an object, not an array"),
+        ({"documents": [{"id": "a", "attributes": {"x": None}}]}, "attribute 'x' is null"),
         ({"documents": [{"text": "no id"}]}, "documents[0].id is missing"),
         ({"documents": [{"id": "a", "texts": "?"}]}, "texts"),
         ({"documents": [{"id": "a"}, {"id": "a"}]}, "contains the id 'a' twice"),
@@ -133,6 +137,11 @@ def test_invalid_documents_are_refused_by_name_and_none_of_their_batch_is_stored
     assert refused.status_code == 400
     assert message in refused.json()["error"]["message"]
     assert held(directory / "notes") == {"first": "t"}
+
+
+def test_a_null_field_of_a_document_counts_as_absent(http: httpx.Client, directory: Path) -> None:
+    assert put(http, {"id": "a", "text": None, "title": "t", "attributes": None, "vector": None}).status_code == 200
+    assert held(directory / "notes") == {"a": ""}
 
 
 def test_writes_to_a_read_only_collection_are_refused_with_the_reason(http: httpx.Client, directory: Path) -> None:

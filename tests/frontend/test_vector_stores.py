@@ -149,6 +149,11 @@ def test_several_queries_return_each_passage_once_nearest_first(client: openai.O
     assert [(found.file_id, found.score) for found in page] == [("plain", 0.875), ("hr/leave.pdf", 0.75)]
 
 
+def test_a_null_ranking_option_counts_as_absent(http: httpx.Client) -> None:
+    options = {"ranker": None, "score_threshold": None, "hybrid_search": None}
+    assert http.post("/v1/vector_stores/docs/search", json={"query": "pay", "ranking_options": options}).is_success
+
+
 def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
     page = client.vector_stores.search("docs", query="pay", ranking_options={"ranker": "auto", "score_threshold": 0.5})
     assert [found.file_id for found in page] == ["plain"]
@@ -187,7 +192,7 @@ def test_hybrid_results_keep_their_order(client: openai.OpenAI) -> None:
         ({"query": "leave", "filters": {"type": "eq", "key": "page"}}, "filters", "has key, type, value"),
         ({"query": "leave", "filters": "page = 3"}, "filters", "a filter must be an object with a type"),
         ({"query": "leave", "rewrite_query": True}, "rewrite_query", "rewrite_query is not supported"),
-        ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options", "ranker is 'x'"),
+        ({"query": "leave", "ranking_options": {"ranker": "x"}}, "ranking_options.ranker", "'auto' or 'none', not 'x'"),
         (
             {"query": "leave", "ranking_options": {"hybrid_search": {"embedding_weight": 1}}},
             "ranking_options.hybrid_search.text_weight",

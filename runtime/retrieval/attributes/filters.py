@@ -133,11 +133,12 @@ def check_filter(filter: Filter, schema: Schema) -> None:
         for value in comparison.values:
             if not _comparable(kind, value):
                 raise InvalidFilter(
-                    f"{comparison.key!r} is {kind.with_article}; it cannot be compared with {preview(value)}"
+                    f"{comparison.key!r} is {kind.with_article}; it cannot be compared with {preview(value)}", "filter"
                 )
         if comparison.operator in _ORDERED and kind in (AttributeType.BOOLEAN, AttributeType.STRINGS):
             raise InvalidFilter(
-                f"{comparison.key!r} is {kind.with_article}, which has no order: {comparison.operator} is not possible"
+                f"{comparison.key!r} is {kind.with_article}, which has no order: {comparison.operator} is not possible",
+                "filter",
             )
 
 
@@ -225,7 +226,9 @@ class _Parser:
                 if not isinstance(parts, list | tuple) or not parts:
                     raise InvalidFilter(f"{joint!r} needs a list of filters, not {preview(parts)}", "filter")
                 if len(parts) > MAX_COMPARISONS:
-                    raise InvalidFilter(f"{joint!r} joins {len(parts)} filters; the limit is {MAX_COMPARISONS}")
+                    raise InvalidFilter(
+                        f"{joint!r} joins {len(parts)} filters; the limit is {MAX_COMPARISONS}", "filter"
+                    )
                 parsed = tuple(self.parse(part, depth + 1) for part in parts)
                 return _joined(AllOf if joint == "and" else AnyOf, parsed)
             case "not":
@@ -234,7 +237,7 @@ class _Parser:
                 return self._comparison(operator, source)  # type: ignore[arg-type]
             case other:
                 raise InvalidFilter(
-                    f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {preview(other)}"
+                    f"the type of a filter is and, or, not, {', '.join(OPERATORS)}; not {preview(other)}", "filter"
                 )
 
     def _comparison(self, operator: Operator, source: Mapping[Any, Any]) -> Filter:
@@ -261,7 +264,8 @@ class _Parser:
         expected = {"type", name, *others}
         if set(source) != expected:
             raise InvalidFilter(
-                f"a filter of type {source['type']!r} has {', '.join(sorted(expected))}, not {preview(list(source))}"
+                f"a filter of type {source['type']!r} has {', '.join(sorted(expected))}, not {preview(list(source))}",
+                "filter",
             )
         return source[name]
 

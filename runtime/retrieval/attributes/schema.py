@@ -3,6 +3,7 @@
 An attribute's type is fixed by the first document that has it; values of another type are refused from then on.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -98,7 +99,12 @@ def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, Attribute
 
 
 def preview(value: object) -> str:
-    """Return a value for an error message: 80 characters at most, also for integers that Python does not print."""
+    """Return a value for an error message: 80 characters at most, also for integers that Python does not print.
+
+    Null and booleans are written as in JSON.
+    """
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     try:
         return f"{value!r:.80}"
     except ValueError:

@@ -24,6 +24,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _CUSTOM = "trinity"
+_TYPE_ERRORS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be an array"}
+"""Messages in place of pydantic's, which name Python's types."""
 DEFAULT_HYBRID = 0.5  # weight of the keyword search with `hybrid: true`
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -32,11 +34,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse(model: type[Body], body: bytes) -> Body:
     """Parse a JSON body into a model. Raises InvalidRequest that names the parameter."""
-    known = {name: value for name, value in parse_object(body).items() if value is not None}
+    known = without_null(parse_object(body))
     for name in [name for name in known if name not in model.model_fields]:
         if not unsupported_fields.accept(name, known.pop(name)):
             raise InvalidRequest(f"unknown field {name[:64]!r}{_suggestion(name, model.model_fields)}", name[:64])
     return validate(model, known)
+
+
+def without_null(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an object that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def check_bytes(size: int, limit: int, param: str) -> None:
@@ -52,7 +59,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {_json_name(data)}")
+        raise InvalidRequest(f"the body must be a JSON object, not {json_name(data)}")
     return data
 
 
@@ -86,11 +93,20 @@ def _error_message(error_type: str, message: str, value: object, param: str) -> 
         return f"{param} is missing"
     if error_type in ("too_short", "string_too_short"):
         return f"{param} is empty"
-    given = repr(value) if isinstance(value, str | int | float) else _json_name(value)
-    return f"{param} {message.removeprefix('Input ')}, not {given if len(given) <= 64 else given[:61] + '...'}"
+    message = _TYPE_ERRORS.get(error_type, message.removeprefix("Input "))
+    return f"{param} {message}, not {_given(value)}"
 
 
-def _json_name(value: object) -> str:
+def _given(value: object) -> str:
+    """Format a value for an error message: a string or a number itself, any other by its JSON type."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return json_name(value)
+    given = repr(value)
+    return given if len(given) <= 64 else given[:61] + "..."
+
+
+def json_name(value: object) -> str:
+    """Return the name of a value's JSON type."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -124,7 +140,7 @@ def _validate_hybrid(value: object) -> object:
     if isinstance(value, bool):
         return DEFAULT_HYBRID * value
     if not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise field_error(f"hybrid must be true, false or the keywords' weight between 0 and 1, not {str(value)[:64]}")
+        raise field_error(f"hybrid must be true, false or the keywords' weight between 0 and 1, not {_given(value)}")
     return float(value)
 
 
@@ -154,7 +170,7 @@ def _validate_prompt(value: object) -> object:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
                 raise field_error(f"prompt must be a string or token ids between 0 and {MAX_TOKEN_ID}")
     elif not isinstance(value, str):
-        raise field_error(f"prompt must be a string or an array of token ids, not {_json_name(value)}")
+        raise field_error(f"prompt must be a string or an array of token ids, not {json_name(value)}")
     if not value:
         raise field_error("prompt is empty")
     return value
@@ -164,7 +180,7 @@ def _validate_content(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise field_error(f"content must be a string or an array of text parts, not {_json_name(value)}")
+        raise field_error(f"content must be a string or an array of text parts, not {json_name(value)}")
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -180,14 +196,14 @@ def _validate_role(value: object) -> object:
     if value == "developer":  # OpenAI's newer name of it
         return "system"
     if value not in ("system", "user", "assistant"):
-        raise field_error(f"role must be system, developer, user or assistant, not {str(value)[:32]!r}")
+        raise field_error(f"role must be system, developer, user or assistant, not {_given(value)}")
     return value
 
 
 def chat_message(value: object) -> object:
     """Validate a turn: keep role and content, refuse other fields that would change the answer."""
     if not isinstance(value, dict):
-        raise field_error(f"a message must be an object, not {_json_name(value)}")
+        raise field_error(f"a message must be an object, not {json_name(value)}")
     for name, entry in value.items():
         if name not in ("role", "content", "name") and entry not in (None, [], {}, ""):
             raise field_error(f"messages with {name[:64]!r} are not supported")
@@ -196,7 +212,7 @@ def chat_message(value: object) -> object:
 
 def _validate_stream_options(value: object) -> object:
     if not isinstance(value, dict):
-        raise field_error(f"stream_options must be an object, not {_json_name(value)}")
+        raise field_error(f"stream_options must be an object, not {json_name(value)}")
     for name in value.keys() - StreamOptions.model_fields:
         try:
             known = value[name] is None or unsupported_fields.accept(f"stream_options.{name}", value[name])
@@ -212,19 +228,20 @@ def _validate_retrieval(value: object) -> object:
     if value is False:
         return None
     if not isinstance(value, dict):
-        raise field_error(f"retrieval must be false or an object with a collection, not {_json_name(value)}")
-    for name in value:
+        raise field_error(f"retrieval must be false or an object with a collection, not {json_name(value)}")
+    known = without_null(value)
+    for name in known:
         if name not in RetrievalOptions.model_fields:
             raise field_error(f"retrieval has no field {name[:64]!r}{_suggestion(name, RetrievalOptions.model_fields)}")
-    return value
+    return known
 
 
 def _validate_vector(value: object) -> object:
     if not isinstance(value, list):
-        raise field_error(f"vector must be an array of numbers, not {_json_name(value)}")
+        raise field_error(f"vector must be an array of numbers, not {json_name(value)}")
     for index, number in enumerate(value):
         if not isinstance(number, int | float) or isinstance(number, bool):
-            raise field_error(f"vector[{index}] must be a number, not {_json_name(number)}")
+            raise field_error(f"vector[{index}] must be a number, not {json_name(number)}")
         if abs(number) > FLOAT32_MAX:  # before isnan: an integer may exceed any float
             raise field_error(f"vector[{index}] is beyond float32")
         if math.isnan(number):

@@ -1,6 +1,6 @@
 """Routes of live collections: PUT and DELETE documents, flush, and state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -11,17 +11,28 @@ from starlette.responses import Response
 from runtime.errors import InvalidRequest
 from runtime.retrieval.live.validation import MAX_BATCH, UpsertDocument
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.serving.http.api_types import StrictModel, field_error, filter_at, parse
+from runtime.serving.http.api_types import StrictModel, field_error, filter_at, json_name, parse, without_null
 from runtime.serving.http.middleware import ReadBody, access_of
 from runtime.serving.http.responses import Json, json_response
 
 
-def _validate_batch(value: object) -> object:
-    if not isinstance(value, list) or not value:
-        raise field_error("must be an array with at least one element")
-    if len(value) > MAX_BATCH:
-        raise field_error(f"{len(value)} elements in one request; the limit is {MAX_BATCH}")
-    return value
+def _batch_of(name: str) -> Callable[[object], object]:
+    """Return a validator of the length of an array in field `name`."""
+
+    def validate(value: object) -> object:
+        if not isinstance(value, list) or not value:
+            raise field_error(f"{name} must be an array with at least one element")
+        if len(value) > MAX_BATCH:
+            raise field_error(f"{name} has {len(value)} elements, the limit is {MAX_BATCH} per request")
+        return value
+
+    return validate
+
+
+def _validate_document(value: object) -> object:
+    if not isinstance(value, dict):
+        raise field_error(f"a document must be an object, not {json_name(value)}")
+    return without_null(value)
 
 
 class Document(StrictModel):
@@ -39,13 +50,15 @@ class Document(StrictModel):
 class PutBody(StrictModel):
     """PUT /v1/collections/{name}/documents."""
 
-    documents: Annotated[list[Document], BeforeValidator(_validate_batch)]
+    documents: Annotated[
+        list[Annotated[Document, BeforeValidator(_validate_document)]], BeforeValidator(_batch_of("documents"))
+    ]
 
 
 class DeleteBody(StrictModel):
     """DELETE /v1/collections/{name}/documents: by `ids` or by `filter`."""
 
-    ids: Annotated[list[str], BeforeValidator(_validate_batch)] | None = None
+    ids: Annotated[list[str], BeforeValidator(_batch_of("ids"))] | None = None
     filter: Annotated[Any, BeforeValidator(filter_at("filter"))] = None
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from starlette.applications import Starlette
@@ -25,6 +25,7 @@ from runtime.serving.http.api_types import (
     field_error,
     filter_at,
     parse,
+    without_null,
 )
 from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
 from runtime.serving.http.responses import Json, json_response
@@ -33,7 +34,6 @@ from runtime.serving.http.service import CollectionCatalogue, Searches
 MAX_QUERIES = 16
 MAX_LISTED = 100
 _DEFAULT_LISTED = 20
-_RANKERS = ("auto", "none")
 
 
 def _validate_query(value: object) -> object:
@@ -50,13 +50,11 @@ def _validate_query(value: object) -> object:
 def _validate_ranking(value: object) -> object:
     if not isinstance(value, dict):
         raise field_error("ranking_options must be an object")
-    for name, option in value.items():
-        if name not in RankingOptions.model_fields and option is not None:
+    options = without_null(value)
+    for name in options:
+        if name not in RankingOptions.model_fields:
             raise field_error(f"ranking_options: {name[:64]!r} is not supported")
-    if value.get("ranker", "auto") not in _RANKERS:
-        raise field_error(f"ranking_options.ranker is {str(value['ranker'])[:64]!r}; supported are {_RANKERS}")
-    fields = RankingOptions.model_fields
-    return {name: option for name, option in value.items() if name in fields and option is not None}
+    return options
 
 
 def _validate_rewriting(value: object) -> object:
@@ -81,7 +79,7 @@ class HybridSearch(StrictModel, extra="forbid"):
 class RankingOptions(StrictModel):
     """Results with a score below `score_threshold` are omitted."""
 
-    ranker: str = "auto"
+    ranker: Literal["auto", "none"] = "auto"
     score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
     hybrid_search: HybridSearch | None = None
 
