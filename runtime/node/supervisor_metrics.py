@@ -58,7 +58,7 @@ class ProcessMetrics:
         "trinity_standby_up", "1 while the standby worker is ready to replace a worker", "worker"
     )
     HEARTBEAT_AGE = SupervisorMetric(
-        "trinity_worker_heartbeat_age_seconds", "Time since the worker's last heartbeat", "worker"
+        "trinity_worker_heartbeat_age_seconds", "Time since the worker's last heartbeat; 0 until it is ready", "worker"
     )
     STATE = SupervisorMetric("trinity_worker_state", "1 for the worker's current state", "worker", "state")
     FAILED_STARTS = SupervisorMetric(

@@ -119,7 +119,7 @@ def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
     assert lines(live, "Latency")["prefill"] == "250 ms"
     assert "NVML: none" in lines(live, "Saturation")["GPU bandwidth"]
     decode = next(row for row in terminal_overview.worker_rows(live) if row[0] == "decode-0")
-    assert decode == ("decode-0", "cpu", "backoff", "2", "50 ms", "100 MiB", "3", "20")
+    assert decode == ("decode-0", "cpu", "backoff", "2", "0 s", "100 MiB", "3", "20")
 
 
 def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source: Source) -> None:

@@ -1,5 +1,6 @@
 """What the supervisor says of its workers' processes and promises."""
 
+import pytest
 from prometheus_client import Metric as Family
 
 from runtime.node.config import NodeConfig, SloSection
@@ -10,9 +11,9 @@ from runtime.node.supervisor.node_metrics import NodeMetricsSource, Usage
 POOL = WorkerPlan(role="pool", index=0, device="cpu", cores=(), threads=1)
 
 
-def status(pid: int, phase: str = "ready") -> WorkerStatus:
+def status(pid: int, phase: str = "ready", heartbeat_age_s: float = 0.5) -> WorkerStatus:
     return WorkerStatus(
-        name="pool-0", phase=phase, pid=pid, epoch=1, restarts=2, heartbeat_age_s=0.5,
+        name="pool-0", phase=phase, pid=pid, epoch=1, restarts=2, heartbeat_age_s=heartbeat_age_s,
         resident_bytes=0, device="cpu", cores=(),
     )  # fmt: skip
 
@@ -39,6 +40,17 @@ def test_a_workers_state_age_restarts_and_process_are_told() -> None:
     assert value(found, "trinity_worker_threads", worker="pool-0") == 5
     assert value(found, "trinity_worker_open_fds", worker="supervisor") == 9
     assert value(found, "trinity_worker_info", worker="pool-0", role="pool", device="cpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "age"),
+    [("starting", 0), ("backoff", 0), ("stopped", 0), ("ready", 25), ("draining", 25), ("killed", 25)],
+)
+def test_a_worker_that_loads_for_long_has_no_old_heartbeat(phase: str, age: float) -> None:
+    """`TrinityHeartbeatOld` reports hung loops, and not starts of more than 15 s."""
+    metrics = NodeMetricsSource(NodeConfig(), [POOL], "1.0", lambda pid: Usage())
+    found = read(metrics, status(7, phase, heartbeat_age_s=25))
+    assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == age
 
 
 def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:

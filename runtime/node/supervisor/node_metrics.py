@@ -10,10 +10,13 @@ import psutil
 from runtime.node.config import NodeConfig
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
+from runtime.node.supervisor.supervised_worker import Phase
 from runtime.node.supervisor_metrics import ControlMetrics, NodeMetrics, ProcessMetrics
 
 if TYPE_CHECKING:
     from runtime.node.supervisor_metrics import Family
+
+_WITH_HEARTBEAT = frozenset(phase.value for phase in (Phase.READY, Phase.STANDBY, Phase.DRAINING, Phase.KILLED))
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,9 @@ class NodeMetricsSource:
 
 def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":
     yield ProcessMetrics.UP.of({s.name: s.phase == "ready" for s in statuses})
-    yield ProcessMetrics.HEARTBEAT_AGE.of({s.name: s.heartbeat_age_s for s in statuses})
+    # A worker writes no heartbeats while it loads, which may take minutes: that is not a hung loop.
+    ages = {s.name: s.heartbeat_age_s if s.phase in _WITH_HEARTBEAT else 0.0 for s in statuses}
+    yield ProcessMetrics.HEARTBEAT_AGE.of(ages)
     yield ProcessMetrics.STATE.of({(s.name, s.phase): 1.0 for s in statuses})
     yield ProcessMetrics.FAILED_STARTS.of({s.name: s.failed_starts for s in statuses})
     yield ProcessMetrics.RESTARTS.of({s.name: s.restarts for s in statuses})
