@@ -155,7 +155,7 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
     ):
         with pytest.raises(InvalidRequest, match=f"no worker '{what}'; available: {there}$"):
             change(node, verb, what)
-    with pytest.raises(InvalidRequest, match=f"workers of role '{what}' cannot be scaled like that"):
+    with pytest.raises(InvalidRequest, match=f"this command does not accept role '{what}'"):
         change(node, "add", what)
 
 
@@ -163,15 +163,15 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
 def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) -> None:
     node = start()
     for verb, roles in (("add", "prefill, decode, pool"), ("drain", "prefill, decode, pool"), ("flip", "decode")):
-        with pytest.raises(InvalidRequest, match=f"cannot be scaled like that; .*{roles}$"):
+        with pytest.raises(InvalidRequest, match=f"does not accept role .*{roles}$"):
             change(node, verb, what)
 
 
 def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> None:
     node = start(more="")
-    with pytest.raises(InvalidRequest, match=r"possible roles: pool$"):
+    with pytest.raises(InvalidRequest, match=r"accepted on this node: pool$"):
         change(node, "add", "decode")
-    with pytest.raises(InvalidRequest, match=r"possible roles: none without a \[model\]"):
+    with pytest.raises(InvalidRequest, match=r"accepted on this node: none without a \[model\]"):
         change(node, "flip", "pool-0")
 
 
@@ -211,7 +211,7 @@ def test_a_gpu_is_drained_of_all_its_workers_and_they_come_back_to_it(start: Sta
     assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
     assert "cuda:3" not in {found.device for found in node.ready().workers}
     with pytest.raises(
-        InvalidRequest, match="no worker stays on cuda:3; workers stay on cuda:0, cuda:1, cuda:2, cuda:4"
+        InvalidRequest, match="no worker runs on cuda:3; GPUs with workers: cuda:0, cuda:1, cuda:2, cuda:4"
     ):
         change(node, "drain", "cuda:3")
     assert change(node, "add", "SIM-3") == "pool-0 decode-1"

@@ -139,7 +139,7 @@ class Scaler:
             if not draining:
                 staying = [w.placement for w in self._workers if w.placement.gpu and not self._is_leaving(w)]
                 gpus = sorted({placement.shown_device for placement in staying})
-                raise InvalidRequest(f"no worker stays on {target}; workers stay on {', '.join(gpus) or 'no GPU'}")
+                raise InvalidRequest(f"no worker runs on {target}; GPUs with workers: {', '.join(gpus) or 'none'}")
         else:
             named = self._find(target)
             if named is None and target not in get_args(Role):
@@ -179,7 +179,7 @@ class Scaler:
             if role == one:
                 return one
         roles = ", ".join(known) or "none without a [model]"
-        raise InvalidRequest(f"workers of role {role!r} cannot be scaled like that; possible roles: {roles}")
+        raise InvalidRequest(f"this command does not accept role {role!r}; accepted on this node: {roles}")
 
     def _roles(self, *more: Role) -> list[Role]:
         """Return the roles of this node that can be scaled: prefill, decode and `more`."""
