@@ -1,4 +1,4 @@
-"""OpenAI's own client, with passages: what was found comes in the answer's `retrieval`.
+"""A chat with retrieval through OpenAI's client. The response's `retrieval` lists the passages.
 
 python docs/examples/chat.py http://127.0.0.1:8080/v1 MODEL "How does a with statement call __exit__?"
 """
@@ -18,6 +18,7 @@ try:
             model=model,
             messages=[{"role": "user", "content": question}],
             max_tokens=64,
+            temperature=0,
             extra_body={"retrieval": {"k": 3}},
         )
 except (OpenAIError, InvalidURL) as error:

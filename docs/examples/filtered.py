@@ -1,4 +1,4 @@
-"""Search with a filter, by OpenAI's own client: only passages of one file of the collection `docs`.
+"""A filtered search through OpenAI's client: only passages of one file of the collection `docs`.
 
 python docs/examples/filtered.py http://127.0.0.1:8080/v1 operate.md "What happens when a worker dies?"
 """
@@ -14,8 +14,8 @@ if len(sys.argv) != 4:
 url, source, question = sys.argv[1:]
 try:
     with OpenAI(base_url=url, api_key="unused") as client:
-        wanted = {"type": "eq", "key": "source", "value": source}
-        for found in client.vector_stores.search("docs", query=question, filters=wanted, max_num_results=5):
-            print(f"{found.score:.2f} {found.filename} {found.content[0].text[:60]!r}")
+        filters = {"type": "eq", "key": "source", "value": source}
+        for result in client.vector_stores.search("docs", query=question, filters=filters, max_num_results=5):
+            print(f"{result.score:.2f} {result.filename} {result.content[0].text[:60]!r}")
 except (OpenAIError, InvalidURL) as error:
     sys.exit(f"{url}: {error}")

@@ -1,6 +1,6 @@
-"""Ask a node's vector pool from any process of the same user, without HTTP.
+"""Search a node's vector pool from any process of the same user, without HTTP.
 
-    python docs/examples/search.py NODE QUERIES.npy
+python docs/examples/search.py NODE QUERIES.npy
 
 NODE is a node's name or its run directory; QUERIES.npy has vectors [n, d].
 """

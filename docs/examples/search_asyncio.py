@@ -1,4 +1,4 @@
-"""Many queries of one event loop, all outstanding at once.
+"""Concurrent searches from one event loop.
 
 python docs/examples/search_asyncio.py NODE QUERIES.npy
 """
@@ -15,8 +15,8 @@ from runtime.errors import TrinityError
 async def main(node: str, path: str) -> None:
     queries = np.load(path)
     async with await AsyncSearchClient.connect(node) as client:
-        asked = [client.search(vector, k=5, deadline_ms=1000) for vector in queries]
-        for result in await asyncio.gather(*asked):
+        searches = [client.search(vector, k=5, deadline_ms=1000) for vector in queries]
+        for result in await asyncio.gather(*searches):
             print(result.ids.tolist())
 
 
