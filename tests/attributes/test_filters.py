@@ -1,4 +1,4 @@
-"""Filters: what they mean is what plain Python says they mean, and what is no filter is refused with its reason."""
+"""Filters: semantics compared with plain Python, and refusals with their reason."""
 
 from typing import Any
 
@@ -87,9 +87,7 @@ def _depth(wanted: dict[str, Any]) -> int:
 
 @settings(max_examples=300)
 @given(documents=_DOCUMENTS, wanted=_FILTERS)
-def test_a_filter_passes_what_plain_python_says_that_it_passes(
-    documents: list[dict[str, Any]], wanted: dict[str, Any]
-) -> None:
+def test_a_filter_matches_a_plain_python_reference(documents: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     if _depth(wanted) > MAX_DEPTH:
         return
     parsed = parse_filter(wanted)
@@ -104,7 +102,7 @@ def test_a_filter_passes_what_plain_python_says_that_it_passes(
     assert Columns.decode(columns.encode(), SCHEMA).matching(parsed).tolist() == expected
 
 
-def test_filters_that_mean_the_same_in_another_order_have_one_canonical_form() -> None:
+def test_equivalent_filters_have_one_canonical_form() -> None:
     year, name = {"type": "gt", "key": "year", "value": 3}, {"type": "in", "key": "name", "value": ["b", "a", "b"]}
     turned = {"type": "in", "key": "name", "value": ["a", "b"]}
     one = {"type": "and", "filters": [year, name, {"type": "ne", "key": "sold", "value": True}]}
@@ -152,7 +150,7 @@ _ONE = {"type": "eq", "key": "name", "value": "a"}
         ({"type": "or", "filters": [{"type": "and", "filters": [_ONE] * 65}] * 2}, "more than 128 comparisons"),
     ],
 )
-def test_what_is_no_filter_or_over_a_limit_is_refused_with_its_reason(wanted: object, said: str) -> None:
+def test_invalid_filters_and_filters_over_a_limit_are_refused_with_the_reason(wanted: object, said: str) -> None:
     with pytest.raises(InvalidFilter, match=said) as caught:
         parse_filter(wanted)
     assert len(caught.value.message) < 500
@@ -170,12 +168,12 @@ def test_what_is_no_filter_or_over_a_limit_is_refused_with_its_reason(wanted: ob
         ({"type": "lt", "key": "tags", "value": "a"}, "no order"),
     ],
 )
-def test_a_filter_that_does_not_fit_to_the_attributes_is_refused(wanted: object, said: str) -> None:
+def test_a_filter_with_mismatched_attribute_types_is_refused(wanted: object, said: str) -> None:
     with pytest.raises(InvalidFilter, match=said):
         check_filter(parse_filter(wanted), SCHEMA)
 
 
-def test_a_demanded_attribute_is_bound_by_every_way_through_the_filter() -> None:
+def test_a_required_attribute_is_bound_in_every_branch_of_the_filter() -> None:
     other = {"type": "gt", "key": "year", "value": 1}
     assert binds(parse_filter(_ONE), "name")
     assert binds(parse_filter({"type": "and", "filters": [other, _ONE]}), "name")
@@ -187,7 +185,7 @@ def test_a_demanded_attribute_is_bound_by_every_way_through_the_filter() -> None
     assert binds(both_filters(parse_filter(other), parse_filter(_ONE)), "name")
 
 
-def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
+def test_an_attribute_keeps_its_first_type() -> None:
     schema: Schema = extend_schema({}, {"year": 2020, "price": 1.5, "tags": ["a"], "sold": False, "name": "x"})
     assert schema == SCHEMA
     assert extend_schema(schema, {"price": 2}) == schema
@@ -216,7 +214,7 @@ def test_an_attribute_keeps_the_type_that_it_was_first_met_with() -> None:
         {f"a{number}": 1 for number in range(MAX_ATTRIBUTES + 1)},
     ],
 )
-def test_what_cannot_be_an_attribute_is_refused(attributes: dict[str, Any]) -> None:
+def test_invalid_attributes_are_refused(attributes: dict[str, Any]) -> None:
     with pytest.raises(InvalidDocument, match="attribute") as caught:
         extend_schema({}, attributes)
     assert len(caught.value.message) < 500

@@ -1,1 +1,1 @@
-"""Tests of the engines: one contract for all, and what is each one's own."""
+"""Tests of the engines: a contract for all, and tests of each one."""

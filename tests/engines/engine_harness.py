@@ -1,4 +1,4 @@
-"""An `OpenAiEngine` over fake servers, with a search of the test's own; everything in one event loop."""
+"""An `OpenAiEngine` over fake servers and a fake search, in one event loop."""
 
 import asyncio
 import itertools
@@ -34,13 +34,13 @@ Json = dict[str, Any]
 
 
 class FakeSearch:
-    """A search that finds other passages every time; or what the test gives it to do."""
+    """A search that returns new passages on every call unless a test configures it otherwise."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[PassageQuery, float]] = []
         self.error: TrinityError | None = None
         self.hangs = self.partial = self.same = False
-        self.long = 0  # bytes that a passage has beside its name
+        self.long = 0  # bytes of padding per passage
         self._count = itertools.count(1)
 
     async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
@@ -64,7 +64,7 @@ class FakeSearch:
 
 @dataclass
 class EngineHarness:
-    """The engine, its fake servers and what became of its requests."""
+    """The engine, its fake servers and the outcomes of its requests."""
 
     engine: OpenAiEngine
     fakes: list[FakeServer]
@@ -109,8 +109,10 @@ async def running_engine(
     overlap_weight: float = 1.0,
     **section: Any,
 ) -> AsyncIterator[EngineHarness]:
-    """An engine over one fake server of each behaviour; with `sockets` over HTTP, at sockets in that directory.
-    `stages`: what each is for."""
+    """Run an engine over one fake server per behaviour; with `sockets`, over HTTP at Unix sockets in that directory.
+
+    `stages`: the stage of each server.
+    """
     wanted = behaviours or (Behaviour(),)
     fakes = [FakeServer(replace(behaviour, breaks_after=None, hangs_after=None, refuses=None)) for behaviour in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
@@ -139,13 +141,13 @@ async def running_engine(
         await servers.check_all()
     for fake, behaviour in zip(fakes, wanted, strict=True):
         fake.asked.clear()
-        fake.behaviour = replace(behaviour)  # what goes wrong does after it was asked what it can do
+        fake.behaviour = replace(behaviour)  # faults begin after the capability check
     engine = OpenAiEngine(
         servers, settings, library, epoch=7, max_in_flight=max_in_flight, restarts=restarts, clock=clock,
         on_end=ended.append, keep_traces=8, handover_tokens=handover_tokens,
     )  # fmt: skip
     running = asyncio.create_task(engine.run())
-    await asyncio.sleep(0)  # it has begun, so that its end is its own
+    await asyncio.sleep(0)  # let `run` start, so that cancelling reaches its cleanup
     try:
         yield EngineHarness(engine, fakes, library, clock, ended)
     finally:
@@ -183,7 +185,7 @@ class Answer:
 
 
 async def read_answer(request: Request) -> Answer:
-    """All that is told of a request. Raises what ended it."""
+    """Return all pieces of a request; raise the error that ended it."""
     pieces: list[Retrieved | Tokens] = []
     while True:
         piece = await request.next()
@@ -193,13 +195,13 @@ async def read_answer(request: Request) -> Answer:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until the condition holds (the test's own limit ends it otherwise)."""
+    """Run the loop until the condition holds (bounded by the test's timeout)."""
     while not condition():
         await asyncio.sleep(0)
 
 
 def sequence(prompt: Sequence[int], told: Answer) -> list[tuple[list[int], list[int]]]:
-    """What the model had before it, and what it wrote then, for every stretch of an answer between insertions."""
+    """Return (context, generated tokens) for every stretch of an answer between insertions."""
     stretches: list[tuple[list[int], list[int]]] = []
     before, written = list(prompt), list[int]()
     for piece in told.pieces:

@@ -1,4 +1,4 @@
-"""An OpenAI server in this process, instead of the network: a model whose every token follows from all before it.
+"""An in-process OpenAI server that replaces the network; each token of its model is a function of all tokens before.
 
 Tokens are bytes, and the next one is a digest of the whole sequence: so an answer that goes on in another request is
 right exactly if that request had the right sequence. `Behaviour` says what kind of server it is, and what goes wrong.
@@ -75,7 +75,7 @@ class FakeServer:
     on_chunk: Callable[[int], None] = lambda count: None
 
     def generations(self) -> list[Json]:
-        """The bodies from which answers were asked."""
+        """Return the bodies of all generation requests."""
         return [body for path, body in self.asked if path.endswith("/completions")]
 
     async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Response:
@@ -142,7 +142,7 @@ class FakeServer:
         return _Stream(self, chunks)
 
     def _wrong_transfer(self, body: Json, prompt: list[int]) -> str:
-        """What vLLM's connectors would not do with it."""
+        """Return what vLLM's connectors would reject in the body."""
         params, role = body.get("kv_transfer_params"), self.behaviour.kv_role
         if params is None:
             return ""
@@ -198,7 +198,7 @@ class FakeServer:
         return tokens, "length"
 
     def _made(self, prompt: list[int]) -> int:
-        """Tokens of an answer that the prompt ends with already."""
+        """Return the number of answer tokens that the prompt already ends with."""
         return len(prompt) - (bytes(prompt).rfind(b"<a>") + 3) if b"<a>" in bytes(prompt) else 0
 
     def _chunks(
@@ -227,7 +227,7 @@ class FakeServer:
             for begin in range(0, len(tokens), size):
                 text = bytes(tokens[: begin + size]).decode(errors="replace")
                 end = begin + size >= len(tokens)
-                whole = text if end else text.rstrip("\ufffd")  # half a character waits for its other half
+                whole = text if end else text.rstrip("\ufffd")  # an incomplete character waits for its remaining bytes
                 send(index, whole[len(told) :], tokens[begin : begin + size], finish if end else None)
                 told = whole
             if not tokens:
@@ -259,7 +259,7 @@ class _Stream:
         yield b"data: [DONE]\n\n"
 
     def complete(self) -> None:
-        """There is no connection to keep."""
+        """Do nothing: there is no connection to keep."""
 
     def close(self) -> None:
         if not self._closed:
@@ -276,14 +276,14 @@ class _Whole:
         yield self.body
 
     def complete(self) -> None:
-        """There is no connection to keep."""
+        """Do nothing: there is no connection to keep."""
 
     def close(self) -> None:
-        """It is whole."""
+        """Do nothing: the answer is complete."""
 
 
 def rendered(messages: list[Json], goes_on: bool = False) -> str:
-    """The fake model's chat template."""
+    """Apply the fake model's chat template."""
     turns = [f"<{turn['role'][0]}>{text_of(turn['content'])}" for turn in messages]
     return "</>".join(turns if goes_on else [*turns, "<a>"])
 
@@ -293,14 +293,14 @@ def text_of(content: Any) -> str:
 
 
 def next_token(tokens: list[int], choice: int = 0, letters: str = "abcdefghijklmnopqrstuvwxyz ") -> int:
-    """What the fake model says after a sequence."""
+    """Return the fake model's next token after a sequence."""
     digest = hashlib.blake2b(bytes(tokens) + bytes([choice]), digest_size=2).digest()
     alphabet = letters.encode()
     return alphabet[int.from_bytes(digest, "little") % len(alphabet)]
 
 
 def completion(prompt: list[int], count: int) -> list[int]:
-    """What it writes behind a sequence."""
+    """Return the fake model's next `count` tokens after a sequence."""
     tokens: list[int] = []
     for _ in range(count):
         tokens.append(next_token([*prompt, *tokens]))

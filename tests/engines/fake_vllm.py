@@ -1,4 +1,4 @@
-"""A program that passes for the interpreter of an environment with vLLM: `FakeServer`'s model behind a Unix socket.
+"""A stand-in for the Python interpreter of vLLM's environment: `FakeServer`'s model behind a Unix socket.
 
 It starts a process that is its engine core, and ends when that dies, as vLLM does. The environment says how it is:
 FAKE_VERSION; FAKE_FAULT, an error with which it ends at once; FAKE_PACE_S, between two chunks. The core's process id is
@@ -35,7 +35,7 @@ python_gc_objects_collected_total{{generation="0"}} 1.0
 
 
 class HttpFront:
-    """HTTP before a `FakeServer`."""
+    """HTTP server in front of a `FakeServer`."""
 
     def __init__(self, fake: FakeServer) -> None:
         self.fake = fake
@@ -64,7 +64,7 @@ class HttpFront:
         answer = await self.fake.request(method, f"http://fake{path}", headers, body or None)
         writer.write(f"HTTP/1.1 {answer.status} \r\ntransfer-encoding: chunked\r\n\r\n".encode())
         sending = asyncio.ensure_future(self._send(answer, writer))
-        gone = asyncio.ensure_future(reader.read(1))  # nothing comes while an answer is sent but the connection's end
+        gone = asyncio.ensure_future(reader.read(1))  # the only input now is the end of the connection
         await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
         whole = sending.done()
         for task in (sending, gone):
@@ -83,7 +83,7 @@ class HttpFront:
 
 
 async def serve(socket: str, model: str, kv_role: str, core: subprocess.Popen[bytes]) -> None:
-    """Until the core dies."""
+    """Serve until the core dies."""
     front = HttpFront(FakeServer(Behaviour(model=model, kv_role=kv_role)))
     async with await asyncio.start_unix_server(front.connected, socket):
         await asyncio.to_thread(core.wait)

@@ -1,4 +1,4 @@
-"""What a server can do is found by asking it, and said; what can never work is refused at start."""
+"""Capability detection: servers are probed, findings are logged, and unusable servers are refused at start."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ def asked(behaviour: Behaviour, key: str = "", **section: Any) -> Capabilities:
         (Behaviour(completions=False, goes_on=True), "chat"),
     ],
 )
-def test_how_a_chat_goes_on_is_found_by_asking(behaviour: Behaviour, way: str) -> None:
+def test_the_way_to_continue_a_chat_is_probed(behaviour: Behaviour, way: str) -> None:
     found = asked(behaviour)
     assert found.chat_continuation == way
     assert (found.chat, found.completions, found.usage) == (True, behaviour.completions, True)
@@ -54,7 +54,7 @@ def test_how_a_chat_goes_on_is_found_by_asking(behaviour: Behaviour, way: str) -
 
 
 class Nonsense:
-    """A server whose list of models is right and whose streams hold this instead of a chunk."""
+    """A server with a valid list of models whose streams contain `content` instead of a chunk."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -68,11 +68,11 @@ class Nonsense:
         return True
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 class Bytes:
-    """An answer of these bytes."""
+    """An answer with the given bytes."""
 
     status = 200
 
@@ -83,10 +83,10 @@ class Bytes:
         yield self._content
 
     def complete(self) -> None:
-        """There is no connection to keep."""
+        """Do nothing: there is no connection to keep."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ class Bytes:
     ],
     ids=lambda content: content[:24].decode("latin-1"),
 )
-def test_a_server_that_answers_nonsense_is_one_that_fails_and_nothing_else_does(content: bytes) -> None:
+def test_a_server_with_invalid_answers_only_fails_itself(content: bytes) -> None:
     async def test() -> None:
         with pytest.raises(EngineFailed):
             await detect_capabilities(Server("http://fake/v1", http=Nonsense(content)), SECTION)
@@ -111,7 +111,7 @@ def test_a_server_that_answers_nonsense_is_one_that_fails_and_nothing_else_does(
     run(test())
 
 
-def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
+def test_a_server_that_ignores_stream_options_is_detected_and_logged() -> None:
     found = asked(Behaviour(usage=False))
     assert not found.usage
     assert any("stream_options" in sentence for sentence in found.limitations())
@@ -129,7 +129,7 @@ def test_a_server_that_drops_stream_options_is_found_and_said() -> None:
         (Behaviour(key="secret"), {}, "model.api_key_file: http://fake/v1 answers 401: wrong key"),
     ],
 )
-def test_what_can_never_work_is_one_line_with_what_to_do(
+def test_an_unusable_server_is_refused_in_one_line_with_a_remedy(
     behaviour: Behaviour, section: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -138,7 +138,7 @@ def test_what_can_never_work_is_one_line_with_what_to_do(
     assert "\n" not in caught.value.message
 
 
-def test_an_address_without_models_is_told_to_go_up_to_its_v1() -> None:
+def test_a_url_without_models_is_refused_with_the_hint_to_add_v1() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="up to its /v1"):
             await detect_capabilities(
@@ -148,21 +148,21 @@ def test_an_address_without_models_is_told_to_go_up_to_its_v1() -> None:
     run(test())
 
 
-def test_the_key_is_sent_and_told_to_nobody() -> None:
+def test_the_key_is_sent_and_never_logged() -> None:
     assert asked(Behaviour(key="secret"), key="secret").chat
     with pytest.raises(ConfigError) as caught:
         asked(Behaviour(key="other"), key="secret")
     assert "secret" not in caught.value.message
 
 
-def test_a_server_that_does_not_answer_or_fails_is_waited_for() -> None:
+def test_an_unreachable_or_failing_server_is_retried() -> None:
     with pytest.raises(EngineUnreachable):
         asked(Behaviour(down=True))
     with pytest.raises(EngineFailed):
         asked(Behaviour(refuses=(500, {})))
 
 
-def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_that_is_down(
+def test_start_fails_with_an_unusable_server_and_continues_without_one_that_is_down(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fakes: list[FakeServer] = []
@@ -188,7 +188,7 @@ def test_start_ends_with_a_server_that_can_never_serve_and_goes_on_without_one_t
     assert all(fake.closed for fake in fakes)
 
 
-def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on() -> None:
+def test_a_server_that_returns_with_another_model_is_not_used() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour()) as harness:
             harness.fakes[0].behaviour = replace(harness.fakes[0].behaviour, model="another")
@@ -202,7 +202,7 @@ def test_a_server_that_comes_back_as_another_is_left_alone_and_the_rest_goes_on(
     run(test())
 
 
-def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
+def test_a_slow_server_does_not_delay_others() -> None:
     async def test() -> None:
         clock = Clock()
         fakes = [FakeServer(Behaviour(hangs_after=0)), FakeServer(Behaviour())]
@@ -221,7 +221,7 @@ def test_a_server_that_takes_its_time_keeps_no_other_waiting() -> None:
     run(test())
 
 
-def test_a_server_that_hangs_when_it_is_asked_again_is_asked_anew_with_more_patience_each_time() -> None:
+def test_a_server_that_hangs_in_checks_gets_a_longer_timeout_each_time() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), restarts=RestartLimits(1, 60_000_000_000)) as harness:
             (backend,) = harness.engine.balancer.backends
@@ -278,7 +278,7 @@ def test_back_off_doubles_until_a_server_answers() -> None:
     run(test())
 
 
-def test_a_server_is_down_after_three_errors_of_its_own_in_a_row_and_not_after_one() -> None:
+def test_a_server_is_down_after_three_consecutive_errors() -> None:
     async def test() -> None:
         async with running_engine(Behaviour()) as harness:
             (backend,) = harness.engine.balancer.backends

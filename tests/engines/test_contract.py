@@ -1,4 +1,4 @@
-"""What every engine does for the frontend, whatever writes the answers."""
+"""The engine contract, run against every engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class EngineFixture(Protocol):
-    """An engine, and what the tests do behind its back."""
+    """An engine and control over its backend."""
 
     engine: Engine
     clock: Clock
@@ -33,25 +33,25 @@ class EngineFixture(Protocol):
     deadline_s: float
 
     def ask(self, *, retrieval: Retrieval | None = None, hangs: bool = False) -> Request:
-        """Submit a chat; one that `hangs` falls silent after its first tokens."""
+        """Submit a chat; with `hangs`, the backend stops responding after its first tokens."""
 
     def held(self) -> int:
-        """Requests for which anything is still held behind the engine."""
+        """Return the number of requests for which the backend still holds state."""
 
     def tick(self) -> None:
-        """What the engine does now and then."""
+        """Run the engine's periodic work."""
 
     async def lose(self) -> None:
-        """What writes the answers is gone."""
+        """Lose the backend."""
 
     async def come_back(self) -> None:
-        """And is there again."""
+        """Restore the backend."""
 
 
 class TrinityFixture:
-    """The link to the node's own workers, over workers that play."""
+    """The link to the node's own workers, over scripted workers."""
 
-    deadline_s = 5.0  # sooner than a worker is taken for lost
+    deadline_s = 5.0  # shorter than the worker timeout
 
     def __init__(self, max_in_flight: int) -> None:
         self.clock, self.ended = Clock(), list[RequestOutcome]()
@@ -69,7 +69,7 @@ class TrinityFixture:
         self._asked = 0
 
     def changed(self) -> None:
-        """Told by the players."""
+        """Do nothing; the scripted workers call this."""
 
     def tick(self) -> None:
         self.link.tick()
@@ -107,7 +107,7 @@ class TrinityFixture:
 
 
 class OpenAiFixture:
-    """LoadBalancer that speak OpenAI's protocol."""
+    """Servers that speak OpenAI's protocol."""
 
     deadline_s = 60.0
 
@@ -177,7 +177,7 @@ async def error_of(request: Request) -> TrinityError:
 
 
 @every_engine
-def test_an_answer_comes_in_pieces_and_ends_once_with_its_times(make: Make) -> None:
+def test_an_answer_is_streamed_and_ends_once_with_its_timings(make: Make) -> None:
     async def test() -> None:
         async with make() as harness:
             assert not harness.engine.missing()
@@ -194,7 +194,7 @@ def test_an_answer_comes_in_pieces_and_ends_once_with_its_times(make: Make) -> N
 
 
 @every_engine
-def test_passages_are_told_before_the_first_token(make: Make) -> None:
+def test_passages_precede_the_first_token(make: Make) -> None:
     async def test() -> None:
         async with make() as harness:
             first = (await read_answer(harness.ask(retrieval=Retrieval("docs", 2)))).pieces[0]
@@ -236,7 +236,7 @@ def test_a_deadline_ends_a_request_with_its_own_error(make: Make) -> None:
 
 
 @every_engine
-def test_the_end_of_a_drain_ends_what_is_in_flight(make: Make) -> None:
+def test_the_end_of_a_drain_ends_requests_in_flight(make: Make) -> None:
     async def test() -> None:
         async with make() as harness:
             request = harness.ask(hangs=True)
@@ -262,7 +262,7 @@ def test_requests_in_flight_are_bounded(make: Make) -> None:
 
 
 @every_engine
-def test_without_what_writes_answers_requests_are_refused_and_taken_when_it_is_back(make: Make) -> None:
+def test_without_a_backend_requests_are_refused_until_it_is_back(make: Make) -> None:
     async def test() -> None:
         async with make() as harness:
             await harness.lose()
@@ -277,7 +277,7 @@ def test_without_what_writes_answers_requests_are_refused_and_taken_when_it_is_b
 
 
 @every_engine
-def test_a_trace_tells_of_a_request_that_runs_and_of_one_that_has_ended(make: Make) -> None:
+def test_traces_cover_running_and_finished_requests(make: Make) -> None:
     async def test() -> None:
         async with make() as harness:
             request = harness.ask(hangs=True)

@@ -1,4 +1,4 @@
-"""Prefill and decode on servers of their own: who is asked what, in which order, and what a failure costs."""
+"""Prefill and decode on separate servers: order of requests, placement, and cost of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ LONG = "What is a decorator, and what a closure? " * 20
 async def split(
     prefill: int = 1, decode: int = 1, handover_tokens: int | Literal["auto"] = "auto", **more: Any
 ) -> AsyncIterator[tuple[EngineHarness, list[FakeServer], list[FakeServer]]]:
-    """So many servers of each stage."""
+    """Run an engine over the given number of servers of each stage."""
     stages: list[Stage] = ["prefill"] * prefill + ["decode"] * decode  # type: ignore[assignment]
     behaviours = [PREFILL] * prefill + [DECODE] * decode
     async with running_engine(*behaviours, stages=stages, handover_tokens=handover_tokens, **more) as harness:
@@ -39,7 +39,7 @@ def run(test: Any) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-def test_prefill_computes_a_prompt_and_decode_writes_the_answer_from_its_kv() -> None:
+def test_prefill_computes_a_prompt_and_decode_generates_from_its_kv() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), (decode,)):
             told = await read_answer(
@@ -69,7 +69,7 @@ def test_without_prefill_decode_computes_the_prompt_and_no_request_is_lost(troub
     run(test())
 
 
-def test_a_prompt_whose_prefill_dies_goes_to_another_prefill() -> None:
+def test_a_prompt_whose_prefill_server_dies_is_retried_on_another() -> None:
     async def test() -> None:
         async with split(prefill=2) as (harness, prefills, (decode,)):
             prefills[0].behaviour = replace(prefills[0].behaviour, down=True)
@@ -81,7 +81,7 @@ def test_a_prompt_whose_prefill_dies_goes_to_another_prefill() -> None:
     run(test())
 
 
-def test_an_answer_whose_decode_dies_goes_on_at_another_with_the_kv_of_all_that_was_told() -> None:
+def test_an_answer_whose_decode_server_dies_resumes_on_another_with_the_kv_of_all_delivered_tokens() -> None:
     async def test() -> None:
         async with split(decode=2) as (harness, (prefill,), decodes):
             decodes[0].behaviour = replace(decodes[0].behaviour, breaks_after=6)
@@ -95,7 +95,7 @@ def test_an_answer_whose_decode_dies_goes_on_at_another_with_the_kv_of_all_that_
     run(test())
 
 
-def test_while_no_decode_answers_prefill_writes_the_answers() -> None:
+def test_without_a_decode_server_prefill_generates_the_answers() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), (decode,)):
             decode.behaviour = replace(decode.behaviour, down=True)
@@ -106,7 +106,7 @@ def test_while_no_decode_answers_prefill_writes_the_answers() -> None:
     run(test())
 
 
-def test_short_prompts_go_to_decode_at_once() -> None:
+def test_short_prompts_go_directly_to_decode() -> None:
     async def test() -> None:
         async with split(handover_tokens=100) as (harness, (prefill,), (decode,)):
             assert (await read_answer(harness.chat("Why?", max_tokens=5))).text == expected("Why?", 5)
@@ -117,7 +117,7 @@ def test_short_prompts_go_to_decode_at_once() -> None:
     run(test())
 
 
-def test_a_second_turn_of_which_decode_has_nearly_all_is_not_handed_over() -> None:
+def test_a_second_turn_mostly_cached_at_decode_is_not_handed_over() -> None:
     async def test() -> None:
         async with split(handover_tokens=64) as (harness, (prefill,), (decode,)):
             first = [{"role": "user", "content": LONG}]
@@ -130,7 +130,7 @@ def test_a_second_turn_of_which_decode_has_nearly_all_is_not_handed_over() -> No
     run(test())
 
 
-def test_what_has_more_than_one_answer_is_computed_where_it_is_written() -> None:
+def test_a_request_for_several_choices_is_not_handed_over() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), _):
             await read_answer(harness.chat(LONG, max_tokens=5, n=2))
@@ -139,7 +139,7 @@ def test_what_has_more_than_one_answer_is_computed_where_it_is_written() -> None
     run(test())
 
 
-def test_probes_go_on_at_decode_with_the_tokens_that_it_has() -> None:
+def test_probes_continue_at_decode_with_its_cached_tokens() -> None:
     async def test() -> None:
         async with split(handover_tokens=64) as (harness, (prefill,), (decode,)):
             told = await read_answer(harness.chat(LONG, Retrieval("docs", 1, every_tokens=8), max_tokens=24))
@@ -153,7 +153,7 @@ def test_probes_go_on_at_decode_with_the_tokens_that_it_has() -> None:
     run(test())
 
 
-def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
+def test_prefill_reports_invalid_requests_too() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), (decode,)):
             prefill.behaviour = replace(
@@ -166,7 +166,7 @@ def test_what_is_wrong_with_a_request_is_told_by_prefill_too() -> None:
     run(test())
 
 
-def test_a_client_does_not_say_where_kv_comes_from() -> None:
+def test_a_client_cannot_set_kv_transfer_params() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), (decode,)):
             with pytest.raises(InvalidRequest, match="the node sets it itself"):
@@ -176,7 +176,7 @@ def test_a_client_does_not_say_where_kv_comes_from() -> None:
     run(test())
 
 
-def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
+def test_a_client_disconnect_ends_the_work_at_prefill() -> None:
     async def test() -> None:
         async with split() as (harness, (prefill,), (decode,)):
             hold = asyncio.Event()
@@ -197,19 +197,19 @@ def test_a_client_that_goes_away_ends_the_work_at_prefill() -> None:
     run(test())
 
 
-def test_the_limit_is_what_decode_computes_in_the_time_of_a_handover() -> None:
+def test_the_limit_is_the_tokens_decode_computes_during_a_hand_over() -> None:
     costs = HandoverCosts()
     for _ in range(7):
         costs.record(1000, 50_000_000, 20_000_000)
-    assert costs.tokens == 0  # not enough was measured
-    costs.record(500, 40_000_000, 90_000_000)  # one that waited
+    assert costs.tokens == 0  # too few measurements
+    costs.record(500, 40_000_000, 90_000_000)  # queued
     assert costs.tokens == 400  # 20 ms at 50 us a token
-    costs.record(0, 1_000_000, 1)  # prefill had all of it: that says nothing of a token
+    costs.record(0, 1_000_000, 1)  # fully cached at prefill: no measurement of the time per token
     assert costs.tokens == 400
     assert HandoverCosts(77).tokens == 77
 
 
-def test_tokens_of_a_prompt_are_counted_or_estimated() -> None:
+def test_prompt_tokens_are_counted_or_estimated() -> None:
     assert prompt_tokens({"prompt": [1, 2, 3]}) == 3
     assert prompt_tokens({"prompt": "x" * 400}) == 100
     parts = [{"type": "text", "text": "x" * 400}]
@@ -228,12 +228,12 @@ def metrics(running: int = 0, waiting: int = 0, kv: float = 0.0) -> str:
 
 
 async def told(servers: LoadBalancer, running: list[int]) -> None:
-    """The servers have said how many requests run there."""
+    """Report the number of running requests of each server."""
     await asyncio.gather(*servers.load_checks_due())
     await until(lambda: [backend.load and backend.load.running for backend in servers.backends] == running)
 
 
-def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> None:
+def test_prompts_go_to_the_server_with_their_prefix() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour()) as harness:
             first, second = harness.fakes
@@ -249,7 +249,7 @@ def test_prompts_go_where_their_prefix_is_and_turns_of_a_conversation_stay() -> 
     run(test())
 
 
-def test_where_overlaps_weigh_nothing_the_turns_of_a_conversation_go_to_each_server_in_turn() -> None:
+def test_with_zero_overlap_weight_servers_rotate() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour(), overlap_weight=0.0) as harness:
             for number in range(4):
@@ -259,7 +259,7 @@ def test_where_overlaps_weigh_nothing_the_turns_of_a_conversation_go_to_each_ser
     run(test())
 
 
-def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsewhere() -> None:
+def test_queues_from_other_clients_and_nearly_full_kv_send_requests_elsewhere() -> None:
     async def test() -> None:
         busy, free = Behaviour(metrics=metrics(running=2, waiting=3)), Behaviour(metrics=metrics())
         async with running_engine(busy, free) as harness:
@@ -278,7 +278,7 @@ def test_a_queue_a_server_has_from_others_and_nearly_full_kv_send_requests_elsew
     run(test())
 
 
-def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
+def test_a_server_without_load_metrics_is_polled_once() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour(metrics="process_cpu_seconds_total 1.0\n")) as harness:
             await asyncio.gather(*harness.engine.balancer.load_checks_due())
@@ -290,7 +290,7 @@ def test_a_server_without_such_metrics_is_asked_for_them_once() -> None:
     run(test())
 
 
-def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() -> None:
+def test_the_prefix_index_is_bounded_and_cleared_with_the_server() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour()) as harness:
             await read_answer(harness.chat(LONG, max_tokens=2))
@@ -307,7 +307,7 @@ def test_what_is_remembered_of_prompts_is_bounded_and_gone_with_the_process() ->
     run(test())
 
 
-def test_a_server_that_leaves_finishes_what_it_has_and_gets_nothing_new() -> None:
+def test_a_draining_server_finishes_its_requests_and_gets_no_new_ones() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(), Behaviour()) as harness:
             first = harness.chat("one", max_tokens=30)

@@ -1,4 +1,4 @@
-"""LoadBalancer whose answers are damaged anywhere: each request ends once, whole or with a typed error."""
+"""Servers with corrupt answers: each request ends once, complete or with a typed error."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ PREFETCH = Retrieval("docs", 1, every_tokens=3, probe_mode="prefetch")
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything in a JSON value."""
+    """Return the paths of all nodes of a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, part in inner:
         yield (*path, name)
@@ -37,7 +37,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def damaged(value: Any, chance: random.Random) -> Any:
-    """The value with something in it replaced, removed or doubled."""
+    """Return the value with one node replaced, removed or duplicated."""
     value = deepcopy(value)
     found = list(places(value))
     if not found:
@@ -71,7 +71,7 @@ async def ends_once(harness: EngineHarness, retrieval: Retrieval | None, **body:
 
 
 async def all_answer(harness: EngineHarness) -> None:
-    """LoadBalancer that failed are asked again."""
+    """Check failed servers again."""
     harness.clock.advance(60)
     await harness.engine.balancer.run_checks()
     for backend in harness.engine.balancer.backends:
@@ -80,7 +80,7 @@ async def all_answer(harness: EngineHarness) -> None:
 
 
 async def chunks_of(**body: Any) -> list[dict[str, Any]]:
-    """What a server says of a chat."""
+    """Return a server's chunks for a chat."""
     async with running_engine() as harness:
         server = harness.engine.balancer.backends[0].server
         asked = {"model": "fake-model", "messages": [{"role": "user", "content": "why?"}], "stream": True} | body
@@ -89,7 +89,7 @@ async def chunks_of(**body: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("retrieval", [None, PROBES, PREFETCH], ids=["plain", "wait", "prefetch"])
-def test_a_stream_that_is_damaged_anywhere_ends_its_request_once(retrieval: Retrieval | None) -> None:
+def test_a_corrupt_stream_ends_its_request_once(retrieval: Retrieval | None) -> None:
     chance = random.Random(3)
 
     async def test() -> None:
@@ -109,7 +109,7 @@ def test_a_stream_that_is_damaged_anywhere_ends_its_request_once(retrieval: Retr
     run(test())
 
 
-def test_a_prefill_answer_that_is_damaged_anywhere_ends_its_request_once() -> None:
+def test_a_corrupt_prefill_answer_ends_its_request_once() -> None:
     chance = random.Random(4)
     sound = {
         "choices": [],

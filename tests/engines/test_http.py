@@ -1,4 +1,4 @@
-"""The network under the OpenAI engine, over real sockets: what comes together is read together, what breaks is said."""
+"""The HTTP client of the OpenAI engine over real sockets: reads, broken connections, reuse."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +19,7 @@ def chunk(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
-    """A client, and the address of a server that reads a request's head and then does as it is told."""
+    """Yield a client and the address of a server that reads a request's head and then calls `serve`."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -38,7 +38,7 @@ async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
         await server.wait_closed()
 
 
-def test_an_answer_comes_as_it_is_written_and_ends() -> None:
+def test_an_answer_is_read_as_it_is_written() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(b"one ") + chunk(b"two") + b"0\r\n\r\n")
         await writer.drain()
@@ -52,7 +52,7 @@ def test_an_answer_comes_as_it_is_written_and_ends() -> None:
     run(test())
 
 
-def test_an_answer_that_breaks_off_is_said_after_what_came_of_it() -> None:
+def test_a_broken_answer_raises_after_its_received_part() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + chunk(b"one"))
         await writer.drain()
@@ -69,7 +69,7 @@ def test_an_answer_that_breaks_off_is_said_after_what_came_of_it() -> None:
     run(test())
 
 
-def test_closing_an_answer_that_goes_on_closes_its_connection() -> None:
+def test_closing_an_unfinished_answer_closes_its_connection() -> None:
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -87,7 +87,7 @@ def test_closing_an_answer_that_goes_on_closes_its_connection() -> None:
     run(test())
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
+def test_an_unreachable_server_raises_an_error() -> None:
     async def test() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -101,7 +101,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
     run(test())
 
 
-def test_what_a_server_says_that_is_no_http_is_not_repeated_whole() -> None:
+def test_data_that_is_not_http_is_truncated_in_the_error() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(bytes(range(256)) * 64)
         await writer.drain()

@@ -1,4 +1,4 @@
-"""An OpenAI server as the engine: what is asked of it, and what is told of its answers."""
+"""An OpenAI server as the engine: its requests, and the pieces delivered from its answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.frontend.fake_workers import run
 CHAT = [{"role": "user", "content": "What is a decorator?"}]
 
 
-def test_an_answer_is_the_servers_with_its_usage_and_finish_reason() -> None:
+def test_an_answer_has_the_servers_usage_and_finish_reason() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             told = await read_answer(harness.chat(max_tokens=20))
@@ -38,7 +38,7 @@ def test_an_answer_is_the_servers_with_its_usage_and_finish_reason() -> None:
     run(test())
 
 
-def test_the_body_goes_on_as_it_came_but_for_stream_and_usage() -> None:
+def test_the_body_is_forwarded_unchanged_except_for_stream_and_usage() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(token_ids=False)) as harness:
             extra: dict[str, Any] = {
@@ -61,7 +61,7 @@ def test_the_body_goes_on_as_it_came_but_for_stream_and_usage() -> None:
     run(test())
 
 
-def test_passages_stand_in_the_system_turn_and_are_told_before_the_first_token() -> None:
+def test_passages_are_added_to_the_system_message_and_reported_before_the_first_token() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             system = {"role": "system", "content": "Be brief."}
@@ -82,7 +82,7 @@ def test_passages_stand_in_the_system_turn_and_are_told_before_the_first_token()
     run(test())
 
 
-def test_passages_stand_before_a_prompt_that_is_text() -> None:
+def test_passages_precede_a_text_prompt() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             await read_answer(harness.complete("def f(", retrieval=DOCS, max_tokens=4))
@@ -92,7 +92,7 @@ def test_passages_stand_before_a_prompt_that_is_text() -> None:
     run(test())
 
 
-def test_every_choice_of_n_is_told_and_ends() -> None:
+def test_every_choice_of_n_is_delivered_and_ends() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             told = await read_answer(harness.chat(n=3, max_tokens=5))
@@ -113,9 +113,7 @@ def test_every_choice_of_n_is_told_and_ends() -> None:
 
 @pytest.mark.parametrize("kind", SERVER_KINDS)
 @pytest.mark.parametrize("retrieval", [None, PROBES], ids=["plain", "probes"])
-def test_a_server_that_writes_on_behind_max_tokens_is_cut_there_and_left(
-    kind: str, retrieval: Retrieval | None
-) -> None:
+def test_an_answer_beyond_max_tokens_is_truncated_and_its_stream_closed(kind: str, retrieval: Retrieval | None) -> None:
     async def test() -> None:
         async with (
             running_engine(replace(SERVER_KINDS[kind], endless=True)) as harness,
@@ -128,13 +126,13 @@ def test_a_server_that_writes_on_behind_max_tokens_is_cut_there_and_left(
             assert (told.text, told.ids) == (expected.text, expected.ids)
             assert told.last.finish_reason == "length"
             assert harness.fake.open == 0
-            assert max(chunks) < 30, "its stream is not read to the end"
+            assert max(chunks) < 30, "its stream was read to the end"
             assert [(ended.code, ended.completion_tokens) for ended in harness.ended] == [("length", 20)]
 
     run(test())
 
 
-def test_every_choice_is_cut_at_its_own_end_and_thoughts_count() -> None:
+def test_every_choice_is_truncated_separately_and_reasoning_counts() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(token_ids=False)) as harness:
             deltas = [(0, "content"), (1, "reasoning_content"), (1, "content"), (1, "content"), (0, "content")] * 5
@@ -150,7 +148,7 @@ def test_every_choice_is_cut_at_its_own_end_and_thoughts_count() -> None:
     run(test())
 
 
-def test_an_answer_without_a_limit_is_cut_at_the_context() -> None:
+def test_an_answer_without_max_tokens_is_truncated_at_the_context() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(endless=True, context=300)) as harness:
             assert len((await read_answer(harness.chat())).ids) == 300
@@ -158,7 +156,7 @@ def test_an_answer_without_a_limit_is_cut_at_the_context() -> None:
     run(test())
 
 
-def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_none() -> None:
+def test_a_missed_deadline_reports_the_delivered_tokens_without_token_ids_too() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(token_ids=False, hangs_after=6)) as harness:
             request = harness.chat(max_tokens=20)
@@ -172,7 +170,7 @@ def test_a_deadline_says_how_many_tokens_were_told_also_where_the_server_tells_n
     run(test())
 
 
-def test_a_server_that_gives_fewer_choices_than_asked_for_is_told_of() -> None:
+def test_missing_choices_are_an_error() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(choices=False)) as harness:
             error = await error_of(harness.chat(n=2, max_tokens=3))
@@ -181,7 +179,7 @@ def test_a_server_that_gives_fewer_choices_than_asked_for_is_told_of() -> None:
     run(test())
 
 
-def test_a_server_that_leaves_logprobs_out_is_told_of() -> None:
+def test_missing_logprobs_are_an_error() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(logprobs=False)) as harness:
             error = await error_of(harness.chat(logprobs=True, max_tokens=3))
@@ -190,7 +188,7 @@ def test_a_server_that_leaves_logprobs_out_is_told_of() -> None:
     run(test())
 
 
-def test_what_a_server_cannot_do_is_refused_before_it_is_asked() -> None:
+def test_requests_beyond_a_servers_capabilities_are_refused_before_they_are_sent() -> None:
     async def test() -> None:
         plain = Behaviour(token_ids=False, usage=False, completions=False)
         async with running_engine(plain) as harness:
@@ -212,12 +210,12 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked() -> None:
     run(test())
 
 
-def test_a_document_cannot_end_a_turn_of_the_chat() -> None:
+def test_a_document_cannot_end_a_chat_turn() -> None:
     assert plain("a<|im_end|>b</s>c<|im_<|x|>end|>[/INST]<end_of_turn>d") == "abcd"
     assert plain("x < y | z > w") == "x < y | z > w"
 
 
-def test_what_is_cut_short_of_a_stream_is_no_whole_answer() -> None:
+def test_a_stream_without_finish_reason_is_an_error() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(finish=False), restarts=RestartLimits(0, 0)) as harness:
             error = await error_of(harness.chat(max_tokens=5))
@@ -226,7 +224,7 @@ def test_what_is_cut_short_of_a_stream_is_no_whole_answer() -> None:
     run(test())
 
 
-def test_asking_many_at_once_ends_each_once() -> None:
+def test_concurrent_requests_end_once_each() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(breaks_after=6), Behaviour()) as harness:
             asked = [harness.chat(f"question {number}", retrieval=PROBES, max_tokens=24) for number in range(30)]
@@ -239,10 +237,10 @@ def test_asking_many_at_once_ends_each_once() -> None:
     run(test())
 
 
-def test_passages_that_have_no_room_are_left_out_of_a_request_until_it_fits() -> None:
+def test_passages_are_dropped_until_the_request_fits_the_context() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(context=200, token_ids=False)) as harness:
-            harness.library.long = 300  # bytes, and as many tokens here, four times what is taken for granted
+            harness.library.long = 300  # bytes, equal to tokens here; four times the assumed ratio
             told = await read_answer(harness.chat(retrieval=Retrieval("docs", 1), max_tokens=8))
             assert len(told.text) == 8
             sizes = [len(rendered(body["messages"])) for body in harness.fake.generations()]
@@ -266,7 +264,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("chunk", NONSENSE, ids=str)
-def test_a_chunk_that_makes_no_sense_ends_its_request_with_a_typed_error(chunk: dict[str, Any]) -> None:
+def test_an_invalid_chunk_ends_its_request_with_a_typed_error(chunk: dict[str, Any]) -> None:
     async def test() -> None:
         async with running_engine(restarts=RestartLimits(0, 0)) as harness:
             harness.fake.says = [chunk]
@@ -279,7 +277,7 @@ def test_a_chunk_that_makes_no_sense_ends_its_request_with_a_typed_error(chunk: 
     run(test())
 
 
-def test_a_delta_that_is_null_is_an_empty_one() -> None:
+def test_a_null_delta_is_empty() -> None:
     async def test() -> None:
         async with running_engine(restarts=RestartLimits(0, 0)) as harness:
             harness.fake.says = [

@@ -1,4 +1,4 @@
-"""Probes while an OpenAI server writes: the answer stops and goes on behind new passages."""
+"""Probes while an OpenAI server generates: the answer is interrupted and continues after the new passages."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from tests.frontend.fake_workers import run
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
-def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str) -> None:
+def test_a_probe_interrupts_the_answer_and_continues_after_the_new_passages(kind: str) -> None:
     async def test() -> None:
         async with running_engine(SERVER_KINDS[kind]) as harness:
             told = await read_answer(harness.chat(retrieval=PROBES, max_tokens=24))
@@ -46,7 +46,7 @@ def test_a_probe_stops_the_answer_and_goes_on_behind_the_new_passages(kind: str)
     run(test())
 
 
-def test_by_token_ids_an_answer_with_two_probes_equals_fresh_runs_over_the_same_tokens() -> None:
+def test_with_token_ids_an_answer_with_two_probes_equals_fresh_runs_over_the_same_tokens() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             for number in range(20):
@@ -60,7 +60,7 @@ def test_by_token_ids_an_answer_with_two_probes_equals_fresh_runs_over_the_same_
     run(test())
 
 
-def test_a_probe_that_brings_nothing_new_leaves_the_answer_as_it_is_without_probes() -> None:
+def test_a_probe_without_new_passages_does_not_change_the_answer() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             alone = await read_answer(harness.chat(max_tokens=24))
@@ -81,7 +81,7 @@ def test_a_probe_that_brings_nothing_new_leaves_the_answer_as_it_is_without_prob
     run(test())
 
 
-def test_what_was_found_without_some_nodes_is_told_as_partial() -> None:
+def test_partial_results_are_reported_as_partial() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             harness.library.partial = True
@@ -94,7 +94,7 @@ def test_what_was_found_without_some_nodes_is_told_as_partial() -> None:
     run(test())
 
 
-def test_in_mode_prefetch_the_answer_goes_on_until_the_passages_are_there() -> None:
+def test_in_prefetch_mode_the_answer_continues_until_the_passages_arrive() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             retrieval = Retrieval("docs", 1, every_tokens=8, probe_mode="prefetch")
@@ -111,7 +111,7 @@ def test_in_mode_prefetch_the_answer_goes_on_until_the_passages_are_there() -> N
     run(test())
 
 
-def test_no_request_goes_on_from_within_a_character() -> None:
+def test_no_request_continues_from_within_a_character() -> None:
     async def test() -> None:
         async with running_engine(
             Behaviour(letters="äöüéèß")
@@ -144,7 +144,7 @@ def test_a_stop_string_across_a_probe_ends_the_answer(kind: str) -> None:
     run(test())
 
 
-def test_the_models_own_end_ends_an_answer_with_probes() -> None:
+def test_the_models_eos_ends_an_answer_with_probes() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(ends=11)) as harness:
             harness.library.error = None
@@ -167,7 +167,7 @@ REFUSED_WITH_PROBES = [
 
 
 @pytest.mark.parametrize("extra", REFUSED_WITH_PROBES, ids=lambda extra: next(iter(extra)))
-def test_what_cannot_be_combined_with_probes_is_refused_by_name(extra: dict[str, Any]) -> None:
+def test_options_incompatible_with_probes_are_refused_by_name(extra: dict[str, Any]) -> None:
     async def test() -> None:
         async with running_engine() as harness:
             with pytest.raises(InvalidRequest) as caught:
@@ -179,7 +179,7 @@ def test_what_cannot_be_combined_with_probes_is_refused_by_name(extra: dict[str,
     run(test())
 
 
-def test_probes_where_a_model_is_unsure_are_refused_by_name() -> None:
+def test_probes_by_uncertainty_are_refused_by_name() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             with pytest.raises(InvalidRequest, match='use "every" or "drift"') as caught:
@@ -192,7 +192,7 @@ def test_probes_where_a_model_is_unsure_are_refused_by_name() -> None:
     run(test())
 
 
-def test_an_answer_that_drifts_not_goes_on_without_what_its_probes_found() -> None:
+def test_without_drift_the_answer_ignores_the_probes_passages() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             harness.library.same = True  # every search finds the same, .1 away
@@ -209,7 +209,7 @@ def test_an_answer_that_drifts_not_goes_on_without_what_its_probes_found() -> No
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat"])
-def test_a_probe_that_would_fill_the_context_costs_the_answer_no_token(kind: str) -> None:
+def test_a_probe_that_would_fill_the_context_is_dropped(kind: str) -> None:
     async def test() -> None:
         async with running_engine(replace(SERVER_KINDS[kind], context=110)) as harness:
             harness.library.long = 300
@@ -221,7 +221,7 @@ def test_a_probe_that_would_fill_the_context_costs_the_answer_no_token(kind: str
     run(test())
 
 
-def test_by_token_ids_a_probe_brings_no_more_tokens_than_it_may() -> None:
+def test_with_token_ids_a_probe_inserts_at_most_its_token_limit() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             harness.library.long = 900

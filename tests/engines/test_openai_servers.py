@@ -1,4 +1,4 @@
-"""Several OpenAI servers: which one is asked, what their errors become, how requests go on when one is lost."""
+"""Several OpenAI servers: load balancing, errors, and resumption of requests when one is lost."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.engines.fake_openai import Behaviour
 from tests.frontend.fake_workers import run
 
 
-def test_a_server_that_stops_while_nobody_asks_it_is_missing_within_five_seconds() -> None:
+def test_an_idle_server_that_stops_is_detected_within_five_seconds() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             await read_answer(harness.chat(max_tokens=4))
@@ -39,14 +39,14 @@ def test_a_server_that_stops_while_nobody_asks_it_is_missing_within_five_seconds
     run(test())
 
 
-def test_a_quiet_server_that_answers_with_an_error_stays_and_a_busy_one_is_not_asked() -> None:
+def test_an_idle_server_that_returns_an_error_stays_up_and_a_busy_one_is_not_checked() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             harness.fake.behaviour.key = "another"
             harness.clock.advance(5)
             await asyncio.gather(*harness.engine.balancer.idle_checks_due())
             assert harness.engine.missing() == []
-            assert harness.engine.balancer.idle_checks_due() == [], "it was asked just now"
+            assert harness.engine.balancer.idle_checks_due() == [], "it was checked just now"
             harness.fake.behaviour = Behaviour(hangs_after=2)
             request = harness.chat(max_tokens=4)
             await request.next()
@@ -56,7 +56,7 @@ def test_a_quiet_server_that_answers_with_an_error_stays_and_a_busy_one_is_not_a
     run(test())
 
 
-def test_a_servers_refusal_is_the_clients_with_its_status_and_words() -> None:
+def test_a_servers_rejection_reaches_the_client_with_status_and_message() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             said = {"error": {"message": "top_k must be positive", "param": "top_k", "code": None}}
@@ -96,7 +96,7 @@ def test_a_server_that_is_down_costs_no_request_while_another_is_up() -> None:
     run(test())
 
 
-def test_without_any_server_a_request_is_refused_and_the_engine_is_missing_until_one_answers() -> None:
+def test_without_a_server_requests_are_refused_until_one_answers() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(down=True)) as harness:
             assert harness.engine.missing() == ["engine"]
@@ -111,7 +111,7 @@ def test_without_any_server_a_request_is_refused_and_the_engine_is_missing_until
     run(test())
 
 
-def test_a_request_waits_for_a_server_as_long_as_it_may() -> None:
+def test_a_request_waits_for_a_server_up_to_its_limit() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(down=True), restarts=RestartLimits(3, 60_000_000_000)) as harness:
             request = harness.chat(max_tokens=3)
@@ -140,7 +140,7 @@ def test_the_load_is_shared_by_requests_in_flight() -> None:
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])
 @pytest.mark.parametrize("chunks", [1, 2, 7, 19])
-def test_an_answer_whose_server_is_lost_goes_on_elsewhere_with_no_token_twice(kind: str, chunks: int) -> None:
+def test_an_answer_whose_server_is_lost_resumes_elsewhere_without_duplicate_tokens(kind: str, chunks: int) -> None:
     async def test() -> None:
         how = SERVER_KINDS[kind]
         async with running_engine(how) as harness:
@@ -157,7 +157,7 @@ def test_an_answer_whose_server_is_lost_goes_on_elsewhere_with_no_token_twice(ki
     run(test())
 
 
-def test_an_answer_that_cannot_go_on_elsewhere_ends_with_one_error() -> None:
+def test_an_answer_that_cannot_resume_elsewhere_ends_with_one_error() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(breaks_after=5), Behaviour(breaks_after=5)) as harness:
             error = await error_of(harness.chat(n=2, max_tokens=9))
@@ -168,7 +168,7 @@ def test_an_answer_that_cannot_go_on_elsewhere_ends_with_one_error() -> None:
     run(test())
 
 
-def test_new_tries_are_bounded() -> None:
+def test_retries_are_bounded() -> None:
     async def test() -> None:
         async with running_engine(*[Behaviour(breaks_after=1) for _ in range(6)]) as harness:
             error = await error_of(harness.chat(max_tokens=9))
@@ -193,7 +193,7 @@ def test_cancelling_closes_the_servers_stream_and_ends_the_request_once() -> Non
     run(test())
 
 
-def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+def test_a_deadline_ends_a_request_in_every_stage() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(hangs_after=4)) as harness:
             harness.library.hangs = True
@@ -209,7 +209,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     run(test())
 
 
-def test_the_end_of_a_drain_ends_what_is_in_flight() -> None:
+def test_the_end_of_a_drain_ends_requests_in_flight() -> None:
     async def test() -> None:
         async with running_engine(Behaviour(hangs_after=4)) as harness:
             requests = [harness.chat(f"question {number}") for number in range(3)]

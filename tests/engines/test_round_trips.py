@@ -1,4 +1,4 @@
-"""How often a server is asked, and over how many connections: what an answer costs beside its tokens."""
+"""Server requests and connections per answer."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 EVENTS = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
 
 
-def test_retrieval_costs_one_search_and_no_request_to_the_server_beside_the_answers_own() -> None:
+def test_retrieval_costs_one_search_and_no_extra_server_request() -> None:
     async def test() -> None:
         async with running_engine() as harness:
             await read_answer(harness.chat(retrieval=Retrieval("docs", 4), max_tokens=4))
@@ -34,8 +34,8 @@ def test_a_probe_costs_one_search_one_tokenize_and_one_request() -> None:
     run(test())
 
 
-def test_requests_share_a_connection_though_the_end_of_a_body_comes_after_the_end_mark(tmp_path: Path) -> None:
-    """As uvicorn writes them: the stream's last event in one piece, the end of the body in the next."""
+def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: Path) -> None:
+    """Like uvicorn: the stream's last event and the end of the body arrive in separate reads."""
     connections, asked = 0, 0
     read = asyncio.Event()
 
@@ -67,7 +67,7 @@ def test_requests_share_a_connection_though_the_end_of_a_body_comes_after_the_en
     run(test())
 
 
-def test_a_client_that_is_closed_before_a_body_has_ended_leaves_no_connection_open() -> None:
+def test_closing_the_client_before_a_body_ends_closes_its_connection() -> None:
     told: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Over HTTP: what a client of OpenAI gets when another server writes the answer."""
+"""HTTP routes with an OpenAI server as the engine."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def events(answer: httpx.Response) -> list[Json]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_whole_answer_and_its_stream_say_the_same() -> None:
+def test_a_whole_answer_equals_its_stream() -> None:
     async def test() -> None:
         async with client() as (http, _):
             read_answer = (await http.post("/v1/chat/completions", json=CHAT | {"retrieval": DOCS})).json()
@@ -70,7 +70,7 @@ def test_a_whole_answer_and_its_stream_say_the_same() -> None:
     run(test())
 
 
-def test_continuous_usage_counts_with_every_event_across_the_requests_of_an_answer() -> None:
+def test_continuous_usage_accumulates_over_the_requests_of_an_answer() -> None:
     async def test() -> None:
         async with client() as (http, _):
             options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -89,7 +89,7 @@ def test_continuous_usage_counts_with_every_event_across_the_requests_of_an_answ
     run(test())
 
 
-def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
+def test_choices_and_logprobs_are_merged_into_a_whole_answer() -> None:
     async def test() -> None:
         async with client() as (http, _):
             body = CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1}
@@ -102,7 +102,7 @@ def test_choices_and_logprobs_are_put_together_in_a_whole_answer() -> None:
     run(test())
 
 
-def test_tool_calls_grow_by_their_index() -> None:
+def test_tool_call_deltas_are_merged_by_index() -> None:
     response = ChatResponse("r", MODEL, 0)
     call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "search", "arguments": ""}}
     choices: list[Json] = [{"index": 0, "delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None}]
@@ -122,7 +122,7 @@ def test_tool_calls_grow_by_their_index() -> None:
     ]
 
 
-def test_a_completion_is_answered_whole_and_streamed() -> None:
+def test_a_completion_works_whole_and_streamed() -> None:
     async def test() -> None:
         async with client() as (http, _):
             body = {"model": MODEL, "prompt": "def f(", "max_tokens": 5}
@@ -134,7 +134,7 @@ def test_a_completion_is_answered_whole_and_streamed() -> None:
     run(test())
 
 
-def test_token_ids_are_told_to_who_asks_for_them_alone() -> None:
+def test_token_ids_are_returned_only_on_request() -> None:
     async def test() -> None:
         async with client() as (http, _):
             plain = await http.post("/v1/chat/completions", json=CHAT)
@@ -146,7 +146,7 @@ def test_token_ids_are_told_to_who_asks_for_them_alone() -> None:
     run(test())
 
 
-def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() -> None:
+def test_content_parts_tools_and_unknown_fields_are_forwarded() -> None:
     async def test() -> None:
         async with client() as (http, harness):
             turns = [
@@ -166,7 +166,7 @@ def test_turns_with_parts_tools_and_fields_that_only_the_server_knows_go_on() ->
     run(test())
 
 
-def test_what_is_all_but_a_field_of_ours_is_refused() -> None:
+def test_misspelled_extension_fields_are_refused() -> None:
     async def test() -> None:
         async with client() as (http, harness):
             answer = await http.post("/v1/chat/completions", json=CHAT | {"retreival": DOCS})
@@ -177,7 +177,7 @@ def test_what_is_all_but_a_field_of_ours_is_refused() -> None:
     run(test())
 
 
-def test_errors_are_http_errors_before_the_first_token_and_events_after_it() -> None:
+def test_errors_are_http_errors_before_the_first_token_and_events_afterwards() -> None:
     async def test() -> None:
         async with client(Behaviour(breaks_after=4)) as (http, harness):
             broken = await http.post("/v1/chat/completions", json=CHAT | {"stream": True, "n": 2})
@@ -205,7 +205,7 @@ def test_the_model_is_listed_with_its_context() -> None:
     run(test())
 
 
-def test_a_stored_answer_is_the_servers_whole_one_and_what_may_change_it_is_asked_anew(tmp_path: Path) -> None:
+def test_a_cached_answer_equals_the_servers_and_any_relevant_change_misses(tmp_path: Path) -> None:
     async def test() -> None:
         cache = answer_cache_harness.CacheHarness(tmp_path / "answers")
         async with client(Behaviour(token_ids=False), answers=cache.answers) as (http, harness):

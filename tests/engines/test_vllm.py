@@ -1,4 +1,4 @@
-"""vLLM under the supervisor, with a fake of it: what it is started with, what dies with what, what a death costs."""
+"""A fake vLLM under the supervisor: its command, process lifetimes, and the cost of a death."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ environment = {environment}
 
 
 def fake_python(home: Path, version: str = "0.32.0") -> Path:
-    """A program that passes for the interpreter of vLLM's environment."""
+    """Write a stand-in for the interpreter of vLLM's environment."""
     program = home / "python"
     variables = f"FAKE_VERSION={version} PYTHONPATH={ROOT}"
     program.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} {ROOT}/tests/engines/fake_vllm.py "$@"\n')
@@ -57,7 +57,7 @@ def fake_python(home: Path, version: str = "0.32.0") -> Path:
 
 
 class VllmNode:
-    """A node of a frontend and what its configuration says."""
+    """A node with a frontend and the configured instances."""
 
     def __init__(self, home: Path, text: str) -> None:
         self.home, self.log = home, home / "log"
@@ -95,7 +95,7 @@ class VllmNode:
         return int((self.home / "run" / f"{name}.sock.core").read_text())
 
     def server(self, name: str) -> int:
-        """That of its server."""
+        """The process id of an instance's server."""
         return int(psutil.Process(self.core(name)).ppid())
 
     def everything(self) -> list[int]:
@@ -145,7 +145,7 @@ def expected(number: int, tokens: int = TOKENS) -> str:
 
 
 class Asker(threading.Thread):
-    """Asks for a stream; `began` is set by its first token (or end), `text` is all of it, or `error` what ended it."""
+    """A streaming client; `began` is set at the first token (or end), `text` is the answer, `error` the failure."""
 
     def __init__(self, url: str, number: int, model: str = "fake", tokens: int = TOKENS) -> None:
         super().__init__(daemon=True)
@@ -182,7 +182,7 @@ class Asker(threading.Thread):
 
 
 def asked(node: VllmNode, count: int = 6, first: int = 0, tokens: int = TOKENS) -> list[Asker]:
-    """So many streams that have begun."""
+    """Start `count` streams and wait until they have begun."""
     askers = [Asker(node.info.url, number, tokens=tokens) for number in range(first, first + count)]
     for asker in askers:
         asker.start()
@@ -198,7 +198,7 @@ def all_whole(askers: list[Asker]) -> None:
         assert asker.text == expected(asker.number, asker.tokens)
 
 
-def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothing(
+def test_a_node_runs_its_instances_exports_their_metrics_and_leaves_no_process(
     start: Start,
 ) -> None:
     node = start()
@@ -221,7 +221,7 @@ def test_a_node_runs_its_instances_answers_tells_their_metrics_and_leaves_nothin
 
 
 @pytest.mark.parametrize("victim", ["server", "core", "worker"])
-def test_whatever_of_an_instance_is_killed_no_request_is_lost_and_no_process_left(start: Start, victim: str) -> None:
+def test_killing_any_process_of_an_instance_loses_no_request_and_leaves_no_process(start: Start, victim: str) -> None:
     node = start(FAKE_PACE_S="0.01")
     node.ready()
     askers = asked(node)
@@ -258,7 +258,7 @@ def test_a_rolling_restart_loses_no_request(start: Start) -> None:
     assert "retried after" not in log  # a drained instance finishes what it has
 
 
-def test_vllm_that_cannot_start_ends_the_node_with_its_own_reason(start: Start) -> None:
+def test_a_vllm_that_cannot_start_ends_the_node_with_its_error(start: Start) -> None:
     node = start(FAKE_FAULT="ValueError: Free memory on device cuda:0 (10 GiB) is less than desired")
     node.process.join(timeout=120)
     assert node.process.exitcode == 1
@@ -300,18 +300,18 @@ def test_each_instance_has_gpus_of_its_own_in_order() -> None:
         ({"python": "/nowhere/python"}, "no such program"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_its_key(model: dict[str, Any], message: str) -> None:
+def test_an_invalid_plan_is_refused_with_its_key(model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lay_out(config(**model))
 
 
-def test_a_run_directory_that_is_too_deep_for_a_socket_is_refused() -> None:
+def test_a_run_directory_too_long_for_a_socket_path_is_refused() -> None:
     raw = {"node": {"run_dir": "/tmp/" + "d" * 100}, "model": {"engine": "vllm", "name": "m", "python": sys.executable}}
     with pytest.raises(ConfigError, match=r"Linux allows 107: give a shorter node\.run_dir"):
         lay_out(parse_config(raw))
 
 
-def test_paths_are_told_from_names_on_the_hub() -> None:
+def test_paths_are_distinguished_from_hub_names() -> None:
     section = config(path="Qwen/Qwen3-8B").model
     assert isinstance(section, VllmSection)
     assert section.loads == "Qwen/Qwen3-8B"

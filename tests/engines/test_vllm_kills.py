@@ -1,5 +1,4 @@
-"""Kills of every part of vLLM's instances under load, with a fake of it: `python -m benchmarks.engines --kills` has the
-real one."""
+"""Kill every process of fake vLLM instances under load; `python -m benchmarks.engines --kills` uses the real one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +36,7 @@ def node(tmp_path: Path) -> Iterator[VllmNode]:
     node.end()
 
 
-def test_of_100_requests_none_is_lost_when_any_part_of_any_instance_is_killed(node: VllmNode) -> None:
+def test_no_request_of_100_is_lost_when_any_process_of_any_instance_is_killed(node: VllmNode) -> None:
     engines = ("engine-prefill-0", "engine-prefill-1", "engine-decode-2", "engine-decode-3")
     assert node.process.pid is not None
     target = Target(node.info.url, node.process.pid, engines, lambda name: node.worker(name).pid, node.ready)

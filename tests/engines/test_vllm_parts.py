@@ -1,4 +1,4 @@
-"""What is around vLLM's processes: its command, its words as log lines, its metrics as ours, the doctor's findings."""
+"""vLLM's command line, log lines, metrics, memory and the doctor's findings."""
 
 import itertools
 import logging
@@ -37,7 +37,7 @@ def section(**model: object) -> VllmSection:
     return made
 
 
-def test_vllm_is_told_what_to_load_where_to_listen_and_how_to_split() -> None:
+def test_the_vllm_command_sets_model_socket_and_parallelism() -> None:
     asked_for = {"path": "org/model", "tensor_parallel_size": 2, "context_tokens": 4096}
     plan = lay_out(config(**asked_for), Machine.with_simulated_gpus(2))
     pairs = dict(itertools.pairwise(command(section(**asked_for), plan, plan.of_role("engine")[0])))
@@ -49,14 +49,14 @@ def test_vllm_is_told_what_to_load_where_to_listen_and_how_to_split() -> None:
     assert "--block-size" not in pairs, "vLLM knows its GPU"
 
 
-def test_on_a_cpu_kv_has_the_smallest_blocks_unless_the_extra_arguments_say_otherwise() -> None:
+def test_on_a_cpu_kv_blocks_are_smallest_unless_extra_arguments_set_them() -> None:
     made = section(devices=["cpu"], extra_args=["--block-size", "64"])
     plan = lay_out(NodeConfig(model=made))
     asked = command(made, plan, plan.of_role("engine")[0])
     assert [size for name, size in itertools.pairwise(asked) if name == "--block-size"] == ["32", "64"]
 
 
-def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_arguments_go_last_and_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = section(devices=["cpu"], extra_args=["--dtype", "float32"], environment={"VLLM_CPU_KVCACHE_SPACE": "2"})
     plan = lay_out(NodeConfig(model=made))
@@ -78,7 +78,7 @@ def test_extra_arguments_go_last_and_the_environment_on_top(monkeypatch: pytest.
         (2, 3, 1, ["0", "0", "1"]),
     ],
 )
-def test_instances_on_a_cpu_have_cores_of_their_own(
+def test_instances_on_a_cpu_have_separate_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, instances: int, parallel: int, bound: list[str | None]
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
@@ -91,17 +91,17 @@ def test_instances_on_a_cpu_have_cores_of_their_own(
 
 
 @pytest.mark.parametrize("argument", ["--port=9", "--uds", "--served_model_name", "-tp", "--max-model-len"])
-def test_what_follows_from_the_section_is_no_extra_argument(argument: str) -> None:
+def test_arguments_derived_from_the_section_are_refused_as_extra_arguments(argument: str) -> None:
     with pytest.raises(ConfigError, match="is set by the node"):
         check_arguments(section(extra_args=["--dtype", "float32", argument]))
 
 
-def test_an_interpreter_without_vllm_is_refused_with_what_to_do() -> None:
+def test_an_interpreter_without_vllm_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"vLLM is not installed there: .* -m pip install vllm"):
         find_vllm(section(python=sys.executable))
 
 
-def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path) -> None:
+def test_an_older_version_is_refused_and_a_newer_one_logged(tmp_path: Path) -> None:
     made = section(python=str(fake_python(tmp_path)))
     assert find_vllm(made).version == "0.32.0"
     fake_python(tmp_path, "0.9.2")
@@ -109,7 +109,7 @@ def test_an_older_version_is_refused_and_a_newer_one_told(tmp_path: Path) -> Non
         find_vllm(made)
 
 
-def test_the_share_of_gpu_memory_is_the_arguments_or_vllms_own() -> None:
+def test_the_gpu_memory_fraction_is_the_arguments_or_vllms_default() -> None:
     assert gpu_memory_share(section()) == 0.92
     assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "0.5"])) == 0.5
     assert gpu_memory_share(section(extra_args=["--gpu-memory-utilization=0.25"])) == 0.25
@@ -117,7 +117,7 @@ def test_the_share_of_gpu_memory_is_the_arguments_or_vllms_own() -> None:
         gpu_memory_share(section(extra_args=["--gpu-memory-utilization", "much"]))
 
 
-def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_keep_their_level_and_the_last_error_is_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     logs = LogForwarder(logging.getLogger("engine-0"))
     with caplog.at_level(logging.INFO):
         logs.forward("(APIServer pid=12) WARNING 11-22 16:35:38 [vllm.py:725] Model Runner V2 requires Triton\n")
@@ -135,13 +135,13 @@ def test_lines_keep_their_level_and_the_last_fault_is_the_reason(caplog: pytest.
     assert logs.last_error == "OutOfMemoryError: CUDA out of memory"
 
 
-def test_unfinished_requests_are_those_that_run_or_wait() -> None:
+def test_unfinished_requests_are_running_plus_waiting() -> None:
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 3.0\n'
     more = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0\n'
     assert unfinished_requests(text + more) == 5
 
 
-def test_metrics_of_all_engines_are_merged_with_their_workers_names(tmp_path: Path) -> None:
+def test_metrics_of_all_engines_are_merged_with_a_worker_label(tmp_path: Path) -> None:
     files = {}
     for number in range(2):
         files[f"engine-{number}"] = tmp_path / f"{number}.prom"
@@ -160,7 +160,7 @@ def test_metrics_of_all_engines_are_merged_with_their_workers_names(tmp_path: Pa
     ]
 
 
-def test_the_doctor_tells_vllms_version_and_gpus_that_are_not_there(tmp_path: Path) -> None:
+def test_the_doctor_reports_vllms_version_and_missing_gpus(tmp_path: Path) -> None:
     made = config(python=str(fake_python(tmp_path)), devices=["cuda:7"])
     found = {finding.subject: finding for finding in diagnose(made)}
     assert found["vLLM"].text == "0.32.0, 1 × m"
@@ -168,7 +168,7 @@ def test_the_doctor_tells_vllms_version_and_gpus_that_are_not_there(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["node8-vllm.toml", "node8-vllm-split.toml"])
-def test_the_examples_for_eight_gpus_are_laid_out_as_they_say(tmp_path: Path, name: str) -> None:
+def test_the_examples_for_eight_gpus_have_the_documented_layout(tmp_path: Path, name: str) -> None:
     (tmp_path / "my-docs").mkdir()
     text = (LAUNCHERS / name).read_text().replace('"python3"', f'"{sys.executable}"')
     (tmp_path / "node.toml").write_text(text)
@@ -179,7 +179,7 @@ def test_the_examples_for_eight_gpus_are_laid_out_as_they_say(tmp_path: Path, na
 # ---- memory
 
 
-def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_path: Path) -> None:
+def test_on_a_cpu_an_instance_needs_memory_for_kv_weights_and_processes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     sizes = {"path": str(tmp_path), "devices": ["cpu"], "prefill": {}, "decode": {"instances": 2}}
     processes = host_bytes(section(devices=["cuda:0"]), "")
@@ -193,7 +193,7 @@ def test_on_a_cpu_an_instance_takes_its_kv_its_weights_and_its_processes(tmp_pat
         host_bytes(section(**sizes, environment={"VLLM_CPU_KVCACHE_SPACE": "much"}), "decode")
 
 
-def test_on_a_gpu_an_instance_takes_its_share_of_the_memory_of_each_stage() -> None:
+def test_on_a_gpu_each_stages_instance_needs_its_memory_fraction() -> None:
     gpus = tuple(Gpu(str(n), f"GPU-0000000{n}", "H100", "", 80 << 30, 70 << 30) for n in range(2))
     machine = Machine(gpus, tuple(range(8)), 1 << 40)
     made = config(prefill={"extra_args": ["--gpu-memory-utilization", "0.5"]}, decode={})
@@ -202,7 +202,7 @@ def test_on_a_gpu_an_instance_takes_its_share_of_the_memory_of_each_stage() -> N
     assert needed["engine-decode-1"] == int(0.92 * (80 << 30))
 
 
-def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_connector(tmp_path: Path) -> None:
+def test_the_doctor_reports_vllms_memory_and_connector(tmp_path: Path) -> None:
     stages = {"prefill": {}, "decode": {"instances": 2}, "devices": ["cpu"]}
     huge = {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
     made = config(python=str(fake_python(tmp_path)), environment=huge, **stages)
@@ -212,7 +212,7 @@ def test_the_doctor_counts_what_vllm_will_take_of_the_memory_and_tells_the_conne
     assert "VLLM_CPU_KVCACHE_SPACE" in found["memory for vLLM"].advice
 
 
-def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_to_give_it(
+def test_a_node_whose_vllm_exceeds_free_memory_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python, huge = str(fake_python(tmp_path)), {"VLLM_CPU_KVCACHE_SPACE": "1000000"}
@@ -226,7 +226,7 @@ def test_a_node_whose_vllm_takes_more_memory_than_is_free_is_refused_with_what_t
         preflight.check(lay_out(config(python=python), machine), machine=machine)
 
 
-def test_an_instance_that_leaves_ends_when_two_looks_in_a_row_have_found_no_request(tmp_path: Path) -> None:
+def test_a_draining_instance_ends_after_two_polls_without_requests(tmp_path: Path) -> None:
     found = iter([2, 0, 1, None, 0, 0, 7])
     worker = SimpleNamespace(awaits_release=True)
     monitor = SimpleNamespace(socket=str(tmp_path / "x.sock"), check=lambda: True, read_metrics=lambda: next(found))
@@ -237,7 +237,7 @@ def test_an_instance_that_leaves_ends_when_two_looks_in_a_row_have_found_no_requ
     assert not (tmp_path / "x.sock").exists()
 
 
-def test_a_socket_that_was_renamed_takes_nothing_new_whatever_connections_are_open(tmp_path: Path) -> None:
+def test_a_renamed_socket_accepts_no_new_connections(tmp_path: Path) -> None:
     socket = tmp_path / "x.sock"
     socket.touch()
     http = AioHttp(1.0, str(socket))

@@ -1,5 +1,4 @@
-"""vLLM's prefill and decode in instances of their own under the supervisor, with a fake of it that refuses what vLLM's
-connectors would not do."""
+"""Separate prefill and decode instances of a fake vLLM that rejects what vLLM's connectors would reject."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], VllmNode]]:
 
 
 def handed_over(node: VllmNode) -> dict[str, int]:
-    """By worker, how many prompts it has computed for others or taken from others."""
+    """Return, by worker, the number of prompts computed for others or pulled from others."""
     found: dict[str, int] = {}
     for line in httpx.get(f"{node.info.url}/metrics").text.splitlines():
         if line.startswith("vllm:fake_kv_total"):
@@ -63,7 +62,7 @@ def handed_over(node: VllmNode) -> dict[str, int]:
     return found
 
 
-def test_prompts_are_computed_by_prefill_instances_and_answers_written_by_decode_instances(
+def test_prefill_instances_compute_prompts_and_decode_instances_generate(
     start: Callable[..., VllmNode],
 ) -> None:
     node = start()
@@ -93,7 +92,7 @@ def test_a_rolling_restart_of_both_stages_loses_no_request(start: Callable[..., 
 STAGES = {"prefill": {"instances": 2}, "decode": {"tensor_parallel_size": 2, "extra_args": ["--max-num-seqs", "64"]}}
 
 
-def test_each_stage_has_its_own_sizes_gpus_and_arguments() -> None:
+def test_each_stage_has_separate_sizes_gpus_and_arguments() -> None:
     made = config(**STAGES, extra_args=["--dtype", "float16"])
     plan = lay_out(made, Machine.with_simulated_gpus(8))
     engines = plan.of_role("engine")
@@ -108,13 +107,13 @@ def test_each_stage_has_its_own_sizes_gpus_and_arguments() -> None:
     assert "--enable-prompt-tokens-details" not in of_decode
 
 
-def test_devices_of_the_stages_are_taken_in_order() -> None:
+def test_devices_are_assigned_to_stages_in_order() -> None:
     stages = {"prefill": {"devices": ["cuda:5"]}, "decode": {"instances": 2, "devices": ["cuda:1", "cuda:7"]}}
     engines = lay_out(config(**stages), Machine.with_simulated_gpus(8)).of_role("engine")
     assert [place.gpu_numbers for place in engines] == [("5",), ("1",), ("7",)]
 
 
-def test_vllm_is_told_the_connector_its_role_and_that_kv_that_is_missing_is_computed() -> None:
+def test_the_vllm_command_sets_connector_role_and_recompute_policy() -> None:
     made = section(**STAGES)
     plan = lay_out(config(**STAGES), Machine.with_simulated_gpus(4))
     prefill, _, decode = plan.of_role("engine")
@@ -134,7 +133,7 @@ def test_vllm_is_told_the_connector_its_role_and_that_kv_that_is_missing_is_comp
     assert found["kv_connector_extra_config"] == {"a": 1}
 
 
-def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_path(
+def test_each_instance_has_its_own_nixl_port_and_our_connector_on_its_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
@@ -168,12 +167,12 @@ def test_each_instance_has_a_port_of_its_own_for_nixl_and_our_connector_on_its_p
         ),
     ],
 )
-def test_stages_that_do_not_fit_together_are_refused_with_their_keys(model: dict[str, object], message: str) -> None:
+def test_incompatible_stages_are_refused_with_their_keys(model: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lay_out(config(**model))
 
 
-def test_what_the_connector_cannot_do_is_refused_with_what_to_install() -> None:
+def test_an_unsupported_connector_is_refused_with_what_to_install() -> None:
     with pytest.raises(ConfigError, match="the same parallel sizes in both stages: install NIXL"):
         check_transfer(section(**STAGES), nixl=False)
     check_transfer(section(**STAGES), nixl=True)

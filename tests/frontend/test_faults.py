@@ -39,7 +39,7 @@ def body(text: str, stream: bool = True) -> dict[str, Any]:
 
 
 class Events:
-    """Iterator over a stream's events. Keep a reference while the stream must stay open: httpx closes unread streams."""
+    """Iterator over a stream's events. Keep a reference to it: httpx closes streams that are unreferenced."""
 
     def __init__(self, answer: httpx.Response) -> None:
         self._lines = (line for line in answer.iter_lines() if line)

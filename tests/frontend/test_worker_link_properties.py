@@ -29,7 +29,7 @@ from tests.frontend.link_harness import LinkHarness
 
 
 class Wired(WorkerLink):
-    """A link that records attempted sends and the requests that reached each worker. Sends to a `dead` identity fail."""
+    """Records attempted sends and the requests that reached each worker. A send to a `dead` identity fails."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""A file system that forgets: after a power cut there is only what was synced, and perhaps a part of the rest."""
+"""A file system that drops unsynced writes at a power cut, or keeps a part of them."""
 
 import os
 import random
@@ -9,7 +9,7 @@ from runtime.retrieval.live.storage.disk import Disk
 
 
 class LossyDisk(Disk):
-    """Writes to a real directory, and remembers what of it would outlast a power cut.
+    """Writes to a real directory and records what would survive a power cut.
 
     A file's content lasts as of its last sync; a name as of the last sync of its directory.
     """
@@ -39,12 +39,12 @@ class LossyDisk(Disk):
         self._restore(self._root.stat().st_ino, self._root, target, chance)
 
     def _restore(self, own: int, directory: Path | None, target: Path, chance: random.Random) -> None:
-        """directory: where it is now, None if it is nowhere."""
+        """Restore one directory. `directory`: its current path, None if it no longer exists."""
         target.mkdir()
         names = dict(self._names.get(own, {}))
         paths = {} if directory is None else self._names_now(directory)
         now = {name: path.stat().st_ino for name, path in paths.items()}
-        for name in sorted(set(names) | set(now)):  # what was not synced may be there all the same
+        for name in sorted(set(names) | set(now)):  # unsynced changes may have reached the disk
             if names.get(name) != now.get(name) and chance.random() < 0.5:
                 if name in now:
                     names[name] = now[name]
@@ -75,7 +75,7 @@ class LossyDisk(Disk):
             self._kept.append(os.dup(fd))
 
     def close(self) -> None:
-        """Close what is kept open."""
+        """Close the files kept open and remove the directory."""
         while self._kept:
             os.close(self._kept.pop())
         shutil.rmtree(self._root, ignore_errors=True)

@@ -16,7 +16,7 @@ DIM = 8
 
 
 def vector_of(seed: int, dim: int = DIM) -> NDArray[np.float32]:
-    """A vector that is this seed's own."""
+    """Return a random vector determined by the seed."""
     return np.random.default_rng(seed).standard_normal(dim).astype(np.float32)
 
 
@@ -29,7 +29,7 @@ def documents(names: range, **attributes: Any) -> list[UpsertDocument]:
 
 
 def new_writer(directory: Path, **options: Any) -> LiveWriter:
-    """A new collection, without a process beside it."""
+    """Create a collection and open its writer, by default without a background process."""
     dim, shards = options.pop("dim", DIM), options.pop("shards", 1)
     create(directory, dim, metric="l2", degree=8, shards=shards)
     return open_writer(directory, **options)
@@ -41,7 +41,7 @@ def open_writer(directory: Path, **options: Any) -> LiveWriter:
 
 
 def contents(writer: Any) -> dict[str, str]:
-    """Texts by id, of all that is there."""
+    """Return the texts of all documents by id."""
     rows = writer.state.alive_rows()
     found = [one for one in writer.state.documents(rows.tolist()) if one is not None]
     assert len({one.id for one in found}) == len(found) == writer.state.count
@@ -49,5 +49,5 @@ def contents(writer: Any) -> dict[str, str]:
 
 
 def maintain(writer: Any, build: BuildSegment) -> bool:
-    """What the writer's own threads do: whether a segment was due, and is taken."""
+    """Seal or merge like the writer's own threads; return whether a segment was due and installed."""
     return bool(writer.seal_if_due(build) or writer.merge_if_due(build))

@@ -1,4 +1,4 @@
-"""Segments are built by a process beside the writer, which goes on writing."""
+"""Segments are built by a background process while the writer continues."""
 
 import random
 import threading
@@ -26,7 +26,7 @@ from runtime.testing.waiting import until
 from tests.live.small_collections import contents, document, documents, maintain, new_writer, open_writer
 
 
-def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
+def test_a_background_process_seals_and_merges(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=8, background=True) as writer:
         built = _until(writer, lambda: len(writer.state.segments) > 0)
         assert built
@@ -35,7 +35,7 @@ def test_a_process_beside_the_writer_seals_and_merges(tmp_path: Path) -> None:
         assert contents(writer) == expected
 
 
-def test_segments_of_flushes_are_merged_too(tmp_path: Path) -> None:
+def test_flushed_segments_are_merged(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", background=True) as writer:
         for number in range(4):
             writer.upsert(documents(range(8 * number, 8 * number + 8)))
@@ -44,7 +44,7 @@ def test_segments_of_flushes_are_merged_too(tmp_path: Path) -> None:
         assert len(writer.state.segments) == 1
 
 
-def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for_that(tmp_path: Path) -> None:
+def test_rows_written_during_a_merge_are_sealed_without_waiting_for_it(tmp_path: Path) -> None:
     moments = [("rows", 1.0), ("write", 0.0), ("write", 1.0)]  # before, while and after there is a directory of it
     with new_writer(tmp_path / "a") as writer:
         for number in range(MERGE_FAN_IN):
@@ -68,7 +68,7 @@ def test_what_is_written_while_segments_are_merged_is_sealed_without_waiting_for
         assert contents(writer) == expected
 
 
-def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
+def test_threads_write_seal_and_merge_concurrently(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=16, background=True) as writer, LiveReader(tmp_path / "a") as reader:
 
         def write(first: int) -> None:
@@ -90,7 +90,7 @@ def test_threads_write_seal_and_merge_at_once(tmp_path: Path) -> None:
         assert contents(writer) == expected
 
 
-def test_a_flush_has_segments_merged_first_where_there_are_as_many_as_who_searches_has_room_for(tmp_path: Path) -> None:
+def test_a_flush_at_the_segment_limit_merges_first(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:  # nobody merges beside it
         for number in range(MAX_SEGMENTS_PER_SHARD + 8):
             writer.upsert([document(str(number), number)])
@@ -100,7 +100,7 @@ def test_a_flush_has_segments_merged_first_where_there_are_as_many_as_who_search
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
-def test_what_was_written_waits_for_a_merge_where_there_are_too_many_segments_to_seal_it(tmp_path: Path) -> None:
+def test_sealing_at_the_segment_limit_waits_for_a_merge(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=4) as writer:
         for number in range(MAX_SEGMENTS_PER_SHARD):
             writer.upsert([document(str(number), number)])
@@ -112,7 +112,7 @@ def test_what_was_written_waits_for_a_merge_where_there_are_too_many_segments_to
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
 
 
-def test_a_build_that_failed_is_not_tried_again_at_once_however_often_documents_come() -> None:
+def test_a_failed_build_is_retried_with_back_off() -> None:
     done: list[object] = []
 
     def due(build: BuildSegment) -> bool:
@@ -147,7 +147,7 @@ def _until(writer: LiveWriter, there: Callable[[], bool]) -> bool:
         return there()
 
 
-def test_segments_stay_few_however_often_updates_of_the_same_documents_are_flushed(tmp_path: Path) -> None:
+def test_repeated_flushes_of_updates_keep_segments_few(tmp_path: Path) -> None:
     chance = random.Random(1)
     with new_writer(tmp_path / "a") as writer:
         for _ in range(60):
@@ -160,7 +160,7 @@ def test_segments_stay_few_however_often_updates_of_the_same_documents_are_flush
         assert sum(segment.size for segment in writer.state.segments) <= writer.state.count / (1 - MAX_DELETED_SHARE)
 
 
-def test_how_far_a_merge_is_goes_from_its_rows_over_its_graph_to_what_is_written(tmp_path: Path) -> None:
+def test_merge_progress_covers_rows_graph_and_writing(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
     with new_writer(tmp_path / "a") as writer:
         for number in range(2):
@@ -174,7 +174,7 @@ def test_how_far_a_merge_is_goes_from_its_rows_over_its_graph_to_what_is_written
     assert parts[-1] == (1, 1, 1)
 
 
-def test_the_process_beside_the_writer_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_the_background_process_reports_progress(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(8)))
         writer.flush()

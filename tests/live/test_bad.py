@@ -1,4 +1,4 @@
-"""What a live collection's writer refuses: other writers, full disks, documents, floods; and what it survives."""
+"""Errors of a live collection's writer: locks, full disks, invalid documents, overload, killed builds."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ from tests.live.small_collections import (
 )
 
 
-def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as first:
         with pytest.raises(CollectionBusy, match=f"process {os.getpid()}"):
             open_writer(tmp_path / "a")
@@ -53,14 +53,14 @@ _GONE = 2**22 + 1  # Linux gives no process a higher number than 2^22
 
 
 def _lock_of_a_gone_process(directory: Path) -> int:
-    """A lock that names a process which is not there, held by what would be its child."""
+    """A lock that names a dead process, held by its child."""
     childs = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(childs, fcntl.LOCK_EX)
     os.write(childs, f"process {_GONE}\n".encode())
     return childs
 
 
-def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(tmp_path: Path) -> None:
+def test_a_killed_writers_lock_is_awaited_while_its_child_holds_it(tmp_path: Path) -> None:
     childs = _lock_of_a_gone_process(tmp_path)
     pauses: list[float] = []
 
@@ -73,7 +73,7 @@ def test_a_killed_writers_lock_is_waited_for_while_its_last_child_still_has_it(t
     assert len(pauses) == 3
 
 
-def test_a_lock_that_nobody_alive_has_written_into_is_refused_in_the_end(tmp_path: Path) -> None:
+def test_a_lock_of_a_dead_process_is_refused_after_a_timeout(tmp_path: Path) -> None:
     childs = _lock_of_a_gone_process(tmp_path)
     pauses: list[float] = []
     with pytest.raises(CollectionBusy, match=f"process {_GONE}"):
@@ -83,7 +83,7 @@ def test_a_lock_that_nobody_alive_has_written_into_is_refused_in_the_end(tmp_pat
 
 
 class _FullDisk(Disk):
-    """Has room for so many bytes more."""
+    """A disk with a limited number of free bytes."""
 
     room = 1 << 40
 
@@ -95,7 +95,7 @@ class _FullDisk(Disk):
             raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_refuses_a_write_whole_and_takes_it_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_a_write_atomically_until_space_is_free(tmp_path: Path) -> None:
     disk = _FullDisk()
     with new_writer(tmp_path / "a", disk=disk) as writer, LiveReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(3)))
@@ -121,7 +121,7 @@ def test_a_full_disk_refuses_a_write_whole_and_takes_it_when_there_is_room(tmp_p
         assert len(contents(writer)) == 8
 
 
-def test_the_file_size_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> None:
+def test_the_processs_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
     import resource
 
     with new_writer(tmp_path / "a") as writer:
@@ -137,7 +137,7 @@ def test_the_file_size_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> No
         assert len(contents(writer)) == 6
 
 
-def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_is_opened_again(tmp_path: Path) -> None:
+def test_after_a_failed_sync_writes_are_refused_until_the_collection_is_reopened(tmp_path: Path) -> None:
     class Failing(Disk):
         fails = False
 
@@ -181,7 +181,7 @@ def test_after_a_sync_that_failed_nothing_more_is_written_until_the_collection_i
         ([document(str(number), 1) for number in range(validation.MAX_BATCH + 1)], "limit is 4096"),
     ],
 )
-def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_is_stored(
+def test_invalid_documents_are_refused_with_their_whole_batch(
     tmp_path: Path, batch: list[UpsertDocument], said: str
 ) -> None:
     with new_writer(tmp_path / "a") as writer:
@@ -192,7 +192,7 @@ def test_documents_that_cannot_be_stored_are_refused_and_nothing_of_their_batch_
         assert set(writer.state.schema) == {"year"}
 
 
-def test_a_batch_that_would_not_fit_into_a_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_over_the_record_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "MAX_BATCH_BYTES", 2000)
     with new_writer(tmp_path / "a") as writer:
         for batch in (documents(range(40)), [document("a", 1, words=["x" * 500] * 5)]):
@@ -202,7 +202,7 @@ def test_a_batch_that_would_not_fit_into_a_record_is_refused(tmp_path: Path, mon
         assert len(contents(writer)) == 4
 
 
-def test_a_fault_of_our_own_fails_its_write_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_fails_only_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with new_writer(tmp_path / "a") as writer:
         with monkeypatch.context() as broken:
             broken.setattr(writer.state, "rows_of", lambda ids: 1 / 0)
@@ -212,7 +212,7 @@ def test_a_fault_of_our_own_fails_its_write_and_no_other(tmp_path: Path, monkeyp
         assert len(contents(writer)) == 2
 
 
-def test_filters_of_a_search_are_checked_and_a_demanded_attribute_must_be_bound(tmp_path: Path) -> None:
+def test_search_filters_are_validated_and_a_required_attribute_must_be_bound(tmp_path: Path) -> None:
     create(tmp_path / "a", DIM, metric="l2", demanded="tenant")
     with open_writer(tmp_path / "a") as writer:
         writer.upsert([document(name, seed, tenant=name) for seed, name in enumerate("ab")])
@@ -226,7 +226,7 @@ def test_filters_of_a_search_are_checked_and_a_demanded_attribute_must_be_bound(
             writer.delete_where(parse_filter({"type": "eq", "key": "colour", "value": "b"}))
 
 
-def test_upserts_are_refused_while_too_much_waits_to_be_sealed(tmp_path: Path) -> None:
+def test_upserts_are_refused_while_too_many_rows_wait_to_be_sealed(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=4) as writer:
         for begin in range(0, 64, 4):
             writer.upsert(documents(range(begin, begin + 4)))
@@ -236,7 +236,7 @@ def test_upserts_are_refused_while_too_much_waits_to_be_sealed(tmp_path: Path) -
         assert writer.upsert(documents(range(2))) == 2
 
 
-def test_writes_of_many_threads_are_all_there_and_share_records(tmp_path: Path) -> None:
+def test_concurrent_writes_are_all_stored_and_share_records(tmp_path: Path) -> None:
     class Slow(Disk):
         gate = threading.Event()
 
@@ -263,7 +263,7 @@ def test_writes_of_many_threads_are_all_there_and_share_records(tmp_path: Path) 
         assert contents(writer) == before
 
 
-def test_a_search_goes_on_with_what_it_began_with_and_a_delete_hides_at_once(tmp_path: Path) -> None:
+def test_a_search_keeps_its_snapshot_and_a_delete_hides_at_once(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(40)))
         writer.flush()
@@ -283,7 +283,7 @@ def test_a_search_goes_on_with_what_it_began_with_and_a_delete_hides_at_once(tmp
 
 
 @pytest.mark.parametrize("leave", ["segments/.building-7", "segments/9", "tombstones/5.npy", "log/.x.part"])
-def test_what_a_killed_build_left_is_removed(tmp_path: Path, leave: str) -> None:
+def test_files_of_a_killed_build_are_removed(tmp_path: Path, leave: str) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(4)))
     path = tmp_path / "a" / leave
@@ -298,7 +298,7 @@ def test_what_a_killed_build_left_is_removed(tmp_path: Path, leave: str) -> None
     assert not path.exists() or leave.startswith("log")
 
 
-def test_a_build_that_is_killed_is_said_and_begun_anew(tmp_path: Path) -> None:
+def test_a_killed_build_is_logged_and_restarted(tmp_path: Path) -> None:
     def killed(directory: Path, job: Any) -> Any:
         raise CollectionError("the process that built a segment ended with -9, without one")
 

@@ -1,4 +1,4 @@
-"""Files of a live collection that are torn or damaged at any byte: cut, said, or an error."""
+"""Torn and corrupt files of a live collection: truncated, reported, or an error."""
 
 import random
 import shutil
@@ -25,7 +25,7 @@ def _records(path: Path) -> list[int]:
     return ends
 
 
-def test_a_log_that_is_torn_at_any_byte_is_cut_at_the_last_whole_record_and_says_so(tmp_path: Path) -> None:
+def test_a_torn_log_is_truncated_after_the_last_whole_record_and_reported(tmp_path: Path) -> None:
     with new_writer(tmp_path / "whole") as writer:
         for number in range(2):
             writer.upsert([document(str(number), number)])
@@ -48,7 +48,7 @@ def test_a_log_that_is_torn_at_any_byte_is_cut_at_the_last_whole_record_and_says
         shutil.rmtree(torn)
 
 
-def test_a_log_that_is_damaged_before_whole_records_is_an_error_and_nothing_is_cut(tmp_path: Path) -> None:
+def test_a_log_corrupt_before_whole_records_is_an_error_and_is_not_truncated(tmp_path: Path) -> None:
     with new_writer(tmp_path / "whole") as writer:
         for number in range(3):
             writer.upsert([document(str(number), number)])
@@ -61,7 +61,7 @@ def test_a_log_that_is_damaged_before_whole_records_is_an_error_and_nothing_is_c
         assert len(path.read_bytes()) == len(content)
 
 
-def test_a_reader_says_that_a_log_is_damaged_and_goes_on_with_what_it_had(tmp_path: Path) -> None:
+def test_a_reader_reports_a_corrupt_log_and_keeps_its_state(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
     with new_writer(whole) as writer, LiveReader(whole) as reader:
         for number in range(3):
@@ -85,7 +85,7 @@ def test_a_reader_says_that_a_log_is_damaged_and_goes_on_with_what_it_had(tmp_pa
             LiveReader(whole)
 
 
-def test_a_reader_waits_for_the_rest_of_a_last_record_unless_another_file_came_behind(tmp_path: Path) -> None:
+def test_a_reader_waits_for_the_rest_of_the_last_record_unless_a_newer_file_exists(tmp_path: Path) -> None:
     whole, path = tmp_path / "whole", log_path(tmp_path / "whole", 0)
     with new_writer(whole) as writer:
         for number in range(2):
@@ -103,7 +103,7 @@ def test_a_reader_waits_for_the_rest_of_a_last_record_unless_another_file_came_b
         assert set(contents(reader)) == {"0", "1"}
 
 
-def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
+def test_a_text_that_looks_like_a_record_is_not_parsed_as_one(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert([document("0", 0)])
     stolen = log_path(tmp_path / "a", 0).read_bytes()[HEADER.size :]
@@ -117,7 +117,7 @@ def test_a_text_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
         assert contents(writer) == {"0": "text 0"}
 
 
-def test_any_damaged_file_is_an_error_and_nothing_worse(tmp_path: Path) -> None:
+def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
     chance = random.Random(1)
     whole = tmp_path / "whole"
     with new_writer(whole) as writer:
@@ -165,7 +165,7 @@ def _read(directory: Path) -> None:
         reader.search(vector_of(1)[None], k=5)
 
 
-def test_a_reader_that_could_not_open_the_log_goes_on_when_it_can(tmp_path: Path) -> None:
+def test_a_reader_that_could_not_open_the_log_recovers(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer, LiveReader(tmp_path / "a") as reader:
         writer.upsert(documents(range(10)))
         writer.flush()

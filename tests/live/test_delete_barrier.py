@@ -1,4 +1,4 @@
-"""A delete is acknowledged when every process that serves the collection has taken it in."""
+"""A delete is acknowledged when every process that serves the collection has applied it."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 class Time:
-    """Sleeping moves it on, and does what a test wants done meanwhile."""
+    """A clock that `sleep` advances; `sleep` also runs a test's callback."""
 
     def __init__(self) -> None:
         self.now_s, self.slept = 0.0, 0
@@ -48,12 +48,12 @@ def serving(tmp_path: Path, time: Time) -> DeleteBarrier:
     return DeleteBarrier(tmp_path, clock=time.clock, sleep=time.sleep)
 
 
-def test_nobody_is_waited_for_where_nobody_serves(serving: DeleteBarrier, time: Time) -> None:
+def test_without_serving_processes_a_delete_does_not_wait(serving: DeleteBarrier, time: Time) -> None:
     serving.wait(7)
     assert time.slept == 0
 
 
-def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_delete_waits_for_the_slowest_serving_process(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     first, second = ReaderPosition(tmp_path), ReaderPosition(tmp_path)
     first.publish(7)
     told = iter([6, 7])
@@ -65,14 +65,16 @@ def test_the_last_of_those_that_serve_is_waited_for(tmp_path: Path, serving: Del
     assert list((tmp_path / "served").iterdir()) == []
 
 
-def test_who_ends_meanwhile_is_not_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_process_that_ends_is_not_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     one = ReaderPosition(tmp_path)
     time.meanwhile = one.close
     serving.wait(1)
     assert time.slept == 1
 
 
-def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_killed_process_is_not_waited_for_and_its_file_is_removed(
+    tmp_path: Path, serving: DeleteBarrier, time: Time
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _SERVES, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -87,7 +89,9 @@ def test_who_was_killed_is_not_waited_for_and_its_file_goes(tmp_path: Path, serv
     assert list((tmp_path / "served").iterdir()) == []
 
 
-def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_process_that_does_not_apply_deletes_is_named_after_a_timeout(
+    tmp_path: Path, serving: DeleteBarrier, time: Time
+) -> None:
     one = ReaderPosition(tmp_path)
     with pytest.raises(Unavailable, match=r"stored, but process \d+ that serves .* has not applied it within 10 s"):
         serving.wait(1)
@@ -95,7 +99,7 @@ def test_who_takes_nothing_in_is_named_after_a_while(tmp_path: Path, serving: De
     one.close()
 
 
-def test_other_files_there_are_nobody(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_foreign_files_are_ignored(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
     folder = tmp_path / "served"
     folder.mkdir()
     (folder / "1-a").write_bytes(b"")
@@ -105,7 +109,7 @@ def test_other_files_there_are_nobody(tmp_path: Path, serving: DeleteBarrier, ti
     assert time.slept == 0
 
 
-def test_upserts_wait_for_nobody_and_deletes_do(tmp_path: Path) -> None:
+def test_upserts_do_not_wait_and_deletes_do(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         served = ReaderPosition(tmp_path / "a")
         writer.upsert(documents(range(3), tenant="acme"))

@@ -1,4 +1,4 @@
-"""Words of a live collection: what is there by now is found, what is deleted is not, whatever is sealed and merged."""
+"""Keyword search of a live collection under writes, deletes, sealing and merging."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ class Stand:
         ])  # fmt: skip
 
     def find(self, text: str, depth: int = 1000, wanted: dict[str, Any] | None = None) -> list[str]:
-        """The ids of what words find, the best first."""
+        """Return the ids found by keywords, best first."""
         passing = None if wanted is None else parse_filter(wanted)
         rows, distances = self.documents.search_keywords(text, vector_of(0), depth, passing, LATER_NS)
         found = self.documents.get(rows.tolist())
@@ -47,7 +47,7 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
     made.writer.close()
 
 
-def test_what_is_written_is_found_and_what_is_deleted_or_replaced_is_not(stand: Stand) -> None:
+def test_written_documents_are_found_and_deleted_or_replaced_ones_are_not(stand: Stand) -> None:
     assert stand.find("entry") == []
     stand.upsert("a", "b")
     assert stand.find("entry b")[0] == "b"
@@ -57,7 +57,7 @@ def test_what_is_written_is_found_and_what_is_deleted_or_replaced_is_not(stand: 
     assert stand.find("other") == ["a"]
 
 
-def test_sealing_and_merging_change_nothing(stand: Stand) -> None:
+def test_sealing_and_merging_do_not_change_results(stand: Stand) -> None:
     stand.upsert(*(f"a{n}" for n in range(40)))
     assert len(stand.find("entry")) == 40
     stand.writer.flush()
@@ -69,7 +69,7 @@ def test_sealing_and_merging_change_nothing(stand: Stand) -> None:
     assert len(stand.find("entry")) == 40
 
 
-def test_many_documents_are_read_beside_and_then_followed(stand: Stand) -> None:
+def test_a_large_collection_is_indexed_in_the_background_and_then_followed(stand: Stand) -> None:
     stand.upsert(*(f"a{n}" for n in range(1000)))
     stand.writer.flush()
     stand.upsert(*(f"b{n}" for n in range(500)))
@@ -90,7 +90,7 @@ def test_many_documents_are_read_beside_and_then_followed(stand: Stand) -> None:
     until(lambda: stand.find("d999") == ["d999"])
 
 
-def test_a_filter_is_for_words_too(stand: Stand) -> None:
+def test_keyword_search_applies_filters(stand: Stand) -> None:
     stand.upsert("a", "b", tenant="acme")
     stand.writer.flush()
     stand.upsert("c", "d", tenant="blue")
@@ -99,7 +99,7 @@ def test_a_filter_is_for_words_too(stand: Stand) -> None:
     assert stand.find("entry", 1, wanted={"type": "eq", "key": "tenant", "value": "blue"})[0] in ("c", "d")
 
 
-def test_the_distance_is_that_to_the_text_s_vector(stand: Stand) -> None:
+def test_the_distance_is_to_the_texts_vector(stand: Stand) -> None:
     stand.upsert("near")
     stand.writer.flush()
     stand.upsert("nearer", words="words of")
@@ -111,7 +111,7 @@ def test_the_distance_is_that_to_the_text_s_vector(stand: Stand) -> None:
     assert told["nearer"] == pytest.approx(float(np.square(vector_of(6) - vector_of(4)).sum()), rel=1e-5)
 
 
-def test_an_index_of_which_most_is_deleted_is_begun_anew(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_with_mostly_deleted_rows_is_rebuilt(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.retrieval.live.keyword_search._MAX_DELETED", 10)
     for round_number in range(30):
         stand.upsert("a", "b", words=f"round{round_number}")

@@ -1,4 +1,4 @@
-"""A writer that is killed at a random moment loses nothing that it had acknowledged. `--kills` sets how often."""
+"""A writer killed at random times loses no acknowledged write. `--kills` sets the number of kills."""
 
 import os
 import random
@@ -19,7 +19,7 @@ def kills(pytestconfig: pytest.Config) -> int:
     return int(pytestconfig.getoption("--kills"))
 
 
-def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_back(
+def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_document(
     tmp_path: Path, kills: int
 ) -> None:
     chance = random.Random(7)
@@ -41,7 +41,7 @@ def test_a_killed_writer_loses_nothing_that_was_acknowledged_and_brings_nothing_
         assert verify(directory) == ""
         assert not list((directory / "segments").glob(".building-*"))
         expected = held
-    assert sealed, "no segment was ever sealed: the test does not test what it is for"
+    assert sealed, "no segment was ever sealed: the test is ineffective"
 
 
 def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random) -> list[str]:
@@ -67,7 +67,7 @@ def _run_and_kill(directory: Path, seed: int, writes: int, chance: random.Random
 
 
 def _after(before: dict[str, str], lines: list[str]) -> list[dict[str, str]]:
-    """What may be there: with and without the write that was not acknowledged."""
+    """Return the possible contents: with and without the unacknowledged write."""
     held, begun = dict(before), dict(before)
     for line in lines:
         match line.split():

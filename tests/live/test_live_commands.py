@@ -24,14 +24,14 @@ def _lines(path: Path, *documents: dict[str, Any]) -> Path:
     return path
 
 
-def test_what_a_document_says_to_a_terminal_is_shown_as_an_escape(tmp_path: Path) -> None:
+def test_control_characters_of_a_document_are_escaped_in_the_terminal(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     _trinity("live", "create", docs, "--embedder", "hashing-256")
     _trinity("live", "upsert", docs, _lines(tmp_path / "a.jsonl", {"id": "1\x1b[2J", "text": "a \x1b]0;red\x07 fox"}))
     assert _trinity("live", "search", docs, "red fox").split(maxsplit=1)[1] == "1\\x1b[2J  a \\x1b]0;red\\x07 fox\n"
 
 
-def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tmp_path: Path) -> None:
+def test_documents_are_stored_filtered_replaced_deleted_and_verified(tmp_path: Path) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     assert "256 dimensions" in _trinity("live", "create", docs, "--embedder", "hashing-256", "--demand", "tenant")
     _lines(
@@ -59,7 +59,7 @@ def test_documents_are_stored_found_by_a_filter_replaced_deleted_and_verified(tm
     assert "every checksum is correct" in _trinity("index", "verify", docs)
 
 
-def test_a_torn_log_is_said_before_and_when_it_is_cut(tmp_path: Path) -> None:
+def test_a_torn_log_is_reported_before_and_when_it_is_truncated(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     _trinity("live", "create", docs, "--embedder", "hashing-16")
     _trinity("live", "upsert", docs, _lines(tmp_path / "a.jsonl", {"id": "1", "text": "x"}))
@@ -71,7 +71,7 @@ def test_a_torn_log_is_said_before_and_when_it_is_cut(tmp_path: Path) -> None:
     assert "the last" not in _trinity("index", "verify", docs)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_commands_are_refused(tmp_path: Path) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     refused: list[tuple[type[Exception], tuple[object, ...]]] = [
         (BuildRefused, ("live", "create", docs, "--dim", 20_000)),
@@ -99,7 +99,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ('{"id": "1", "text": "\\ud800"}', "line 1: not valid UTF-8: an unpaired surrogate"),
     ],
 )
-def test_a_line_that_cannot_be_stored_says_why(tmp_path: Path, line: str, says: str) -> None:
+def test_an_invalid_line_is_reported_with_the_reason(tmp_path: Path, line: str, says: str) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     file.write_text(line)
     _trinity("live", "create", docs, "--dim", "3")
@@ -107,7 +107,7 @@ def test_a_line_that_cannot_be_stored_says_why(tmp_path: Path, line: str, says: 
         _trinity("live", "upsert", docs, file)
 
 
-def test_each_kind_of_collection_says_what_it_is_to_the_other_kinds_commands(tmp_path: Path) -> None:
+def test_commands_for_the_other_kind_of_collection_name_its_kind(tmp_path: Path) -> None:
     live, built = tmp_path / "live", tmp_path / "built"
     _trinity("live", "create", live, "--dim", "16")
     file = _lines(

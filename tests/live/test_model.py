@@ -1,4 +1,4 @@
-"""A live collection does what a dictionary with brute force does, whatever is done to it in whatever order."""
+"""State machine: a live collection equals a dictionary with brute-force search under random operations."""
 
 import itertools
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def _filter(colour: str, size: int) -> Filter:
     return parse_filter({"type": "and", "filters": parts})
 
 
-def test_a_live_collection_is_a_dictionary_that_is_searched(tmp_path_factory: Any) -> None:
+def test_a_live_collection_equals_a_dictionary_with_brute_force_search(tmp_path_factory: Any) -> None:
     class Bound(Model):
         directories = staticmethod(lambda: tmp_path_factory.mktemp("live"))
 

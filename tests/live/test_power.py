@@ -1,4 +1,4 @@
-"""After a power cut everything that was acknowledged is there, and nothing that was deleted."""
+"""After a power cut every acknowledged write is present and every deleted document is absent."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.live.small_collections import DIM, contents, document, maintain, open
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_was_acknowledged_outlasts_a_power_cut_at_any_write(tmp_path: Path, seed: int) -> None:
+def test_acknowledged_writes_survive_a_power_cut_at_any_write(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     root = tmp_path / "collection"
     disk = LossyDisk(root)
@@ -53,7 +53,7 @@ def _do_something(writer: LiveWriter, chance: random.Random, expected: dict[str,
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_path: Path, seed: int) -> None:
+def test_acknowledged_writes_survive_a_power_cut_within_any_operation(tmp_path: Path, seed: int) -> None:
     class Cut(Exception):
         pass
 
@@ -95,7 +95,7 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
         disk.write_after_power_cut(after, chance)
         with open_writer(after) as found:
             held = contents(found)
-        assert held in (acknowledged, attempted), "what is there is neither with the last write nor without it"
+        assert held in (acknowledged, attempted), "the contents match the state neither with nor without the last write"
         import os
 
         os.close(writer.lock_fd)
@@ -113,7 +113,7 @@ def test_a_power_cut_in_the_middle_of_anything_leaves_what_was_acknowledged(tmp_
 
 
 class _Recorded:
-    """A writer whose writes are noted before they are made: one that was cut off may be there or not."""
+    """A writer that records each write before making it: an interrupted write may be present or not."""
 
     def __init__(self, writer: LiveWriter, attempted: dict[str, str]) -> None:
         self._writer, self._attempted = writer, attempted

@@ -1,4 +1,4 @@
-"""Who answers with documents has those that a pool has found, however long it has not looked."""
+"""A reader finds the documents of rows that a pool returned, even if it has not polled since."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from runtime.retrieval.live.reader import LiveDocumentStore
 from tests.live.small_collections import documents, new_writer
 
 
-def test_documents_of_segments_that_were_sealed_since_the_last_look_are_there(tmp_path: Path) -> None:
+def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         reading = LiveDocumentStore(tmp_path / "a")
         for part in range(3):
@@ -18,7 +18,7 @@ def test_documents_of_segments_that_were_sealed_since_the_last_look_are_there(tm
         reading.close()
 
 
-def test_a_row_that_nobody_has_written_is_no_document(tmp_path: Path) -> None:
+def test_an_unwritten_row_has_no_document(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(3)))
         reading = LiveDocumentStore(tmp_path / "a")

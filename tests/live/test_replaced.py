@@ -1,4 +1,4 @@
-"""A directory that is replaced, or gone, while its collection is open: nothing is lost, nothing written into it."""
+"""A directory replaced or removed while its collection is open: no acknowledged write is lost."""
 
 import shutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.live.small_collections import contents, documents, maintain, new_writ
 
 
 def _another(directory: Path) -> None:
-    """Another collection in the place of one."""
+    """Replace the directory by another collection."""
     shutil.move(directory, directory.with_name("old"))
     with new_writer(directory) as writer:
         writer.upsert(documents(range(3)))
@@ -28,13 +28,13 @@ def _backed_up(directory: Path) -> Path:
 
 
 def _whole(directory: Path) -> None:
-    """The backup in the place of the directory."""
+    """Replace the directory by the backup."""
     shutil.rmtree(directory)
     shutil.copytree(directory.with_name("backup"), directory)
 
 
 def _file_by_file(directory: Path) -> None:
-    """Only what is not as it was is put back, the rest is left."""
+    """Restore only the files that changed."""
     backup = directory.with_name("backup")
     for path in [path for path in directory.rglob("*") if path.is_file()]:
         was = backup / path.relative_to(directory)
@@ -52,7 +52,7 @@ def _where_missing(source: str, target: str) -> None:
 
 
 def _over_the_files(directory: Path) -> None:
-    """Files keep their places on the disk, and get the contents that they had."""
+    """Restore contents in place; files keep their inodes."""
     shutil.copytree(directory.with_name("backup"), directory, dirs_exist_ok=True)
 
 
@@ -72,7 +72,7 @@ def test_a_write_to_a_directory_that_was_replaced_is_not_acknowledged(
             writer.delete(["1"])
 
 
-def test_a_writer_of_what_was_there_before_leaves_the_new_collection_as_it_is(tmp_path: Path) -> None:
+def test_a_writer_of_the_old_directory_does_not_change_the_new_collection(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         for part in range(2):
             writer.upsert(documents(range(10 * part, 10 * part + 10)))
@@ -88,7 +88,7 @@ def test_a_writer_of_what_was_there_before_leaves_the_new_collection_as_it_is(tm
         assert sorted(contents(anew)) == ["0", "1", "2"]
 
 
-def test_a_build_during_which_the_directory_was_replaced_is_not_taken(tmp_path: Path) -> None:
+def test_a_build_during_a_replacement_is_discarded(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a", seal_rows=10) as writer:
         writer.upsert(documents(range(10)))
 
@@ -101,7 +101,7 @@ def test_a_build_during_which_the_directory_was_replaced_is_not_taken(tmp_path: 
         assert sorted(contents(anew)) == ["0", "1", "2"]
 
 
-def test_a_reader_says_that_another_collection_is_there_and_goes_on_with_what_it_had(tmp_path: Path) -> None:
+def test_a_reader_reports_a_replaced_collection_and_keeps_its_state(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(10)))
         with LiveReader(tmp_path / "a") as reader:
@@ -113,7 +113,7 @@ def test_a_reader_says_that_another_collection_is_there_and_goes_on_with_what_it
 
 
 @pytest.mark.parametrize("replace", [_another, _nothing])
-def test_checksums_of_a_directory_that_was_replaced_meanwhile_are_not_damage(
+def test_verifying_a_directory_replaced_meanwhile_reports_no_corruption(
     tmp_path: Path, replace: Callable[[Path], None]
 ) -> None:
     with new_writer(tmp_path / "a") as writer:
@@ -128,7 +128,7 @@ def test_checksums_of_a_directory_that_was_replaced_meanwhile_are_not_damage(
 
 @pytest.mark.parametrize("restore", RESTORES)
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_reader_says_that_an_earlier_state_was_restored_and_another_one_reads_it(
+def test_a_reader_reports_a_restored_backup_and_a_new_reader_opens_it(
     tmp_path: Path, restore: Callable[[Path], None], sealed: bool
 ) -> None:
     with new_writer(tmp_path / "a") as writer:
@@ -152,7 +152,7 @@ def test_a_reader_says_that_an_earlier_state_was_restored_and_another_one_reads_
 
 
 @pytest.mark.parametrize("restore", RESTORES)
-def test_nothing_is_acknowledged_that_a_restored_collection_does_not_have(
+def test_no_write_is_acknowledged_that_a_restored_collection_lacks(
     tmp_path: Path, restore: Callable[[Path], None]
 ) -> None:
     with new_writer(tmp_path / "a") as writer:
@@ -167,7 +167,7 @@ def test_nothing_is_acknowledged_that_a_restored_collection_does_not_have(
         assert sorted(contents(anew), key=int) == [*map(str, range(10)), "30", "31"]
 
 
-def test_a_reader_that_slept_tells_a_restored_copy_that_went_on_from_what_it_had_read(tmp_path: Path) -> None:
+def test_a_stalled_reader_detects_a_restored_copy_that_has_new_writes(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(10)))
         _backed_up(tmp_path / "a")

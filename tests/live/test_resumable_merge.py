@@ -1,4 +1,4 @@
-"""A merge whose process was killed goes on from what it had made."""
+"""A merge whose process was killed resumes from its partial results."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ ROWS = 60
 
 @pytest.fixture
 def sealed(tmp_path: Path) -> Path:
-    """A collection with as many segments as are merged."""
+    """A collection with enough segments for a merge."""
     with new_writer(tmp_path / "a") as writer:
         for part in range(MERGE_FAN_IN):
             writer.upsert(documents(range(ROWS * part, ROWS * (part + 1))))
@@ -37,7 +37,7 @@ def sealed(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-def test_a_build_begins_nothing_for_a_writer_that_is_gone(sealed: Path) -> None:
+def test_a_build_does_not_start_for_a_dead_writer(sealed: Path) -> None:
     there = sorted(sealed.rglob("*"))
     job = msgspec.json.encode(BuildJob(99, 0, 0, list(range(MERGE_FAN_IN)))).decode()
     ended = subprocess.run([sys.executable, "-m", "runtime.retrieval.live.build", str(sealed), job, "1"])
@@ -46,7 +46,7 @@ def test_a_build_begins_nothing_for_a_writer_that_is_gone(sealed: Path) -> None:
 
 
 def _build_until(directory: Path, job: BuildJob, last: str) -> None:
-    """A build that is killed when this stage begins."""
+    """Run a build that is killed when the stage `last` begins."""
 
     def progress(stage: str, part: float) -> None:
         if stage == last:
@@ -75,13 +75,13 @@ Made = dict[str, tuple[int, int]]
 
 
 def made(directory: Path) -> Made:
-    """What an unfinished merge has made: files, and when."""
+    """Return an unfinished merge's files and their modification times."""
     found = {path.name: path.stat() for path in merging_path(directory).glob("*.npy")}
     return {name: (told.st_ino, told.st_mtime_ns) for name, told in found.items()}
 
 
 def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes:
-    """Merge, and `look` before it is taken. The graph."""
+    """Merge, call `look` before the segment is installed, and return the graph."""
 
     def run(directory: Path, job: BuildJob) -> SegmentInfo | None:
         info = build(Disk(), writer.state, job)
@@ -96,7 +96,7 @@ def merged(writer: LiveWriter, look: Callable[[], None] = lambda: None) -> bytes
 @pytest.mark.parametrize(
     ("last", "kept"), [("graph", ["neighbors-0", "rows"]), ("encoding", ["graph", "neighbors-0", "rows"])]
 )
-def test_a_merge_goes_on_where_its_process_was_killed_and_makes_the_same_segment(
+def test_a_merge_resumes_after_a_kill_and_builds_the_same_segment(
     sealed: Path, tmp_path: Path, last: str, kept: list[str]
 ) -> None:
     twin = Path(shutil.copytree(sealed, tmp_path / "twin"))
@@ -113,10 +113,10 @@ def test_a_merge_goes_on_where_its_process_was_killed_and_makes_the_same_segment
 
 
 def _same(before: Made, after: Made) -> None:
-    assert before.items() <= after.items(), "what had been made was made again"
+    assert before.items() <= after.items(), "finished files were rebuilt"
 
 
-def test_what_was_written_between_holds_in_the_segment_of_a_merge_that_went_on(sealed: Path) -> None:
+def test_writes_before_the_resumption_apply_to_the_merged_segment(sealed: Path) -> None:
     with open_writer(sealed) as writer:
         kill(writer, "encoding")
         writer.delete(["70", "71"])
@@ -134,7 +134,7 @@ def test_what_was_written_between_holds_in_the_segment_of_a_merge_that_went_on(s
     assert not merging_path(sealed).exists()
 
 
-def test_what_is_not_whole_is_made_again(sealed: Path, tmp_path: Path) -> None:
+def test_incomplete_files_are_rebuilt(sealed: Path, tmp_path: Path) -> None:
     twin = Path(shutil.copytree(sealed, tmp_path / "twin"))
     with open_writer(sealed) as writer:
         kill(writer, "encoding")
@@ -155,7 +155,7 @@ def _all_made_again(before: Made, after: Made) -> None:
     assert not any(after[name] == before[name] for name in before)
 
 
-def test_another_merge_takes_the_place_of_one_that_did_not_end(sealed: Path) -> None:
+def test_a_different_merge_replaces_an_unfinished_one(sealed: Path) -> None:
     with open_writer(sealed) as writer:
         kill(writer, "graph")
         writer.upsert(documents(range(1000, 1010)))
@@ -166,7 +166,7 @@ def test_another_merge_takes_the_place_of_one_that_did_not_end(sealed: Path) -> 
     assert not merging_path(sealed).exists()
 
 
-def test_a_job_that_cannot_be_read_is_none(sealed: Path) -> None:
+def test_an_unreadable_job_is_ignored(sealed: Path) -> None:
     with open_writer(sealed) as writer:
         kill(writer, "graph")
         (merging_path(sealed) / "job.json").write_bytes(b"{")

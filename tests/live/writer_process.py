@@ -1,4 +1,4 @@
-"""A writer in a process of its own, for killing: tells each write before and after it is made.
+"""A writer process to be killed: prints each write before and after it is made.
 
 python -m tests.live.writer_process DIR SEED
 """
