@@ -24,8 +24,8 @@ class Backend(NamedTuple):
     All arguments and results are int64; addresses are byte addresses.
 
         admit(handle, vector, collection, k, top_m, width, patience)
-            Assign a slot to the float32 query at `vector` and return it; INVALID for a vector that is not finite or too
-            long, or an unknown collection. Precondition: a slot is free, and the parameters are within the limits.
+            Assign a slot to the float32 query at `vector` and return it; INVALID for a vector that is not finite or
+            too large in norm, or an unknown collection. Precondition: a slot is free, the parameters are within limits.
         extend(handle, report)
             Advance every running slot. Returns the number of finished slots. Writes to `report`: [0] the extends made,
             [1] the padded slots, those covered beyond the running ones, and from [2] on pairs (finished slot, its

@@ -1,6 +1,6 @@
 """Memory that the processes of a node share: rings with doorbells and sessions, and the KV hand-over channel.
 
-Knows nothing of what vectors mean, of search, or of language models. Linux only.
+Independent of vector search and of language models. Linux only.
 """
 
 import importlib

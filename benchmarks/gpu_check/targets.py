@@ -87,7 +87,7 @@ TARGETS = (
 
 
 def verdicts(found: Results) -> list[tuple[str, str, str]]:
-    """Return (description, figure with bar and aim, verdict) for each target."""
+    """Return (description, figure with its limits, verdict) for each target."""
     return [_verdict(target, found) for target in TARGETS]
 
 

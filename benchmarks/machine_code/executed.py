@@ -99,12 +99,12 @@ def _write(driver: InterpretedDriver, extends: int) -> None:
     driver.counts.clear()
 
 
-def _stages(bench: Any, driver: InterpretedDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+def _stages(bench: Any, driver: InterpretedDriver, params: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
     """Gather and merge several slots while all of them run. Distances are computed by numpy."""
     layout, base, queries = bench.layout, arrays["base"], arrays["queries"]
     work = _work(bench, driver, SLOTS, "float32", arrays)
     for slot in range(SLOTS):
-        work.admit(slot, queries[slot], wanted)
+        work.admit(slot, queries[slot], params)
     number = 0
     while not any(work.done(slot) for slot in range(SLOTS)):
         driver.counts.clear()
@@ -125,13 +125,13 @@ def _stages(bench: Any, driver: InterpretedDriver, wanted: Any, arrays: dict[str
     print(json.dumps([[*work.result(slot, 10), work.extends(slot)] for slot in range(SLOTS) if work.done(slot)]))
 
 
-def _block(bench: Any, driver: InterpretedDriver, wanted: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
+def _block(bench: Any, driver: InterpretedDriver, params: Any, arrays: dict[str, npt.NDArray[Any]]) -> None:
     """Execute a block per query from its second extend to its end, including distances to float16 rows and the
     result."""
     found = []
     for query in arrays["queries"][:SLOTS]:
         work = _work(bench, driver, 1, "float16", arrays)
-        work.admit(0, query, wanted)
+        work.admit(0, query, params)
         work.extend_fused(1, near=True)
         driver.counts.clear()
         work.extend_fused(1000, near=True)

@@ -65,7 +65,7 @@ class Lists:
     def full(self) -> bool:
         return bool((self.nodes[:, -1] >= 0).all())
 
-    def meet(self, places: Tensor, visitors: Tensor, members: Tensor) -> None:
+    def compare(self, places: Tensor, visitors: Tensor, members: Tensor) -> None:
         """Compare rows `visitors`, whose lists have the indices `places`, with new `members`."""
         space, width = self._space, self.nodes.shape[1]
         theirs, norms, names = space.rows(members), space.norms[members], members.to(torch.int32)
@@ -111,7 +111,7 @@ class Cells:
             sizes = torch.bincount(visited, minlength=len(self._members)).tolist()
             for visitors, members in zip(torch.split(visits, sizes), self._members, strict=True):
                 if len(visitors) and len(members):
-                    lists.meet(visitors, visitors, members)
+                    lists.compare(visitors, visitors, members)
             progress((first + len(rows)) / count)
 
     def _nearest(self, rows: Tensor, width: int) -> Tensor:
@@ -136,11 +136,11 @@ def nearest_lists(space: Space, k: int, seed: int, progress: Progress = lambda d
     lists, cells = Lists(space, count, k + 1), Cells(space, seed)
     sample = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:_SAMPLE].to(device)
     truth = exact_lists(space, sample, k + 1) if cells.count > _PROBES else None
-    met = 0
-    while met < cells.count:
-        target = min(max(_PROBES, 2 * met), cells.count)
-        cells.visit(lists, met, target, progress)
-        met = target
+    visited = 0
+    while visited < cells.count:
+        target = min(max(_PROBES, 2 * visited), cells.count)
+        cells.visit(lists, visited, target, progress)
+        visited = target
         if lists.full and truth is not None and list_recall(lists.nodes[sample], truth) >= _GOOD_LISTS:
             break
     # Drop the row itself from its list, or the last entry if more than k equal rows precede it.
@@ -154,7 +154,7 @@ def exact_lists(space: Space, rows: Tensor, width: int) -> Tensor:
     lists = Lists(space, len(rows), width)
     places = torch.arange(len(rows), device=space.device)
     for members in torch.split(torch.arange(len(space), device=space.device), _LARGEST_CELL):
-        lists.meet(places, rows, members)
+        lists.compare(places, rows, members)
     return lists.nodes
 
 

@@ -164,7 +164,7 @@ QUEUE = np.dtype(
     [
         ("known", np.uint32, 2),  # entries of each ring in the device's copy, which follows
         ("taken", np.uint32, 2),
-        ("looked", np.uint32),  # lock: one block polls the host's memory for all
+        ("polling", np.uint32),  # lock: one block polls the host's memory for all
         ("stop", np.uint32),  # tells blocks to exit
         ("records", np.uint32),  # number of records started
         ("unused", np.uint32, 9),

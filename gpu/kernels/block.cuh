@@ -8,18 +8,19 @@
 
 constexpr uint32 QUERY_DONE = 16;  // reason to stop: the query has finished and its result is published
 
-struct Went {
+// The extends of a slot in a launch.
+struct SlotRun {
     uint32 extends;  // number made
     uint32 reasons;  // for stopping
 };
 
 // Extend a slot, whose head is `head`, until its query has finished, `limit` extends were made, or there is another reason
-// to stop: one thread calls stop.ask() early in each extend, to hide the latency of its loads, and stop.reasons(the query's
+// to stop: one thread calls stop.load() early in each extend, to hide the latency of its loads, and stop.reasons(the query's
 // extends) at its end. NEAR: the visited table is in shared memory, `table_words` long. `begins`: the query is new, only
 // its line is set. `places`: of a thread in the ring of rows, which overlaps the new keys, since these follow distances.
 // Returns the same to every thread.
 template <bool NEAR, class Stop>
-__device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot head, bool begins, uint32 table_words,
+__device__ inline SlotRun extend_slot(const Batch& batch, uint32 slot_number, Slot head, bool begins, uint32 table_words,
                                    uint32 places, uint32 limit, Stop stop, unsigned char* shared) {
     BlockScratch* scratch = reinterpret_cast<BlockScratch*>(shared);
     GatherScratch* gathering = &scratch->gathering;
@@ -44,9 +45,9 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
         for (uint32 i = threadIdx.x; i < head.task_count; i += blockDim.x) nodes[i] = gathered[i];
         __syncthreads();
     }
-    Went went = {0, 0};
-    while (went.extends < limit && went.reasons == 0) {
-        if (limit > 1 && threadIdx.x == 0) stop.ask();
+    SlotRun run = {0, 0};
+    while (run.extends < limit && run.reasons == 0) {
+        if (limit > 1 && threadIdx.x == 0) stop.load();
         const uint32 count = head.task_count;
         row_distances(collection, slot, nodes, count, distances, ring);
         const Parents next = {gathering->parents, head.search_width, collection.degree * 4,
@@ -62,12 +63,12 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
                                                          gathering);
         head.extends += 1;
         head.unchanged = merged.changed ? 0 : head.unchanged + 1;
-        went.extends += 1;
+        run.extends += 1;
         if (threadIdx.x == 0) scratch->reasons = (done ? QUERY_DONE : 0) + stop.reasons(head.extends);
         __syncthreads();
-        went.reasons = scratch->reasons;
+        run.reasons = scratch->reasons;
     }
-    if (went.reasons < QUERY_DONE) {
+    if (run.reasons < QUERY_DONE) {
         const uint32 number = computed_here(slot_number);  // so that no register holds these addresses before
         uint64* stored = keys_at(batch, number);
         uint32* gathered = nodes_at(batch, number);
@@ -76,5 +77,5 @@ __device__ inline Went extend_slot(const Batch& batch, uint32 slot_number, Slot 
         if (NEAR) copy_visited(visited_at(batch, number), table, head.visited_bits);
     }
     if (threadIdx.x == 0) keep_tasks(batch, slot_number, slot, head.collection, head.task_count);
-    return went;
+    return run;
 }

@@ -8,7 +8,7 @@ struct LaunchStop {
     const Batch& batch;
     uint32 rang, others;
 
-    __device__ void ask() {
+    __device__ void load() {
         rang = load_system(at<const uint32>(batch.doorbell));
         others = load_system(&at<Counters>(batch.counters)->stop);
     }
@@ -22,10 +22,10 @@ __device__ inline void extend_of_launch(const Batch& batch, uint32 limit, uint32
     uint32 reasons_to_stop = 0;
     if (head.status == ACTIVE) {
         const LaunchStop stop = {batch, 0, 0};
-        const Went went =
+        const SlotRun run =
             extend_slot<NEAR>(batch, blockIdx.x, head, false, batch.visited_stride, places, limit, stop, shared);
-        if (threadIdx.x == 0) atomicMax(&counters->extends, went.extends);
-        reasons_to_stop = went.reasons;
+        if (threadIdx.x == 0) atomicMax(&counters->extends, run.extends);
+        reasons_to_stop = run.reasons;
     }
     if (!leave<false>(batch, reasons_to_stop)) return;
     counters->total_extends += counters->extends;

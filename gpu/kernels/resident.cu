@@ -38,7 +38,7 @@ __device__ inline uint32 take_entry(Queue* queue, uint32 ring, uint32 entries) {
 }
 
 // Copy the host's new entries and doorbell to device memory. One warp at a time in the grid.
-__device__ inline void look_at_host(const Batch& batch, Queue* queue, uint32 entries) {
+__device__ inline void poll_host(const Batch& batch, Queue* queue, uint32 entries) {
     const uint32 lane = threadIdx.x % WARP;
     const uint32 rang = load_system(at<const uint32>(batch.doorbell));
     for (uint32 ring = 0; ring < RINGS; ring++) {
@@ -58,28 +58,28 @@ __device__ inline void look_at_host(const Batch& batch, Queue* queue, uint32 ent
 // Wait for the block's next entry, or LEAVE. One warp; the result is in its first lane.
 __device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 end) {
     Queue* queue = at<Queue>(batch.queue);
-    bool looks = false;
+    bool polls = false;
     for (;;) {
         uint32 entry = NO_ENTRY;
         if (threadIdx.x % WARP == 0) {
-            const uint32 turns = load_relaxed(&queue->taken[PREFILL_RING]) + load_relaxed(&queue->taken[DECODE_RING]);
-            const uint32 first = turns % EVERY_DECODE == EVERY_DECODE - 1 ? DECODE_RING : PREFILL_RING;
+            const uint32 taken = load_relaxed(&queue->taken[PREFILL_RING]) + load_relaxed(&queue->taken[DECODE_RING]);
+            const uint32 first = taken % EVERY_DECODE == EVERY_DECODE - 1 ? DECODE_RING : PREFILL_RING;
             if (load_relaxed(&queue->stop) != 0 || clock_ns() >= end) entry = LEAVE;
             if (entry == NO_ENTRY) entry = take_entry(queue, first, entries);
             if (entry == NO_ENTRY) entry = take_entry(queue, RINGS - 1 - first, entries);
             // SYNC POINT: the polling warp sees `known` of its predecessor.
-            if (entry == NO_ENTRY && !looks && atomicCAS(&queue->looked, 0u, 1u) == 0) {
-                looks = true;
+            if (entry == NO_ENTRY && !polls && atomicCAS(&queue->polling, 0u, 1u) == 0) {
+                polls = true;
                 __threadfence();
             }
-            if (entry != NO_ENTRY && looks) {
+            if (entry != NO_ENTRY && polls) {
                 __threadfence();  // for the next polling warp
-                atomicExch(&queue->looked, 0u);
+                atomicExch(&queue->polling, 0u);
             }
         }
         if (__ballot_sync(WHOLE_WARP, entry != NO_ENTRY) != 0) return entry;
-        if (__ballot_sync(WHOLE_WARP, looks) != 0)
-            look_at_host(batch, queue, entries);
+        if (__ballot_sync(WHOLE_WARP, polls) != 0)
+            poll_host(batch, queue, entries);
         else
             rest();
     }
@@ -89,10 +89,10 @@ __device__ inline uint32 next_entry(const Batch& batch, uint32 entries, uint64 e
 struct ResidentStop {
     const uint32* goal;
     uint64 end;
-    uint32 asked;
+    uint32 loaded;
 
-    __device__ void ask() { asked = load_system(goal); }
-    __device__ uint32 reasons(uint32 extends) const { return (asked <= extends ? 1 : 0) + (clock_ns() >= end ? 1 : 0); }
+    __device__ void load() { loaded = load_system(goal); }
+    __device__ uint32 reasons(uint32 extends) const { return (loaded <= extends ? 1 : 0) + (clock_ns() >= end ? 1 : 0); }
 };
 
 // Return a slot to the host.
@@ -125,11 +125,11 @@ __device__ inline void serve(const Batch& batch, Queue* queue, uint32 entry, uin
     const uint32 table_words = min(batch.visited_stride, 1u << RESIDENT_VISITED_BITS);
     const uint32 limit = goal > head.extends ? ~0u : 0;
     __syncthreads();
-    const Went went =
+    const SlotRun run =
         extend_slot<true>(batch, slot_number, head, (entry & IS_NEW) != 0, table_words, places, limit, stop, shared);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + went.extends, went.reasons >= QUERY_DONE, entries);
+    if (threadIdx.x == 0) record_slot(batch, queue, slot_number, head.extends + run.extends, run.reasons >= QUERY_DONE, entries);
 }
 
 extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, 2)

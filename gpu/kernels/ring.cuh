@@ -23,7 +23,7 @@ struct Ring {
 // A warp's position in the rows; each of its teams processes one row at a time: the first team's row, and the first chunk of
 // a piece of it, which has PIECE chunks per thread.
 template <uint32 PIECE>
-struct Walk {
+struct RowCursor {
     uint32 row, piece;
 
     // Advance to the next piece. Returns whether the row is complete.
@@ -47,7 +47,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     const uint32 thread = computed_here(threadIdx.x), lane = thread % SLOT_TEAM, team = thread % WARP / SLOT_TEAM;
     const uint32 chunks = collection.row_chunks;
     const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has the trailing step and norm of an int8 row
-    Walk<PIECE> asked = {thread / WARP * (WARP / SLOT_TEAM), 0}, added = asked;
+    RowCursor<PIECE> fetched = {thread / WARP * (WARP / SLOT_TEAM), 0}, added = fetched;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
     const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
@@ -65,25 +65,25 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     uint4* next = ring.chunks + thread / WARP * ring.places * WARP + thread % WARP;  // the half to fill next
     uint4* last = two ? next + half : next;
     Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next pair's
-    const auto ask = [&] {
+    const auto fetch = [&] {
 #pragma unroll 1
-        for (uint4 *place = next, *end = next + half; place != end && asked.row < count; place += stride) {
-            const uint32 i = asked.row + team, left = i < count ? chunks : 0;
+        for (uint4 *place = next, *end = next + half; place != end && fetched.row < count; place += stride) {
+            const uint32 i = fetched.row + team, left = i < count ? chunks : 0;
             const unsigned char* row = rows + static_cast<uint64>(nodes[min(i, count - 1)]) * (chunks * CHUNK_BYTES);
-            const uint4* piece = reinterpret_cast<const uint4*>(row + asked.piece * CHUNK_BYTES);
+            const uint4* piece = reinterpret_cast<const uint4*>(row + fetched.piece * CHUNK_BYTES);
 #pragma unroll
             for (uint32 j = 0; j < PIECE; j++)
-                if (asked.piece + j * SLOT_TEAM + lane < left) copy_row(place + j * WARP, piece + j * SLOT_TEAM);
-            asked.step(chunks);
+                if (fetched.piece + j * SLOT_TEAM + lane < left) copy_row(place + j * WARP, piece + j * SLOT_TEAM);
+            fetched.step(chunks);
         }
         commit_copies();
-        uint4* asked_for = next;
+        uint4* filled = next;
         next = last;
-        last = asked_for;
+        last = filled;
     };
-    if (two) ask();
+    if (two) fetch();
     while (added.row < count) {
-        ask();
+        fetch();
         if (two)
             wait_for_copies<1>();
         else

@@ -60,8 +60,8 @@ class RingClient(ClientSession):
         A `DeviceSpan` is dim float32 in a GPU's memory, which must not change until the request has ended. With as many
         outstanding requests as the ring has slots, wait up to `block_ms` for one to end, then raise `RingFull`; the
         request is not sent. Raises `InvalidArgument` (unknown collection, wrong dimension, a value out of range),
-        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that does not fit into the pool's arena now: copy it
-        to the host.
+        `Draining`, `PeerLost`; `MemoryRefused` for a `DeviceSpan` that cannot be written to the pool's arena now: copy
+        it to the host.
         """
         deadline_ns = spec.deadline_ns
         key = replace(spec, deadline_ns=0) if deadline_ns else spec
@@ -133,11 +133,11 @@ class RingClient(ClientSession):
             self._check_sent(sent, ids)
         return ids
 
-    def _filter_slot(self, wanted: bytes, count: int) -> int:
+    def _filter_slot(self, encoded: bytes, count: int) -> int:
         """Return the slot of a filter for the next `count` requests. Raises `InvalidArgument`, `RingFull`."""
         ring = self.attachment.requests
         read = ring.position - ring.layout.slots + ring.free()
-        return self.attachment.filters.slot_of(wanted, ring.position + count, read)
+        return self.attachment.filters.slot_of(encoded, ring.position + count, read)
 
     def _check_sent(self, sent: int, ids: range) -> None:
         """Ring a doorbell that is not an eventfd, or raise the error if nothing was sent."""

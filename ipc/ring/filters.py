@@ -30,30 +30,30 @@ class FilterWriter:
         self._slots: dict[bytes, int] = {}  # slot numbers, from 1 on; least recently used first
         self._used: dict[int, int] = {}  # by slot: the ring position after the last request that refers to it
 
-    def slot_of(self, wanted: bytes, position: int, read: int) -> int:
+    def slot_of(self, encoded: bytes, position: int, read: int) -> int:
         """Return the slot of a filter for requests before `position`, writing it if needed.
 
         `read`: the pool has read all requests before this position. Raises `InvalidArgument` for a filter that is too
         long, `RingFull` if unread requests refer to every slot.
         """
-        number = self._slots.pop(wanted, 0) or self._write(wanted, read)
-        self._slots[wanted] = number
+        number = self._slots.pop(encoded, 0) or self._write(encoded, read)
+        self._slots[encoded] = number
         self._used[number] = position
         return number
 
-    def _write(self, wanted: bytes, read: int) -> int:
-        if len(wanted) > MAX_FILTER_BYTES:
-            raise InvalidArgument(f"the filter has {len(wanted)} bytes; the limit is {MAX_FILTER_BYTES}")
+    def _write(self, encoded: bytes, read: int) -> int:
+        if len(encoded) > MAX_FILTER_BYTES:
+            raise InvalidArgument(f"the filter has {len(encoded)} bytes; the limit is {MAX_FILTER_BYTES}")
         number = len(self._slots) + 1
         if number > FILTER_SLOTS:
-            oldest = next((known for known, slot in self._slots.items() if self._used[slot] <= read), None)
+            oldest = next((other for other, slot in self._slots.items() if self._used[slot] <= read), None)
             if oldest is None:
-                raise RingFull(f"{FILTER_SLOTS} other filters are on their way to the pool")
+                raise RingFull(f"all {FILTER_SLOTS} filter slots are in use by requests that the pool has not read yet")
             number = self._slots.pop(oldest)
         start = (number - 1) * FILTER_SLOT_BYTES
         self._generation += 1
-        self.view[start + 8 : start + 16] = len(wanted).to_bytes(8, "little")
-        self.view[start + 16 : start + 16 + len(wanted)] = wanted
+        self.view[start + 8 : start + 16] = len(encoded).to_bytes(8, "little")
+        self.view[start + 16 : start + 16 + len(encoded)] = encoded
         # SYNC POINT: a filter's generation. The pool acquires it before it reads the bytes.
         atomics.store_release(self._address + start, self._generation)
         return number

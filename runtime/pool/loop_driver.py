@@ -206,13 +206,13 @@ class PoolLoop:
 
     def _resolve_filter(self) -> None:
         """Resolve the current request's filter to a scope's number, or refuse the request."""
-        wanted = self._server.request_filter()
-        if wanted is None:
+        encoded = self._server.request_filter()
+        if encoded is None:
             self.drop_gone_clients()
             return
         try:
             number, evicted = self._scopes.resolve(
-                int(self._server.client_table.words[exchange.COLLECTION]), wanted, self.parts_in_use()
+                int(self._server.client_table.words[exchange.COLLECTION]), encoded, self.parts_in_use()
             )
         except TrinityError as error:
             self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")

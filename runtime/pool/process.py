@@ -192,7 +192,7 @@ class Pool:
     def close(self) -> None:
         self._updater.close()
         self.server.close()
-        self.engine.close()  # first: freeing the GPU's memory would wait for blocks that stay on it
+        self.engine.close()  # first: freeing the GPU's memory would wait for a resident kernel
         if self.arena is not None:
             self.arena.close()
 

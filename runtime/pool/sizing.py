@@ -24,7 +24,7 @@ _QUERIES = 16  # for each number of slots, plus one for each slot
 
 
 class ExtendCost(NamedTuple):
-    """ExtendCost duration of an extend with `active` slots."""
+    """Measured duration of an extend with `active` slots."""
 
     active: int
     extend_ns: float

@@ -35,22 +35,24 @@ def demands(setup: Setup, arrivals: Sequence[Arrival]) -> dict[str, float]:
     extends = -(-limits.top_m // limits.search_width) + 2
     width = slots_of(limits, times)
     query = extends * (times.extend_time_s(width) + times.round_s) / width + times.query_s
-    ask, probing = (query, probes * query) if work.retrieval else (0.0, 0.0)
+    searches, probe_searches = (query, probes * query) if work.retrieval else (0.0, 0.0)
     demand = {
         "prefill": prefill / n / config.prefill.workers,
         "decode": (output * step / slots + append) / config.decode.workers,
-        "pool": (ask + probing) / max(config.pool.workers, 1),
+        "pool": (searches + probe_searches) / max(config.pool.workers, 1),
         "link": times.copy_s(round(prompt)) / config.decode.workers,
     }
     if (placement := limits.placement) in ("with-prefill", "with-decode"):
         role: Stage = "prefill" if placement == "with-prefill" else "decode"
         workers = getattr(config, role).workers
-        demand["pool"] = (ask + probing) * times.extend_shared / workers
-        demand[role] += (ask + probing) / workers
+        demand["pool"] = (searches + probe_searches) * times.extend_shared / workers
+        demand[role] += (searches + probe_searches) / workers
     elif placement == "coupled":
-        demand["pool"] = max(ask / config.prefill.workers, probing / config.decode.workers) * times.extend_shared
-        demand["prefill"] += ask / config.prefill.workers
-        demand["decode"] += probing / config.decode.workers
+        demand["pool"] = (
+            max(searches / config.prefill.workers, probe_searches / config.decode.workers) * times.extend_shared
+        )
+        demand["prefill"] += searches / config.prefill.workers
+        demand["decode"] += probe_searches / config.decode.workers
     return demand
 
 

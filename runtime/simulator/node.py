@@ -127,10 +127,10 @@ class Simulation:
             self.router.add(self._hello("decode", decode.name, config.decode, kv))
         for i, gpu in enumerate(prefill_gpus):
             prompts = self._prompts(config.prefill)
-            ask = partial(self._pools.submit, prefill_pools[i], "prefill") if setup.workload.retrieval else None
+            submit = partial(self._pools.submit, prefill_pools[i], "prefill") if setup.workload.retrieval else None
             prefill = SimPrefill(
                 f"prefill-{i}", self.events, setup.times, config.prefill, gpu,
-                ask, self._offer, self._roles.report, self._end_once,
+                submit, self._offer, self._roles.report, self._end_once,
                 Disaggregation(config.handover.disaggregate, setup.slos.tpot_s, config.decode.chunk_tokens), batches,
                 prompts, self._decode_of, config.handover.order == "decode_first",
             )  # fmt: skip

@@ -68,18 +68,18 @@ def test_more_cells_are_visited_until_the_lists_are_accurate(
 
 
 def test_identical_rows_get_full_lists_in_linear_work(small_cells: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    met: list[int] = []
-    meet = Lists.meet
+    compared: list[int] = []
+    compare = Lists.compare
 
     def counted(lists: Lists, places: Any, visitors: Any, members: Any) -> None:
-        met.append(len(visitors) * len(members))
-        meet(lists, places, visitors, members)
+        compared.append(len(visitors) * len(members))
+        compare(lists, places, visitors, members)
 
-    monkeypatch.setattr(Lists, "meet", counted)
+    monkeypatch.setattr(Lists, "compare", counted)
     lists = nearest_lists(Space(torch.zeros(4096, 8)), 24, seed=0)
     assert (lists != torch.arange(4096)[:, None]).all()
     assert (lists.sort(dim=1).values.diff(dim=1) > 0).all()
-    assert sum(met) < 4096 * 4096  # of all pairs
+    assert sum(compared) < 4096 * 4096  # of all pairs
 
 
 def test_pruning_keeps_the_same_edges_as_the_compiled_code() -> None:

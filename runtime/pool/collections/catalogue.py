@@ -162,7 +162,7 @@ class PoolCatalogue:
         for name, entry in self._entries.items():
             if entry.checking is not None and entry.checking.done:
                 changes += self._finish_check(name, entry)
-            changes += self._replaced(name, entry)
+            changes += self._close_outdated(name, entry)
             if entry.opening is not None and entry.opening.done:
                 changes += self._finish_opening(name, entry)
             due = entry.reload_requested or (entry.needs_reopening and now_ns >= entry.next_check_ns)
@@ -211,7 +211,7 @@ class PoolCatalogue:
         self._mark_unavailable(entry, error, None)
         return [Change(name, old, None)]
 
-    def _replaced(self, name: str, entry: _Entry) -> list[Change]:
+    def _close_outdated(self, name: str, entry: _Entry) -> list[Change]:
         """Mark a live collection whose directory was restored to an earlier state as unavailable, and reopen it."""
         old = entry.shard
         if old is None or old.live is None or not old.live.outdated:

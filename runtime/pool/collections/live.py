@@ -229,15 +229,15 @@ class LiveIndexes:
     def _loaded_index(self, key: str, index: GraphIndex, source: object) -> _LoadedIndex:
         return _LoadedIndex(key, self._number_of(key), index.size, source)
 
-    def _filtered_parts(self, wanted: Filter) -> Sequence[Part]:
+    def _filtered_parts(self, condition: Filter) -> Sequence[Part]:
         state = self.reader.state
         found = [
-            part_of(self._segments[segment.info.number].number, segment.alive & segment.passing(wanted))
+            part_of(self._segments[segment.info.number].number, segment.alive & segment.passing(condition))
             for segment in state.segments
         ]
         loaded = self._load_growing(state.growing)
         passing = np.zeros(len(loaded.alive), bool)
-        passing[: state.growing.count] = state.growing.alive & state.growing.passing(wanted)
+        passing[: state.growing.count] = state.growing.alive & state.growing.passing(condition)
         found = [part for part in (*found, part_of(loaded.number, passing)) if part.passing]
         return found or [part_of(loaded.number, np.zeros(len(loaded.alive), bool))]
 

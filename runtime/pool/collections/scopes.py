@@ -81,7 +81,7 @@ class FilterableCollection:
 @dataclass
 class _Scope:
     collection: int
-    wanted: bytes
+    encoded: bytes
     parts: Parts
 
 
@@ -115,26 +115,26 @@ class Scopes:
         self._retired += [self._scopes[number].parts for number in dropped]
         return self._drop(dropped)
 
-    def resolve(self, collection: int, wanted: bytes, in_use: InUse) -> tuple[int, list[int]]:
+    def resolve(self, collection: int, encoded: bytes, in_use: InUse) -> tuple[int, list[int]]:
         """Return the scope of a client's filter, evaluating it if needed, and the scopes evicted for it.
 
         Raises `InvalidFilter`, `InvalidRequest`, and `Overloaded` if the scopes in use leave no room.
         """
-        found = self._numbers.get((collection, wanted))
+        found = self._numbers.get((collection, encoded))
         if found is not None:
             return found, []
         filterable = self._collections.get(collection)
         if filterable is None:
             raise InvalidRequest("this collection takes no filters", "filter")
-        condition = decode_filter(wanted)
+        condition = decode_filter(encoded)
         check_filter(condition, filterable.schema())
         if filterable.demanded and not binds(condition, filterable.demanded):
             raise InvalidRequest(f"a filter must bind {filterable.demanded!r} by eq or in", "filter")
-        scope = _Scope(collection, wanted, Parts(filterable.parts(condition)))
+        scope = _Scope(collection, encoded, Parts(filterable.parts(condition)))
         self.evaluated += 1
         evicted = self._evict(scope.parts.nbytes, in_use)
         number = self._free_number()
-        self._scopes[number], self._numbers[collection, wanted] = scope, number
+        self._scopes[number], self._numbers[collection, encoded] = scope, number
         self._set(number, scope.parts)
         return number, evicted
 
@@ -193,6 +193,6 @@ class Scopes:
     def _drop(self, numbers: list[int]) -> list[int]:
         for number in numbers:
             scope = self._scopes.pop(number)
-            del self._numbers[scope.collection, scope.wanted]
+            del self._numbers[scope.collection, scope.encoded]
             self.table[number] = 0
         return numbers

@@ -45,8 +45,8 @@ class Shard:
         """Return the evaluation of filters to parts of the engine's index of this number."""
         columns, ids = self.columns or Columns(), None if self.index is None else self.index.data.ids
 
-        def parts(wanted: Filter) -> list[Part]:
-            rows = columns.matching(wanted)
+        def parts(condition: Filter) -> list[Part]:
+            rows = columns.matching(condition)
             return [part_of(index, rows if ids is None else rows[ids])]
 
         return FilterableCollection(lambda: columns.schema, parts, self.served.demanded)

@@ -60,9 +60,9 @@ class CollectionUpdater:
 
     def _poll_reload(self) -> None:
         """Start a reload that the supervisor has requested."""
-        wanted = self._table.knob("reload")
-        if wanted != self._reload and not self._catalogue.reloading:
-            self._reload, number = wanted, int(self._table.knob("reload_of"))
+        requested = self._table.knob("reload")
+        if requested != self._reload and not self._catalogue.reloading:
+            self._reload, number = requested, int(self._table.knob("reload_of"))
             self._catalogue.reload(self._names if number < 0 else self._names[number : number + 1])
 
     def _apply(self, change: Change) -> bool:

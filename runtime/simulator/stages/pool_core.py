@@ -175,9 +175,9 @@ def run(handle: Any, until: int) -> Any:
             number = s.answers[w[ANSWERS_HEAD]]
             w[ANSWERS_HEAD] = (w[ANSWERS_HEAD] + 1) % len(s.answers)
             w[ANSWERS] -= 1
-            wanted = s.queries[number, STATE] != CANCELLED
+            awaited = s.queries[number, STATE] != CANCELLED
             _free(s, number)
-            if wanted:
+            if awaited:
                 return when, next_ns(s), number, s.queries[number, STATUS]
         else:
             p = _due(s, when)

@@ -22,7 +22,7 @@ from runtime.simulator.stages.gpu import Gpu
 from runtime.simulator.stages.request import SimRequest
 from runtime.simulator.times.service import ServiceTimes
 
-Ask = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply) → the number of a query
+Submit = Callable[[int, int, Callable[[str], None]], int]  # (when, deadline, reply) → the number of a query
 
 
 class SimPrefill:
@@ -35,7 +35,7 @@ class SimPrefill:
         times: ServiceTimes,
         limits: PrefillSection,
         gpu: Gpu,
-        ask: Ask | None,
+        submit: Submit | None,
         offer: Callable[[SimRequest, Callable[[], None]], None],
         report: Callable[[Report], None],
         fail: Callable[[SimRequest, str], None],
@@ -48,7 +48,7 @@ class SimPrefill:
         """`decode_of`: returns the decode worker that gets finished passes and, with `decode_first`, announcements."""
         self.name = name
         self._events, self._times, self._gpu = events, times, gpu
-        self._ask, self._offer, self._report, self._fail = ask, offer, report, fail
+        self._submit, self._offer, self._report, self._fail = submit, offer, report, fail
         self._disaggregation, self._decodes = disaggregation, decodes
         self.prompts = prompts
         self._decode_of, self._decode_first = decode_of, decode_first
@@ -61,7 +61,7 @@ class SimPrefill:
         self.retrieving = 0  # arrived and not waiting yet
         self.waiting: list[SimRequest] = []  # by descending virtual deadline
         self._running: list[SimRequest] = []
-        self._prompt_ns = ns(times.prompt_s) if ask is not None else 0
+        self._prompt_ns = ns(times.prompt_s) if submit is not None else 0
         self._chunk_tokens = limits.expected_chunk_tokens
         self._overhead_ns = 0  # the loop's own work before the next pass
         self.slots = self.free = limits.slots
@@ -91,7 +91,7 @@ class SimPrefill:
             arrived, self._arrived = self._arrived, []
             for request in arrived:
                 request.taken_ns = self._events.now_ns
-                if self._ask is None:
+                if self._submit is None:
                     self._enqueue(request)
                 else:
                     self._embeds += 1
@@ -110,8 +110,8 @@ class SimPrefill:
     def _send_query(self, request: SimRequest) -> None:
         """Query the pool now, or after the pass in progress."""
         now = request.embedded_ns = self._events.now_ns
-        assert self._ask is not None
-        self._ask(max(self._pass_end_ns, now), request.deadline_ns, partial(self._reply, request))
+        assert self._submit is not None
+        self._submit(max(self._pass_end_ns, now), request.deadline_ns, partial(self._reply, request))
 
     def _reply(self, request: SimRequest, status: str) -> None:
         self._answered.append((request, status))

@@ -59,11 +59,11 @@ def loop_times(config: NodeConfig, queries: NDArray[np.float32]) -> LoopTimes:
         quiet = replace(config.node, run_dir=folder), replace(config.log, level="warning")
         plan = lay_out(replace(config, model=None, node=quiet[0], log=quiet[1]))
         with _worker(plan) as table, RingClient(plan.endpoint(plan.of_role("pool")[0].name), "calibration") as client:
-            waits_ns = _ask(client, config, queries, 1, _ALONE)
+            waits_ns = _send_queries(client, config, queries, 1, _ALONE)
             begin = _totals(table)
-            _ask(client, config, queries, 3, _FEW)
+            _send_queries(client, config, queries, 3, _FEW)
             middle = _totals(table)
-            _ask(client, config, queries, _WINDOW, _MANY)
+            _send_queries(client, config, queries, _WINDOW, _MANY)
             end = _totals(table)
     round_s, query_s = solve(_between(begin, middle), _between(middle, end))
     return LoopTimes(round_s, query_s, statistics.median(waits_ns) / 1e9)
@@ -84,7 +84,9 @@ def _between(before: Totals, after: Totals) -> Totals:
     return Totals(*(now - then for then, now in zip(before, after, strict=True)))
 
 
-def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int) -> list[int]:
+def _send_queries(
+    client: RingClient, config: NodeConfig, queries: NDArray[np.float32], window: int, count: int
+) -> list[int]:
     """Send `count` queries, at most `window` in flight. Return their waits from enqueue to slot in ns.
 
     Raises `ConfigError` if a query fails.
@@ -98,14 +100,14 @@ def _ask(client: RingClient, config: NodeConfig, queries: NDArray[np.float32], w
         while sent < count and sent - len(waits) < window:
             client.submit(queries[sent % len(queries)], spec)
             sent += 1
-        news = client.poll()
-        for result in news:
+        results = client.poll()
+        for result in results:
             if result.status != "ok":
                 raise ConfigError(
                     f"the pool's loop cannot be measured: a query of {window} ended with {result.status!r}"
                 )
             waits.append(result.begin_ns - result.enqueue_ns)
-        if news:
+        if results:
             until = time.monotonic() + _SILENT_S
         elif not client.wait(100.0) and time.monotonic() > until:
             raise ConfigError(f"the pool's loop cannot be measured: no answer for {_SILENT_S:.0f} s")
