@@ -89,7 +89,7 @@ class Engine(ABC):
         """Bind the backend's functions; queries can be admitted afterwards."""
         self._backend, self._slots = backend, slots
         self._admit, self._extend = c_callable(backend.admit, 7), c_callable(backend.extend, 2)
-        self._harvest, self._change = c_callable(backend.read_result, 4), c_callable(backend.change_state, 3)
+        self._read_result, self._change = c_callable(backend.read_result, 4), c_callable(backend.change_state, 3)
 
     @abstractmethod
     def _requested_k(self, slot: int) -> int:
@@ -182,7 +182,7 @@ class Engine(ABC):
         self._slots.expect(slot, SlotState.FINISHED)
         self._check_open()
         k = self._requested_k(slot)
-        count = self._harvest(self._backend.handle, slot, *self._result_addresses)
+        count = self._read_result(self._backend.handle, slot, *self._result_addresses)
         ids, distances = self._ids[:k].copy(), self._distances[:k].copy()
         if count < k:
             ids[count:], distances[count:] = -1, np.inf

@@ -1,1 +1,1 @@
-"""The rings beside sockets: `python -m benchmarks.ring`."""
+"""Benchmark of the rings against ZeroMQ: `python -m benchmarks.ring`."""

@@ -55,7 +55,7 @@ assert PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # typ
 
 
 @compiled
-def _device(words: Any) -> Any:
+def _resident(words: Any) -> Any:
     return words_at(words[of.RESIDENT], RESIDENT_WORDS)
 
 
@@ -65,81 +65,81 @@ def _slot_state(words: Any, slot: int) -> Any:
 
 
 @compiled
-def _set_goal(device: Any, slot: int, goal: int) -> None:
-    store_release(device[AT_GOALS] + 4 * slot, goal)
+def _set_goal(resident: Any, slot: int, goal: int) -> None:
+    store_release(resident[AT_GOALS] + 4 * slot, goal)
 
 
 @compiled
-def _push(words: Any, device: Any, slot: int) -> None:
+def _push(words: Any, resident: Any, slot: int) -> None:
     """Submit a slot to the device."""
     state = _slot_state(words, slot)
     ring = PREFILL_RING if state[PRIORITIZED] else DECODE_RING
-    position = device[PUSHED + ring]
-    entry = (position // device[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | (IS_NEW if state[NEW] else 0) | slot
+    position = resident[PUSHED + ring]
+    entry = (position // resident[ENTRIES] % MAX_LAP + 1) << LAP_SHIFT | (IS_NEW if state[NEW] else 0) | slot
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
-    store_release(device[AT_RINGS] + 4 * (ring * device[ENTRIES] + position % device[ENTRIES]), entry)
-    device[PUSHED + ring] = (position + 1) & _WORD
+    store_release(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
+    resident[PUSHED + ring] = (position + 1) & _WORD
     state[NEW], state[of.ON_DEVICE] = 0, 1
-    device[IN_FLIGHT] += 1
+    resident[IN_FLIGHT] += 1
 
 
 @compiled
-def _collect(words: Any, device: Any) -> Any:
+def _collect(words: Any, resident: Any) -> Any:
     """Consume the device's records and take their slots back. Returns the number of active ones that have finished.
 
     The others (after the end of a launch, or a pause that was revoked) are resubmitted by `_submit`.
     """
     table, done = table_of(words), 0
     while True:
-        record = device[AT_RECORDS] + 8 * (device[SEEN] % device[ENTRIES])
+        record = resident[AT_RECORDS] + 8 * (resident[SEEN] % resident[ENTRIES])
         # SYNC POINT: the slot's result and state, written by the device before, are visible.
         word = load_acquire(record + 4)
-        if word >> LAP_SHIFT != device[SEEN] // device[ENTRIES] % MAX_LAP + 1:
+        if word >> LAP_SHIFT != resident[SEEN] // resident[ENTRIES] % MAX_LAP + 1:
             return done
-        device[SEEN] = (device[SEEN] + 1) & _WORD
+        resident[SEEN] = (resident[SEEN] + 1) & _WORD
         slot, extends = word & _SLOT_MASK, load_acquire(record)
         state = _slot_state(words, slot)
-        device[ADVANCED] += extends - state[REACHED]
+        resident[ADVANCED] += extends - state[REACHED]
         state[of.ON_DEVICE], state[REACHED] = 0, extends
-        device[IN_FLIGHT] -= 1
+        resident[IN_FLIGHT] -= 1
         if word & IS_DONE:
             state[DONE] = 1
             done += table[STATES + slot] == _ACTIVE
 
 
 @compiled
-def _end_launch(words: Any, device: Any) -> Any:
+def _end_launch(words: Any, resident: Any) -> Any:
     """Register the end of a launch. Returns whether every slot that it took has been recorded."""
-    device[RUNNING] = 0
-    untaken = (device[PUSHED] + device[PUSHED + 1] - load_acquire(words[of.PROGRESS] + 8)) & _WORD
-    if load_acquire(words[of.PROGRESS] + 12) != device[SEEN] or untaken != device[IN_FLIGHT]:
-        return failed(words, of.RECORDS_MISSING, device[IN_FLIGHT] - untaken)
+    resident[RUNNING] = 0
+    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire(words[of.PROGRESS] + 8)) & _WORD
+    if load_acquire(words[of.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
+        return failed(words, of.RECORDS_MISSING, resident[IN_FLIGHT] - untaken)
     return True
 
 
 @compiled
-def _poll(words: Any, device: Any) -> Any:
+def _poll(words: Any, resident: Any) -> Any:
     """Consume records, and launch if slots are submitted but no launch is running. Returns the number of active slots
     that have finished, or FAILED."""
     done = 0
     if (
-        device[RUNNING] and load_acquire(words[of.PROGRESS]) == words[of.LAUNCHES]
+        resident[RUNNING] and load_acquire(words[of.PROGRESS]) == words[of.LAUNCHES]
     ):  # its last records precede the progress word
-        done = _collect(words, device)
-        if not _end_launch(words, device):
+        done = _collect(words, resident)
+        if not _end_launch(words, resident):
             return FAILED
-    if device[IN_FLIGHT] and not device[RUNNING]:
+    if resident[IN_FLIGHT] and not resident[RUNNING]:
         code = call(words[of.REPLAY], (words_at(words[of.GRAPHS], 2)[1], words[of.STREAM]))
         if code:
             failed(words, of.REPLAY_FAILED, code)
             return FAILED
         words[of.LAUNCHES] = (words[of.LAUNCHES] + 1) & _WORD
-        device[RUNNING] = 1
-    return done + _collect(words, device)
+        resident[RUNNING] = 1
+    return done + _collect(words, resident)
 
 
 @compiled
-def _submit(words: Any, device: Any) -> Any:
+def _submit(words: Any, resident: Any) -> Any:
     """Set goals of the active slots and submit them. Returns how many the device searches, and how many finished."""
     table, active, scans = table_of(words), active_of(words), scans_of(words)
     searching = done = 0
@@ -152,24 +152,24 @@ def _submit(words: Any, device: Any) -> Any:
         if state[DONE]:
             done += 1
             continue
-        _set_goal(device, slot, state[REACHED] + 1 if words[of.LIMIT] == 1 else _UNLIMITED)
+        _set_goal(resident, slot, state[REACHED] + 1 if words[of.LIMIT] == 1 else _UNLIMITED)
         if not state[of.ON_DEVICE]:
-            _push(words, device, slot)
+            _push(words, resident, slot)
     return searching, done
 
 
 @compiled
-def _wait(words: Any, device: Any, done: int, all_on_device: bool) -> Any:
+def _wait(words: Any, resident: Any, done: int, all_on_device: bool) -> Any:
     """Wait until all slots are back (limit 1), else until an active one has finished or an interrupt. Does not wait if
     the host has slots to scan. Returns whether it succeeded."""
     polls = words[of.INTERRUPT] != 0 and words[of.LIMIT] > 1
     begin, elapsed, poll_at = begin_wait(words), 0, 0
     while True:
-        found = _poll(words, device)
+        found = _poll(words, resident)
         if found < 0:
             return False
         done += found
-        if device[IN_FLIGHT] == 0 or (words[of.LIMIT] > 1 and (done or not all_on_device)):
+        if resident[IN_FLIGHT] == 0 or (words[of.LIMIT] > 1 and (done or not all_on_device)):
             break
         if polls and elapsed >= poll_at:
             if call(words[of.INTERRUPT], (words[of.INTERRUPT_ARGUMENT],)):
@@ -211,16 +211,16 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
     words = words_at(handle, of.HANDLE_WORDS)
-    device, counts = _device(words), words_at(report, 2)
-    searching, done = _submit(words, device)
+    resident, counts = _resident(words), words_at(report, 2)
+    searching, done = _submit(words, resident)
     counts[0], counts[1] = 1, 0
     if words[of.FAILURE] != of.NO_FAILURE:
         return FAILED
     if searching:
-        if not _wait(words, device, done, searching == table_of(words)[ACTIVE_COUNT]):
+        if not _wait(words, resident, done, searching == table_of(words)[ACTIVE_COUNT]):
             return FAILED
-        counts[0] = device[ADVANCED] // searching
-        device[ADVANCED] -= counts[0] * searching
+        counts[0] = resident[ADVANCED] // searching
+        resident[ADVANCED] -= counts[0] * searching
     words[of.EXTENDS] = counts[0]
     return report_finished(words, report)
 
@@ -228,13 +228,13 @@ def extend(handle: int, report: int) -> Any:
 @c_function("int64(int64, int64, int64)")
 def change_state(handle: int, slot: int, action: int) -> Any:
     words = words_at(handle, of.HANDLE_WORDS)
-    device = _device(words)
+    resident = _resident(words)
     state = _slot_state(words, slot)
     if state[of.ON_DEVICE] and action != RESUME:  # the next extend sets the goal of a resumed query
-        _set_goal(device, slot, 0)
+        _set_goal(resident, slot, 0)
     begin = begin_wait(words)
     while action == RELEASE and state[of.ON_DEVICE]:
-        if words[of.FAILURE] != of.NO_FAILURE or _poll(words, device) < 0 or poll_wait(words, begin) < 0:
+        if words[of.FAILURE] != of.NO_FAILURE or _poll(words, resident) < 0 or poll_wait(words, begin) < 0:
             return FAILED
     slot_changes.change(table_of(words), active_of(words), slot, action)
     return 0
@@ -244,17 +244,17 @@ def change_state(handle: int, slot: int, action: int) -> Any:
 def stop(handle: int) -> Any:
     """End a running launch; active queries continue with the next one. Returns 0 or FAILED."""
     words = words_at(handle, of.HANDLE_WORDS)
-    device = _device(words)
-    if not device[RUNNING]:
+    resident = _resident(words)
+    if not resident[RUNNING]:
         return 0
     for slot in range(words[of.SLOTS]):
         if _slot_state(words, slot)[of.ON_DEVICE]:
-            _set_goal(device, slot, 0)
+            _set_goal(resident, slot, 0)
     store_release(words[of.DOORBELL], 1)
     begin = begin_wait(words)
     while load_acquire(words[of.PROGRESS]) != words[of.LAUNCHES]:
         if poll_wait(words, begin) < 0:
             return FAILED
     store_release(words[of.DOORBELL], 0)
-    _collect(words, device)
-    return 0 if _end_launch(words, device) else FAILED
+    _collect(words, resident)
+    return 0 if _end_launch(words, resident) else FAILED

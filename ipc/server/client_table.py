@@ -158,7 +158,7 @@ class AttachedClient:
         self.memory.close()
 
 
-# ---- their table
+# ---- the client table
 
 
 class ClientTable:

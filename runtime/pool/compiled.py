@@ -1,4 +1,4 @@
-"""Compiling the pool's policy and loop, whose machine code is built of the sources of three packages."""
+"""Compilation of the pool's policy and loop, whose machine code depends on the sources of three packages."""
 
 from pathlib import Path
 

@@ -279,7 +279,9 @@ def _reject_late(t: Any, now: int) -> None:
     for queue in range(2):
         while t.words[tables.QUEUED + queue]:
             front = t.queues[queue, 0]
-            others = t.words[tables.LISTED] if queue == tables.PREFILL else min(_active(t), t.words[tables.SLOTS] - 1)
+            others = t.words[tables.ACTIVE_PREFILL]
+            if queue == tables.DECODE:
+                others = min(_active(t), t.words[tables.SLOTS] - 1)
             if t.entries[front, tables.DEADLINE] > now + int(
                 t.entries[front, tables.EXTENDS] * tables.extend_ns(t, others + 1)
             ):

@@ -54,7 +54,7 @@ def measure(
 ) -> list[ExtendCost]:
     """Measure T_ext with 1, 2, 4 … `most` slots over the engine's collection of this number.
 
-    Rows of the index are the queries, each used once a round, because what it has read stays in the caches for a while.
+    Rows of the index are the queries, each used once a round, because the rows that a query has read stay cached.
     """
     rows = data.rows.codes if data.rows.full is None else data.rows.full
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

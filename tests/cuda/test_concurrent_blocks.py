@@ -52,7 +52,7 @@ RESIDENT_FAULTS = {
         "if ({selected}) queue->taken[ring] = taken + 1; if (found == taken) return entry;",
     ),
     "a goal is read by a plain load": (
-        "asked = load_system(goal);", "asked = {selected} ? *goal : load_system(goal);",
+        "loaded = load_system(goal);", "loaded = {selected} ? *goal : load_system(goal);",
     ),
 }  # fmt: skip
 ALL = [*FAULTS, *RESIDENT_FAULTS]

@@ -22,7 +22,7 @@ class Callbacks:
         self._error: BaseException | None = None
         self._functions = [
             ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(self._guarded(function))
-            for count, function in ((7, self._admit), (2, self._extend), (4, self._harvest), (3, self._change))
+            for count, function in ((7, self._admit), (2, self._extend), (4, self._read_result), (3, self._change))
         ]
 
     def backend(self) -> Backend:
@@ -67,17 +67,17 @@ class Callbacks:
         told[3::2] = [engine.extends(slot) for slot in finished]
         return len(finished)
 
-    def _harvest(self, slot: int, ids: int, distances: int) -> int:
+    def _read_result(self, slot: int, ids: int, distances: int) -> int:
         found, near = self._engine.result(slot)
         count = int(np.count_nonzero(found != -1))
         _array(ids, count, ctypes.c_int64)[:] = found[:count]
         _array(distances, count, ctypes.c_float)[:] = near[:count]
         return count
 
-    def _change(self, slot: int, what: int) -> int:
-        if what == PAUSE:
+    def _change(self, slot: int, action: int) -> int:
+        if action == PAUSE:
             self._engine.pause(slot)
-        elif what == RESUME:
+        elif action == RESUME:
             self._engine.resume(slot)
         else:
             self._engine.release(slot)

@@ -67,7 +67,7 @@ def has_min_allowed(batch, slot):  # type: ignore[no-untyped-def]
     """Return whether MIN_ALLOWED allowed entries precede a slot's cursor."""
     line = batch.slots[slot]
     left = line[at.MIN_ALLOWED]
-    # Counting is pointless with so few allowed parents, of each of which top_m has up to _DUPLICATES entries.
+    # A parent has up to _DUPLICATES entries in top_m: with so few allowed parents the count cannot reach MIN_ALLOWED.
     if _DUPLICATES * line[at.ALLOWED_PARENTS] < left or left == 0:
         return False
     for i in range(line[at.CURSOR]):

@@ -100,9 +100,9 @@ class Scopes:
         self.evaluated = 0
         """Number of filters evaluated so far."""
 
-    def register(self, number: int, collection: FilterableCollection) -> None:
+    def register(self, collection: int, filterable: FilterableCollection) -> None:
         """Accept filters for a collection, given by its number in the client table."""
-        self._collections[number] = collection
+        self._collections[collection] = filterable
 
     def unregister(self, collection: int) -> list[int]:
         """Drop a collection. Return its filters' scopes, which have been dropped with it."""
