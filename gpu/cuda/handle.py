@@ -9,8 +9,7 @@ import numpy.typing as npt
 from gpu.cpu.queries import QueryEncoding
 from gpu.cpu.state import collection_table
 from gpu.cpu.tables import ENCODING_FIELDS, EXTENDS, SCANNING, K
-from gpu.cuda import backend as of
-from gpu.cuda import filtered, layout, resident
+from gpu.cuda import backend, filtered, layout, resident
 from gpu.cuda.batch import BatchMemory
 from gpu.cuda.driver import Driver
 from gpu.cuda.graphs import Kernels, LaunchGraphs
@@ -26,7 +25,7 @@ class Handle:
     ) -> None:
         """Fill the handle. batch: the kernels' BATCH as an argument."""
         slots, line_bytes = memory.lines.shape
-        self.words = np.zeros(of.HANDLE_WORDS, np.int64)
+        self.words = np.zeros(backend.HANDLE_WORDS, np.int64)
         self.address = int(self.words.ctypes.data)
         self.table = SlotTable(slots)
         self._memory = memory
@@ -37,52 +36,52 @@ class Handle:
         self._scans = filtered.new_host_scans(memory.lines, layout.SLOT.itemsize, memory.nodes.shape[1])
         self._graphs = graphs.table()
         self._commands_address = np.array([memory.commands_address], np.uint64)
-        self.slot_states = np.zeros((slots, of.SLOT_STATE_WORDS), np.int64)
-        self._stay = np.zeros(resident.RESIDENT_WORDS, np.int64)
-        self._stay[resident.AT_RINGS] = memory.rings.ctypes.data
-        self._stay[resident.AT_GOALS] = memory.goals.ctypes.data
-        self._stay[resident.AT_RECORDS] = memory.records.ctypes.data
-        self._stay[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
+        self.slot_states = np.zeros((slots, backend.SLOT_STATE_WORDS), np.int64)
+        self._resident = np.zeros(resident.RESIDENT_WORDS, np.int64)
+        self._resident[resident.AT_RINGS] = memory.rings.ctypes.data
+        self._resident[resident.AT_GOALS] = memory.goals.ctypes.data
+        self._resident[resident.AT_RECORDS] = memory.records.ctypes.data
+        self._resident[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
         self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
         arrays: dict[int, npt.NDArray[Any]] = {
-            of.TABLE: self.table.words,
-            of.ACTIVE: self._active,
-            of.ENCODINGS: self._encodings,
-            of.IDS: self._ids,
-            of.COLLECTIONS: self._scans.collections,
-            of.SEARCHES: self._scans.slots,
-            of.KEYS: self._scans.keys,
-            of.LINES: memory.lines,
-            of.COMMANDS: memory.commands,
-            of.PLACES: self._places,
-            of.RESULTS: memory.results,
-            of.GRAPHS: self._graphs,
-            of.ARGUMENTS: self._arguments,
-            of.RESIDENT: self._stay,
-            of.SLOT_STATES: self.slot_states,
-            of.TIME: self._time,
+            backend.TABLE: self.table.words,
+            backend.ACTIVE: self._active,
+            backend.ENCODINGS: self._encodings,
+            backend.IDS: self._ids,
+            backend.COLLECTIONS: self._scans.collections,
+            backend.SEARCHES: self._scans.slots,
+            backend.KEYS: self._scans.keys,
+            backend.LINES: memory.lines,
+            backend.COMMANDS: memory.commands,
+            backend.PLACES: self._places,
+            backend.RESULTS: memory.results,
+            backend.GRAPHS: self._graphs,
+            backend.ARGUMENTS: self._arguments,
+            backend.RESIDENT: self._resident,
+            backend.SLOT_STATES: self.slot_states,
+            backend.TIME: self._time,
         }
         for word, array in arrays.items():
             self.words[word] = array.ctypes.data
         entry = driver.entry_points()
         values = {
-            of.SLOTS: slots,
-            of.DEVICE_LINES: memory.lines_address,
-            of.LINE_BYTES: line_bytes,
-            of.RESULT_BYTES: memory.result_bytes,
-            of.MAX_K: memory.nodes.shape[1],
-            of.PROGRESS: memory.progress.ctypes.data,
-            of.DOORBELL: memory.doorbell.ctypes.data,
-            of.BUCKETS: len(self._graphs),
-            of.LIMIT: graphs.limit,
-            of.STREAM: stream,
-            of.REPLAY: entry.replay,
-            of.LAUNCH: entry.launch,
-            of.QUERY: entry.query,
-            of.WRITE: kernels.write_slots,
-            of.NEXT_TICKET: 1,
+            backend.SLOTS: slots,
+            backend.DEVICE_LINES: memory.lines_address,
+            backend.LINE_BYTES: line_bytes,
+            backend.RESULT_BYTES: memory.result_bytes,
+            backend.MAX_K: memory.nodes.shape[1],
+            backend.PROGRESS: memory.progress.ctypes.data,
+            backend.DOORBELL: memory.doorbell.ctypes.data,
+            backend.BUCKETS: len(self._graphs),
+            backend.LIMIT: graphs.limit,
+            backend.STREAM: stream,
+            backend.REPLAY: entry.replay,
+            backend.LAUNCH: entry.launch,
+            backend.QUERY: entry.query,
+            backend.WRITE: kernels.write_slots,
+            backend.NEXT_TICKET: 1,
         }
         for word, value in values.items():
             self.words[word] = value

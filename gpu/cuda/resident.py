@@ -18,7 +18,7 @@ from typing import Any
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
 from gpu.cpu.tables import SCANNING
-from gpu.cuda import backend as of
+from gpu.cuda import backend
 from gpu.cuda.backend import (
     accept_query,
     active_of,
@@ -43,7 +43,7 @@ AT_RINGS, AT_GOALS, AT_RECORDS, ENTRIES, RUNNING, IN_FLIGHT, PUSHED, _, SEEN, AD
 RESIDENT_WORDS = 10
 # Words of a slot's state, behind ON_DEVICE. NEW: the device has not fetched the slot's line yet. DONE: it has a result.
 # PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far.
-NEW, DONE, PRIORITIZED, REACHED = range(of.ON_DEVICE + 1, of.SLOT_STATE_WORDS)
+NEW, DONE, PRIORITIZED, REACHED = range(backend.ON_DEVICE + 1, backend.SLOT_STATE_WORDS)
 
 _INTERRUPT_POLL_NS = 2_000  # interval of interrupt polls, each of which costs twenty polls of the records
 _WORD = 0xFFFFFFFF
@@ -56,12 +56,12 @@ assert PROGRESS.names[:4] == ("launches", "extends", "taken", "recorded")  # typ
 
 @compiled
 def _resident(words: Any) -> Any:
-    return words_at(words[of.RESIDENT], RESIDENT_WORDS)
+    return words_at(words[backend.RESIDENT], RESIDENT_WORDS)
 
 
 @compiled
 def _slot_state(words: Any, slot: int) -> Any:
-    return words_at(words[of.SLOT_STATES] + 8 * of.SLOT_STATE_WORDS * slot, of.SLOT_STATE_WORDS)
+    return words_at(words[backend.SLOT_STATES] + 8 * backend.SLOT_STATE_WORDS * slot, backend.SLOT_STATE_WORDS)
 
 
 @compiled
@@ -79,7 +79,7 @@ def _push(words: Any, resident: Any, slot: int) -> None:
     # SYNC POINT: a reader that loads the entry with acquire sees the slot's line and goal.
     store_release(resident[AT_RINGS] + 4 * (ring * resident[ENTRIES] + position % resident[ENTRIES]), entry)
     resident[PUSHED + ring] = (position + 1) & _WORD
-    state[NEW], state[of.ON_DEVICE] = 0, 1
+    state[NEW], state[backend.ON_DEVICE] = 0, 1
     resident[IN_FLIGHT] += 1
 
 
@@ -100,7 +100,7 @@ def _collect(words: Any, resident: Any) -> Any:
         slot, extends = word & _SLOT_MASK, load_acquire(record)
         state = _slot_state(words, slot)
         resident[ADVANCED] += extends - state[REACHED]
-        state[of.ON_DEVICE], state[REACHED] = 0, extends
+        state[backend.ON_DEVICE], state[REACHED] = 0, extends
         resident[IN_FLIGHT] -= 1
         if word & IS_DONE:
             state[DONE] = 1
@@ -111,9 +111,9 @@ def _collect(words: Any, resident: Any) -> Any:
 def _end_launch(words: Any, resident: Any) -> Any:
     """Register the end of a launch. Returns whether every slot that it took has been recorded."""
     resident[RUNNING] = 0
-    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire(words[of.PROGRESS] + 8)) & _WORD
-    if load_acquire(words[of.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
-        return failed(words, of.RECORDS_MISSING, resident[IN_FLIGHT] - untaken)
+    untaken = (resident[PUSHED] + resident[PUSHED + 1] - load_acquire(words[backend.PROGRESS] + 8)) & _WORD
+    if load_acquire(words[backend.PROGRESS] + 12) != resident[SEEN] or untaken != resident[IN_FLIGHT]:
+        return failed(words, backend.RECORDS_MISSING, resident[IN_FLIGHT] - untaken)
     return True
 
 
@@ -123,17 +123,17 @@ def _poll(words: Any, resident: Any) -> Any:
     that have finished, or FAILED."""
     done = 0
     if (
-        resident[RUNNING] and load_acquire(words[of.PROGRESS]) == words[of.LAUNCHES]
+        resident[RUNNING] and load_acquire(words[backend.PROGRESS]) == words[backend.LAUNCHES]
     ):  # its last records precede the progress word
         done = _collect(words, resident)
         if not _end_launch(words, resident):
             return FAILED
     if resident[IN_FLIGHT] and not resident[RUNNING]:
-        code = call(words[of.REPLAY], (words_at(words[of.GRAPHS], 2)[1], words[of.STREAM]))
+        code = call(words[backend.REPLAY], (words_at(words[backend.GRAPHS], 2)[1], words[backend.STREAM]))
         if code:
-            failed(words, of.REPLAY_FAILED, code)
+            failed(words, backend.REPLAY_FAILED, code)
             return FAILED
-        words[of.LAUNCHES] = (words[of.LAUNCHES] + 1) & _WORD
+        words[backend.LAUNCHES] = (words[backend.LAUNCHES] + 1) & _WORD
         resident[RUNNING] = 1
     return done + _collect(words, resident)
 
@@ -152,8 +152,8 @@ def _submit(words: Any, resident: Any) -> Any:
         if state[DONE]:
             done += 1
             continue
-        _set_goal(resident, slot, state[REACHED] + 1 if words[of.LIMIT] == 1 else _UNLIMITED)
-        if not state[of.ON_DEVICE]:
+        _set_goal(resident, slot, state[REACHED] + 1 if words[backend.LIMIT] == 1 else _UNLIMITED)
+        if not state[backend.ON_DEVICE]:
             _push(words, resident, slot)
     return searching, done
 
@@ -162,23 +162,23 @@ def _submit(words: Any, resident: Any) -> Any:
 def _wait(words: Any, resident: Any, done: int, all_on_device: bool) -> Any:
     """Wait until all slots are back (limit 1), else until an active one has finished or an interrupt. Does not wait if
     the host has slots to scan. Returns whether it succeeded."""
-    polls = words[of.INTERRUPT] != 0 and words[of.LIMIT] > 1
+    polls = words[backend.INTERRUPT] != 0 and words[backend.LIMIT] > 1
     begin, elapsed, poll_at = begin_wait(words), 0, 0
     while True:
         found = _poll(words, resident)
         if found < 0:
             return False
         done += found
-        if resident[IN_FLIGHT] == 0 or (words[of.LIMIT] > 1 and (done or not all_on_device)):
+        if resident[IN_FLIGHT] == 0 or (words[backend.LIMIT] > 1 and (done or not all_on_device)):
             break
         if polls and elapsed >= poll_at:
-            if call(words[of.INTERRUPT], (words[of.INTERRUPT_ARGUMENT],)):
+            if call(words[backend.INTERRUPT], (words[backend.INTERRUPT_ARGUMENT],)):
                 break
             poll_at = elapsed + _INTERRUPT_POLL_NS
         elapsed = poll_wait(words, begin)
         if elapsed < 0:
             return False
-    words[of.WAITED_NS] += monotonic_ns(words[of.TIME]) - begin
+    words[backend.WAITED_NS] += monotonic_ns(words[backend.TIME]) - begin
     return True
 
 
@@ -187,7 +187,7 @@ def _wait(words: Any, resident: Any, done: int, all_on_device: bool) -> Any:
 
 @c_function("int64(int64, int64, int64, int64, int64, int64, int64)")
 def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: int, patience: int) -> Any:
-    words = words_at(handle, of.HANDLE_WORDS)
+    words = words_at(handle, backend.HANDLE_WORDS)
     slot = accept_query(words, vector, collection, k, top_m, width, patience)
     if slot != INVALID:
         state = _slot_state(words, slot)
@@ -198,43 +198,43 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
 
 @c_function("int64(int64, int64)")
 def prioritize(handle: int, slot: int) -> Any:
-    _slot_state(words_at(handle, of.HANDLE_WORDS), slot)[PRIORITIZED] = 1
+    _slot_state(words_at(handle, backend.HANDLE_WORDS), slot)[PRIORITIZED] = 1
     return 0
 
 
 @c_function("int64(int64, int64, int64, int64)")
 def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
-    apply_filter(words_at(handle, of.HANDLE_WORDS), slot, allowed, allowed_count)
+    apply_filter(words_at(handle, backend.HANDLE_WORDS), slot, allowed, allowed_count)
     return 0
 
 
 @c_function("int64(int64, int64)")
 def extend(handle: int, report: int) -> Any:
-    words = words_at(handle, of.HANDLE_WORDS)
+    words = words_at(handle, backend.HANDLE_WORDS)
     resident, counts = _resident(words), words_at(report, 2)
     searching, done = _submit(words, resident)
     counts[0], counts[1] = 1, 0
-    if words[of.FAILURE] != of.NO_FAILURE:
+    if words[backend.FAILURE] != backend.NO_FAILURE:
         return FAILED
     if searching:
         if not _wait(words, resident, done, searching == table_of(words)[ACTIVE_COUNT]):
             return FAILED
         counts[0] = resident[ADVANCED] // searching
         resident[ADVANCED] -= counts[0] * searching
-    words[of.EXTENDS] = counts[0]
+    words[backend.EXTENDS] = counts[0]
     return report_finished(words, report)
 
 
 @c_function("int64(int64, int64, int64)")
 def change_state(handle: int, slot: int, action: int) -> Any:
-    words = words_at(handle, of.HANDLE_WORDS)
+    words = words_at(handle, backend.HANDLE_WORDS)
     resident = _resident(words)
     state = _slot_state(words, slot)
-    if state[of.ON_DEVICE] and action != RESUME:  # the next extend sets the goal of a resumed query
+    if state[backend.ON_DEVICE] and action != RESUME:  # the next extend sets the goal of a resumed query
         _set_goal(resident, slot, 0)
     begin = begin_wait(words)
-    while action == RELEASE and state[of.ON_DEVICE]:
-        if words[of.FAILURE] != of.NO_FAILURE or _poll(words, resident) < 0 or poll_wait(words, begin) < 0:
+    while action == RELEASE and state[backend.ON_DEVICE]:
+        if words[backend.FAILURE] != backend.NO_FAILURE or _poll(words, resident) < 0 or poll_wait(words, begin) < 0:
             return FAILED
     slot_changes.change(table_of(words), active_of(words), slot, action)
     return 0
@@ -243,18 +243,18 @@ def change_state(handle: int, slot: int, action: int) -> Any:
 @c_function("int64(int64)")
 def stop(handle: int) -> Any:
     """End a running launch; active queries continue with the next one. Returns 0 or FAILED."""
-    words = words_at(handle, of.HANDLE_WORDS)
+    words = words_at(handle, backend.HANDLE_WORDS)
     resident = _resident(words)
     if not resident[RUNNING]:
         return 0
-    for slot in range(words[of.SLOTS]):
-        if _slot_state(words, slot)[of.ON_DEVICE]:
+    for slot in range(words[backend.SLOTS]):
+        if _slot_state(words, slot)[backend.ON_DEVICE]:
             _set_goal(resident, slot, 0)
-    store_release(words[of.DOORBELL], 1)
+    store_release(words[backend.DOORBELL], 1)
     begin = begin_wait(words)
-    while load_acquire(words[of.PROGRESS]) != words[of.LAUNCHES]:
+    while load_acquire(words[backend.PROGRESS]) != words[backend.LAUNCHES]:
         if poll_wait(words, begin) < 0:
             return FAILED
-    store_release(words[of.DOORBELL], 0)
+    store_release(words[backend.DOORBELL], 0)
     _collect(words, resident)
     return 0 if _end_launch(words, resident) else FAILED

@@ -5,8 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from ipc import STAGES, Stage
 from runtime.errors import DeadlineExceeded, Overloaded
-from runtime.pool import policy
-from runtime.pool import tables as at
+from runtime.pool import policy, tables
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
 from runtime.pool.tables import (
@@ -64,39 +63,39 @@ class Scheduler(Generic[T]):
     @property
     def reserve(self) -> float:
         """r."""
-        return float(self.tables.floats[at.RESERVE])
+        return float(self.tables.floats[tables.RESERVE])
 
     @reserve.setter
     def reserve(self, reserve: float) -> None:
-        self.tables.floats[at.RESERVE] = reserve
+        self.tables.floats[tables.RESERVE] = reserve
 
     @property
     def flush_prefill_ns(self) -> int:
         """τ_pre."""
-        return int(self.tables.words[at.FLUSH_PREFILL_NS])
+        return int(self.tables.words[tables.FLUSH_PREFILL_NS])
 
     @flush_prefill_ns.setter
     def flush_prefill_ns(self, timeout_ns: int) -> None:
-        self.tables.words[at.FLUSH_PREFILL_NS] = timeout_ns
+        self.tables.words[tables.FLUSH_PREFILL_NS] = timeout_ns
 
     @property
     def credit_ns(self) -> float:
         """What prefill may take beyond its reserve."""
-        return float(self.tables.floats[at.CREDIT])
+        return float(self.tables.floats[tables.CREDIT])
 
     @property
     def waiting(self) -> dict[Stage, int]:
         """Queries in each queue (under `fifo` and `static`: all in decode's)."""
-        return {stage: int(self.tables.words[at.QUEUED + code]) for code, stage in enumerate(STAGES)}
+        return {stage: int(self.tables.words[tables.QUEUED + code]) for code, stage in enumerate(STAGES)}
 
     @property
     def running(self) -> dict[Stage, int]:
         """Active queries by stage."""
-        return {stage: int(self.tables.words[at.LISTED + code]) for code, stage in enumerate(STAGES)}
+        return {stage: int(self.tables.words[tables.LISTED + code]) for code, stage in enumerate(STAGES)}
 
     @property
     def paused(self) -> int:
-        return int(self.tables.words[at.PAUSED_COUNT])
+        return int(self.tables.words[tables.PAUSED_COUNT])
 
     @property
     def busy(self) -> bool:
@@ -120,7 +119,7 @@ class Scheduler(Generic[T]):
         if not _schedule(self._handle, now_ns):
             return Changes()
         admitted, paused, resumed, late = (
-            [self._entries[number] for number in self.tables.changes[kind, : self.tables.words[at.CHANGED + kind]]]
+            [self._entries[number] for number in self.tables.changes[kind, : self.tables.words[tables.CHANGED + kind]]]
             for kind in range(4)
         )
         for entry in late:
@@ -178,14 +177,14 @@ def _add(
     now: int,
 ) -> Any:
     t = tables_at(handle)
-    number = at.new_entry(t)
+    number = tables.new_entry(t)
     entry = t.entries[number]
-    entry[at.STAGE], entry[at.ARRIVAL], entry[at.DEADLINE] = stage, arrival, deadline
-    entry[at.CLASS_A], entry[at.CLASS_B] = class_a(collection, top_m), class_b(width, patience)
+    entry[tables.STAGE], entry[tables.ARRIVAL], entry[tables.DEADLINE] = stage, arrival, deadline
+    entry[tables.CLASS_A], entry[tables.CLASS_B] = class_a(collection, top_m), class_b(width, patience)
     verdict = policy.add(t, number, now)
     if verdict == policy.ACCEPTED:
         return number
-    at.free_entry(t, number)
+    tables.free_entry(t, number)
     return -verdict
 
 
@@ -193,7 +192,7 @@ def _add(
 def _schedule(handle: Any, now: int) -> Any:
     t = tables_at(handle)
     policy.schedule(t, now)
-    return t.words[at.CHANGED : at.CHANGED + 4].sum()
+    return t.words[tables.CHANGED : tables.CHANGED + 4].sum()
 
 
 @compiled
@@ -204,27 +203,27 @@ def _held_until(handle: Any, now: int) -> Any:
 @compiled
 def _advanced(handle: Any, extends: int, took_ns: int) -> None:
     t = tables_at(handle)
-    prefill = t.words[at.ACTIVE_PREFILL]
-    policy.advance(t, prefill, prefill + t.words[at.ACTIVE_DECODE], extends, took_ns)
+    prefill = t.words[tables.ACTIVE_PREFILL]
+    policy.advance(t, prefill, prefill + t.words[tables.ACTIVE_DECODE], extends, took_ns)
 
 
 @compiled
 def _finished(handle: Any, number: int, extends: int) -> None:
     t = tables_at(handle)
     policy.finish(t, number, extends)
-    at.free_entry(t, number)
+    tables.free_entry(t, number)
 
 
 @compiled
 def _left(handle: Any, number: int) -> None:
     t = tables_at(handle)
-    at.release(t, number)
-    at.free_entry(t, number)
+    tables.release(t, number)
+    tables.free_entry(t, number)
 
 
 @compiled
 def _free(handle: Any, number: int) -> None:
-    at.free_entry(tables_at(handle), number)
+    tables.free_entry(tables_at(handle), number)
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 from ipc import STAGES, Stage
 from runtime.node.config import PoolSection
 from runtime.node.metrics.worker_metrics import PoolMetrics
-from runtime.pool import tables as at
+from runtime.pool import tables
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost, fewest_slots
@@ -63,18 +63,18 @@ class SimPool:
     @property
     def reserve(self) -> float:
         """The reserve r."""
-        return float(self.tables.floats[at.RESERVE])
+        return float(self.tables.floats[tables.RESERVE])
 
     @property
     def waiting(self) -> tuple[int, int]:
         """Numbers of prefill and decode queries that wait for a slot."""
-        prefill, decode = self.tables.words[at.QUEUED : at.QUEUED + 2].tolist()
+        prefill, decode = self.tables.words[tables.QUEUED : tables.QUEUED + 2].tolist()
         return prefill, decode
 
     def set_knobs(self, reserve: float, flush_prefill_s: float) -> None:
         """Set the reserve r and the flush timeout τ_pre."""
-        self.tables.floats[at.RESERVE] = reserve
-        self.tables.words[at.FLUSH_PREFILL_NS] = ns(flush_prefill_s)
+        self.tables.floats[tables.RESERVE] = reserve
+        self.tables.words[tables.FLUSH_PREFILL_NS] = ns(flush_prefill_s)
 
     @property
     def wait_counts(self) -> list[float]:

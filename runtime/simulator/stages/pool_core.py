@@ -19,8 +19,7 @@ import ipc
 import runtime.pool
 from ipc.memory.compiled import compiler_for
 from ipc.memory.intrinsics import floats, words
-from runtime.pool import policy
-from runtime.pool import tables as at
+from runtime.pool import policy, tables
 from runtime.pool.tables import NEVER_NS, class_a, class_b, tables_at
 
 compiled = compiler_for(*(Path(str(package.__file__)).parent for package in (ipc, runtime.pool)), Path(__file__).parent)
@@ -29,7 +28,7 @@ OK, OVERLOADED, LATE = range(3)
 STATUSES = ("ok", "overloaded", "deadline_exceeded")
 PRIORITY_NS = 1 << 60  # subtracted from the arrival of the stage with strict priority
 _POLICY_INTERVAL_NS = 100_000  # interval of policy calls while queries wait and none arrives or ends
-_TABLES = len(at.Tables._fields)
+_TABLES = len(tables.Tables._fields)
 
 # Words shared by all pools. Queries in transit to a pool (ARRIVING) and answers in transit back (ANSWERS) are rings
 # ordered by time. DRAWN: number of drawn extends that are used.
@@ -75,7 +74,7 @@ SENT, IN_POOL, ANSWERED, CANCELLED = range(1, 5)
 POOL_WORDS = 22
 SLOWDOWN, ROUND_S, QUERY_S = range(3)  # SLOWDOWN: factor of an extend while the model is busy
 MODEL_BUSY, DEBT_NS = range(2)  # words of a GPU
-_QUERY, _LAST_STEP, _ORDER = range(at.CALLER, at.CALLER + 3)  # the simulator's columns of a policy entry
+_QUERY, _LAST_STEP, _ORDER = range(tables.CALLER, tables.CALLER + 3)  # the simulator's columns of a policy entry
 
 
 class State(NamedTuple):
@@ -144,8 +143,8 @@ def cancel(handle: Any, number: int) -> None:
     one = s.queries[number]
     if one[STATE] == IN_POOL and not one[BEGUN]:
         t = _tables(s, one[POOL])
-        at.release(t, one[ENTRY])
-        at.free_entry(t, one[ENTRY])
+        tables.release(t, one[ENTRY])
+        tables.free_entry(t, one[ENTRY])
         s.pools[one[POOL], QUERIES] -= 1
         _free(s, number)
     else:
@@ -244,18 +243,18 @@ def _arrive(s: Any, number: int) -> None:
     group[0] = (group[0] + 1) % group[1]
     pool, t = s.pools[p], _tables(s, p)
     one[STATE], one[POOL], one[ENQUEUED] = IN_POOL, p, now - w[RING_NS]
-    entry = one[ENTRY] = at.new_entry(t)
+    entry = one[ENTRY] = tables.new_entry(t)
     e = t.entries[entry]
-    e[at.STAGE], e[at.ARRIVAL], e[at.DEADLINE], e[_QUERY] = one[STAGE], now, one[DEADLINE], number
+    e[tables.STAGE], e[tables.ARRIVAL], e[tables.DEADLINE], e[_QUERY] = one[STAGE], now, one[DEADLINE], number
     if one[STAGE] == pool[PREFERRED]:
-        e[at.ARRIVAL] -= PRIORITY_NS
-    e[at.CLASS_A], e[at.CLASS_B] = class_a(0, one[TOP_M]), class_b(w[SEARCH_WIDTH], 0)
+        e[tables.ARRIVAL] -= PRIORITY_NS
+    e[tables.CLASS_A], e[tables.CLASS_B] = class_a(0, one[TOP_M]), class_b(w[SEARCH_WIDTH], 0)
     verdict = policy.add(t, entry, now)
     if verdict == policy.ACCEPTED:
         pool[QUERIES] += 1
         _interrupt(s, p)
     else:
-        at.free_entry(t, entry)
+        tables.free_entry(t, entry)
         _answer(s, number, OVERLOADED if verdict == policy.OVERLOADED else LATE)
 
 
@@ -300,23 +299,23 @@ def _between_runs(s: Any, p: int) -> None:
             break
         number = t.entries[entry, _QUERY]
         policy.finish(t, entry, s.queries[number, EXTENDS])
-        at.free_entry(t, entry)
+        tables.free_entry(t, entry)
         pool[SERVED] += 1
         pool[QUERIES] -= 1
         _answer(s, number, OK)
     policy.schedule(t, now)
-    changed = t.words[at.CHANGED : at.CHANGED + 4]
-    for i in range(changed[at.LATE]):
-        entry = t.changes[at.LATE, i]
-        at.free_entry(t, entry)
+    changed = t.words[tables.CHANGED : tables.CHANGED + 4]
+    for i in range(changed[tables.LATE]):
+        entry = t.changes[tables.LATE, i]
+        tables.free_entry(t, entry)
         pool[QUERIES] -= 1
         _answer(s, t.entries[entry, _QUERY], LATE)
-    for i in range(changed[at.PREEMPTED]):  # keep the number of remaining extends until it resumes
-        t.entries[t.changes[at.PREEMPTED, i], _LAST_STEP] -= pool[TAKEN]
-    for i in range(changed[at.RESUMED]):
-        _join(pool, t, t.changes[at.RESUMED, i], t.entries[t.changes[at.RESUMED, i], _LAST_STEP])
-    for i in range(changed[at.ADMITTED]):
-        entry = t.changes[at.ADMITTED, i]
+    for i in range(changed[tables.PREEMPTED]):  # keep the number of remaining extends until it resumes
+        t.entries[t.changes[tables.PREEMPTED, i], _LAST_STEP] -= pool[TAKEN]
+    for i in range(changed[tables.RESUMED]):
+        _join(pool, t, t.changes[tables.RESUMED, i], t.entries[t.changes[tables.RESUMED, i], _LAST_STEP])
+    for i in range(changed[tables.ADMITTED]):
+        entry = t.changes[tables.ADMITTED, i]
         _join(pool, t, entry, s.queries[t.entries[entry, _QUERY], EXTENDS])
         _record_admission(s, pool, p, t.entries[entry, _QUERY])
     _plan_run(s, pool, t, p)
@@ -324,7 +323,7 @@ def _between_runs(s: Any, p: int) -> None:
 
 @compiled
 def _active(t: Any) -> Any:
-    return t.words[at.ACTIVE_PREFILL] + t.words[at.ACTIVE_DECODE]
+    return t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE]
 
 
 @compiled
@@ -333,7 +332,7 @@ def _finish_run(s: Any, pool: Any, t: Any, steps: int) -> None:
     pool[BUSY] += s.words[NOW] - pool[BEGIN]
     pool[MEMBER_STEPS] += steps * active
     pool[TAKEN] += steps
-    policy.advance(t, t.words[at.ACTIVE_PREFILL], active, steps, steps * pool[EACH])
+    policy.advance(t, t.words[tables.ACTIVE_PREFILL], active, steps, steps * pool[EACH])
     if pool[SHARED]:
         gpu = words(pool[GPU], 2)
         gpu[DEBT_NS] += steps * round(s.extend_s[active] * 1e9)
@@ -344,7 +343,7 @@ def _next_finished(pool: Any, t: Any) -> Any:
     """Return the finished query that joined first; -1 without one."""
     found = -1
     for stage in range(2):
-        for i in range(t.words[at.LISTED + stage]):
+        for i in range(t.words[tables.LISTED + stage]):
             entry = t.lists[stage, i]
             sooner = found < 0 or t.entries[entry, _ORDER] < t.entries[found, _ORDER]
             if t.entries[entry, _LAST_STEP] <= pool[TAKEN] and sooner:
@@ -366,7 +365,7 @@ def _record_admission(s: Any, pool: Any, p: int, number: int) -> None:
     wait = one[BEGUN] - one[ENQUEUED]
     pool[ADMITTED] += 1
     pool[WAITED] += wait
-    if one[STAGE] == at.PREFILL:
+    if one[STAGE] == tables.PREFILL:
         bucket = 0
         while bucket < len(s.edges) and s.edges[bucket] < wait / 1e9:
             bucket += 1
@@ -390,7 +389,7 @@ def _plan_run(s: Any, pool: Any, t: Any, p: int) -> None:
     pool[EACH] = max(round((s.extend_s[active] * slowdown + cost[ROUND_S]) * 1e9), 1)
     steps = NEVER_NS if pool[QUERIES] <= active else -(-_POLICY_INTERVAL_NS // pool[EACH])
     for stage in range(2):
-        for i in range(t.words[at.LISTED + stage]):
+        for i in range(t.words[tables.LISTED + stage]):
             steps = min(steps, t.entries[t.lists[stage, i], _LAST_STEP] - pool[TAKEN])
     pool[BEGIN], pool[STEPS] = now, steps
     pool[FIRST] = pool[EACH] + round(pool[ADMITTED] * cost[QUERY_S] * 1e9)
