@@ -221,7 +221,7 @@ def arena_of(worker: Worker, dim: int) -> DeviceArena | None:
 
 
 def _ensure_answers(worker: Worker) -> None:
-    """Create the collection of stored answers if it does not exist. On failure the pool serves the others."""
+    """Create the answer cache's collection if it does not exist. On failure the pool serves the other collections."""
     try:
         answer_store.ensure(worker.plan.answers, embedder_dim(worker.plan.config.answer_cache.embedder))
     except CollectionError as error:

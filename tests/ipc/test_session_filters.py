@@ -45,7 +45,7 @@ def test_a_place_referenced_by_an_unread_request_is_not_overwritten(client: Ring
     writer = client.attachment.filters
     for number in range(FILTER_SLOTS):
         writer.slot_of(b"%d" % number, number + 1, 0)
-    with pytest.raises(RingFull, match="32 other filters"):
+    with pytest.raises(RingFull, match="all 32 filter slots"):
         writer.slot_of(b"one more", 99, 0)
     assert writer.slot_of(b"7", 100, 0) == 8  # known: referenced again
     assert writer.slot_of(b"one more", 101, 1) == 1  # the first request was read

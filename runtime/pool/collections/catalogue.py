@@ -46,7 +46,10 @@ class _Entry:
 
     @property
     def needs_reopening(self) -> bool:
-        """Whether it is unavailable, or the collection of stored answers was recreated, which nobody reloads."""
+        """Whether it is unavailable, or it is the answer cache's collection and was recreated.
+
+        Operators do not reload the latter.
+        """
         live = None if self.shard is None else self.shard.live
         return self.shard is None or (self.section.name == ANSWERS and live is not None and live.replaced)
 
