@@ -115,7 +115,7 @@ class DocumentStore:
             if application_id != _APPLICATION_ID or version not in _TABLES:
                 raise CollectionError(f"{path} is not a document store of version {_VERSION} or earlier")
             tables = connection.execute("SELECT type, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'").fetchall()
-            # Other tables could hold other types, and a query of a view could take for ever.
+            # Other tables could hold other types, and a query of a view could run forever.
             if sorted(tables) != sorted(("table", table) for table in _TABLES[version]):
                 raise CollectionError(f"{path} is damaged: its tables have another schema")
             store._version = version

@@ -177,7 +177,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could block for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could block forever
             raise CollectionError(f"{path.parent} is not a collection: {path} is not a regular file")
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)

@@ -8,6 +8,6 @@
     writer.lock                   lock of the only writing process
 
 A document gets a row number when it is stored; row numbers are never reused. An upsert of an existing id stores the
-document under a new row and deletes the old one. A row number therefore denotes one text for ever, and a result cannot
-mix texts.
+document under a new row and deletes the old one. A row number therefore denotes one text permanently, and a result
+cannot mix texts.
 """

@@ -1,8 +1,8 @@
 """Keyword search of a live collection, by an index of this process that follows the rows.
 
 The index is built at the first search, in a temporary file, on a background thread if there are many documents. A row
-denotes one text for ever, so neither sealing nor merging changes the index. Deleted rows are excluded from results, and
-the index is rebuilt when most of its rows are deleted.
+denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are excluded from results,
+and the index is rebuilt when most of its rows are deleted.
 """
 
 import threading
