@@ -73,7 +73,7 @@ def simulate_node(
     arrivals = load_trace(trace, limit)
     console = Console()
     console.print(f"{len(arrivals)} requests, {mean_rate(arrivals):.2f}/s; service times: {setup.times.source}")
-    console.print(f"SLO: first token within {setup.slos.ttft_s:g} s, {setup.slos.tpot_s * 1e3:g} ms a later token")
+    console.print(f"SLO: first token within {setup.slos.ttft_s:g} s, {setup.slos.tpot_s * 1e3:g} ms per later token")
     if plan:
         found = plans(setup, arrivals, gpus, progress=lambda text: console.print(f"  {text}"))
         console.print(_plans_table(found))
@@ -86,8 +86,8 @@ def simulate_node(
     needs = demands(setup, arrivals)
     most = capacity(setup, arrivals)
     console.print(
-        f"{max(needs, key=lambda name: needs[name])} is the bottleneck: with full batches it sustains {most:.2f} "
-        f"requests/s; this trace sends {mean_rate(arrivals) / most:.0%} of that"
+        f"{max(needs, key=lambda name: needs[name])} is the bottleneck: its capacity with full batches is {most:.2f} "
+        f"requests/s; the load of this trace is {mean_rate(arrivals) / most:.0%} of it"
     )
     result = simulate(setup, arrivals)
     console.print(_result_table(result))
@@ -135,9 +135,9 @@ def _result_table(result: "Result") -> Table:
     used = {name: f"{value:.0%}" for name, value in result.use.items()}
     ends = ", ".join(f"{count} {name}" for name, count in sorted(result.outcomes.items()))
     table.caption = (
-        f"at work, with batches as full as they were: prefill {used['prefill']}, decode {used['decode']} of the time "
+        f"busy, with the actual batches: prefill {used['prefill']}, decode {used['decode']} of the time "
         f"with {used['decode_slots']} of its slots, pool {used['pool']}, link {used['link']}; "
-        f"rows stalled {used['stall']}; of the prompts' tokens {used['prefix_hits']} found again; ends: {ends}"
+        f"rows stalled by probes {used['stall']}; prompt tokens reused {used['prefix_hits']}; outcomes: {ends}"
     )
     return table
 

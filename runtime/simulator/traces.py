@@ -69,7 +69,7 @@ def load_trace(path: Path, limit: int = MAX_REQUESTS) -> list[Arrival]:
     try:
         arrivals = list(_read(path, min(limit, MAX_REQUESTS)))
     except (OSError, EOFError, zlib.error) as error:  # BadGzipFile is an OSError
-        raise TraceError(f"{path}: cannot read the trace: {error}") from error
+        raise TraceError(f"{path}: cannot read the trace: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: the trace is not UTF-8 text") from error
     if not arrivals:

@@ -46,14 +46,14 @@ def simulated(tmp_path: Path) -> Callable[..., str]:
 
 def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: Callable[..., str]) -> None:
     strict = "[slo]\nttft_s = 1e-6\ntpot_s = 0.5"
-    assert "first token within 1e-06 s, 500 ms a later token" in simulated(strict)
+    assert "first token within 1e-06 s, 500 ms per later token" in simulated(strict)
     assert "TTFT (s) │ 0.0%" in simulated(strict)
     told = simulated(strict, "--ttft", "2")
-    assert "first token within 2 s, 500 ms a later token" in told
+    assert "first token within 2 s, 500 ms per later token" in told
     assert "TTFT (s) │ 100.0%" in told
 
 
 def test_the_load_and_the_time_at_work_are_told_apart(simulated: Callable[..., str]) -> None:
     told = simulated("")
-    assert re.search(r"\w+ is the bottleneck: with full batches it sustains [\d.]+ requests/s", told)
+    assert re.search(r"\w+ is the bottleneck: its capacity with full batches is [\d.]+ requests/s", told)
     assert re.search(r"with batches as full as they were: .* decode \d+% of the time with \d+% of its slots", told)
