@@ -14,7 +14,7 @@ StartTiny = Callable[..., TinyNode]
 
 @pytest.fixture
 def start_tiny(tmp_path: Path) -> Iterator[StartTiny]:
-    """Starts a node, with what `TinyNode` takes; it is killed after the test."""
+    """Start a node with the arguments of `TinyNode`; it is killed after the test."""
     nodes: list[TinyNode] = []
 
     def start(orders: dict[str, list[str]] | None = None, **options: Any) -> TinyNode:

@@ -1,4 +1,4 @@
-"""NVML as its Python module shows it, over GPUs that a test describes."""
+"""A fake of NVML's Python module over GPUs that a test describes."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class Card:
 
 
 class FakeNvml:
-    """Hand it to `Gpus`. `peers` are pairs of indexes that reach each other."""
+    """Argument for `Gpus`. `peers`: pairs of indexes with peer access."""
 
     NVMLError = NVMLError
     NVMLError_NotFound = NVMLErrorNotFound

@@ -1,4 +1,4 @@
-"""Back-off: none after the first failure, then doubling delays up to a bound, with jitter; anew after a healthy run."""
+"""Back-off: none after the first failure, then doubling delays with jitter up to a bound; reset by a healthy run."""
 
 import random
 
@@ -9,11 +9,11 @@ from runtime.node.supervisor.backoff import Backoff
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 1.0), st.floats(1.0, 60.0), st.integers(1, 60))
-def test_delays_lie_between_half_a_step_and_a_step_and_steps_double_up_to_the_bound(
+def test_delays_are_jittered_within_half_a_step_and_steps_double_up_to_the_bound(
     seed: int, first_s: float, most_s: float, failures: int
 ) -> None:
     backoff = Backoff(random.Random(seed), first_s, most_s)
-    assert backoff.next_delay(ran_s=0.0) == 0.0  # one death says nothing of the next life
+    assert backoff.next_delay(ran_s=0.0) == 0.0  # a single death causes no delay
     step = first_s
     for _ in range(failures):
         delay = backoff.next_delay(ran_s=0.0)
@@ -21,14 +21,14 @@ def test_delays_lie_between_half_a_step_and_a_step_and_steps_double_up_to_the_bo
         step = min(most_s, 2 * step)
 
 
-def test_it_goes_on_for_as_long_as_the_worker_keeps_dying() -> None:
+def test_retries_continue_while_the_worker_keeps_dying() -> None:
     backoff = Backoff(random.Random(0), first_s=0.1, most_s=10.0)
     delays = [backoff.next_delay(ran_s=1.0) for _ in range(5000)]
     assert 5.0 <= min(delays[10:]) <= max(delays) <= 10.0
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40))
-def test_a_healthy_run_starts_over(runs: list[float]) -> None:
+def test_a_healthy_run_resets_the_back_off(runs: list[float]) -> None:
     backoff = Backoff(random.Random(0), first_s=0.1, most_s=10.0, healthy_s=30.0)
     failures = 0
     for ran_s in runs:
@@ -38,7 +38,7 @@ def test_a_healthy_run_starts_over(runs: list[float]) -> None:
         assert min(10.0, step) / 2 <= delay <= step + 1e-9
 
 
-def test_workers_that_die_together_time_and_again_do_not_come_back_together() -> None:
+def test_workers_that_die_together_repeatedly_restart_at_different_times() -> None:
     source = random.Random(0)
     backoffs = [Backoff(source) for _ in range(8)]
     assert {backoff.next_delay(0.0) for backoff in backoffs} == {0.0}

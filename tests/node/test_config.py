@@ -1,4 +1,4 @@
-"""A configuration is refused with its key, its value and what would be right, before anything starts."""
+"""Configuration errors name the key, the value and the expectation, before anything starts."""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_refused_with_its_key_and_what_is_expected(case: str) -> None:
+def test_invalid_values_are_refused_with_key_and_expectation(case: str) -> None:
     raw, message = WRONG[case]
     with pytest.raises(ConfigError) as caught:
         parse_config(raw)
@@ -124,7 +124,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_a_file_that_cannot_be_used_is_refused_with_its_path(case: str, tmp_path: Path) -> None:
+def test_an_unusable_file_is_refused_with_its_path(case: str, tmp_path: Path) -> None:
     content, reason = UNREADABLE[case]
     path = tmp_path / "node.toml"
     path.write_bytes(content)
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_path(case: str, tmp_path
 
 
 @pytest.mark.parametrize(("name", "reason"), [("missing.toml", "No such file"), (".", "Is a directory")])
-def test_a_path_that_is_no_file_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(name: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(tmp_path / name)
 
@@ -150,14 +150,14 @@ def test_a_path_that_is_no_file_is_refused(name: str, reason: str, tmp_path: Pat
         ('[http]\napi_keys_file = "~nobody-of-that-name/keys"', r"http\.api_keys_file = '~nobody"),
     ],
 )
-def test_a_path_that_cannot_be_one_is_refused_when_the_file_is_read(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_path_is_refused_when_the_configuration_is_read(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "node.toml").write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
         load_config(tmp_path / "node.toml")
     assert "\n" not in refused.value.message
 
 
-def test_several_nodes_run_from_one_file_by_names_and_ports_of_their_own(tmp_path: Path) -> None:
+def test_several_nodes_can_share_a_file_with_different_names_and_ports(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('[node]\nname = "one"\ndrain_s = 5.0\n[[collections]]\nname = "docs"\npath = "docs"\n')
     config = load_config(file, "two", 0)

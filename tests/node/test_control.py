@@ -1,4 +1,4 @@
-"""The control socket answers status, metrics and stop, and nothing else; garbage neither stops nor delays it."""
+"""The control socket answers status, metrics, changes and stop; invalid messages neither stop nor delay it."""
 
 import os
 import select
@@ -84,20 +84,20 @@ def node() -> Iterator[Node]:
     made.close()
 
 
-def test_status_comes_back_as_it_is(node: Node) -> None:
+def test_status_is_returned_unchanged(node: Node) -> None:
     assert node_status(info(node.endpoint)) == node.status
 
 
-def test_metrics_come_back_as_text(node: Node) -> None:
+def test_metrics_are_returned_as_text(node: Node) -> None:
     assert admin_request(node.endpoint, "metrics").decode() == "metrics …\n"
 
 
-def test_a_change_that_cannot_be_is_told_in_words(node: Node) -> None:
+def test_an_invalid_change_is_refused_with_a_message(node: Node) -> None:
     with pytest.raises(InvalidRequest, match="not the pool"):
         scale_workers(info(node.endpoint), "add", "pool", timeout_s=60)
 
 
-def test_a_change_waits_until_it_is_done(node: Node) -> None:
+def test_a_change_returns_when_it_is_done(node: Node) -> None:
     moments = iter((0.0, 1.0, 6.0))
     with pytest.raises(Unavailable, match="decode-add cannot run"):
         scale_workers(info(node.endpoint), "add", "decode", timeout_s=60)
@@ -119,7 +119,7 @@ def test_a_node_is_ready_when_all_workers_are() -> None:
 GARBAGE = [[b""], [b"STATUS"], [b"status", b"more"], [b"\xff" * 64], [b"status\0"], [b"x" * 65], [b""] * 50]
 
 
-def test_what_is_no_question_is_dropped_and_the_next_question_answered(node: Node) -> None:
+def test_invalid_requests_are_dropped_and_the_next_one_is_answered(node: Node) -> None:
     for frames in GARBAGE:
         with connect(zmq.DEALER, node.endpoint, max_message_bytes=1 << 20) as socket:
             socket.send_multipart(frames)
@@ -147,26 +147,28 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
     made.communicate(timeout=60)
 
 
-def test_stop_asks_once_and_returns_when_the_process_is_gone(node: Node, process: "subprocess.Popen[bytes]") -> None:
+def test_stop_sends_one_request_and_returns_when_the_process_is_gone(
+    node: Node, process: "subprocess.Popen[bytes]"
+) -> None:
     node.stop = process.kill  # type: ignore[method-assign]
     stop_node(info(node.endpoint, process.pid), timeout_s=30)
     assert process.wait(timeout=60) < 0
 
 
-def test_a_node_that_does_not_end_in_time_is_told(node: Node, process: "subprocess.Popen[bytes]") -> None:
+def test_a_node_that_does_not_stop_in_time_is_an_error(node: Node, process: "subprocess.Popen[bytes]") -> None:
     with pytest.raises(DeadlineExceeded, match=rf"pid {process.pid}\) still runs after 0 s"):
         stop_node(info(node.endpoint, process.pid), timeout_s=0.01)
     assert node.stops == 1
 
 
-def test_stopping_what_is_gone_already_is_no_error(process: "subprocess.Popen[bytes]") -> None:
+def test_stopping_a_stopped_node_is_no_error(process: "subprocess.Popen[bytes]") -> None:
     gone = info(private_endpoint(new_token(), "control"), process.pid)
     process.kill()
     process.wait(timeout=60)
     stop_node(gone, timeout_s=1)
 
 
-def test_a_reload_returns_when_every_pool_worker_serves_what_is_there_now(node: Node) -> None:
+def test_a_reload_returns_when_every_pool_worker_serves_the_new_build(node: Node) -> None:
     node.reloads = [
         ReloadStatus(1, False),
         ReloadStatus(1, False, ("pool-0",)),
@@ -182,7 +184,7 @@ def test_a_reload_that_a_worker_refuses_is_an_error_with_its_reason(node: Node) 
         reload_collections(info(node.endpoint), "docs", timeout_s=60)
 
 
-def test_a_reload_of_what_does_not_exist_or_takes_for_ever_or_is_overtaken_ends(node: Node) -> None:
+def test_a_reload_that_is_unknown_too_slow_or_superseded_ends(node: Node) -> None:
     with pytest.raises(InvalidRequest, match="no such collection"):
         reload_collections(info(node.endpoint), "none", timeout_s=60)
     times = iter((0.0, 1.0, 61.0))

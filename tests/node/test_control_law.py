@@ -1,4 +1,4 @@
-"""The control law: which way it moves, how far at most, that it settles, and that it cannot be made to swing."""
+"""The control law: direction, step limits, convergence and damping of oscillation."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -36,7 +36,7 @@ def law(reserve: float = 0.5, flush_s: float = 0.0, section: ControlSection = SE
 
 
 def fed(made: ControlLaw, *signals: Signals, interval_s: float = 0.25) -> list[tuple[float, Change]]:
-    """Its changes and their times, with one of `signals` an update."""
+    """Return the law's changes and their times, one update per signal."""
     changes: list[tuple[float, Change]] = []
     for i, now in enumerate(signals):
         changes += [(i * interval_s, change) for change in made.update(i * interval_s, now)]
@@ -51,14 +51,14 @@ def test_prefill_that_waits_too_long_gets_more_slots() -> None:
     assert "prefill waits 100.00 ms" in change.cause
 
 
-def test_decode_that_stalls_has_prefill_yield_for_all_it_may_wait_and_then_gets_slots_back() -> None:
+def test_stalling_decode_first_makes_prefill_yield_and_then_gets_slots_back() -> None:
     made = law()
     changes = [change for _, change in fed(made, *[DECODE_STALLS] * 11)]
     assert [change.knob for change in changes] == ["flush_prefill_s", "reserve"]
     assert [change.after for change in changes] == pytest.approx([WAIT_TARGET_S, 0.4])
 
 
-def test_prefill_yields_no_more_when_nobody_waits() -> None:
+def test_prefill_stops_yielding_when_no_query_waits() -> None:
     made = law(reserve=RESERVE_MIN)
     assert {change.knob for _, change in fed(made, *[DECODE_STALLS] * 40)} == {"flush_prefill_s"}
     for i in range(100):
@@ -74,29 +74,27 @@ def test_prefill_that_waits_too_long_yields_less_before_it_gets_more_slots() -> 
     assert change.after == pytest.approx(WAIT_TARGET_S / 2)
 
 
-def test_as_shipped_prefill_waits_for_half_of_the_promised_time_to_the_first_token_while_decode_stalls() -> None:
+def test_by_default_prefill_yields_up_to_half_the_ttft_slo_while_decode_stalls() -> None:
     made = ControlLaw(NodeConfig(slo=SloSection(ttft_s=0.4)))
     fed(made, *[DECODE_STALLS] * 8)
     assert made.flush_prefill_s == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("step_s", "most"), [(0.01, 0.8 * 0.8), (0.04, 0.25), (0.06, 0.25), (0.0, 0.25)])
-def test_rows_may_stall_for_most_of_what_the_promised_time_per_token_leaves_beside_a_step(
-    step_s: float, most: float
-) -> None:
+def test_rows_may_stall_for_most_of_the_tpot_slo_minus_a_step(step_s: float, most: float) -> None:
     """A share of .64 beside steps of 10 ms where a token may take 50; never less than is configured."""
     made = ControlLaw(NodeConfig(slo=SloSection(tpot_s=0.05)))
     assert made.pressures(Signals(0.5, 0.0, most, step_s))[1] == pytest.approx(1.0)
 
 
-def test_decode_that_stalls_goes_before_prefill_that_waits() -> None:
+def test_stalling_decode_takes_precedence_over_waiting_prefill() -> None:
     made = law(reserve=RESERVE_MIN)
     both = Signals(0.5, WAIT_TARGET_S * 30, SETTINGS.decode_stall_target * 1.3)
     fed(made, *[both] * 40)
     assert made.flush_prefill_s == pytest.approx(WAIT_TARGET_S)
 
 
-def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_when_nobody_is_pressed() -> None:
+def test_the_flush_timeout_shrinks_before_the_reserve_grows_and_recovers_without_pressure() -> None:
     made = law(flush_s=0.004)
     knobs = [change.knob for _, change in fed(made, *[PREFILL_WAITS] * 40)]
     assert knobs[:4] == ["flush_prefill_s"] * 4
@@ -108,7 +106,7 @@ def test_the_flush_timeout_is_shortened_before_the_reserve_grows_and_comes_back_
 
 
 @pytest.mark.parametrize("pressed", [PREFILL_WAITS, DECODE_STALLS])
-def test_the_reserve_goes_back_to_where_it_was_configured_when_nobody_waits_any_more(pressed: Signals) -> None:
+def test_the_reserve_returns_to_its_configured_value_when_no_query_waits(pressed: Signals) -> None:
     made = law(0.5)
     fed(made, *[pressed] * 40)
     assert made.reserve in (RESERVE_MIN, SETTINGS.reserve_max)
@@ -120,8 +118,8 @@ def test_the_reserve_goes_back_to_where_it_was_configured_when_nobody_waits_any_
     assert all(abs(after - before) <= SETTINGS.step + 1e-12 for before, after in pairwise(values))
 
 
-def test_the_reserve_stays_where_it_helps_while_queries_still_wait() -> None:
-    """Under target, but not at ease: the load that called for the reserve is still there."""
+def test_the_reserve_stays_while_queries_still_wait() -> None:
+    """Waits are under target, but the load that raised the reserve persists."""
     made = law(0.5)
     fed(made, *[PREFILL_WAITS] * 20)
     reserve = made.reserve
@@ -130,12 +128,12 @@ def test_the_reserve_stays_where_it_helps_while_queries_still_wait() -> None:
     assert made.reserve == reserve > 0.5
 
 
-def test_under_a_light_load_nothing_moves_however_little_the_link_is_used() -> None:
+def test_under_light_load_nothing_changes_whatever_the_link_utilization() -> None:
     light = Signals(link_use=0.001, prefill_wait_p95_s=0.0002, decode_stall=0.01)
     assert not fed(law(0.3), *[light] * 400)
 
 
-def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would_press_prefill_again() -> None:
+def test_a_flush_timeout_over_half_the_target_is_not_restored() -> None:
     made = law(flush_s=0.05)
     fed(made, *[PREFILL_WAITS] * 40)
     for i in range(400):
@@ -143,7 +141,7 @@ def test_a_flush_timeout_over_half_the_target_is_not_brought_back_since_it_would
     assert 0 < made.flush_prefill_s <= WAIT_TARGET_S / 2
 
 
-def test_a_link_under_its_target_by_itself_raises_the_reserve_as_long_as_prefill_queries_wait() -> None:
+def test_an_underused_link_alone_raises_the_reserve_while_prefill_queries_wait() -> None:
     waits = WAIT_TARGET_S * 0.3
     assert not fed(law(), *[Signals(0.5, waits, 0.0)] * 60)
     changes = fed(law(), *[Signals(0.0, waits, 0.0)] * 60)
@@ -153,26 +151,26 @@ def test_a_link_under_its_target_by_itself_raises_the_reserve_as_long_as_prefill
     assert not fed(law(), *[Signals(0.0, 0.0, 0.0)] * 60)
 
 
-def test_a_link_under_its_target_by_itself_shortens_prefills_flush_timeout_first() -> None:
+def test_an_underused_link_alone_first_shortens_prefills_flush_timeout() -> None:
     waits = WAIT_TARGET_S * 0.6
     _, change = fed(law(flush_s=0.002), *[Signals(0.0, waits, 0.0)] * 60)[0]
     assert change.knob == "flush_prefill_s"
     assert change.after == pytest.approx(0.001)
 
 
-def test_a_link_under_its_target_takes_nothing_from_decode_rows_that_stall() -> None:
+def test_an_underused_link_takes_no_slots_from_stalling_decode_rows() -> None:
     starved = Signals(0.0, WAIT_TARGET_S * 0.9, SETTINGS.decode_stall_target * 0.28)
     assert not fed(law(), *[starved] * 60)
     stalling = Signals(0.0, WAIT_TARGET_S * 0.9, SETTINGS.decode_stall_target * 2)
     assert fed(law(), *[stalling] * 60)[0][1].after < 0.5
 
 
-def test_the_batching_delay_of_the_flush_timeout_itself_is_not_taken_for_a_backlog() -> None:
+def test_the_flush_timeouts_batching_delay_does_not_count_as_backlog() -> None:
     held = Signals(0.0, prefill_wait_p95_s=0.003, decode_stall=0.0)  # τ_pre and a little
     assert not fed(law(flush_s=0.003), *[held] * 60)
 
 
-def test_decode_that_stalls_a_third_of_what_it_may_gets_slots_and_prefill_that_waits_yields_less() -> None:
+def test_decode_at_a_third_of_its_stall_limit_gets_slots_and_waiting_prefill_yields_less() -> None:
     made = law()
     fed(made, *[DECODE_STALLS] * 8)
     strained = Signals(0.5, WAIT_TARGET_S * 3, SETTINGS.decode_stall_target * 0.4)
@@ -191,7 +189,7 @@ def test_constant_signals_converge(signals: Signals, reserve: float, flush_s: fl
 
 
 @given(st.lists(SIGNALS, min_size=2, max_size=300))
-def test_every_step_is_bounded_and_so_is_how_often_one_is_taken(signals: list[Signals]) -> None:
+def test_the_size_and_rate_of_steps_are_bounded(signals: list[Signals]) -> None:
     made = law()
     changes = fed(made, *signals)
     for _, change in changes:
@@ -204,7 +202,7 @@ def test_every_step_is_bounded_and_so_is_how_often_one_is_taken(signals: list[Si
 
 
 @given(SIGNALS, SIGNALS)
-def test_signals_that_alternate_at_every_look_move_nothing(one: Signals, other: Signals) -> None:
+def test_signals_that_alternate_at_every_update_change_nothing(one: Signals, other: Signals) -> None:
     made = law()
     pressures = [made.pressures(signals) for signals in (one, other)]
     if any(abs(a - b) > 0 for a, b in pressures) and fed(made, *[one, other] * 100):
@@ -214,7 +212,7 @@ def test_signals_that_alternate_at_every_look_move_nothing(one: Signals, other: 
 
 
 @given(st.integers(2, 40))
-def test_signals_that_alternate_swing_the_reserve_no_further_than_dwell_and_step_allow(half_period: int) -> None:
+def test_alternating_signals_move_the_reserve_within_dwell_and_step_limits(half_period: int) -> None:
     made = law()
     values = []
     for i in range(40 * half_period):
@@ -225,7 +223,7 @@ def test_signals_that_alternate_swing_the_reserve_no_further_than_dwell_and_step
     assert max(late) - min(late) <= moves * SETTINGS.step + 1e-9
 
 
-def test_alternation_slower_than_the_dwell_is_damped_to_a_part_of_the_step() -> None:
+def test_alternation_slower_than_the_dwell_is_damped_below_a_step() -> None:
     made = law()
     values = []
     for i in range(800):  # each stage presses for 2.25 s: long enough for two steps
@@ -235,10 +233,8 @@ def test_alternation_slower_than_the_dwell_is_damped_to_a_part_of_the_step() -> 
 
 
 @given(st.floats(0.2, 5.0), st.floats(0.2, 5.0), st.floats(0.1, 0.9))
-def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
-    prefill_load: float, decode_load: float, start: float
-) -> None:
-    """Waits fall as r grows, stalls rise: it must find a place where neither is pressed more, and stay there."""
+def test_a_closed_loop_over_an_immediate_plant_converges(prefill_load: float, decode_load: float, start: float) -> None:
+    """Waits fall and stalls rise with r: the law must converge to a value that balances both."""
     made = law(start)
     values = []
     for i in range(2000):
@@ -249,7 +245,7 @@ def test_a_loop_closed_over_a_plant_that_answers_at_once_comes_to_rest(
     assert max(values[1000:]) - min(values[1000:]) <= SETTINGS.step / 4
 
 
-def test_reserve_bounds_that_cross_are_refused() -> None:
+def test_crossed_reserve_bounds_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"reserve_min = 0\.8 is over reserve_max = 0\.2"):
         parse_config({"control": {"reserve_min": 0.8, "reserve_max": 0.2}})
 
@@ -262,7 +258,7 @@ def readings(link_s: float = 0, row_s: float = 0, stall_s: float = 0, *waits: in
     return Readings(link_s, row_s, stall_s, tokens, [float(waits.count(bucket)) for bucket in range(BUCKETS)])
 
 
-def test_signals_are_of_what_happened_between_two_looks() -> None:
+def test_signals_cover_the_interval_between_two_updates() -> None:
     meter = SignalMeter(links=2, interval_s=0.25)
     assert meter.update(10.0, readings(5, 100, 50, 3)) == Signals(0, 0, 0)
     signals = meter.update(11.0, readings(5.5, 104, 51, 3, 5, tokens=60))
@@ -272,13 +268,13 @@ def test_signals_are_of_what_happened_between_two_looks() -> None:
     assert PoolMetrics.WAIT["prefill"].buckets[4] < signals.prefill_wait_p95_s <= PoolMetrics.WAIT["prefill"].buckets[5]
 
 
-def test_a_node_without_links_has_none_that_idles() -> None:
+def test_a_node_without_links_has_no_idle_link() -> None:
     meter = SignalMeter(links=0, interval_s=0.25)
     meter.update(10.0, readings())
     assert meter.update(11.0, readings(0, 0, 0, 3)).link_use == 1.0
 
 
-def test_what_is_long_past_fades() -> None:
+def test_old_observations_decay() -> None:
     meter = SignalMeter(links=1, interval_s=0.25)
     meter.update(0, readings())
     stalled = meter.update(1, readings(1, 1, 1, 8))
@@ -317,7 +313,7 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
         table.close()
 
 
-def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
+def test_the_loop_sets_the_knobs_of_every_pool_and_logs_the_cause(
     tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = ControlLoop(NODE, tables)
@@ -337,7 +333,7 @@ def test_the_loop_turns_the_knobs_of_every_pool_and_logs_the_cause(
     }
 
 
-def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict[str, WorkerTable]) -> None:
+def test_the_loop_samples_once_per_interval(tables: dict[str, WorkerTable]) -> None:
     loop = ControlLoop(NODE, tables)
     for i in range(100):
         tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], 1.0)
@@ -349,7 +345,7 @@ def test_the_loop_looks_once_an_interval_however_often_it_is_called(tables: dict
     assert loop.law.reserve == SETTINGS.reserve_max
 
 
-def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTable]) -> None:
+def test_a_disabled_loop_changes_nothing(tables: dict[str, WorkerTable]) -> None:
     tables["pool-0"].set_knob("reserve", 0.7)
     loop = ControlLoop(replace(NODE, control=replace(SETTINGS, enabled=False)), tables)
     for i in range(20):
@@ -362,7 +358,7 @@ def test_a_loop_that_is_not_enabled_touches_nothing(tables: dict[str, WorkerTabl
 
 
 def shipped_reserve(tables: dict[str, WorkerTable], *, wait_s: float, link_use: float, stall: float = 0.0) -> float:
-    """The knob after ten seconds in which prefill queries waited so long, and the link and decode were used so much."""
+    """Return the knob after ten seconds of the given prefill waits, link utilization and decode stalls."""
     loop = ControlLoop(NodeConfig(), tables)
     for i in range(40):
         tables["pool-0"].observe(PoolMetrics.WAIT["prefill"], wait_s)
@@ -373,13 +369,13 @@ def shipped_reserve(tables: dict[str, WorkerTable], *, wait_s: float, link_use: 
     return tables["pool-0"].knob("reserve")
 
 
-def test_as_shipped_a_link_that_is_used_too_little_raises_the_reserve_by_itself(tables: dict[str, WorkerTable]) -> None:
+def test_by_default_an_underused_link_alone_raises_the_reserve(tables: dict[str, WorkerTable]) -> None:
     target_s = PoolSection().prefill_target(SloSection())
     assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.5) == PoolSection().reserve
     assert shipped_reserve(tables, wait_s=target_s / 2, link_use=0.0) > PoolSection().reserve
 
 
-def test_as_shipped_prefill_gets_more_slots_only_if_it_waits_longer_than_it_ought_to(
+def test_by_default_prefill_gets_more_slots_only_over_its_wait_target(
     tables: dict[str, WorkerTable],
 ) -> None:
     target_s = PoolSection().prefill_target(SloSection())
@@ -387,10 +383,10 @@ def test_as_shipped_prefill_gets_more_slots_only_if_it_waits_longer_than_it_ough
     assert shipped_reserve(tables, wait_s=target_s * 4, link_use=0.5) > PoolSection().reserve
 
 
-def test_as_shipped_stalls_leave_prefill_a_tenth_of_the_slots(tables: dict[str, WorkerTable]) -> None:
+def test_by_default_stalls_leave_prefill_a_tenth_of_the_slots(tables: dict[str, WorkerTable]) -> None:
     assert shipped_reserve(tables, wait_s=0.0, link_use=0.5, stall=0.9) == pytest.approx(0.1)
 
 
-def test_a_reserve_that_is_configured_is_the_least_there_is() -> None:
+def test_the_configured_reserve_is_the_minimum() -> None:
     assert law(0.05, section=ControlSection()).reserve == 0.05
     assert law(0.95, section=ControlSection()).reserve == ControlSection().reserve_max

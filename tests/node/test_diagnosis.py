@@ -1,4 +1,4 @@
-"""`trinity doctor` finds what is wrong before a node does, and says what to do about it."""
+"""`trinity doctor` finds problems before a node starts and recommends remedies."""
 
 import socket
 from pathlib import Path
@@ -34,12 +34,12 @@ def findings(
     return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch)}
 
 
-def test_every_finding_that_is_not_well_says_what_to_do() -> None:
+def test_every_problem_found_has_a_remedy() -> None:
     for finding in [*findings().values(), *findings(nvml=FakeNvml(CARDS)).values()]:
         assert (finding.level == "ok") == (finding.advice == ""), finding
 
 
-def test_without_a_driver_a_node_on_cpus_is_warned_and_one_on_gpus_is_in_error(tmp_path: Path) -> None:
+def test_a_missing_driver_is_a_warning_for_cpu_nodes_and_an_error_for_gpu_nodes(tmp_path: Path) -> None:
     assert findings()["driver"].level == "warning"
     config = parse_config({"pool": {"devices": ["cuda:0"]}, "collections": [{"name": "d", "path": str(tmp_path)}]})
     found = findings(config)
@@ -48,7 +48,7 @@ def test_without_a_driver_a_node_on_cpus_is_warned_and_one_on_gpus_is_in_error(t
     assert "cuda:0" in found["model, index and placement"].text
 
 
-def test_gpus_their_memory_their_pairs_and_their_numa_nodes_are_told() -> None:
+def test_gpus_memory_peer_access_and_numa_nodes_are_reported() -> None:
     found = findings(nvml=FakeNvml(CARDS, peers={(0, 1)}))
     assert found["GPU 0"].level == "ok"
     assert found["GPU 1"].level == "warning"  # nearly full
@@ -57,7 +57,7 @@ def test_gpus_their_memory_their_pairs_and_their_numa_nodes_are_told() -> None:
     assert found["GPU 0 → 1 CUDA IPC"].level == found["GPU 1 → 0 CUDA IPC"].level == "ok"
 
 
-def test_a_pair_without_peer_access_or_cuda_ipc_is_warned_with_the_reason() -> None:
+def test_a_pair_without_peer_access_or_cuda_ipc_is_a_warning_with_the_reason() -> None:
     found = findings(nvml=FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
     assert found["GPU 0 ↔ 1 peers"].level == "warning"
     assert found["GPU 0 → 1 CUDA IPC"].text == "invalid device context"
@@ -78,14 +78,14 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: 
     assert "GPU 1 torch" not in findings(None, FakeNvml(CARDS))
 
 
-def test_a_model_on_gpus_that_have_no_cuda_ipc_is_in_error(tmp_path: Path) -> None:
+def test_a_model_on_gpus_without_cuda_ipc_is_an_error(tmp_path: Path) -> None:
     config = parse_config({"model": {"name": "m"}, **MODEL_ON_GPUS})
     found = findings(config, FakeNvml(CARDS), probe=lambda one, other: "invalid device context")
     assert found["GPU 0 → 1 CUDA IPC"].level == "error"
 
 
 @pytest.mark.skipif(not Gpus().missing, reason="this machine has a driver")
-def test_torch_that_does_not_work_on_a_gpu_gives_its_reason() -> None:
+def test_a_torch_that_fails_on_a_gpu_is_reported_with_the_reason() -> None:
     pytest.importorskip("torch")
     assert torch_works(Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1)) != ""
 
@@ -96,7 +96,7 @@ def test_mig_instances_have_no_cuda_ipc() -> None:
 
 
 @pytest.mark.skipif(not Gpus().missing, reason="this machine has a driver")
-def test_cuda_ipc_that_cannot_be_tried_gives_its_reason() -> None:
+def test_untestable_cuda_ipc_is_reported_with_the_reason() -> None:
     gpu = Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1)
     assert cuda_ipc(gpu, gpu) != ""
 
@@ -125,7 +125,7 @@ def test_the_command_exits_with_1_only_for_errors(tmp_path: Path) -> None:
     assert "error" in run.output
 
 
-def test_a_server_that_does_not_answer_is_in_error_with_its_address(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_an_error_with_its_address(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_answer_is_in_error_with_its_address(tmp_path: Pa
     assert found[f"engine {url}"].advice.startswith("start it")
 
 
-def test_nodes_of_a_remote_collection_that_are_not_there_are_told_each_by_its_address(tmp_path: Path) -> None:
+def test_unreachable_nodes_of_a_remote_collection_are_reported_by_address(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -146,7 +146,7 @@ def test_nodes_of_a_remote_collection_that_are_not_there_are_told_each_by_its_ad
     assert "none" in findings(keyed)["remote"].text
 
 
-def test_a_user_for_whom_compiled_code_cannot_be_kept_is_told_where_it_could_be(
+def test_an_unwritable_compile_cache_is_reported_with_an_alternative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert findings()["compiled code"].level == "ok"

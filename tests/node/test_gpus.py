@@ -1,4 +1,4 @@
-"""What NVML tells of this machine's GPUs, and what is said when there is no NVML."""
+"""GPU discovery and metrics through NVML, and behaviour without NVML."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from runtime.node.placement.gpus import Gpus, numa_node_of
 from tests.node.fake_nvml import Card, FakeNvml
 
 
-def test_without_nvml_there_are_no_gpus_and_a_gauge_says_why() -> None:
+def test_without_nvml_there_are_no_gpus_and_a_gauge_has_the_reason() -> None:
     gpus = Gpus(FakeNvml([], broken="Driver Not Loaded"))
     assert gpus.all() == []
     assert gpus.driver() == ""
@@ -17,13 +17,13 @@ def test_without_nvml_there_are_no_gpus_and_a_gauge_says_why() -> None:
     assert "Driver Not Loaded" in up.samples[0].labels["reason"]
 
 
-def test_this_machine_is_answered_for_with_or_without_a_driver() -> None:
+def test_gpus_of_this_machine_are_listed_with_or_without_a_driver() -> None:
     gpus = Gpus()
     families = {family.name: family for family in gpus.families()}
     assert (families["trinity_nvml_up"].samples[0].value == 1.0) == (gpus.missing == "")
 
 
-def test_every_gpu_is_told_with_its_numa_node_and_its_figures(tmp_path: Path) -> None:
+def test_every_gpu_is_reported_with_numa_node_and_metrics(tmp_path: Path) -> None:
     (tmp_path / "0000:17:00.0").mkdir()
     (tmp_path / "0000:17:00.0" / "numa_node").write_text("1\n")
     gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa"), Card("GPU-bbbbbbbb", bus="00000000:2A:00.0")]), tmp_path)
@@ -38,7 +38,7 @@ def test_every_gpu_is_told_with_its_numa_node_and_its_figures(tmp_path: Path) ->
     assert families["trinity_gpu_power_watts"].samples[0].value == 350.0
 
 
-def test_a_figure_that_a_gpu_lacks_is_left_out_and_the_others_stay() -> None:
+def test_an_unsupported_gpu_metric_is_omitted() -> None:
     gpus = Gpus(FakeNvml([Card("GPU-aaaaaaaa", power_mw=None)]))
     names = {family.name for family in gpus.families()}
     assert "trinity_gpu_power_watts" not in names
@@ -56,7 +56,7 @@ def test_mig_instances_follow_their_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["0", "cuda:0", "GPU-aaaaaaaa-1", "GPU-aaaaaaaa"])
-def test_a_gpu_is_called_by_index_uuid_or_the_beginning_of_it(name: str) -> None:
+def test_a_gpu_is_found_by_index_uuid_or_uuid_prefix(name: str) -> None:
     (gpu,) = Gpus(FakeNvml([Card("GPU-aaaaaaaa-1")])).all()
     assert gpu.matches(name)
     assert not gpu.matches("GPU-a")
@@ -64,9 +64,7 @@ def test_a_gpu_is_called_by_index_uuid_or_the_beginning_of_it(name: str) -> None
 
 
 @pytest.mark.parametrize(("text", "node"), [("0\n", 0), ("-1\n", None), ("", None), (None, None)])
-def test_a_numa_node_that_the_system_does_not_know_is_not_guessed(
-    tmp_path: Path, text: str | None, node: int | None
-) -> None:
+def test_an_unknown_numa_node_is_not_guessed(tmp_path: Path, text: str | None, node: int | None) -> None:
     if text is not None:
         (tmp_path / "x").mkdir()
         (tmp_path / "x" / "numa_node").write_text(text)

@@ -1,4 +1,4 @@
-"""Workers on GPUs: found by index, UUID or MIG id, near their GPU's cores, and each with its own GPU alone."""
+"""Layout of workers on GPUs: selection by index, UUID or MIG id, NUMA-local cores, one visible GPU per worker."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def gpu(number: int, node: int | None = None) -> Gpu:
 
 
 def machine(gpus: int = 8, cores: int = 32, nodes: int = 2) -> Machine:
-    """GPUs and cores spread evenly over NUMA nodes; nodes = 0: the system does not say."""
+    """Build a machine with GPUs and cores spread evenly over NUMA nodes; nodes = 0: unknown."""
     node_cores = {n: tuple(range(n * cores // nodes, (n + 1) * cores // nodes)) for n in range(nodes)}
     found = tuple(gpu(n, n * nodes // gpus if nodes else None) for n in range(gpus))
     return Machine(found, tuple(range(cores)), 64 * GIB, node_cores)
@@ -48,13 +48,13 @@ def pools(plan: NodePlan) -> list[WorkerPlan]:
     return list(plan.of_role("pool"))
 
 
-def test_a_worker_sees_its_own_gpu_alone_under_its_uuid_and_calls_it_the_first(config: NodeConfig) -> None:
+def test_a_worker_sees_only_its_gpu_by_uuid_as_device_0(config: NodeConfig) -> None:
     first, second = pools(lay_out(config, machine()))
     assert (first.gpu, first.gpu_index, first.device) == (gpu(6).uuid, "6", "cuda:0")
     assert (second.visible_devices, second.device) == (gpu(7).uuid, "cuda:0")
 
 
-def test_a_pool_is_alone_on_a_gpu_that_no_other_worker_is_on(config: NodeConfig, tmp_path: Path) -> None:
+def test_a_pool_is_exclusive_on_a_gpu_without_other_workers(config: NodeConfig, tmp_path: Path) -> None:
     assert [one.exclusive_gpu for one in pools(lay_out(config, machine()))] == [True, True]
     docs = [{"name": "docs", "path": str(tmp_path)}]
     for devices, alone in ((["cuda:0", "cuda:3"], False), (["cuda:1", "cuda:2"], True), (["cpu"], False)):
@@ -79,7 +79,7 @@ def test_gpus_are_chosen_by_index_or_uuid(tmp_path: Path, name: str) -> None:
     assert pools(lay_out(parse_config(raw), machine()))[0].gpu == gpu(6).uuid
 
 
-def test_a_gpu_that_is_not_there_is_named_with_those_that_are(config: NodeConfig) -> None:
+def test_an_unknown_gpu_is_refused_with_the_available_ones(config: NodeConfig) -> None:
     with pytest.raises(
         ConfigError, match=r"pool\.devices: 'cuda:6' is not a GPU of this machine; available: 0 \(GPU-0"
     ) as caught:
@@ -87,20 +87,20 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are(config: NodeConfig
     assert gpu(1).uuid in caught.value.message
 
 
-def test_without_a_driver_the_reason_is_given(config: NodeConfig) -> None:
+def test_a_missing_driver_is_reported_with_the_reason(config: NodeConfig) -> None:
     bare = Machine((), (0, 1), GIB, missing="NVML: Driver Not Loaded")
     with pytest.raises(ConfigError, match="NVML: Driver Not Loaded"):
         lay_out(config, bare)
 
 
-def test_a_gpu_that_is_cut_into_mig_instances_must_be_named_by_one(config: NodeConfig) -> None:
+def test_a_gpu_in_mig_mode_must_be_named_by_instance(config: NodeConfig) -> None:
     instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
     cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
     with pytest.raises(ConfigError, match="select one of MIG-11111111"):
         lay_out(config, cut)
 
 
-def test_a_model_is_not_put_on_a_mig_instance_which_cannot_hand_its_kv_over(tmp_path: Path) -> None:
+def test_a_model_on_a_mig_instance_is_refused_without_cuda_ipc(tmp_path: Path) -> None:
     instance = Gpu("6:0", "MIG-11111111", "MIG 1g.10gb", "0000:06:00.0", 10 * GIB, 10 * GIB)
     cut = Machine((*machine().gpus, instance), tuple(range(32)), GIB)
     raw = {"model": {"name": "m"}, "prefill": {"devices": ["cuda:0"]}, "decode": {"devices": ["MIG-11111111"]}}
@@ -108,7 +108,7 @@ def test_a_model_is_not_put_on_a_mig_instance_which_cannot_hand_its_kv_over(tmp_
         lay_out(parse_config(raw), cut)
 
 
-def test_the_whole_eight_gpu_layout_has_a_gpu_for_each_process_and_each_sees_its_own_alone(tmp_path: Path) -> None:
+def test_the_eight_gpu_layout_gives_each_process_one_visible_gpu(tmp_path: Path) -> None:
     plan = lay_out(node8(tmp_path), machine())
     placed = [worker for worker in plan.workers if worker.role != "frontend"]
     assert [worker.visible_devices for worker in placed] == [gpu(n).uuid for n in (6, 7, 0, 1, 2, 3, 4, 5)]
@@ -122,7 +122,7 @@ def test_the_whole_eight_gpu_layout_has_a_gpu_for_each_process_and_each_sees_its
     assert "70,656 MiB" in text
 
 
-def test_spinning_workers_get_cores_of_their_own_on_their_gpus_numa_node(config: NodeConfig) -> None:
+def test_spinning_workers_get_exclusive_cores_on_their_gpus_numa_node(config: NodeConfig) -> None:
     plan = lay_out(config, machine())
     first, second = pools(plan)
     assert (first.numa_node, second.numa_node) == (1, 1)
@@ -132,7 +132,7 @@ def test_spinning_workers_get_cores_of_their_own_on_their_gpus_numa_node(config:
     assert second.spin
 
 
-def test_where_no_core_is_to_spare_a_pool_does_not_spin(config: NodeConfig) -> None:
+def test_without_a_spare_core_a_pool_does_not_spin(config: NodeConfig) -> None:
     first, second = pools(lay_out(config, machine(cores=4, nodes=2)))  # two cores near both GPUs
     assert (first.spin, len(first.cores)) == (True, 1)
     assert (second.spin, second.cores) == (False, ())
@@ -144,7 +144,7 @@ def test_an_unknown_numa_node_is_not_guessed(config: NodeConfig) -> None:
     assert first.spin
 
 
-def test_configured_cores_stay_as_they_are(tmp_path: Path) -> None:
+def test_configured_cores_are_kept(tmp_path: Path) -> None:
     mine = Machine.read().cores[0]
     raw = {
         "pool": {"devices": ["cuda:0"], "cores": [[mine]]},
@@ -160,7 +160,7 @@ def node8(tmp_path: Path) -> NodeConfig:
     return load_config(path)
 
 
-def test_the_whole_eight_gpu_layout_can_be_simulated(tmp_path: Path) -> None:
+def test_the_eight_gpu_layout_can_be_simulated(tmp_path: Path) -> None:
     plan = lay_out(node8(tmp_path), Machine.with_simulated_gpus(8))
     placed = {worker.name: worker.gpu for worker in plan.workers if worker.gpu}
     assert sorted(placed.values()) == [f"SIM-{n}" for n in range(8)]
@@ -189,7 +189,7 @@ def near(tmp_path: Path, placement: str, **more: Any) -> NodeConfig:
     ],
 )
 @pytest.mark.parametrize("here", [machine(), Machine.with_simulated_gpus(3)])
-def test_a_pool_beside_a_worker_is_on_its_gpu_and_on_cores_of_its_own(
+def test_a_coupled_pool_is_on_its_workers_gpu_with_separate_cores(
     tmp_path: Path, placement: str, beside: dict[str, str], here: Machine
 ) -> None:
     plan = lay_out(near(tmp_path, placement), here)
@@ -208,14 +208,14 @@ def test_a_pool_beside_a_worker_is_on_its_gpu_and_on_cores_of_its_own(
     assert all(f"{pool} beside {worker}" in console.export_text(clear=False) for pool, worker in beside.items())
 
 
-def test_on_a_processor_a_pool_beside_a_worker_shares_its_cores_and_does_not_spin(tmp_path: Path) -> None:
+def test_on_a_cpu_a_coupled_pool_shares_its_workers_cores_and_does_not_spin(tmp_path: Path) -> None:
     core = Machine.read().cores[0]
     on_cpu = {"prefill": {"cores": [[core]]}, "decode": {"workers": 2, "cores": [[core]]}}
     plan = lay_out(near(tmp_path, "coupled", **on_cpu), Machine.read())
     assert [(pool.cores, pool.spin) for pool in pools(plan)] == [((core,), False)] * 3
 
 
-def test_a_pool_and_the_model_beside_it_must_fit_together(tmp_path: Path) -> None:
+def test_a_pool_and_its_coupled_model_must_fit_in_gpu_memory(tmp_path: Path) -> None:
     plan = lay_out(near(tmp_path, "with-prefill"), machine())
     with open("/dev/null", "w") as null:
         console = Console(width=160, file=null, force_terminal=True)
@@ -245,15 +245,13 @@ def test_a_pool_and_the_model_beside_it_must_fit_together(tmp_path: Path) -> Non
         ({"prefill": {"devices": ["cuda:9"]}}, "prefill.devices: 'cuda:9' is not a GPU of this machine"),
     ],
 )
-def test_a_pool_that_cannot_stand_beside_its_workers_is_refused(
-    tmp_path: Path, more: dict[str, Any], says: str
-) -> None:
+def test_an_impossible_coupled_placement_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         lay_out(near(tmp_path, "coupled", **more), machine())
     assert says in caught.value.message
 
 
-def test_without_anything_to_search_there_is_no_pool_beside_anybody(tmp_path: Path) -> None:
+def test_without_collections_there_is_no_coupled_pool(tmp_path: Path) -> None:
     assert not pools(lay_out(near(tmp_path, "coupled", collections=[]), machine()))
 
 
@@ -263,7 +261,7 @@ def test_more_gpus_than_a_node_has_cannot_be_simulated(count: int) -> None:
         Machine.with_simulated_gpus(count)
 
 
-def test_the_table_says_where_everything_runs_and_what_does_not_fit(config: NodeConfig) -> None:
+def test_the_layout_table_shows_placement_and_what_does_not_fit(config: NodeConfig) -> None:
     plan, here = lay_out(config, machine()), machine()
     console = Console(record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     wide = Console(width=160, record=True, file=console.file, force_terminal=True, color_system=None)
@@ -275,7 +273,7 @@ def test_the_table_says_where_everything_runs_and_what_does_not_fit(config: Node
     console.file.close()
 
 
-def test_two_workers_on_one_gpu_must_fit_together(tmp_path: Path) -> None:
+def test_two_workers_on_one_gpu_must_fit_in_its_memory(tmp_path: Path) -> None:
     raw = {
         "pool": {"workers": 2, "devices": ["cuda:0"]},
         "collections": [{"name": "docs", "path": str(tmp_path)}],
@@ -288,11 +286,11 @@ def test_two_workers_on_one_gpu_must_fit_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set())])
-def test_the_kernels_lists_of_cores_are_read(text: str, cores: set[int]) -> None:
+def test_the_kernels_cpu_lists_are_parsed(text: str, cores: set[int]) -> None:
     assert parse_cores(text) == cores
 
 
-def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: Path) -> None:
+def test_numa_nodes_list_only_cores_allowed_for_this_process(tmp_path: Path) -> None:
     (tmp_path / "node0").mkdir()
     (tmp_path / "node0" / "cpulist").write_text("0-4095\n")
     (tmp_path / "node1").mkdir()
@@ -302,7 +300,7 @@ def test_the_cores_of_numa_nodes_are_those_that_this_process_may_use(tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call")
-def test_memory_can_prefer_the_first_numa_node_or_the_refusal_is_told() -> None:
+def test_memory_can_prefer_a_numa_node_or_the_error_is_returned() -> None:
     from runtime.node.worker import prefer_numa_node
 
     assert prefer_numa_node(0, "m68k") is False

@@ -1,4 +1,4 @@
-"""What is desired of a worker and what becomes of it, with a clock of the test's own and no process at all."""
+"""Worker lifecycle: desired and actual state, on a virtual clock without processes."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ from runtime.node.supervisor.supervised_worker import Desired, Phase, Supervised
 
 @dataclass
 class Node:
-    """Two pool workers on a machine that has no more processes to give."""
+    """Two pool workers on a machine that cannot start processes."""
 
     now_s: float = 1000.0
     starts: list[tuple[str, float]] = field(default_factory=list)
@@ -61,7 +61,7 @@ def node() -> Iterator[Node]:
 
 
 def cannot_run(node: Node) -> SupervisedWorker:
-    """The first worker ran before, and cannot any more; the second runs."""
+    """A node whose first worker ran before and can no longer start; the second runs."""
     first, second = node.workers
     first.was_ready, second.phase = True, Phase.READY
     node.pass_time(600.0)
@@ -69,7 +69,7 @@ def cannot_run(node: Node) -> SupervisedWorker:
     return first
 
 
-def test_a_worker_that_cannot_run_is_tried_less_and_less_often_but_every_minute(node: Node) -> None:
+def test_a_worker_that_cannot_run_is_retried_with_back_off_up_to_a_minute(node: Node) -> None:
     first = node.workers[0]
     first.was_ready = True
     node.pass_time(3600.0)
@@ -80,21 +80,21 @@ def test_a_worker_that_cannot_run_is_tried_less_and_less_often_but_every_minute(
     assert first.desired is Desired.RUN
 
 
-def test_one_that_the_node_needs_and_that_never_ran_is_the_end_of_it(node: Node) -> None:
+def test_a_required_worker_that_never_ran_ends_the_node(node: Node) -> None:
     first = node.workers[0]
     node.pass_time(60.0)
     assert first.phase is Phase.FATAL
     assert first.epoch == 3
 
 
-def test_one_that_was_added_and_never_ran_is_given_up(node: Node) -> None:
+def test_an_added_worker_that_never_ran_is_removed(node: Node) -> None:
     first = node.workers[0]
     first.needed = False
     node.pass_time(60.0)
     assert (first.phase, first.desired) == (Phase.STOPPED, Desired.STOP)
 
 
-def test_its_note_says_why_and_when_it_starts_again(node: Node) -> None:
+def test_the_workers_note_has_the_reason_and_the_restart_time(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 12.0
     assert first.note(node.now_s) == ("cannot run (could not be started: no more processes); restarts in 12 s")
@@ -103,7 +103,7 @@ def test_its_note_says_why_and_when_it_starts_again(node: Node) -> None:
 @pytest.mark.parametrize(
     ("command", "failure"), [("exit 75", "ended (exit code 75: no room)"), ("kill -9 $$", "ended (signal SIGKILL)")]
 )
-def test_its_note_is_why_it_ended_only_if_it_ended_by_itself(node: Node, command: str, failure: str) -> None:
+def test_the_workers_note_has_the_reason_only_if_it_ended_by_itself(node: Node, command: str, failure: str) -> None:
     first = node.workers[0]
     first.phase, first.was_ready, first.table.note = Phase.READY, True, "no room"
     first.process = subprocess.Popen(["sh", "-c", command], start_new_session=True)
@@ -112,7 +112,7 @@ def test_its_note_is_why_it_ended_only_if_it_ended_by_itself(node: Node, command
     assert first.failure == failure
 
 
-def test_its_note_says_when_it_has_fallen_silent(node: Node) -> None:
+def test_the_workers_note_reports_a_missing_heartbeat(node: Node) -> None:
     first = node.workers[0]
     first.phase = Phase.READY
     first.table.beat()
@@ -124,7 +124,7 @@ def test_its_note_says_when_it_has_fallen_silent(node: Node) -> None:
     assert first.note(node.now_s) == "no heartbeat for 8 s"
 
 
-def test_who_asks_for_its_restart_does_not_wait_for_its_back_off(node: Node) -> None:
+def test_a_requested_restart_skips_the_back_off(node: Node) -> None:
     first = cannot_run(node)
     first.due = node.now_s + 50.0
     starts = len(node.starts)
@@ -135,7 +135,7 @@ def test_who_asks_for_its_restart_does_not_wait_for_its_back_off(node: Node) -> 
     assert len(node.starts) == starts + 1
 
 
-def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(node: Node) -> None:
+def test_a_worker_that_cannot_run_does_not_block_restarts_of_others(node: Node) -> None:
     first, second = node.workers
     first.was_ready, second.phase = True, Phase.READY
     node.rolling.request("pool-1")
@@ -150,7 +150,7 @@ def test_a_worker_that_cannot_run_does_not_keep_the_others_from_being_restarted(
 @pytest.mark.parametrize(
     ("phase", "failed", "waits"), [("standby", 0, False), ("standby", 1, True), ("starting", 0, True)]
 )
-def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase: str, failed: int, waits: bool) -> None:
+def test_a_dead_worker_is_replaced_at_once_by_a_standby(node: Node, phase: str, failed: int, waits: bool) -> None:
     spare, dead = node.workers
     spare.placement, spare.phase = replace(spare.placement, spare=0), Phase(phase)
     dead.due, dead.failed_starts = node.now_s + 50.0, failed
@@ -158,7 +158,7 @@ def test_a_worker_that_died_does_not_wait_while_one_stands_by(node: Node, phase:
     assert (dead.due > node.now_s) == waits
 
 
-def test_a_standby_worker_of_a_gpu_that_comes_back_starts_at_once_however_long_it_took_before(node: Node) -> None:
+def test_a_standby_worker_of_a_returned_gpu_starts_without_back_off(node: Node) -> None:
     spare, worker = node.workers
     spare.placement, spare.due = replace(spare.placement, spare=0), float("inf")  # its slow start was told of
     standbys = StandbyWorkers([spare], [worker])
@@ -170,7 +170,7 @@ def test_a_standby_worker_of_a_gpu_that_comes_back_starts_at_once_however_long_i
     assert node.starts == [(spare.name, node.now_s)]
 
 
-def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_start_is_reported_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     class Loading:
@@ -190,7 +190,7 @@ def test_a_start_that_takes_long_is_told_once_to_who_waits(node: Node, caplog: p
 
 
 class Told:
-    """A process that goes on whatever it is told."""
+    """A process that ignores signals."""
 
     pid, returncode = 0, None
 
@@ -205,8 +205,8 @@ class Told:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_in_a_node_that_stops_none_waits_for_a_frontend_that_has_ended(node: Node, restarts: bool) -> None:
-    """Neither who restarts just then, nor who said that it is ready and has not been seen to be."""
+def test_in_a_stopping_node_no_worker_waits_for_an_ended_frontend(node: Node, restarts: bool) -> None:
+    """Neither a restarting worker nor one whose readiness has not been observed yet."""
     first, told = node.workers[0], Told()
     first.table.begin(1, 0)
     first.table.state, first.epoch = State.READY, 1

@@ -1,4 +1,4 @@
-"""The HTTP socket: refused where it could not work, or where strangers could ask."""
+"""The HTTP socket: refused if it cannot be bound or if other hosts could connect without a key."""
 
 import socket
 
@@ -33,7 +33,7 @@ def test_it_listens_on_loopback_without_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_others_may_ask_only_with_keys(host: str) -> None:
+def test_other_hosts_need_keys(host: str) -> None:
     with pytest.raises(ConfigError, match=r"is open to others: set http\.api_keys_file, or listen on 127\.0\.0\.1"):
         listen(HttpSection(host=host, port=0))
     if host == "0.0.0.0":
@@ -41,7 +41,7 @@ def test_others_may_ask_only_with_keys(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "no-such-host.invalid", "x" * 64, "a b"])
-def test_a_host_that_is_none_is_refused(host: str) -> None:
+def test_an_invalid_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^http\.host = "):
         listen(HttpSection(host=host, port=0))
 
@@ -51,7 +51,7 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen(HttpSection(host="192.0.2.1", port=0, api_keys_file="/keys"))
 
 
-def test_a_port_that_is_taken_may_be_free_later() -> None:
+def test_a_port_in_use_is_a_temporary_error() -> None:
     with listen(HttpSection(port=0)) as first:
         port = first.getsockname()[1]
         with pytest.raises(ResourceBusy, match=rf"http\.port = {port}: cannot listen on 127\.0\.0\.1: .*in use"):

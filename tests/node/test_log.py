@@ -1,4 +1,4 @@
-"""A process's log: one line an event, whole or not at all, and nobody waits for it to be written."""
+"""A process's log: one line per event, written completely or not at all, never blocking the caller."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from runtime.node.placement.plan import NodePlan
 
 
 class Disk:
-    """Takes lines, unless it is full or stuck."""
+    """A log target that can be full or stuck."""
 
     def __init__(self) -> None:
         self.lines: list[LogLine] = []
@@ -87,7 +87,7 @@ def test_a_line_has_time_level_process_request_and_event(start: StartLog) -> Non
     assert line.text().endswith(f" W {log.name} [cmpl-1]: held for 7 ms")
 
 
-def test_an_event_is_one_line_whatever_is_in_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_event_is_one_line_whatever_its_content(capfd: pytest.CaptureFixture[str]) -> None:
     for kind in ("text", "json"):
         log = NodeConfig().log
         with log_to_stderr(msgspec.structs.replace(log, format=kind), "pool-0"):
@@ -103,7 +103,7 @@ def test_an_event_is_one_line_whatever_is_in_it(capfd: pytest.CaptureFixture[str
         assert "ValueError: first" in written
 
 
-def test_what_asks_for_less_than_the_configured_level_is_not_written(capfd: pytest.CaptureFixture[str]) -> None:
+def test_records_below_the_configured_level_are_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     section = parse_config({"log": {"level": "warning"}}).log
     with log_to_stderr(section, "pool-0"):
         logging.getLogger("a.b").info("quiet")
@@ -111,7 +111,7 @@ def test_what_asks_for_less_than_the_configured_level_is_not_written(capfd: pyte
     assert capfd.readouterr().err.endswith(" W pool-0 b: loud\n")
 
 
-def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(start: StartLog) -> None:
+def test_logging_does_not_block_on_a_stuck_disk_and_lost_lines_are_counted(start: StartLog) -> None:
     disk = Disk()
     lost: list[int] = []
     disk.stuck.clear()
@@ -126,7 +126,7 @@ def test_who_speaks_does_not_wait_for_a_stuck_disk_and_is_told_what_was_lost(sta
     assert sum(map(int, said)) == sum(lost) == 100 - len(kept) > 90
 
 
-def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(start: StartLog) -> None:
+def test_a_full_disk_drops_lines_and_reports_their_number(start: StartLog) -> None:
     disk, lost = Disk(), threading.Semaphore(0)
     log, handler = start(disk.write, on_lost=lost.release)
     disk.full = True
@@ -140,7 +140,7 @@ def test_a_full_disk_loses_lines_until_there_is_room_again_and_says_how_many(sta
     assert disk.events == ["5 log lines were lost here: No space left on device", "room again"]
 
 
-def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(start: StartLog) -> None:
+def test_process_exit_waits_for_a_stuck_disk_up_to_a_limit(start: StartLog) -> None:
     disk = Disk()
     disk.stuck.clear()
     log, handler = start(disk.write, queue_lines=1, close_s=0.05)
@@ -151,7 +151,7 @@ def test_the_end_of_a_process_waits_for_a_stuck_disk_only_so_long(start: StartLo
     disk.stuck.set()
 
 
-def test_a_wrong_call_of_the_logger_is_a_line_and_no_fault(start: StartLog) -> None:
+def test_a_malformed_logging_call_is_logged_without_raising(start: StartLog) -> None:
     disk = Disk()
     log, handler = start(disk.write)
     handler.handle(logging.LogRecord(log.name, logging.INFO, "", 0, "%d tokens", ("many",), None))
@@ -159,7 +159,7 @@ def test_a_wrong_call_of_the_logger_is_a_line_and_no_fault(start: StartLog) -> N
     assert "formatting failed" in disk.events[0]
 
 
-def test_files_are_rotated_within_their_bound(tmp_path: Path) -> None:
+def test_log_files_are_rotated_within_their_limit(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "pool-0.log"
     file = LogFile(path, max_bytes=100, files=3)
     for number in range(40):
@@ -172,7 +172,7 @@ def test_files_are_rotated_within_their_bound(tmp_path: Path) -> None:
     assert kept == list(range(40 - len(kept), 40))
 
 
-def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LogFile(tmp_path / "x.log", max_bytes=10_000, files=1)
     file.write(b"first\n")
     write = os.write
@@ -185,7 +185,7 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path, monkey
     assert (tmp_path / "x.log").read_bytes() == b"first\nthird\n"
 
 
-def test_a_line_for_a_device_that_is_full_is_an_error_and_not_the_end() -> None:
+def test_a_full_device_is_an_error_and_logging_continues() -> None:
     file = LogFile(Path("/dev/full"), max_bytes=1 << 20, files=1)
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):
@@ -193,7 +193,7 @@ def test_a_line_for_a_device_that_is_full_is_an_error_and_not_the_end() -> None:
     file.close()
 
 
-def test_warnings_and_the_faults_of_threads_become_lines(tmp_path: Path) -> None:
+def test_warnings_and_exceptions_of_threads_are_logged(tmp_path: Path) -> None:
     import warnings
 
     plan = NodePlan(config=NodeConfig(), run_dir=str(tmp_path), token="t", workers=())

@@ -1,4 +1,4 @@
-"""The logs of a node read together: in order, over rotations, and on as they grow."""
+"""Merged reading of a node's logs: ordered, over rotations, and following."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ def seconds(lines: list[LogLine]) -> list[int]:
     return [int(found.time[17:19]) for found in lines]
 
 
-def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path, pool: Writer) -> None:
+def test_lines_of_all_processes_are_merged_by_time(tmp_path: Path, pool: Writer) -> None:
     decode = Writer(tmp_path, "decode-0")
     for second in (1, 4, 5):
         pool.write(second)
@@ -62,7 +62,7 @@ def test_rotated_files_are_read_from_the_oldest(tmp_path: Path) -> None:
     assert len(found) > 4
 
 
-def test_half_a_line_and_what_is_no_line_are_passed_over(tmp_path: Path, pool: Writer) -> None:
+def test_partial_and_invalid_lines_are_skipped(tmp_path: Path, pool: Writer) -> None:
     (tmp_path / "pool-0.log").write_bytes(b'half a line\n{"time": 3}\n\xff\xfe\n')
     pool.write(1)
     with (tmp_path / "pool-0.log").open("ab") as file:
@@ -71,7 +71,7 @@ def test_half_a_line_and_what_is_no_line_are_passed_over(tmp_path: Path, pool: W
 
 
 def steps(*actions: Callable[[], None]) -> Callable[[], bool]:
-    """A wait in which one thing after the other happens; with the last one the node ends."""
+    """Return a wait function that runs the next step at each call; after the last one the node ends."""
     left = list(actions)
 
     def wait() -> bool:
@@ -81,7 +81,7 @@ def steps(*actions: Callable[[], None]) -> Callable[[], bool]:
     return wait
 
 
-def test_who_follows_gets_every_line_once_over_rotations_and_new_processes(tmp_path: Path) -> None:
+def test_following_yields_every_line_once_over_rotations_and_new_processes(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "pool-0", max_bytes=250, files=9)
     writer.write(0)
     path = tmp_path / "pool-0.log"
@@ -109,7 +109,7 @@ def test_who_follows_gets_every_line_once_over_rotations_and_new_processes(tmp_p
     assert seconds(list(read_logs(tmp_path, wait))) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_who_follows_a_node_that_takes_its_logs_with_it_gets_the_last_lines(tmp_path: Path, pool: Writer) -> None:
+def test_following_a_node_that_removes_its_logs_yields_the_last_lines(tmp_path: Path, pool: Writer) -> None:
     pool.write(0)
 
     def stop() -> None:
@@ -151,7 +151,7 @@ def events(text: str) -> list[int]:
     return [int(found.rsplit(" ", 1)[1]) for found in text.splitlines()]
 
 
-def test_the_command_prints_what_a_dead_node_left(node: str) -> None:
+def test_the_command_prints_the_logs_of_a_dead_node(node: str) -> None:
     assert events(trinity_logs(node)) == [0, 1, 2, 3, 4]
     assert events(trinity_logs(f"{node}/logs")) == [0, 1, 2, 3, 4]
 
@@ -165,11 +165,11 @@ def test_the_command_prints_what_a_dead_node_left(node: str) -> None:
         (["--worker", "decode-0", "--level", "error"], [3]),
     ],
 )
-def test_the_command_chooses_by_process_request_and_level(node: str, options: list[str], wanted: list[int]) -> None:
+def test_the_command_filters_by_process_request_and_level(node: str, options: list[str], wanted: list[int]) -> None:
     assert events(trinity_logs(node, *options)) == wanted
 
 
-def test_a_process_that_does_not_exist_is_named_with_those_that_do(node: str) -> None:
+def test_an_unknown_process_is_refused_with_the_known_ones(node: str) -> None:
     with pytest.raises(InvalidRequest, match=r"--worker pool-9: .* has logs of decode-0, supervisor") as refused:
         trinity_logs(node, "--worker", "pool-9")
     assert refused.value.exit_code == EXIT_FAILED  # as of `restart --worker`
@@ -180,7 +180,7 @@ def test_a_dead_node_cannot_be_followed(node: str) -> None:
         trinity_logs(node, "--follow")
 
 
-def test_a_node_takes_the_logs_of_its_run_directory_with_it(tmp_path: Path) -> None:
+def test_a_node_removes_the_logs_of_its_run_directory(tmp_path: Path) -> None:
     held = RunDir.acquire(tmp_path / "run")
     held.write(NodeInfo("n", 1, "", "", (), (), logs=str(tmp_path / "run" / "logs")))
     Writer(tmp_path / "run" / "logs", "pool-0", max_bytes=1, files=3).write(1)
@@ -188,7 +188,7 @@ def test_a_node_takes_the_logs_of_its_run_directory_with_it(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path, pool: Writer) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, pool: Writer) -> None:
     (tmp_path / "endless.log").symlink_to("/dev/zero")
     pool.write(1)
     assert seconds(list(read_logs(tmp_path))) == [1]

@@ -1,4 +1,4 @@
-"""Tables that workers write, and the Prometheus text that the supervisor makes of them."""
+"""Metrics tables written by workers, and the supervisor's Prometheus text."""
 
 import ast
 import math
@@ -42,14 +42,14 @@ def samples(family: Family, suffix: str = "") -> dict[str, float]:
     return {sample.labels.get("le", sample.labels["worker"]): sample.value for sample in found}
 
 
-def test_a_worker_says_nothing_twice_and_a_name_is_of_one_kind_over_all_roles() -> None:
+def test_metrics_are_unique_per_role_and_of_one_type_over_all_roles() -> None:
     for role in ROLES:
         told = [(metric.name, metric.label) for metric in METRICS[role]]
         assert len(set(told)) == len(told)
     assert len({metric.name for metric in ALL}) == len({(metric.name, metric.kind, metric.help) for metric in ALL})
 
 
-def test_no_code_spells_a_metric_where_it_could_name_the_declared_one() -> None:
+def test_no_code_spells_out_a_declared_metric_name() -> None:
     root = Path(runtime.__file__).parents[1]
     declared = {root / "runtime/node/metrics/worker_metrics.py", root / "runtime/node/supervisor_metrics.py"}
     texts = [
@@ -82,7 +82,7 @@ def test_names_follow_prometheus(metric: Metric) -> None:
         assert all(math.isfinite(edge) and edge > 0 for edge in metric.buckets)
 
 
-def test_what_a_worker_writes_is_what_the_text_says(table: WorkerTable) -> None:
+def test_the_text_contains_the_values_written_by_workers(table: WorkerTable) -> None:
     other = WorkerTable.create("pool", "pool-1", SloSection())
     worker = WorkerTable.open(table.reference, "pool", SloSection())
     worker.begin(epoch=1, pid=42)
@@ -107,7 +107,7 @@ def test_every_metric_of_a_role_is_in_the_text(role: Role) -> None:
     made.close()
 
 
-def test_a_value_on_an_edge_belongs_to_the_bucket_of_that_edge(table: WorkerTable) -> None:
+def test_a_value_on_an_edge_belongs_to_that_edges_bucket(table: WorkerTable) -> None:
     for edge in PoolMetrics.LATENCY.buckets:
         table.observe(PoolMetrics.LATENCY, edge)
     table.observe(PoolMetrics.LATENCY, math.nextafter(PoolMetrics.LATENCY.buckets[-1], math.inf))
@@ -133,7 +133,7 @@ def test_a_histogram_counts_every_value_in_all_buckets_that_hold_it(values: list
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.one_of(st.floats(0.0, 100.0), st.sampled_from(PoolMetrics.LATENCY.buckets)), max_size=8)))
-def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[list[float]]) -> None:
+def test_batch_observation_equals_single_observations(steps: list[list[float]]) -> None:
     made = WorkerTable.create("pool", "pool-0", SloSection())
     for step in steps:
         made.observe_many(PoolMetrics.LATENCY, step)
@@ -145,7 +145,7 @@ def test_observing_a_steps_values_at_once_is_the_same_as_one_by_one(steps: list[
     made.close()
 
 
-def test_the_configured_slo_limits_are_edges_and_a_value_at_the_limit_is_within_it() -> None:
+def test_slo_limits_are_bucket_edges_and_inclusive() -> None:
     slo = SloSection(ttft_s=0.333, search_s=0.0123)
     made = WorkerTable.create("frontend", "frontend-0", slo)
     worker = WorkerTable.open(made.reference, "frontend", slo)
@@ -161,14 +161,14 @@ def test_the_configured_slo_limits_are_edges_and_a_value_at_the_limit_is_within_
     made.close()
 
 
-def test_a_table_of_other_slo_limits_is_refused() -> None:
+def test_a_table_with_other_slo_limits_is_refused() -> None:
     made = WorkerTable.create("frontend", "frontend-0", SloSection(search_s=0.0123))
     with pytest.raises(ValueError, match="words"):
         WorkerTable.open(made.reference, "frontend", SloSection())
     made.close()
 
 
-def test_every_sample_says_of_which_node_and_model_it_is(table: WorkerTable) -> None:
+def test_every_sample_has_node_and_model_labels(table: WorkerTable) -> None:
     collector = NodeCollector({"pool-0": table}, constant={"node": "n", "model_name": "m"})
     families = list(text_string_to_metric_families(render(collector)))
     assert families
@@ -194,20 +194,20 @@ def test_counters_and_histograms_survive_a_new_process_and_gauges_start_at_zero(
     assert samples(found[PoolMetrics.LATENCY.name], "_count") == {"pool-0": 2}
 
 
-def test_a_heartbeat_is_as_old_as_the_last_beat_and_a_new_table_is_young(table: WorkerTable) -> None:
+def test_heartbeat_age_counts_from_the_last_beat_or_the_creation_of_the_table(table: WorkerTable) -> None:
     assert table.age_s(_beat_of(table)) == 0
     table.beat()
     assert table.age_s(_beat_of(table) + 1_500_000_000) == 1.5
-    assert table.age_s(_beat_of(table) - 1_000) == 0, "a heartbeat can come after the clock was read"
+    assert table.age_s(_beat_of(table) - 1_000) == 0, "a heartbeat may follow the clock reading"
 
 
 def _beat_of(table: WorkerTable) -> int:
-    """The moment of its last beat, from its age at a known one."""
+    """Return the time of the last beat, computed from its age at a known time."""
     now_ns = time.monotonic_ns()
     return now_ns - round(table.age_s(now_ns) * 1e9)
 
 
-def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTable) -> None:
+def test_a_table_of_another_role_or_foreign_memory_is_refused(table: WorkerTable) -> None:
     with SharedMemory.create("other", 4096) as memory, pytest.raises(ValueError, match="not a table"):
         WorkerTable.open(memory.reference, "pool", SloSection())
     reference = table.reference
@@ -216,7 +216,7 @@ def test_a_table_of_another_role_or_a_foreign_memory_is_refused(table: WorkerTab
         WorkerTable.open(reference, "pool", SloSection())
 
 
-def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_set(table: WorkerTable) -> None:
+def test_a_knob_starts_at_the_configured_value_and_keeps_the_supervisors_setting(table: WorkerTable) -> None:
     worker = WorkerTable.open(table.reference, "pool", SloSection())
     assert math.isnan(table.knob("reserve"))
     worker.begin_knob("reserve", 0.3)
@@ -228,7 +228,7 @@ def test_a_knob_begins_with_the_configured_value_and_keeps_what_the_supervisor_s
     worker.close()
 
 
-def test_what_a_role_does_not_have_is_a_key_error(table: WorkerTable) -> None:
+def test_a_metric_of_another_role_is_a_key_error(table: WorkerTable) -> None:
     frontend = WorkerTable.create("frontend", "frontend-0", SloSection())
     with pytest.raises(KeyError):
         frontend.set_knob("reserve", 1.0)
@@ -237,7 +237,7 @@ def test_what_a_role_does_not_have_is_a_key_error(table: WorkerTable) -> None:
     frontend.close()
 
 
-def test_a_note_is_read_as_it_was_written_until_it_is_taken_back(table: WorkerTable) -> None:
+def test_a_note_is_read_as_written_until_it_is_cleared(table: WorkerTable) -> None:
     worker = WorkerTable.open(table.reference, "pool", SloSection())
     assert table.note == ""
     worker.note = "collection 'docs' is not served:\n  codes.npy ends early – 3 of 4 bytes"
@@ -249,20 +249,20 @@ def test_a_note_is_read_as_it_was_written_until_it_is_taken_back(table: WorkerTa
     worker.close()
 
 
-def test_a_long_note_is_cut_and_spares_its_neighbours(table: WorkerTable) -> None:
+def test_a_long_note_is_truncated_and_does_not_overwrite_its_neighbours(table: WorkerTable) -> None:
     table.set_knob("flush_prefill_s", 0.25)
     table.note = "–" * 4096
     assert table.note == "–" * 341  # of three bytes each, in 1,023
     assert table.knob("flush_prefill_s") == 0.25
 
 
-def test_a_new_process_begins_without_the_note_of_the_last_one(table: WorkerTable) -> None:
+def test_a_new_process_starts_without_the_previous_note(table: WorkerTable) -> None:
     table.note = "no such file"
     table.begin(epoch=2, pid=7)
     assert table.note == ""
 
 
-def test_the_next_life_is_never_seen_with_the_state_of_the_last(
+def test_a_new_process_is_never_observed_with_the_previous_state(
     table: WorkerTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.begin(1, 100)

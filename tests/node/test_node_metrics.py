@@ -1,4 +1,4 @@
-"""What the supervisor says of its workers' processes and promises."""
+"""Node metrics of the supervisor: worker processes and SLOs."""
 
 import pytest
 from prometheus_client import Metric as Family
@@ -28,7 +28,7 @@ def read(figures: NodeMetricsSource, worker: WorkerStatus) -> dict[str, Family]:
     return {family.name: family for family in figures.families([worker], supervisor_pid=1)}
 
 
-def test_a_workers_state_age_restarts_and_process_are_told() -> None:
+def test_a_workers_state_age_restarts_and_process_are_exported() -> None:
     usages = {7: Usage(3.0, 4096, 5, 6), 1: Usage(1.0, 1024, 1, 9)}
     found = read(NodeMetricsSource(NodeConfig(), [POOL], "1.0", usages.__getitem__), status(7))
     assert value(found, "trinity_worker_up", worker="pool-0") == 1
@@ -53,7 +53,7 @@ def test_a_worker_that_loads_for_long_has_no_old_heartbeat(phase: str, age: floa
     assert value(found, "trinity_worker_heartbeat_age_seconds", worker="pool-0") == age
 
 
-def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:
+def test_cpu_time_never_decreases_over_a_workers_restart() -> None:
     spent = {7: 3.0, 8: 0.25, 0: 0.0, 1: 0.0}
     figures = NodeMetricsSource(NodeConfig(), [POOL], "1.0", lambda pid: Usage(cpu_s=spent[pid]))
     seen = []
@@ -64,7 +64,7 @@ def test_processor_time_never_falls_when_a_worker_dies_and_comes_back() -> None:
     assert seen[-1] == 3.0 + 2.25
 
 
-def test_the_promises_are_told_with_their_limits() -> None:
+def test_slos_are_exported_with_their_limits() -> None:
     config = NodeConfig(slo=SloSection(ttft_s=0.4, objective=0.95))
     found = read(NodeMetricsSource(config, [POOL], "1.0", lambda pid: Usage()), status(0, "backoff"))
     assert value(found, "trinity_worker_up", worker="pool-0") == 0

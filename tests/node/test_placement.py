@@ -1,4 +1,4 @@
-"""A plan gives every worker a device, cores and an endpoint; what cannot run on this machine is refused."""
+"""A plan gives every worker a device, cores and an endpoint; impossible plans are refused."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_a_whole_node_has_workers_of_each_role_and_one_frontend(tmp_path: Path) 
 OPENAI = {"engine": "openai", "name": "big", "url": "http://127.0.0.1:8000/v1"}
 
 
-def test_in_front_of_a_server_a_node_has_no_workers_for_the_model(tmp_path: Path) -> None:
+def test_a_gateway_node_has_no_model_workers(tmp_path: Path) -> None:
     assert names(plan(tmp_path, model=OPENAI)) == ["pool-0", "frontend-0"]
     assert names(lay_out(parse_config({"model": OPENAI}))) == ["frontend-0"]  # passed on, without retrieval
 
@@ -69,11 +69,11 @@ def test_in_front_of_a_server_a_node_has_no_workers_for_the_model(tmp_path: Path
         ({"api_key_file": os.devnull}, "model.api_key_file: /dev/null has no key"),
     ],
 )
-def test_a_server_that_cannot_be_asked_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
+def test_an_unusable_server_url_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
     assert refusal(tmp_path, model=OPENAI | more).startswith(says)
 
 
-def test_in_front_of_a_server_no_node_starts_that_would_have_to_know_how_sure_its_model_is(tmp_path: Path) -> None:
+def test_a_gateway_node_with_uncertainty_probes_is_refused(tmp_path: Path) -> None:
     says = refusal(tmp_path, model=OPENAI, probes={"trigger": "unsure"})
     assert says.startswith('probes.trigger = "unsure": only the node\'s own engine supports it')
     plan(tmp_path, model=OPENAI, probes={"trigger": "drift"})
@@ -87,7 +87,7 @@ def test_without_collections_a_node_has_no_pool(tmp_path: Path) -> None:
     assert names(plan(tmp_path, **MODEL, collections=[])) == ["prefill-0", "decode-0", "frontend-0"]
 
 
-def test_a_node_of_remote_collections_alone_has_a_frontend_alone(tmp_path: Path) -> None:
+def test_a_node_with_only_remote_collections_has_only_a_frontend(tmp_path: Path) -> None:
     remote = [{"name": "far", "nodes": ["http://a:8080", "http://b:8080/v1"]}]
     found = plan(tmp_path, collections=[], remote=remote)
     assert names(found) == ["frontend-0"]
@@ -117,7 +117,7 @@ def test_a_node_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["pool", "prefill", "decode"])
-def test_a_role_that_is_needed_has_a_worker(role: str, tmp_path: Path) -> None:
+def test_a_required_role_has_at_least_one_worker(role: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, **{role: {"workers": 0}}) == f"{role}.workers = 0: this node needs at least 1"
 
 
@@ -128,25 +128,25 @@ def test_endpoints_differ_between_workers_and_between_runs(tmp_path: Path) -> No
     assert all(endpoint.startswith("ipc://@trinity-") for endpoint in endpoints)
 
 
-def test_one_entry_is_shared_and_as_many_as_workers_are_dealt_out(tmp_path: Path) -> None:
+def test_one_entry_is_shared_and_one_entry_per_worker_is_distributed(tmp_path: Path) -> None:
     shared = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [CORES]})
     assert {worker.cores for worker in shared.of_role("decode")} == {tuple(CORES)}
     dealt = plan(tmp_path, **MODEL, decode={"workers": 2, "cores": [[CORES[0]], [CORES[-1]]]})
     assert [worker.cores for worker in dealt.of_role("decode")] == [(CORES[0],), (CORES[-1],)]
 
 
-def test_a_number_of_entries_that_is_neither_one_nor_the_workers_is_refused(tmp_path: Path) -> None:
+def test_a_number_of_entries_other_than_one_or_the_workers_is_refused(tmp_path: Path) -> None:
     message = "pool.devices has 2 entries for pool.workers = 3: give one entry, or one per worker"
     assert refusal(tmp_path, pool={"workers": 3, "devices": ["cpu", "cpu"]}) == message
     assert refusal(tmp_path, pool={"cores": [[0], [0]]}).startswith("pool.cores has 2 entries for pool.workers = 1")
 
 
-def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_device_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path, pool={"devices": ["gpu:x"]}).startswith("pool.devices: 'gpu:x' is not a device")
     assert refusal(tmp_path, pool={"devices": []}).startswith("pool.devices is empty")
 
 
-def test_a_core_that_this_process_may_not_use_is_refused(tmp_path: Path) -> None:
+def test_a_core_outside_the_cpu_affinity_is_refused(tmp_path: Path) -> None:
     message = f"pool.cores: pool-0 needs cores [4096]; this process may use {CORES}"
     assert refusal(tmp_path, pool={"cores": [[CORES[0], 4096]]}) == message
 
@@ -157,7 +157,7 @@ def test_a_core_for_two_pools_is_refused_and_other_roles_may_share(tmp_path: Pat
     plan(tmp_path, **MODEL, prefill={"cores": [[CORES[0]]]}, decode={"cores": [[CORES[0]]]})
 
 
-def test_a_core_named_twice_is_one_core(tmp_path: Path) -> None:
+def test_a_core_listed_twice_counts_once(tmp_path: Path) -> None:
     twice = [CORES[0], CORES[0]]
     assert plan(tmp_path, pool={"cores": [twice]}).of_role("pool")[0].cores == tuple(twice)
     message = refusal(tmp_path, pool={"cores": [twice], "threads": 2})
@@ -176,11 +176,11 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("message", LIMITS)
-def test_limits_that_contradict_each_other_are_refused(message: str, tmp_path: Path) -> None:
+def test_contradictory_limits_are_refused(message: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, **MODEL, **LIMITS[message]) == message
 
 
-def test_what_only_a_model_would_need_is_not_checked_without_one(tmp_path: Path) -> None:
+def test_model_requirements_are_not_checked_without_a_model(tmp_path: Path) -> None:
     plan(tmp_path, prefill={"workers": 0, "devices": []})
 
 
@@ -198,7 +198,7 @@ def test_keys_are_read_one_a_line_without_comments(tmp_path: Path) -> None:
     assert found == (ApiKey("first"), ApiKey("second"))
 
 
-def test_a_key_is_bound_to_collections_and_to_attributes_of_them(tmp_path: Path) -> None:
+def test_a_key_is_bound_to_collections_and_attributes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("all\none notes/tenant=acme\ntwo  notes/tenant='acme inc=/x' docs \n")
     assert read_api_keys(plan(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path)).config) == (
@@ -218,7 +218,7 @@ def test_a_key_is_bound_to_collections_and_to_attributes_of_them(tmp_path: Path)
         ("secret docs/a='b", "line 2 of {}: No closing quotation"),
     ],
 )
-def test_what_a_key_is_bound_to_is_checked_and_no_key_is_shown(line: str, message: str, tmp_path: Path) -> None:
+def test_key_bindings_are_validated_without_showing_keys(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"first\n{line}\n")
     told = refusal(tmp_path, http={"api_keys_file": str(path)}, collections=_two(tmp_path))
@@ -240,7 +240,7 @@ def test_a_keys_file_without_usable_keys_is_refused(content: bytes | None, tmp_p
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "GPU-0a1b2c3d-0011-2233-4455-66778899aabb"])
-def test_a_gpu_can_be_named_for_every_role(tmp_path: Path, device: str) -> None:
+def test_every_role_accepts_a_gpu(tmp_path: Path, device: str) -> None:
     on = {"devices": [device]}
     found = plan(tmp_path, **MODEL, pool=on, prefill=on, decode=on)
     assert [worker.device for worker in found.workers] == [device, device, device, "cpu"]
@@ -251,7 +251,7 @@ def test_prefill_and_decode_are_both_on_gpus_or_both_on_cpus(tmp_path: Path) -> 
     assert message.startswith("prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'")
     mixed = {"workers": 2, "devices": ["cuda:0", "cpu"]}
     assert "place all of them on one kind" in refusal(tmp_path, **MODEL, prefill=mixed, decode={"devices": ["cuda:1"]})
-    assert plan(tmp_path, prefill={"devices": ["cuda:0"]}), "without a model it is of no matter"
+    assert plan(tmp_path, prefill={"devices": ["cuda:0"]}), "irrelevant without a model"
 
 
 def on_gpus(folder: Path, free_gib: float, **decode: Any) -> tuple[NodePlan, Machine]:
@@ -270,7 +270,7 @@ def on_gpus(folder: Path, free_gib: float, **decode: Any) -> tuple[NodePlan, Mac
 
 @pytest.fixture
 def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is there that a model on a GPU needs, except for memory."""
+    """Provide everything a model on a GPU needs except memory."""
     monkeypatch.setattr(preflight, "check_device", lambda device: None)
     monkeypatch.setattr(preflight, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
@@ -278,7 +278,7 @@ def torch_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
-def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Path) -> None:
+def test_weights_and_kv_must_fit_in_the_gpus_free_memory(tmp_path: Path) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     needed = estimate_device_bytes(found)
     assert needed["decode-0"] - needed["prefill-0"] == 4 * 2048 * 30 * 2 * 3 * 64 * 2, "four slots more, of bfloat16"
@@ -290,7 +290,7 @@ def test_weights_and_kv_must_fit_into_the_free_memory_of_their_gpu(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
-def test_the_host_tier_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_kv_tier_of_a_gpu_model_counts_as_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     found = replace(found, config=replace(found.config, kv=KvSection(host_mib=130 << 10)))
     assert estimate_device_bytes(found)["decode-0"] < 2 << 30
@@ -302,9 +302,7 @@ def test_the_host_tier_of_a_model_on_a_gpu_is_the_hosts(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
-def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standby_workers_need_as_much_memory_as_their_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, machine = on_gpus(tmp_path, free_gib=2.0)
     spares = plan_spares(replace(found.config, decode=replace(found.config.decode, spares=2)), found.workers)
     found = replace(found, spares=spares)
@@ -320,7 +318,7 @@ def test_standby_workers_need_as_much_memory_as_those_that_they_stand_in_for(
     assert "decode-spare-1" in wide.export_text()
 
 
-def test_standby_workers_kv_counts_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standby_workers_kv_counts_as_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "model_directory", lambda name, progress: None)
     monkeypatch.setattr(preflight, "check_files", lambda name, directory: None)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 << 30))
@@ -341,7 +339,7 @@ def test_a_torch_without_cuda_is_refused_before_anything_starts(
         preflight.check(found, machine=machine)
 
 
-def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+def test_torchs_build_is_read_without_importing_torch() -> None:
     torch = pytest.importorskip("torch")
     assert torch_cuda() == torch.version.cuda
     program = (
@@ -357,7 +355,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path: Pat
         preflight.check(plan(tmp_path, pool={"devices": [device]}))
 
 
-def test_an_index_that_is_cut_short_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_truncated_index_is_refused_before_anything_starts(tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
     Collection.build(vectors, tmp_path / "docs", metric="l2", degree=4)
     preflight.check(plan(tmp_path))
@@ -376,12 +374,12 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
     )
 
 
-def test_launches_of_several_extends_are_for_gpus(tmp_path: Path) -> None:
+def test_multi_extend_launches_need_gpus(tmp_path: Path) -> None:
     assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it must be 1"
     plan(tmp_path, pool={"extends_per_launch": 4, "devices": ["cuda:0"]})
 
 
-def test_a_collection_that_is_not_required_may_be_missing_or_damaged(tmp_path: Path) -> None:
+def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
     Collection.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
     (tmp_path / "docs" / "index" / "codes.npy").write_bytes(b"cut")
     for name in ("docs", "nowhere"):

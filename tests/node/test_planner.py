@@ -1,4 +1,4 @@
-"""The planner: which worker changes its role, by what there is to do; the node that follows it, or only logs it."""
+"""The planner: role changes by load, applied or only logged by the node."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,7 @@ SLO = SloSection(ttft_s=2.0, tpot_s=0.03, objective=0.9)
 
 
 class Node:
-    """A node whose workers do the same all the time, as its planner sees it once a second."""
+    """A node with constant load, sampled by its planner once a second."""
 
     def __init__(self, prefill: int = 4, decode: int = 4, chunk_tokens: int = 0) -> None:
         self.planner = Planner(SLO, chunk_tokens)
@@ -58,27 +58,27 @@ def roles(moves: list[Move]) -> set[str]:
     return {move.role for move in moves}
 
 
-def test_a_node_at_ease_keeps_its_workers() -> None:
+def test_an_unloaded_node_keeps_its_workers() -> None:
     assert Node().run(120) == []
     assert Node(prefill=7, decode=1).run(120, asked=0.7, token_s=0.018) == []
 
 
-def test_prefill_that_cannot_keep_up_gets_a_worker_of_decode() -> None:
+def test_overloaded_prefill_gets_a_worker_from_decode() -> None:
     moves = Node().run(30, asked=5.0, waiting=30)
     assert roles(moves) == {"decode"}
     assert "4 prefill workers have a load of 1." in moves[0].cause
 
 
-def test_decode_that_takes_too_long_for_a_token_gets_a_worker_of_prefill() -> None:
+def test_decode_over_its_tpot_gets_a_worker_from_prefill() -> None:
     assert roles(Node().run(60, asked=1.2, token_s=0.029)) == {"prefill"}
 
 
-def test_a_missed_promise_makes_a_move_due_that_pays_though_no_role_is_busy() -> None:
+def test_a_missed_slo_triggers_a_beneficial_move_even_if_no_role_is_busy() -> None:
     assert Node().run(60, asked=2.4, token_s=0.011) == []
     assert roles(Node().run(60, asked=2.4, token_s=0.011, missed=0.2)) == {"decode"}
 
 
-def test_a_load_of_a_moment_moves_nobody() -> None:
+def test_a_short_load_spike_moves_no_worker() -> None:
     node = Node()
     for _ in range(5):
         assert node.run(5, asked=3.5) == []
@@ -90,21 +90,21 @@ def test_a_role_keeps_its_last_worker() -> None:
     assert Node(prefill=1, decode=7).run(60, asked=0.1, token_s=0.05) == []
 
 
-def test_when_both_have_too_much_to_do_nobody_moves() -> None:
+def test_when_both_roles_are_overloaded_no_worker_moves() -> None:
     assert Node().run(60, asked=4.0, token_s=0.03, missed=1.0) == []
 
 
-def test_prompts_that_decode_computes_are_work_that_prefill_would_do() -> None:
+def test_prompts_computed_by_decode_count_as_prefill_work() -> None:
     assert Node().run(60, asked=2.6, token_s=0.013) == []
     assert roles(Node().run(60, asked=4.6, token_s=0.02, left=2.0)) == {"decode"}
 
 
-def test_prompts_that_wait_while_decode_has_no_room_wait_for_decode() -> None:
+def test_prompts_waiting_for_decode_slots_count_as_decode_work() -> None:
     assert Node().run(60, asked=2.0, token_s=0.018, waiting=30) == []
     assert roles(Node().run(60, asked=2.0, token_s=0.018, waiting=30, unpulled=20)) == {"prefill"}
 
 
-def test_a_role_whose_load_rises_gives_no_worker() -> None:
+def test_a_role_with_rising_load_gives_up_no_worker() -> None:
     node = Node()
     node.run(31, asked=0.5, token_s=0.011)
     for token_s in (0.0115, 0.012, 0.013, 0.015, 0.018):
@@ -112,31 +112,31 @@ def test_a_role_whose_load_rises_gives_no_worker() -> None:
     assert roles(node.run(30, asked=4.5, token_s=0.018)) == {"decode"}
 
 
-def test_with_the_worker_that_it_asked_for_it_is_content() -> None:
+def test_after_the_proposed_move_no_further_move_is_proposed() -> None:
     node = Node()
     assert roles(node.run(30, asked=3.8, token_s=0.0134)) == {"decode"}
     node.workers = {"prefill": 5, "decode": 3}
     assert node.run(120, asked=3.8, token_s=0.0151) == []
 
 
-def test_where_decode_has_time_for_prompts_too_many_of_them_for_prefill_move_nobody() -> None:
+def test_prompts_that_decode_can_absorb_move_no_worker() -> None:
     """A chunk takes 8 ms beside a step of 18; six decode workers compute prompts that take .7 of a worker."""
     busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7}
     assert roles(Node(prefill=2, decode=6).run(60, **busy)) == {"decode"}
     assert Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy) == []
 
 
-def test_while_promises_are_missed_any_gain_is_enough() -> None:
+def test_while_slos_are_missed_any_gain_suffices() -> None:
     busy: dict[str, Any] = {"asked": 2.4, "token_s": 0.0206, "left": 0.7, "missed": 0.2}
     assert roles(Node(prefill=2, decode=6, chunk_tokens=80).run(60, **busy)) == {"decode"}
 
 
-def test_where_a_chunk_beside_a_step_takes_too_long_prompts_are_prefills_alone() -> None:
+def test_if_a_chunk_exceeds_the_tpot_only_prefill_computes_prompts() -> None:
     busy: dict[str, Any] = {"asked": 3.5, "token_s": 0.0111, "left": 0.0}
     assert roles(Node(prefill=2, decode=6, chunk_tokens=250).run(60, **busy)) == {"decode"}
 
 
-def test_more_prompts_than_both_have_time_for_are_more_than_decode_can_do_beside_its_rows() -> None:
+def test_prompts_beyond_both_roles_capacity_move_a_worker_to_prefill() -> None:
     """A prompt's chunk takes a step of its own: decode is half as quick with prompts as prefill is."""
     node = Node(prefill=2, decode=6, chunk_tokens=100)
     assert roles(node.run(60, asked=6.0, token_s=0.033, left=4.0)) == {"decode"}
@@ -147,7 +147,7 @@ def test_more_prompts_than_both_have_time_for_are_more_than_decode_can_do_beside
 
 
 def restless(planner: Planner, now_s: float, work: Work) -> Move | None:
-    """Wants a decode worker to move whenever it is asked."""
+    """Always propose to move a decode worker."""
     return Move("decode", "it wants it")
 
 
@@ -160,7 +160,7 @@ def tables() -> Iterator[dict[str, WorkerTable]]:
 
 
 def busy_prefill(tables: dict[str, WorkerTable], mode: str) -> list[Move]:
-    """What comes of a minute in which prefill has too much to do."""
+    """Return the decisions after a minute of overloaded prefill."""
     loop = ControlLoop(NodeConfig(control=ControlSection(planner=mode), slo=SLO), tables)  # type: ignore[arg-type]
     moves = []
     for second in range(60):
@@ -188,7 +188,7 @@ def test_by_default_there_is_no_planner(tables: dict[str, WorkerTable], caplog: 
     assert not caplog.messages
 
 
-def test_an_advice_is_logged_once_with_its_cause(
+def test_a_recommendation_is_logged_once_with_its_cause(
     tables: dict[str, WorkerTable], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "control"):
@@ -197,7 +197,7 @@ def test_an_advice_is_logged_once_with_its_cause(
     assert line.startswith("a decode worker should change its role: 0% of requests violate an SLO; 1 prefill")
 
 
-def test_a_move_that_is_to_be_made_is_returned(tables: dict[str, WorkerTable]) -> None:
+def test_a_move_to_apply_is_returned(tables: dict[str, WorkerTable]) -> None:
     assert roles(busy_prefill(tables, "act")) == {"decode"}
 
 
@@ -206,7 +206,7 @@ def serve_restless(*args: str) -> None:
     serve(*args)  # type: ignore[arg-type]
 
 
-def test_the_supervisor_flips_workers_one_at_a_time_and_leaves_a_role_its_last(start_tiny: StartTiny) -> None:
+def test_the_supervisor_flips_one_worker_at_a_time_and_keeps_the_last_of_a_role(start_tiny: StartTiny) -> None:
     more = '[model]\nname = "/nowhere"\n[decode]\nworkers = 3\n[control]\nplanner = "act"\n'
     node = start_tiny(more=more, process=serve_restless)
     node.eventually(lambda status: "prefill-2" in {found.name for found in status.workers}, "two flips")

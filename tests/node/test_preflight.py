@@ -1,4 +1,4 @@
-"""What `serve` would refuse is refused by `serve --dry-run` and `doctor` too, and nothing is left behind by looking."""
+"""`serve --dry-run` and `doctor` refuse what `serve` refuses, and leave no files."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def ask(folder: Path, sections: dict[str, Any], *command: str) -> Result:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_start_refuses_a_dry_run_and_the_doctor_refuse_too(case: str, tmp_path: Path) -> None:
+def test_dry_run_and_doctor_refuse_what_a_start_refuses(case: str, tmp_path: Path) -> None:
     sections, says = REFUSED[case]
     dry = ask(tmp_path, sections, "serve", "--dry-run")
     assert isinstance(dry.exception, TrinityError), dry.output
@@ -61,7 +61,7 @@ def test_what_a_start_refuses_a_dry_run_and_the_doctor_refuse_too(case: str, tmp
     assert says in doctor.output
 
 
-def test_what_could_start_passes_and_no_log_directory_is_left_behind(tmp_path: Path) -> None:
+def test_a_valid_node_passes_and_no_log_directory_is_left(tmp_path: Path) -> None:
     dry = ask(tmp_path, {"log": {"directory": "new/logs"}}, "serve", "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert "pool-0" in dry.output
@@ -69,7 +69,7 @@ def test_what_could_start_passes_and_no_log_directory_is_left_behind(tmp_path: P
     assert not (tmp_path / "new").exists()
 
 
-def test_a_start_refuses_a_log_directory_before_anything_runs(tmp_path: Path) -> None:
+def test_an_unusable_log_directory_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     sections = {"log": {"directory": str(tmp_path / "file")}, "model": OPENAI}
     with pytest.raises(ConfigError, match=r"log\.directory = .*: cannot create log files there: "):
@@ -77,8 +77,6 @@ def test_a_start_refuses_a_log_directory_before_anything_runs(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", [("serve", "--dry-run"), ("doctor",)])
-def test_checksums_that_a_start_compares_are_said_not_to_have_been_compared(
-    command: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_dry_run_reports_checksums_that_only_a_start_verifies(command: tuple[str, ...], tmp_path: Path) -> None:
     said = ask(tmp_path, {"collections": [{"name": "docs", "path": "docs", "verify": "start"}]}, *command)
     assert "collection docs: its checksums were not compared; the start compares them" in said.output

@@ -1,5 +1,4 @@
-"""A reload goes from one pool worker to the next, no further than to the first that refuses what lies there, and then
-to those that look documents up."""
+"""A rolling reload of pool workers stops at the first refusal; the readers of documents follow."""
 
 import random
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ class Stand:
         return SupervisedWorker(place, table, Backoff(random.Random(0)), phase=Phase.READY)
 
     def asked(self, worker: int) -> tuple[float, float]:
-        """Which reload a worker was asked for, and of which collection."""
+        """Return the number and collection of the reload requested from a worker."""
         table = self.workers[worker].table
         return table.knob("reload"), table.knob("reload_of")
 
@@ -53,7 +52,7 @@ def stand() -> Iterator[Stand]:
         table.close()
 
 
-def test_the_next_worker_is_asked_when_the_one_before_has_answered(stand: Stand) -> None:
+def test_workers_reload_one_after_the_other(stand: Stand) -> None:
     assert not stand.reload.request("code").finished
     assert stand.steps() == ReloadStatus(1, False)
     assert stand.asked(0) == (1.0, 1.0)
@@ -65,7 +64,7 @@ def test_the_next_worker_is_asked_when_the_one_before_has_answered(stand: Stand)
     assert stand.steps() == ReloadStatus(1, True, ("pool-0", "pool-1"))
 
 
-def test_after_a_refusal_nobody_else_is_asked_and_the_reason_is_told(stand: Stand) -> None:
+def test_a_refusal_ends_the_reload_with_its_reason(stand: Stand) -> None:
     stand.reload.request("")
     stand.steps()
     assert stand.asked(0) == (1.0, -1.0)
@@ -76,7 +75,7 @@ def test_after_a_refusal_nobody_else_is_asked_and_the_reason_is_told(stand: Stan
     assert stand.steps() == ReloadStatus(2, False)
 
 
-def test_a_worker_that_starts_is_asked_when_it_is_ready_and_one_that_does_not_run_is_not_waited_for(
+def test_a_starting_worker_reloads_when_ready_and_a_stopped_one_is_skipped(
     stand: Stand,
 ) -> None:
     stand.workers[0].phase, stand.workers[1].phase = Phase.STARTING, Phase.BACKOFF
@@ -88,7 +87,7 @@ def test_a_worker_that_starts_is_asked_when_it_is_ready_and_one_that_does_not_ru
     assert stand.steps() == ReloadStatus(1, True, ("pool-0",))
 
 
-def test_a_worker_that_dies_while_it_reloads_is_heard_when_it_is_back(stand: Stand) -> None:
+def test_a_worker_that_dies_during_its_reload_reports_after_its_restart(stand: Stand) -> None:
     stand.reload.request("")
     stand.steps()
     stand.workers[0].phase = Phase.BACKOFF
@@ -98,12 +97,12 @@ def test_a_worker_that_dies_while_it_reloads_is_heard_when_it_is_back(stand: Sta
     assert stand.steps().workers == ("pool-0",)
 
 
-def test_a_collection_that_is_none_of_the_node_s_is_refused(stand: Stand) -> None:
+def test_an_unknown_collection_is_refused(stand: Stand) -> None:
     assert stand.reload.request("other").error == "no collection 'other' on this node; known: docs, code"
     assert stand.steps() == ReloadStatus(0, True)
 
 
-def test_a_reload_is_over_when_the_documents_are_open_where_they_are_looked_up(stand: Stand) -> None:
+def test_a_reload_ends_when_readers_have_opened_the_documents(stand: Stand) -> None:
     stand.workers.insert(0, stand.frontend)
     del stand.workers[2]
     stand.reload.request("docs")

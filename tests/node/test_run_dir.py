@@ -1,4 +1,4 @@
-"""Run directories: private, of one node at a time, found by name, and no hindrance when they are stale."""
+"""Run directories: private, exclusive to one node, found by name, reusable when stale."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ from runtime.node.run_dir import NodeInfo, RunDir, find_node, running_nodes
 INFO = NodeInfo(name="n", pid=os.getpid(), url="http://x", control="ipc://@c", pools=("ipc://@p",), collections=("d",))
 
 
-def test_a_node_is_found_while_it_runs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_node_is_found_while_it_runs_and_leaves_no_files(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "run"
     held = RunDir.acquire(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -48,7 +48,7 @@ def test_a_node_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's nodes are, away from the user's own."""
+    """A home directory for this test's nodes."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
 
@@ -59,7 +59,7 @@ def running(path: Path, name: str) -> RunDir:
     return held
 
 
-def test_a_node_with_a_directory_of_its_own_is_found_by_its_name_and_leaves_no_link(home: Path) -> None:
+def test_a_node_with_a_custom_directory_is_found_by_name_and_leaves_no_link(home: Path) -> None:
     held = running(home / "deep" / "run", "far")
     assert find_node("far").name == "far"
     assert find_node() == find_node("far")
@@ -68,7 +68,7 @@ def test_a_node_with_a_directory_of_its_own_is_found_by_its_name_and_leaves_no_l
     assert [entry.name for entry in home.iterdir()] == ["deep"]
 
 
-def test_the_only_node_that_runs_is_meant_where_none_is_named_and_several_are_named_in_the_error(home: Path) -> None:
+def test_without_a_name_the_only_running_node_is_used_and_several_are_listed_in_the_error(home: Path) -> None:
     with pytest.raises(Unavailable, match="no node runs"):
         find_node()
     first, second = running(default_run_dir("b"), "b"), running(home / "elsewhere", "a")
@@ -81,7 +81,7 @@ def test_the_only_node_that_runs_is_meant_where_none_is_named_and_several_are_na
     second.release()
 
 
-def test_two_nodes_of_one_name_are_told_apart_by_their_directories(home: Path) -> None:
+def test_two_nodes_of_one_name_are_distinguished_by_directory(home: Path) -> None:
     held = [running(home / number, "twin") for number in ("1", "2")]
     with pytest.raises(InvalidRequest, match=rf"'twin' in {home}/1, 'twin' in {home}/2; select one"):
         find_node("twin")
@@ -90,7 +90,7 @@ def test_two_nodes_of_one_name_are_told_apart_by_their_directories(home: Path) -
         each.release()
 
 
-def test_the_link_of_a_killed_node_is_no_node_and_goes_with_the_next_start(home: Path) -> None:
+def test_the_link_of_a_killed_node_is_ignored_and_removed_at_the_next_start(home: Path) -> None:
     killed = running(home / "killed", "killed")
     os.close(killed.fileno())  # as the kernel does when its process dies
     assert running_nodes() == {}
@@ -126,7 +126,7 @@ def test_a_second_node_of_the_same_name_is_advised_another_name() -> None:
     held.release()
 
 
-def test_the_directory_of_a_killed_node_is_no_node_and_is_taken_over(tmp_path: Path) -> None:
+def test_the_directory_of_a_killed_node_is_ignored_and_reused(tmp_path: Path) -> None:
     path = tmp_path / "run"
     script = (
         "import os, sys, signal; from pathlib import Path; from tests.node.test_run_dir import INFO, RunDir\n"
@@ -144,7 +144,7 @@ def test_the_directory_of_a_killed_node_is_no_node_and_is_taken_over(tmp_path: P
     held.release()
 
 
-def test_a_directory_that_others_could_write_is_refused_and_not_believed(tmp_path: Path) -> None:
+def test_a_directory_writable_by_others_is_refused_and_ignored(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     (path / "node.json").write_bytes(b"{}")
@@ -154,9 +154,7 @@ def test_a_directory_that_others_could_write_is_refused_and_not_believed(tmp_pat
             use(path)
 
 
-def test_a_directory_of_another_user_is_refused_and_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_another_user_is_refused_and_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
     owner = path.stat().st_uid
@@ -174,7 +172,7 @@ def private_group(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
     monkeypatch.setattr(module, "grp", SimpleNamespace(getgrgid=lambda gid: group))
 
 
-def test_a_group_that_has_the_user_alone_may_write_where_run_directories_are(
+def test_a_private_group_may_have_write_access_to_the_parent_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "holder" / "run").mkdir(parents=True, mode=0o700)
@@ -184,7 +182,7 @@ def test_a_group_that_has_the_user_alone_may_write_where_run_directories_are(
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
-def test_a_directory_that_others_could_put_another_in_the_place_of_is_refused_and_not_believed(
+def test_a_directory_that_others_could_replace_is_refused_and_ignored(
     tmp_path: Path, mode: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = tmp_path / "holder"
@@ -202,7 +200,7 @@ def test_a_directory_that_others_could_put_another_in_the_place_of_is_refused_an
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to make another user's directory")
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_a_directory_that_another_user_made_beforehand_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_directory_created_by_another_user_is_refused(tmp_path: Path, kind: str) -> None:
     holder = tmp_path / "holder"
     if kind == "link":
         (tmp_path / "mine").mkdir(mode=0o700)
@@ -214,7 +212,7 @@ def test_a_directory_that_another_user_made_beforehand_is_refused(tmp_path: Path
         RunDir.acquire(holder / "run")
 
 
-def test_where_it_makes_the_directory_above_too_that_is_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_created_parent_directory_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         held = RunDir.acquire(tmp_path / "holder" / "run")
@@ -224,9 +222,7 @@ def test_where_it_makes_the_directory_above_too_that_is_private_whatever_the_uma
     held.release()
 
 
-def test_what_cannot_be_removed_is_left_behind_with_a_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_cannot_be_removed_are_left_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = RunDir.acquire(tmp_path / "run")
     (tmp_path / "run" / "node.json").mkdir()  # no file that can be unlinked
     held.release()
@@ -237,7 +233,7 @@ def test_what_cannot_be_removed_is_left_behind_with_a_line_in_the_log(
 
 
 @pytest.mark.parametrize("kind", ["a link", "a file", "under a file"])
-def test_what_is_no_directory_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     if kind == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -268,7 +264,7 @@ def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["notes"]
 
 
-def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_path: Path) -> None:
+def test_inspecting_a_stale_directory_does_not_block_the_next_node(tmp_path: Path) -> None:
     path = tmp_path / "run"
     stale = RunDir.acquire(path)
     stale.write(INFO)
@@ -289,7 +285,7 @@ def test_a_look_at_a_stale_directory_does_not_keep_the_next_node_from_it(tmp_pat
         list(looks)
 
 
-def test_a_directory_removed_under_our_hands_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_removed_concurrently_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     first = RunDir.acquire(path)
     lock, waiting = fcntl.flock, [True]

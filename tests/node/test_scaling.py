@@ -1,4 +1,4 @@
-"""Workers come and go while the node runs; no role is ever without one, and nothing of theirs takes the node down."""
+"""Adding, removing and flipping workers at run time; every role keeps a worker and failures do not end the node."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ devices = ["cuda:3", "cuda:4"]
 
 @pytest.fixture
 def start(start_tiny: StartTiny) -> StartTiny:
-    """Nodes with a model, if nothing else is said; all workers ready."""
+    """Start nodes, by default with a model, and wait until all workers are ready."""
 
     def start(orders: dict[str, list[str]] | None = None, more: str = MODEL, **options: Any) -> TinyNode:
         node = start_tiny(orders, more=more, **options)
@@ -59,7 +59,7 @@ def start(start_tiny: StartTiny) -> StartTiny:
 
 
 def change(node: TinyNode, verb: str, what: str) -> str:
-    """The names of those who came or left."""
+    """Return the names of the added or removed workers."""
     return " ".join(scale_workers(node.info, verb, what, timeout_s=60))  # type: ignore[arg-type]
 
 
@@ -67,7 +67,7 @@ def names(status: NodeStatus) -> set[str]:
     return {found.name for found in status.workers} - {"pool-0", "frontend-0"}
 
 
-def test_a_worker_that_is_added_gets_ready_beside_the_others(start: StartTiny) -> None:
+def test_an_added_worker_becomes_ready(start: StartTiny) -> None:
     node = start()
     before = node.ready()
     assert change(node, "add", "decode") == "decode-1"
@@ -78,7 +78,7 @@ def test_a_worker_that_is_added_gets_ready_beside_the_others(start: StartTiny) -
     assert 'worker="decode-1"' in admin_request(node.info.control, "metrics").decode()
 
 
-def test_a_worker_that_is_drained_ends_by_itself_and_leaves_the_node(start: StartTiny) -> None:
+def test_a_drained_worker_exits_and_is_removed(start: StartTiny) -> None:
     node = start()
     node.ready()
     assert change(node, "drain", "prefill") == "prefill-1"
@@ -88,7 +88,7 @@ def test_a_worker_that_is_drained_ends_by_itself_and_leaves_the_node(start: Star
     restart_node(node.info, "", timeout_s=60)  # all that is left can be restarted
 
 
-def test_a_name_that_is_used_again_is_another_epoch(start: StartTiny) -> None:
+def test_a_reused_name_has_a_new_epoch(start: StartTiny) -> None:
     node = start()
     assert change(node, "drain", "prefill-0") == "prefill-0"
     assert change(node, "add", "prefill") == "prefill-0"
@@ -105,7 +105,7 @@ def test_a_flip_drains_the_old_worker_when_the_new_one_is_ready(start: StartTiny
     assert names(node.ready()) == {"prefill-0", "prefill-1", "decode-1"}
 
 
-def test_until_the_new_worker_is_ready_the_old_one_serves_on(start: StartTiny) -> None:
+def test_the_old_worker_serves_until_the_new_one_is_ready(start: StartTiny) -> None:
     node = start({"decode-1": ["never ready"]})
     admin_request(node.info.control, "flip prefill-1")
     status = node.eventually(lambda status: "decode-1" in names(status), "the new worker")
@@ -118,7 +118,7 @@ def test_until_the_new_worker_is_ready_the_old_one_serves_on(start: StartTiny) -
 
 
 @pytest.mark.parametrize("life", ["crash", "real refuse"])
-def test_an_added_worker_that_cannot_run_is_given_up_and_the_node_goes_on(start: StartTiny, life: str) -> None:
+def test_an_added_worker_that_cannot_run_is_removed_and_the_node_continues(start: StartTiny, life: str) -> None:
     node = start({"decode-1": [life]})
     with pytest.raises(Unavailable, match="decode-1 cannot run"):
         change(node, "flip", "prefill")
@@ -127,7 +127,7 @@ def test_an_added_worker_that_cannot_run_is_given_up_and_the_node_goes_on(start:
     assert "decode-1 cannot run" in node.log.read_text()
 
 
-def test_a_leaving_worker_that_dies_is_not_started_again(start: StartTiny) -> None:
+def test_a_draining_worker_that_dies_is_not_restarted(start: StartTiny) -> None:
     node = start({"prefill-1": ["busy"]})
     pid = worker(node.ready(), "prefill-1").pid
     admin_request(node.info.control, "drain prefill-1")
@@ -138,7 +138,7 @@ def test_a_leaving_worker_that_dies_is_not_started_again(start: StartTiny) -> No
 
 
 @pytest.mark.parametrize("verb", ["drain", "flip"])
-def test_the_last_worker_of_a_role_stays(start: StartTiny, verb: str) -> None:
+def test_the_last_worker_of_a_role_cannot_be_removed(start: StartTiny, verb: str) -> None:
     node = start()
     for what in ("decode", "decode-0"):
         with pytest.raises(InvalidRequest, match="without a ready decode worker; add one first"):
@@ -147,7 +147,7 @@ def test_the_last_worker_of_a_role_stays(start: StartTiny, verb: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pool-9", "decode-7", "drafter", "", "x" * 60])
-def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: StartTiny, what: str) -> None:
+def test_an_unknown_worker_is_refused_with_the_known_ones(start: StartTiny, what: str) -> None:
     node = start()
     for verb, there in (
         ("drain", "pool-0, prefill-0, prefill-1, decode-0"),
@@ -160,14 +160,14 @@ def test_a_worker_that_there_is_not_is_refused_with_those_there_are(start: Start
 
 
 @pytest.mark.parametrize("what", ["frontend", "frontend-0"])
-def test_only_workers_of_known_roles_come_and_go(start: StartTiny, what: str) -> None:
+def test_only_workers_of_scalable_roles_can_be_changed(start: StartTiny, what: str) -> None:
     node = start()
     for verb, roles in (("add", "prefill, decode, pool"), ("drain", "prefill, decode, pool"), ("flip", "decode")):
         with pytest.raises(InvalidRequest, match=f"does not accept role .*{roles}$"):
             change(node, verb, what)
 
 
-def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> None:
+def test_a_node_without_a_model_has_no_model_workers(start: StartTiny) -> None:
     node = start(more="")
     with pytest.raises(InvalidRequest, match=r"accepted on this node: pool$"):
         change(node, "add", "decode")
@@ -175,7 +175,7 @@ def test_a_node_without_a_model_has_none_of_its_workers(start: StartTiny) -> Non
         change(node, "flip", "pool-0")
 
 
-def test_a_pool_worker_leaves_and_comes_back_and_there_are_never_more_than_planned(start: StartTiny) -> None:
+def test_a_removed_pool_worker_can_be_added_back_up_to_the_plan(start: StartTiny) -> None:
     node = start(more=POOLS)
     assert change(node, "drain", "pool-1") == "pool-1"
     assert {found.name for found in node.ready().workers} == {"pool-0", "pool-2", "pool-3", "frontend-0"}
@@ -188,7 +188,7 @@ def test_a_pool_worker_leaves_and_comes_back_and_there_are_never_more_than_plann
         change(node, "add", "pool")
 
 
-def test_who_starts_while_a_pool_worker_is_away_is_told_of_it_all_the_same() -> None:
+def test_a_worker_started_while_a_pool_worker_is_removed_still_knows_its_endpoint() -> None:
     plan = NodePlan(NodeConfig(), "", "t", tuple(WorkerPlan("pool", n, "cpu", (), 1) for n in range(2)))
     supervisor = Supervisor(plan)
     supervisor.remove_worker(supervisor.workers[1])
@@ -206,7 +206,7 @@ def test_every_shard_keeps_a_pool_worker(start: StartTiny) -> None:
         change(node, "drain", "pool-3")
 
 
-def test_a_gpu_is_drained_of_all_its_workers_and_they_come_back_to_it(start: StartTiny) -> None:
+def test_a_drained_gpus_workers_can_be_added_back(start: StartTiny) -> None:
     node = start(more=GPUS, process=serve_eight_gpus)
     assert change(node, "drain", "cuda:3") == "pool-0 decode-1"
     assert "cuda:3" not in {found.device for found in node.ready().workers}
@@ -221,7 +221,7 @@ def test_a_gpu_is_drained_of_all_its_workers_and_they_come_back_to_it(start: Sta
         change(node, "add", "cuda:3")
 
 
-def test_a_gpu_whose_workers_cannot_be_spared_loses_none_of_them(start: StartTiny) -> None:
+def test_a_gpu_with_required_workers_is_not_drained(start: StartTiny) -> None:
     node = start(more=GPUS, process=serve_eight_gpus)
     assert change(node, "drain", "decode-0") == "decode-0"
     with pytest.raises(InvalidRequest, match="without a ready decode worker; add one first"):
@@ -231,7 +231,7 @@ def test_a_gpu_whose_workers_cannot_be_spared_loses_none_of_them(start: StartTin
     assert worker(node.ready(), "decode-0").device == "cuda:2"
 
 
-def test_a_broken_gpus_workers_can_be_taken_out_though_they_never_get_ready(start: StartTiny) -> None:
+def test_a_failed_gpu_can_be_drained_although_its_workers_never_become_ready(start: StartTiny) -> None:
     node = start({"pool-0": ["serve", *["crash"] * 50]}, more=GPUS, process=serve_eight_gpus)
     os.kill(worker(node.ready()).pid, signal.SIGKILL)
     node.eventually(lambda status: worker(status).restarts >= 2, "a pool worker that dies again and again")
@@ -239,7 +239,7 @@ def test_a_broken_gpus_workers_can_be_taken_out_though_they_never_get_ready(star
     assert node.ready().ready
 
 
-def test_a_worker_that_flipped_leaves_names_of_other_gpus_alone(start: StartTiny) -> None:
+def test_a_flipped_worker_keeps_names_of_other_gpus_free(start: StartTiny) -> None:
     node = start(more=GPUS, process=serve_eight_gpus)
     change(node, "drain", "decode-1")
     assert change(node, "flip", "prefill-1") == "decode-2"
@@ -248,13 +248,13 @@ def test_a_worker_that_flipped_leaves_names_of_other_gpus_alone(start: StartTiny
         change(node, "flip", "cuda:1")
 
 
-def test_there_is_a_limit_to_the_workers_of_a_role(start: StartTiny) -> None:
+def test_the_number_of_workers_of_a_role_is_limited(start: StartTiny) -> None:
     node = start(more=MODEL.replace("workers = 2", "workers = 8"))
     with pytest.raises(InvalidRequest, match="the node has 8 prefill workers, the limit is 8"):
         change(node, "add", "prefill")
 
 
-def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
+def test_counters_survive_a_removed_worker() -> None:
     tables = {name: WorkerTable.create("decode", name, SloSection()) for name in ("decode-0", "decode-1")}
     loop = ControlLoop(NodeConfig(), tables)
     for table in tables.values():
@@ -268,7 +268,7 @@ def test_what_a_worker_had_counted_stays_counted_when_it_has_left() -> None:
     assert loop.readings().row_s == before.row_s + 2.0
 
 
-def test_a_pool_that_comes_back_is_told_what_is_wanted_and_its_waits_stay_counted() -> None:
+def test_a_returning_pool_gets_the_current_knobs_and_its_counters_survive() -> None:
     tables = {name: WorkerTable.create("pool", name, SloSection()) for name in ("pool-0", "pool-1")}
     loop = ControlLoop(NodeConfig(pool=PoolSection(reserve=0.4)), tables)
     for table in tables.values():

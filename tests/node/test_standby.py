@@ -1,4 +1,4 @@
-"""A standby worker takes the place of one that died, and nothing that befalls it is anybody else's trouble."""
+"""Standby workers replace dead workers; their own failures affect no other worker."""
 
 import os
 import select
@@ -48,7 +48,7 @@ spares = 2
 
 @pytest.fixture
 def start(start_tiny: StartTiny) -> StartTiny:
-    """Nodes with a model, if nothing else is said."""
+    """Start nodes, by default with a model."""
 
     def start(orders: dict[str, list[str]] | None = None, more: str = MODEL, **options: Any) -> TinyNode:
         return start_tiny(orders, more=more, **options)
@@ -61,21 +61,21 @@ def spare(status: NodeStatus, name: str = "decode-spare-0") -> WorkerStatus:
 
 
 def standing_by(node: TinyNode) -> NodeStatus:
-    """Every worker is ready, and every standby worker could take another's place."""
+    """Return whether every worker and every standby worker is ready."""
     return node.eventually(
         lambda status: status.ready and all(found.phase == "standby" for found in status.spares), "the spares"
     )
 
 
 def killed(node: TinyNode, name: str) -> NodeStatus:
-    """The status when a worker that was killed is ready again."""
+    """Kill a worker and return the status when it is ready again."""
     epoch = worker(node.ready(), name).epoch
     os.kill(worker(node.ready(), name).pid, signal.SIGKILL)
     return node.eventually(lambda status: status.ready and worker(status, name).epoch > epoch, f"{name} again")
 
 
 @pytest.mark.parametrize("life", ["serve", "real serve"])
-def test_a_standby_worker_becomes_the_one_that_died_and_another_takes_its_place(start: StartTiny, life: str) -> None:
+def test_a_standby_worker_replaces_a_dead_one_and_a_new_standby_starts(start: StartTiny, life: str) -> None:
     node = start({"decode-spare-0": [life], "decode-0": ["serve", life, "serve"]})
     before = standing_by(node)
     assert {found.name for found in before.workers} == {"pool-0", "prefill-0", "prefill-1", "decode-0", "frontend-0"}
@@ -91,7 +91,7 @@ def test_a_standby_worker_becomes_the_one_that_died_and_another_takes_its_place(
     assert life == "serve" or "ready" in logged.read_text()  # under the name that it has now
 
 
-def test_standby_workers_are_no_workers_of_the_node_until_then(start: StartTiny) -> None:
+def test_standby_workers_do_not_count_as_workers(start: StartTiny) -> None:
     node = start({"decode-spare-0": ["never ready"]})
     status = node.eventually(lambda status: spare(status).phase == "starting", "the spare")
     assert status.ready
@@ -109,7 +109,7 @@ def test_a_standby_worker_is_started_after_all_others(start: StartTiny) -> None:
     assert spare(status).pid == 0
 
 
-def test_a_standby_worker_that_is_not_ready_when_it_is_needed_is_not_waited_for(start: StartTiny) -> None:
+def test_a_standby_worker_that_is_not_ready_is_not_waited_for(start: StartTiny) -> None:
     node = start({"decode-spare-0": ["never ready"]})
     status = node.eventually(lambda status: status.ready and spare(status).phase == "starting", "the spare")
     after = killed(node, "decode-0")
@@ -126,7 +126,7 @@ def test_a_worker_of_another_role_gets_a_new_process(start: StartTiny) -> None:
 
 
 @pytest.mark.parametrize(("life", "end"), [("serve", signal.SIGKILL), ("real serve", signal.SIGTERM)])
-def test_a_standby_worker_that_dies_is_started_again(start: StartTiny, life: str, end: signal.Signals) -> None:
+def test_a_standby_worker_that_dies_is_restarted(start: StartTiny, life: str, end: signal.Signals) -> None:
     node = start({"decode-spare-0": [life]})
     before = standing_by(node)
     os.kill(spare(before).pid, end)
@@ -136,7 +136,7 @@ def test_a_standby_worker_that_dies_is_started_again(start: StartTiny, life: str
 
 
 @pytest.mark.parametrize("life", ["crash", "real refuse"])
-def test_a_standby_worker_that_cannot_run_is_tried_again_and_ends_nothing(start: StartTiny, life: str) -> None:
+def test_a_standby_worker_that_cannot_run_is_retried_and_does_not_end_the_node(start: StartTiny, life: str) -> None:
     node = start({"decode-spare-0": [*[life] * 4, "serve"]})
     status = node.eventually(lambda status: spare(status).failed_starts >= 3, "a spare that cannot run")
     assert spare(status).note.startswith("cannot run (exit code ")
@@ -144,7 +144,7 @@ def test_a_standby_worker_that_cannot_run_is_tried_again_and_ends_nothing(start:
     assert spare(standing_by(node)).epoch == 5
 
 
-def test_a_standby_worker_that_dies_as_it_takes_a_place_is_a_death_like_another(start: StartTiny) -> None:
+def test_a_standby_worker_that_dies_during_takeover_is_restarted_like_any_worker(start: StartTiny) -> None:
     node = start({"decode-0": ["serve", "crash", "serve"]})
     before = standing_by(node)
     after = killed(node, "decode-0")
@@ -153,7 +153,7 @@ def test_a_standby_worker_that_dies_as_it_takes_a_place_is_a_death_like_another(
     assert spare(standing_by(node)).epoch == 2
 
 
-def test_a_restart_that_was_asked_for_begins_with_new_processes_standby_workers_too(start: StartTiny) -> None:
+def test_a_requested_restart_replaces_standby_workers_too(start: StartTiny) -> None:
     node = start()
     before = standing_by(node)
     restart_node(node.info, "decode-0", timeout_s=60)
@@ -167,7 +167,7 @@ def test_a_restart_that_was_asked_for_begins_with_new_processes_standby_workers_
     assert not pids & {found.pid for found in (*status.workers, *status.spares)}
 
 
-def test_a_worker_that_is_added_or_flipped_to_begins_with_what_stands_by(start: StartTiny) -> None:
+def test_an_added_or_flipped_worker_uses_a_standby(start: StartTiny) -> None:
     node = start()
     before = standing_by(node)
     assert scale_workers(node.info, "add", "decode", timeout_s=60) == ("decode-1",)
@@ -177,7 +177,7 @@ def test_a_worker_that_is_added_or_flipped_to_begins_with_what_stands_by(start: 
     assert worker(node.ready(), "decode-2").pid == spare(before).pid
 
 
-def test_a_worker_that_leaves_needs_nobody_in_its_place(start: StartTiny) -> None:
+def test_a_removed_worker_is_not_replaced_by_a_standby(start: StartTiny) -> None:
     node = start({"decode-1": ["busy"]})
     standing_by(node)
     scale_workers(node.info, "add", "decode", timeout_s=60)
@@ -189,7 +189,7 @@ def test_a_worker_that_leaves_needs_nobody_in_its_place(start: StartTiny) -> Non
     assert spare(after).pid == spare(before).pid
 
 
-def test_a_standby_worker_stands_in_on_its_own_gpu_alone_and_leaves_one_that_is_drained(start: StartTiny) -> None:
+def test_a_standby_worker_replaces_only_on_its_gpu_and_is_removed_with_a_drained_gpu(start: StartTiny) -> None:
     node = start(more=GPUS, process=serve_eight_gpus)
     before = standing_by(node)
     assert [found.device for found in before.spares] == ["cuda:1", "cuda:2"]
@@ -221,11 +221,11 @@ def test_standby_workers_die_with_a_supervisor_that_is_killed(start: StartTiny) 
     node.ended()
     with pytest.raises(Unavailable):
         node.info  # noqa: B018
-    assert select.select([fd], [], [], 60)[0], "a standby worker outlives its supervisor"
+    assert select.select([fd], [], [], 60)[0], "a standby worker outlived its supervisor"
     os.close(fd)
 
 
-def test_spares_are_placed_as_the_workers_that_they_stand_in_for() -> None:
+def test_standby_workers_have_the_placement_of_their_workers() -> None:
     raw = {"model": {"name": "m"}, "prefill": {"workers": 2, "devices": ["cuda:1", "cuda:3"], "spares": 3}}
     plan = lay_out(parse_config(raw | {"decode": {"devices": ["cuda:0"]}}), Machine.with_simulated_gpus(4))
     assert [(place.name, place.gpu) for place in plan.spares] == [

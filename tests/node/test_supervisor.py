@@ -1,4 +1,4 @@
-"""The supervisor restarts what dies, kills what hangs, gives up on what cannot be, and all ends with it."""
+"""The supervisor restarts dead workers, kills hung ones, ends on permanent errors, and takes its workers with it."""
 
 import json
 import os
@@ -23,20 +23,20 @@ from runtime.testing.tiny_node import (
 from tests.node.conftest import StartTiny
 
 
-def test_a_node_is_announced_once_when_all_are_ready_and_stops_in_order_leaving_nothing(start_tiny: StartTiny) -> None:
+def test_a_node_is_announced_once_when_ready_and_stops_in_order_without_leaks(start_tiny: StartTiny) -> None:
     node = start_tiny()
     status = node.ready()
     assert [found.name for found in status.workers] == ["pool-0", "frontend-0"]
     assert all(found.pid and found.restarts == 0 and found.resident_bytes > 0 for found in status.workers)
     stop_node(node.info, timeout_s=60)
     assert node.ended() == 0
-    assert node.stopped() == ["frontend-0", "pool-0"]  # who asks stops before whoever answers
+    assert node.stopped() == ["frontend-0", "pool-0"]  # clients stop before their servers
     assert not (node.home / "run").exists()
     assert node.log.read_text().count("announced") == 1
     assert all(gone(found.pid) for found in status.workers)
 
 
-def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(start_tiny: StartTiny) -> None:
+def test_a_killed_worker_is_restarted_with_the_next_epoch(start_tiny: StartTiny) -> None:
     node = start_tiny()
     first = worker(node.ready())
     os.kill(first.pid, signal.SIGKILL)
@@ -49,14 +49,14 @@ def test_a_worker_that_is_killed_comes_back_as_a_new_process_of_the_next_epoch(s
     assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
 
 
-def test_a_worker_that_ends_by_itself_is_started_again(start_tiny: StartTiny) -> None:
+def test_a_worker_that_exits_is_restarted(start_tiny: StartTiny) -> None:
     node = start_tiny()
     os.kill(worker(node.ready()).pid, signal.SIGTERM)
     node.eventually(lambda status: status.ready and worker(status).restarts == 1, "a new pool worker")
     assert "pool-0 ended (exit code 0)" in node.log.read_text()
 
 
-def test_a_worker_that_was_ready_once_is_tried_for_as_long_as_it_takes(start_tiny: StartTiny) -> None:
+def test_a_worker_that_was_ready_once_is_retried_indefinitely(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["crash when ready", "crash", "crash", "crash", "crash", "serve"]})
     status = node.eventually(lambda status: status.ready and worker(status).epoch == 6, "the sixth life")
     assert worker(status).restarts == 5
@@ -83,7 +83,7 @@ def test_a_program_that_cannot_be_started_is_tried_three_times(start_tiny: Start
     assert not (node.home / "run").exists()
 
 
-def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start_tiny: StartTiny) -> None:
+def test_a_worker_with_a_permanent_error_ends_the_node_at_once(start_tiny: StartTiny) -> None:
     node = start_tiny({"frontend-0": ["real refuse"]})
     assert node.ended() == EXIT_CONFIG
     log = node.log.read_text()
@@ -92,9 +92,7 @@ def test_a_worker_that_says_it_can_never_run_ends_the_node_at_once(start_tiny: S
 
 
 @pytest.mark.parametrize("life", ["real refuse", "crash"])
-def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_stays_up(
-    start_tiny: StartTiny, life: str
-) -> None:
+def test_a_worker_that_can_no_longer_run_is_retried_and_the_node_stays_up(start_tiny: StartTiny, life: str) -> None:
     node = start_tiny({"pool-0": ["serve", *[life] * 4, "serve"]})
     before = node.ready()
     os.kill(worker(before).pid, signal.SIGKILL)
@@ -114,7 +112,7 @@ def test_a_worker_that_cannot_run_any_more_is_tried_again_alone_and_the_node_sta
     assert f"pool-0 cannot run ({why}): the others keep serving, it restarts in 0." in node.log.read_text()
 
 
-def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(start_tiny: StartTiny) -> None:
+def test_a_worker_whose_mapped_file_is_truncated_repeatedly_affects_no_other(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["serve", *["bus error when ready"] * 4, "serve"]})
     before = node.ready()
     os.kill(worker(before).pid, signal.SIGBUS)
@@ -123,19 +121,19 @@ def test_a_worker_whose_mapped_file_is_cut_again_and_again_takes_nobody_with_it(
     assert node.log.read_text().count("pool-0 ended (signal SIGBUS)") == 5
 
 
-def test_a_worker_whose_loop_hangs_is_killed_and_started_again(start_tiny: StartTiny) -> None:
+def test_a_worker_whose_loop_hangs_is_killed_and_restarted(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     assert "pool-0 has no heartbeat for 1 s: killed" in node.log.read_text()
 
 
-def test_a_worker_that_is_stopped_by_a_debugger_is_killed_and_started_again(start_tiny: StartTiny) -> None:
+def test_a_worker_stopped_by_a_debugger_is_killed_and_restarted(start_tiny: StartTiny) -> None:
     node = start_tiny(heartbeat_s=1.0)
     os.kill(worker(node.ready()).pid, signal.SIGSTOP)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
 
 
-def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(start_tiny: StartTiny) -> None:
+def test_a_hanging_worker_logs_its_stacks_before_it_is_killed(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["real hang", "serve"]}, heartbeat_s=1.0)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     log = node.log.read_text()
@@ -145,7 +143,7 @@ def test_a_loop_that_hangs_leaves_its_stacks_in_the_log_before_it_is_killed(star
     assert "pool-0 ended (signal SIGABRT)" in log
 
 
-def test_what_a_worker_has_started_goes_with_it(start_tiny: StartTiny) -> None:
+def test_a_workers_child_processes_end_with_it(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["with child", "serve"]})
     pid = worker(node.ready()).pid
     child = int(Path(f"{node.orders}.child").read_text())
@@ -153,7 +151,7 @@ def test_what_a_worker_has_started_goes_with_it(start_tiny: StartTiny) -> None:
     node.eventually(lambda status: status.ready and worker(status).epoch == 2 and gone(child), "a life of its own")
 
 
-def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start_tiny: StartTiny) -> None:
+def test_a_supervisor_that_was_stopped_itself_kills_no_worker(start_tiny: StartTiny) -> None:
     node = start_tiny(heartbeat_s=1.0)
     before = node.ready()
     node.signal(signal.SIGSTOP)
@@ -163,7 +161,7 @@ def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_hung(start_tiny: 
     assert [found.pid for found in after.workers] == [found.pid for found in before.workers]
 
 
-def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(start_tiny: StartTiny) -> None:
+def test_a_rolling_restart_does_not_count_as_failures(start_tiny: StartTiny) -> None:
     node = start_tiny()
     before = node.ready()
     restart_node(node.info, "", timeout_s=60)
@@ -175,7 +173,7 @@ def test_workers_restart_one_after_the_other_and_that_is_no_fault_of_theirs(star
     assert len(lines) == 2
 
 
-def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(start_tiny: StartTiny) -> None:
+def test_a_single_worker_can_be_restarted_and_an_unknown_one_is_named(start_tiny: StartTiny) -> None:
     node = start_tiny()
     node.ready()
     restart_node(node.info, "frontend-0", timeout_s=60)
@@ -185,7 +183,7 @@ def test_one_worker_alone_can_be_restarted_and_one_that_does_not_exist_is_named(
         restart_node(node.info, "decode-7", timeout_s=60)
 
 
-def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_comes_back(start_tiny: StartTiny) -> None:
+def test_a_worker_that_does_not_drain_for_its_restart_is_killed_and_restarted(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["busy", "serve"]}, drain_s=1)
     node.ready()
     restart_node(node.info, "pool-0", timeout_s=60)
@@ -204,12 +202,12 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(start_tiny: StartTiny) 
     assert [found.restarts for found in status.workers] == [1, 0]
     assert all(0 <= found.heartbeat_age_s < 5 for found in status.workers)
     times = [json.loads(line)["time"] for line in (node.home / "run/logs/supervisor.log").read_text().splitlines()]
-    assert times != sorted(times), "the clock that logs show did jump"
+    assert times != sorted(times), "the clock shown in logs did not jump"
     stop_node(node.info, timeout_s=60)
     assert node.ended() == 0
 
 
-def test_a_node_can_be_started_and_stopped_again_and_again(start_tiny: StartTiny) -> None:
+def test_a_node_can_be_started_and_stopped_repeatedly(start_tiny: StartTiny) -> None:
     for _ in range(20):
         node = start_tiny()
         pids = [found.pid for found in node.ready().workers]
@@ -219,7 +217,7 @@ def test_a_node_can_be_started_and_stopped_again_and_again(start_tiny: StartTiny
         assert not (node.home / "run").exists()
 
 
-def test_a_worker_that_does_not_get_ready_in_time_is_killed_and_tried_again(start_tiny: StartTiny) -> None:
+def test_a_worker_that_does_not_become_ready_in_time_is_killed_and_retried(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["never ready", "serve"]}, start_s=2.5)
     node.eventually(lambda status: status.ready and worker(status).epoch == 2, "the second life")
     assert node.log.read_text().count("pool-0 is not ready after node.start_s = 2.5 s: killed") == 1
@@ -245,7 +243,7 @@ def test_a_node_started_where_sigint_is_ignored_drains_on_sigterm(start_tiny: St
     assert not (node.home / "run").exists()
 
 
-def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start_tiny: StartTiny) -> None:
+def test_closing_the_terminal_drains_the_node_completely(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["ignore stop"]}, process=serve_in_a_terminal, drain_s=3.0)
     node.ready()
     node.signal(signal.SIGHUP)
@@ -256,7 +254,7 @@ def test_a_terminal_that_closes_drains_the_node_and_cuts_nothing_short(start_tin
     assert "not drained within 3 s" in node.log.read_text()
 
 
-def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start_tiny: StartTiny) -> None:
+def test_a_node_started_by_nohup_survives_its_terminal(start_tiny: StartTiny) -> None:
     node = start_tiny(process=serve_under_nohup)
     node.ready()
     node.signal(signal.SIGHUP)
@@ -265,7 +263,7 @@ def test_a_node_started_by_nohup_goes_on_when_its_terminal_closes(start_tiny: St
     assert (status.stopping, worker(status).epoch, worker(status, "frontend-0").epoch) == (False, 1, 2)
 
 
-def test_who_asks_a_second_time_to_stop_waits_for_the_drain_and_cuts_nothing_short(start_tiny: StartTiny) -> None:
+def test_a_second_stop_request_waits_for_the_drain(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["ignore stop"]}, drain_s=3.0)
     node.ready()
     for _ in range(2):
@@ -283,7 +281,7 @@ def test_a_worker_that_does_not_drain_in_time_is_killed(start_tiny: StartTiny) -
     assert all(gone(found.pid) for found in workers)
 
 
-def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(start_tiny: StartTiny) -> None:
+def test_stopping_a_starting_node_does_not_wait_for_the_start(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["never ready"]})
     node.eventually(lambda status: worker(status, "frontend-0").phase == "ready", "the frontend")
     node.signal(signal.SIGTERM)
@@ -291,34 +289,34 @@ def test_a_node_that_is_stopped_while_it_starts_does_not_wait_for_the_start(star
     assert node.stopped() == ["frontend-0"]
 
 
-def test_a_node_that_is_stopped_as_soon_as_it_is_found_leaves_nothing(start_tiny: StartTiny) -> None:
+def test_stopping_a_node_as_soon_as_it_is_found_leaks_nothing(start_tiny: StartTiny) -> None:
     node = start_tiny(process=serve_stopped_as_soon_as_it_is_found)
     assert node.ended() == 0
     assert not (node.home / "run").exists()
 
 
-def test_a_worker_that_waits_to_be_restarted_does_not_keep_the_node_from_stopping(start_tiny: StartTiny) -> None:
+def test_a_worker_in_back_off_does_not_delay_the_nodes_stop(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["crash when ready", *["crash"] * 50]})
     node.eventually(lambda status: worker(status).restarts >= 4, "long back-offs")
     stop_node(node.info, timeout_s=60)
     assert node.ended() == 0
 
 
-def test_workers_die_with_a_supervisor_that_is_killed_and_the_next_node_takes_its_place(start_tiny: StartTiny) -> None:
+def test_workers_die_with_a_killed_supervisor_and_the_next_node_starts(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["real ignore stop"], "frontend-0": ["real serve"]})
     pids = [found.pid for found in node.ready().workers]
     waits = [os.pidfd_open(pid) for pid in pids]
     node.process.kill()
     assert node.ended() == -signal.SIGKILL
     for fd in waits:
-        assert select.select([fd], [], [], 60)[0], "a worker outlives its supervisor"
+        assert select.select([fd], [], [], 60)[0], "a worker outlived its supervisor"
         os.close(fd)
     with pytest.raises(Unavailable):
         node.info  # noqa: B018
     assert start_tiny().ready().ready
 
 
-def test_a_second_node_in_the_same_place_is_refused_and_the_first_goes_on(
+def test_a_second_node_in_the_same_directory_is_refused_and_the_first_continues(
     start_tiny: StartTiny, tmp_path: Path
 ) -> None:
     node = start_tiny()
@@ -329,7 +327,7 @@ def test_a_second_node_in_the_same_place_is_refused_and_the_first_goes_on(
     assert worker(node.ready()).pid == pid
 
 
-def test_status_shows_a_young_heartbeat_from_the_first_moment(start_tiny: StartTiny) -> None:
+def test_status_shows_a_recent_heartbeat_from_the_start(start_tiny: StartTiny) -> None:
     node = start_tiny({"pool-0": ["never ready"]})
     status = node.eventually(lambda status: True, "an answer")
     assert all(found.heartbeat_age_s < 60 for found in status.workers)

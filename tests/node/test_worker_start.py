@@ -1,4 +1,4 @@
-"""A worker whose code is not that of its supervisor: Trinity was replaced while the node runs."""
+"""A worker whose code differs from its supervisor's: Trinity was upgraded while the node runs."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from runtime.node.worker import WorkerSpec
 
 
 def said(order: bytes) -> str:
-    """The one line with which the process ends."""
+    """Return the one line with which the process exits."""
     done = subprocess.run([sys.executable, "-m", "runtime.node.worker"], input=order, capture_output=True, timeout=120)
     (line,) = done.stderr.decode().splitlines()
     assert done.returncode == 1
@@ -23,11 +23,11 @@ def said(order: bytes) -> str:
 
 
 @pytest.mark.parametrize("order", [b"", b'{"epoch": 1}\n', b"garbage\n"])
-def test_an_order_of_another_version_is_a_line_that_says_to_restart_the_node(order: bytes) -> None:
+def test_a_start_order_of_another_version_exits_with_the_advice_to_restart_the_node(order: bytes) -> None:
     assert "runs another version of Trinity, restart the node: " in said(order)
 
 
-def test_a_table_of_other_metrics_is_a_line_that_says_to_restart_the_node() -> None:
+def test_a_metrics_table_of_another_version_exits_with_the_advice_to_restart_the_node() -> None:
     plan = lay_out(parse_config({"collections": [{"name": "docs", "path": "/docs", "required": False}]}))
     with contextlib.closing(WorkerTable.create("pool", "frontend-0", SloSection())) as table:
         spec = WorkerSpec(plan, "frontend-0", 1, table.reference, os.getpid())
