@@ -103,7 +103,7 @@ def report(found: dict[str, Any]) -> str:
     about, index = found["machine"], found["index_bytes"]
     lines = [
         f"{about['processor']}, {about['cores']} cores; {found['rows']:,} random rows of {found['dim']} dimensions, "
-        f"{found['dtype']} with codes of neighbours, seed {found['seed']}, {found['threads']} threads for the build, "
+        f"{found['dtype']} with neighbour codes, seed {found['seed']}, {found['threads']} threads for the build, "
         f"one for searches; {found['load']}. "
         f"`trinity index info`: {index / 1e6:,.0f} MB, {found['code_bytes'] / 1e6:,.0f} MB of it codes.",
         "",
