@@ -1,1 +1,1 @@
-"""Tests of the vector pool: scheduler, process, and the client that asks it."""
+"""Tests of the vector pool: scheduler, worker process and search client."""

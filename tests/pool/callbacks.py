@@ -1,4 +1,4 @@
-"""A `Backend` for an engine whose functions are Python's: compiled loops call them back."""
+"""A `Backend` of an engine written in Python: compiled loops call it through C callbacks."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from gpu.slots import Collections
 
 
 class Callbacks:
-    """The functions of one engine. An error that a query is not to blame for is kept, and raised by `check`."""
+    """The functions of one engine. An error that is not caused by a query is stored, and `check` raises it."""
 
     def __init__(self, engine: Engine, collections: Collections) -> None:
         self._engine, self._collections = engine, collections
@@ -38,7 +38,7 @@ class Callbacks:
         def called(*arguments: int) -> int:
             try:
                 return function(*arguments[1:])
-            except BaseException as error:  # there is no way through compiled code for it
+            except BaseException as error:  # compiled code cannot propagate it
                 self._error = error
                 return FAILED
 

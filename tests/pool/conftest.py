@@ -1,4 +1,4 @@
-"""A small collection of bare vectors, and pools over it."""
+"""Fixtures: a small collection of vectors without documents, and pools that serve it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy
 from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
-from tests.pool.live_stand import Served, Stand
-from tests.pool.pools import Vectors, attached
+from tests.pool.client_helpers import Vectors, attached
+from tests.pool.live_harness import LiveHarness, Served
 
 DIM = 16
 
@@ -44,7 +44,7 @@ def queries() -> Vectors:
 
 @pytest.fixture(scope="session")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The vectors of `collection` in two shards."""
+    """Return a collection with the vectors of `collection` in two shards."""
     path = tmp_path_factory.mktemp("pool") / "split"
     vectors = np.random.default_rng(0).normal(size=(400, DIM)).astype(np.float32)
     Collection.build(vectors, path, metric="l2", degree=16, shards=2)
@@ -60,9 +60,10 @@ MakeClient = Callable[..., SearchClient]
 
 @pytest.fixture
 def make_client() -> Iterator[MakeClient]:
-    """Clients that are closed after the test, and patient: a thread of a busy machine is slower than a process.
+    """Return a factory of clients with long timeouts, which are closed after the test.
 
-    Nor do they take a pool for stalled that only waits for a core, unless a test hands them a policy that does.
+    Threads of a busy machine are slow. By default these clients do not treat a pool that waits for a core as stalled;
+    a test can pass another policy.
     """
     made: list[SearchClient] = []
 
@@ -82,7 +83,7 @@ def make_client() -> Iterator[MakeClient]:
 
 @pytest.fixture
 def make_pool(collection: Path) -> Iterator[MakePool]:
-    """Pools that are closed after the test, never sleep for long, and look around after every extend."""
+    """Return a factory of pools that never sleep long and poll after every extend; they are closed after the test."""
     made: list[InProcessPool] = []
 
     def make(
@@ -110,9 +111,9 @@ def make_pool(collection: Path) -> Iterator[MakePool]:
 
 
 @pytest.fixture
-def stand(tmp_path: Path) -> Iterator[Stand]:
-    """A live collection in one piece."""
-    made = Stand(tmp_path / "live")
+def harness(tmp_path: Path) -> Iterator[LiveHarness]:
+    """Return a live collection without shards."""
+    made = LiveHarness(tmp_path / "live")
     yield made
     made.writer.close()
 
@@ -122,7 +123,7 @@ MakeServed = Callable[..., Served]
 
 @pytest.fixture
 def serve(make_pool: MakePool, make_client: MakeClient) -> MakeServed:
-    """Pools that serve the collection at a path, as many as the settings say."""
+    """Return a function that starts pools for the collection at a path, as many as the settings say."""
 
     def start(path: Path, **settings: Any) -> Served:
         plan = plan_of(path, **settings)

@@ -1,4 +1,4 @@
-"""The pool's policy for tests in Python: queries are objects, and refusals are errors."""
+"""Python interface of the pool's compiled policy for tests: queries are objects, and rejections are exceptions."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """A query: when it came, by when its answer is wanted (NEVER_NS: at no time), in monotonic ns, and how it asks."""
+    """A query: arrival and deadline (NEVER_NS: none) in monotonic ns, and its search parameters."""
 
     stage: Stage
     arrival_ns: int
@@ -35,12 +35,12 @@ class Entry(Generic[T]):
     top_m: int = 64
     search_width: int = 4
     patience: int = 0
-    number: int = -1  # its row of the tables, while it is in the pool
+    number: int = -1  # its row in the tables while it is in the pool
 
 
 @dataclass(slots=True)
 class Changes(Generic[T]):
-    """What changes before the next extend. `late` have left the queue: they cannot make their deadlines any more."""
+    """Changes before the next extend. `late` queries left the queue: they can no longer meet their deadlines."""
 
     admitted: list[Entry[T]] = field(default_factory=list)
     paused: list[Entry[T]] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Changes(Generic[T]):
 
 
 class Scheduler(Generic[T]):
-    """One pool's queries under a `Policy`.
+    """The queries of one pool under a `Policy`.
 
-    A caller gives it every query (`add`), asks before each extend who is active in it (`next`), says what was done
-    (`advanced`), and who ended (`finished`, `left`).
+    A caller adds every query (`add`), requests the active queries before each extend (`next`), and reports extends
+    (`advanced`) and ended queries (`finished`, `left`).
     """
 
     def __init__(self, settings: Policy) -> None:
@@ -62,7 +62,7 @@ class Scheduler(Generic[T]):
 
     @property
     def reserve(self) -> float:
-        """r."""
+        """The reserve r."""
         return float(self.tables.floats[tables.RESERVE])
 
     @reserve.setter
@@ -71,7 +71,7 @@ class Scheduler(Generic[T]):
 
     @property
     def flush_prefill_ns(self) -> int:
-        """τ_pre."""
+        """The flush timeout τ_pre."""
         return int(self.tables.words[tables.FLUSH_PREFILL_NS])
 
     @flush_prefill_ns.setter
@@ -80,7 +80,7 @@ class Scheduler(Generic[T]):
 
     @property
     def credit_ns(self) -> float:
-        """What prefill may take beyond its reserve."""
+        """Slot time that prefill may take beyond its reserve."""
         return float(self.tables.floats[tables.CREDIT])
 
     @property
@@ -102,7 +102,7 @@ class Scheduler(Generic[T]):
         return bool(self._entries)
 
     def add(self, entry: Entry[T], now_ns: int) -> None:
-        """Let a query wait. Raises `Overloaded` for a full queue, `DeadlineExceeded` for a deadline in the past."""
+        """Enqueue a query. Raises `Overloaded` for a full queue, `DeadlineExceeded` for a deadline in the past."""
         number = _add(
             self._handle, STAGES.index(entry.stage), entry.arrival_ns, entry.deadline_ns, entry.collection, entry.top_m,
             entry.search_width, entry.patience, now_ns,
@@ -115,7 +115,7 @@ class Scheduler(Generic[T]):
         self._entries[number] = entry
 
     def next(self, now_ns: int) -> Changes[T]:
-        """Give out the slots of the next extend."""
+        """Assign the slots of the next extend."""
         if not _schedule(self._handle, now_ns):
             return Changes()
         admitted, paused, resumed, late = (
@@ -127,32 +127,32 @@ class Scheduler(Generic[T]):
         return Changes(admitted, paused, resumed, late)
 
     def held_until(self, now_ns: int) -> int | None:
-        """Until when what waits is held back; None if it is not, or nothing waits."""
+        """Return until when waiting queries are held back; None if they are not, or if none waits."""
         until = int(_held_until(self._handle, now_ns))
         return until if now_ns < until < NEVER_NS else None
 
     def advanced(self, extends: int, took_ns: float) -> None:
-        """Every active query has advanced by `extends`, which took so long in all."""
+        """Report that every active query advanced by `extends`, which took `took_ns` in total."""
         _advanced(self._handle, extends, int(took_ns))
 
     def finished(self, entry: Entry[T], extends: int) -> None:
-        """A query is answered, after so many extends, and has left its slot."""
+        """Report that a query was answered after `extends` and has left its slot."""
         _finished(self._handle, entry.number, extends)
         self._forget(entry)
 
     def left(self, entry: Entry[T]) -> None:
-        """A query has left its queue or its slot without an answer. Raises ValueError if it is in neither."""
+        """Report that a query left its queue or slot without an answer. Raises ValueError if it is in neither."""
         if self._entries.get(entry.number) is not entry:
             raise ValueError("the query is not in the pool")
         _left(self._handle, entry.number)
         self._forget(entry)
 
     def learn_cost(self, active: float, took_ns: float) -> None:
-        """An extend of `active` slots took so long, in a calibration."""
+        """Report the duration of an extend of `active` slots in a calibration."""
         _learn_cost(self._handle, float(active), float(took_ns))
 
     def extend_ns(self, active: float) -> float:
-        """T_ext: what an extend of `active` slots is expected to take."""
+        """Return T_ext: the expected duration of an extend of `active` slots."""
         return float(_extend_ns(self._handle, float(active)))
 
     def _free(self, entry: Entry[T]) -> None:

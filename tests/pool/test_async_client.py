@@ -1,4 +1,4 @@
-"""The search client in an event loop, asyncio's own and uvloop: the same answers, and a cancelled task's query ends."""
+"""Tests of the search client in asyncio's event loop and uvloop: same answers, and a cancelled task's query ends."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Trinity
 from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.retrieval.search.query import QueueLimits
 from runtime.testing.pool import InProcessPool, plan_of
+from tests.pool.client_helpers import Vectors
 from tests.pool.conftest import MakePool
-from tests.pool.pools import Vectors
 
 Run = Callable[[Callable[[AsyncSearchClient], Awaitable[None]]], None]
 
@@ -28,14 +28,14 @@ def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.Abstrac
 
 @pytest.fixture
 def pools(collection: Path, make_pool: MakePool, tmp_path: Path) -> list[InProcessPool]:
-    """Two pools of a node that is found by its run directory."""
+    """Two pools of a node that clients find by its run directory."""
     plan = plan_of(collection, workers=2, ring_slots=8)
     return [make_pool(plan, f"pool-{number}").start() for number in range(2)]
 
 
 @pytest.fixture
 def run(pools: list[InProcessPool], tmp_path: Path, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Run:
-    """Do something with a client of the pools, in a loop of its own."""
+    """Return a function that runs a coroutine with a client of the pools in a new event loop."""
 
     def run(body: Callable[[AsyncSearchClient], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -53,7 +53,7 @@ def run(pools: list[InProcessPool], tmp_path: Path, loop_factory: Callable[[], a
     return run
 
 
-def test_many_tasks_search_at_once_and_each_gets_its_own_answer(run: Run, queries: Vectors, index: GraphIndex) -> None:
+def test_each_of_many_concurrent_tasks_gets_its_own_answer(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
 
     async def body(client: AsyncSearchClient) -> None:
@@ -65,9 +65,7 @@ def test_many_tasks_search_at_once_and_each_gets_its_own_answer(run: Run, querie
     run(body)
 
 
-def test_batches_larger_than_the_rings_and_single_searches_share_a_client(
-    run: Run, queries: Vectors, index: GraphIndex
-) -> None:
+def test_large_batches_and_single_searches_share_a_client(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
 
     async def body(client: AsyncSearchClient) -> None:
@@ -99,7 +97,7 @@ def test_a_cancelled_task_cancels_its_query(run: Run, pools: list[InProcessPool]
             await asyncio.sleep(0.001)
         assert sum(pool.errors.get("cancelled", 0) for pool in client.statistics().pools) == 4
         with pools[0].held(), pools[1].held():
-            batch = asyncio.ensure_future(client.search_batch(queries, 4))  # more than the rings hold
+            batch = asyncio.ensure_future(client.search_batch(queries, 4))  # more than fit into the rings
             await asyncio.sleep(0)
             await cancelled(batch)
         while any(pool.outstanding for pool in client.statistics().pools):
@@ -109,7 +107,7 @@ def test_a_cancelled_task_cancels_its_query(run: Run, pools: list[InProcessPool]
     run(body)
 
 
-def test_errors_are_raised_where_they_belong(run: Run, queries: Vectors) -> None:
+def test_errors_are_raised_in_the_task_that_caused_them(run: Run, queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         with pytest.raises(InvalidRequest, match="no collection 'nope'"):
             await client.search(queries[0], collection="nope")
@@ -124,7 +122,7 @@ def test_errors_are_raised_where_they_belong(run: Run, queries: Vectors) -> None
     run(body)
 
 
-def test_entering_a_client_runs_it(pools: list[InProcessPool], queries: Vectors) -> None:
+def test_entering_a_client_starts_it(pools: list[InProcessPool], queries: Vectors) -> None:
     async def body() -> int:
         async with AsyncSearchClient(SearchClient([pool.endpoint for pool in pools], "test")) as client:
             return len((await client.search(queries[0], 3, collection="docs")).ids)
@@ -132,7 +130,7 @@ def test_entering_a_client_runs_it(pools: list[InProcessPool], queries: Vectors)
     assert asyncio.run(asyncio.wait_for(body(), 60)) == 3
 
 
-def test_a_pool_that_dies_under_the_loop_costs_no_answer(
+def test_no_answer_is_lost_when_a_pool_dies(
     run: Run, pools: list[InProcessPool], queries: Vectors, index: GraphIndex
 ) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
@@ -147,9 +145,7 @@ def test_a_pool_that_dies_under_the_loop_costs_no_answer(
     run(body)
 
 
-def test_what_is_outstanding_when_the_client_is_closed_ends_with_an_error(
-    run: Run, pools: list[InProcessPool], queries: Vectors
-) -> None:
+def test_closing_the_client_fails_outstanding_searches(run: Run, pools: list[InProcessPool], queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         with pools[0].held(), pools[1].held():
             search = asyncio.ensure_future(client.search(queries[0]))
@@ -163,7 +159,7 @@ def test_what_is_outstanding_when_the_client_is_closed_ends_with_an_error(
     run(body)
 
 
-def test_what_is_asked_after_the_client_was_closed_is_unavailable_at_once(run: Run, queries: Vectors) -> None:
+def test_a_search_on_a_closed_client_fails_at_once(run: Run, queries: Vectors) -> None:
     async def body(client: AsyncSearchClient) -> None:
         await client.close()
         for search in (client.search(queries[0]), client.search_batch(queries), client.search_batch(queries[:0])):
@@ -173,7 +169,7 @@ def test_what_is_asked_after_the_client_was_closed_is_unavailable_at_once(run: R
     run(body)
 
 
-def test_more_searches_at_once_than_the_rings_hold_wait_for_room(run: Run, queries: Vectors, index: GraphIndex) -> None:
+def test_searches_beyond_the_rings_capacity_wait_for_room(run: Run, queries: Vectors, index: GraphIndex) -> None:
     expected = index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
     limit = QueueLimits().parked
     many = [*queries] * (limit // len(queries) + 2)

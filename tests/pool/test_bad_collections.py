@@ -1,4 +1,4 @@
-"""A collection that is moved, cut short, altered or unreadable is that collection's failure: the others are served."""
+"""Tests that a moved, truncated, altered or unreadable collection does not affect the others of its pool."""
 
 import os
 import resource
@@ -24,9 +24,9 @@ from runtime.retrieval.collections.checksums import Checksums, Throttle, unthrot
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import attached
 from tests.pool.conftest import BUSY, MakeClient, MakePool
-from tests.pool.generations import DIM, build
-from tests.pool.pools import attached
+from tests.pool.rebuilds import DIM, build
 
 QUERY = np.zeros(DIM, np.float32)
 
@@ -41,7 +41,7 @@ def truncated(path: Path) -> None:
 
 
 def altered(path: Path) -> None:
-    """An edge to a row that there is none of; every size is as it was."""
+    """Write an edge to a row that does not exist, without changing any size."""
     graph = np.load(path / "index" / "graph.npy", mmap_mode="r+")
     graph[7, 2] = (1 << 31) - 1
     graph.flush()
@@ -53,7 +53,7 @@ def redescribed(path: Path) -> None:
 
 
 def unreadable(path: Path) -> None:
-    """As a file whose permissions, or whose disk, do not let it be opened; root may read anything but this."""
+    """Make a file unreadable, as by permissions or a disk error, even for root."""
     (path / "index" / "codes.npy").unlink()
     (path / "index" / "codes.npy").mkdir()
 
@@ -79,7 +79,7 @@ def plan_with(both: tuple[Path, Path], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_bad_collection_is_unavailable_with_its_reason_and_the_other_is_served(
+def test_a_bad_collection_is_unavailable_with_a_reason_and_the_other_is_served(
     damage: Callable[[Path], None], both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = plan_with(both)
@@ -91,20 +91,18 @@ def test_a_bad_collection_is_unavailable_with_its_reason_and_the_other_is_served
         client.search(QUERY, 3, collection="code")
     assert list(client.unavailable) == ["code"]
     assert pool.metric(PoolMetrics.UNAVAILABLE) == 1
-    assert "collection code: unavailable: " in pool.table.note  # beside how far the checksums of the other are
+    assert "collection code: unavailable: " in pool.table.note  # and the other's checksum progress
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_required_collection_that_is_bad_is_an_error_of_the_start(
-    damage: Callable[[Path], None], both: tuple[Path, Path]
-) -> None:
+def test_a_bad_required_collection_fails_the_start(damage: Callable[[Path], None], both: tuple[Path, Path]) -> None:
     plan = plan_with(both)
     damage(both[0])
     with pytest.raises(CollectionError, match="docs"):
         InProcessPool(plan)
 
 
-def test_in_a_node_that_was_ready_even_a_required_one_keeps_no_worker_from_serving_the_others(
+def test_once_the_node_was_ready_a_bad_required_collection_does_not_stop_a_worker(
     both: tuple[Path, Path], make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_with(both)
@@ -118,13 +116,13 @@ def test_in_a_node_that_was_ready_even_a_required_one_keeps_no_worker_from_servi
 
 
 def pool_of(plan: Any, **told: Any) -> InProcessPool:
-    """A pool worker that is told this by its supervisor."""
+    """Return a pool worker with a plan from its supervisor."""
 
     return InProcessPool(plan, **told).start()
 
 
 class HeldChecksums(Checksums):
-    """Of no files; whoever compares them waits until `end` is set, and learns that they are altered."""
+    """Checksums whose comparison blocks until `end` is set and then reports altered files."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -141,14 +139,14 @@ class HeldChecksums(Checksums):
 
 
 def spoil_a_vector(path: Path) -> None:
-    """What no check but the checksum's can see."""
+    """Alter a vector so that only a checksum detects it."""
     codes = np.load(path / "index" / "codes.npy", mmap_mode="r+")
     codes[3, 0] += 1
     codes.flush()
 
 
 @pytest.mark.parametrize(("verify", "served"), [("start", False), ("never", True)])
-def test_checksums_are_compared_before_the_start_or_never_as_configured(
+def test_checksums_are_verified_before_the_start_or_never_as_configured(
     verify: str, served: bool, both: tuple[Path, Path], make_pool: MakePool
 ) -> None:
     spoil_a_vector(both[1])
@@ -158,7 +156,7 @@ def test_checksums_are_compared_before_the_start_or_never_as_configured(
         assert "codes.npy is damaged: its checksum" in pool.table.note
 
 
-def test_a_collection_that_is_found_altered_in_the_background_is_taken_out_and_no_query_is_lost(
+def test_background_verification_removes_an_altered_collection_without_losing_queries(
     both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     spoil_a_vector(both[1])
@@ -173,9 +171,7 @@ def test_a_collection_that_is_found_altered_in_the_background_is_taken_out_and_n
     assert len(client.search(QUERY, 3, collection="docs").ids) == 3
 
 
-def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
-    both: tuple[Path, Path], make_pool: MakePool
-) -> None:
+def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path, Path], make_pool: MakePool) -> None:
     held = HeldChecksums()
 
     def opener(section: CollectionSection, worker: int) -> Shard:
@@ -195,7 +191,7 @@ def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
         assert pool.pool.busy
         pool.step()
         assert pool.metric(PoolMetrics.UNAVAILABLE) == 1
-        assert pool.pool.busy, "the query is in flight when its collection is taken out"
+        assert pool.pool.busy, "the query is in flight when its collection is removed"
         found: list[Any] = []
 
         def step() -> None:
@@ -206,15 +202,13 @@ def test_a_query_in_flight_on_a_collection_that_is_taken_out_is_answered(
     assert [(result.request_id, result.status) for result in found] == [(asked, "ok")]
 
 
-def test_all_checksums_are_compared_in_the_end_and_the_metric_says_how_far_that_is(
-    both: tuple[Path, Path], make_pool: MakePool
-) -> None:
+def test_all_checksums_are_verified_and_a_metric_reports_progress(both: tuple[Path, Path], make_pool: MakePool) -> None:
     pool = make_pool(plan_with(both))
     until(lambda: pool.metric(PoolMetrics.CHECKSUMS) == 1.0, pool.step)
     until(lambda: pool.table.note == "", pool.step)
 
 
-def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_anything_is_served(
+def test_after_a_bus_error_checksums_are_verified_before_serving(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_a_vector(both[1])
@@ -224,7 +218,7 @@ def test_after_a_life_that_ended_by_a_bus_error_checksums_are_compared_before_an
     pool.close()
 
 
-def test_a_collection_that_is_put_back_is_served_again(
+def test_a_restored_collection_is_served_again(
     both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = plan_with(both)
@@ -241,7 +235,7 @@ def test_a_collection_that_is_put_back_is_served_again(
     assert pool.metric(PoolMetrics.UNAVAILABLE) == 0
 
 
-def test_a_pool_without_any_collection_says_why_and_waits(tmp_path: Path, make_client: MakeClient) -> None:
+def test_a_pool_without_any_collection_reports_the_reason_and_waits(tmp_path: Path, make_client: MakeClient) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     moved(tmp_path / "docs")
@@ -257,7 +251,7 @@ def test_a_pool_without_any_collection_says_why_and_waits(tmp_path: Path, make_c
 
 @contextmanager
 def no_room_for(file_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond that: the kernel refuses, as on a full disk."""
+    """Limit the size of this process's files: the kernel rejects larger writes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
     try:
@@ -267,7 +261,7 @@ def no_room_for(file_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 100, 3000, 8000], ids=lambda room: f"{room}-bytes")
-def test_a_rebuild_that_finds_the_disk_full_leaves_what_is_served_as_it_was(
+def test_a_rebuild_on_a_full_disk_leaves_the_served_build_unchanged(
     room: int, both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = plan_with(both)
@@ -280,10 +274,10 @@ def test_a_rebuild_that_finds_the_disk_full_leaves_what_is_served_as_it_was(
     assert sorted(path.name for path in both[0].parent.iterdir()) == ["code", "docs"]
     Collection.verify(both[0])
     assert client.search(QUERY, 3, collection="docs").identity == before[0]
-    build(both[0], 3)  # there is room again
+    build(both[0], 3)  # there is space again
 
 
-def test_a_query_goes_to_the_replica_that_can_serve_its_collection(
+def test_a_query_goes_to_a_replica_that_serves_its_collection(
     both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = plan_of(both[0], {"name": "code", "path": str(both[1]), "required": False}, workers=2)
@@ -295,10 +289,10 @@ def test_a_query_goes_to_the_replica_that_can_serve_its_collection(
     assert all(len(client.search(QUERY, 3, collection="code").ids) == 3 for _ in range(6))
 
 
-def test_a_distance_that_is_no_number_is_no_answer_and_a_reload_takes_the_altered_files_out(
+def test_a_nan_distance_is_an_error_and_a_reload_removes_the_altered_collection(
     both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
-    """Altered in place after every checksum was compared: the files are those that are mapped."""
+    """The files are altered in place, while mapped, after every checksum was compared."""
     pool = make_pool(plan_with(both, verify="never")).start()
     client = attached(make_client(pool.worker.plan))
     assert len(client.search(QUERY, 3, collection="code").ids) == 3
@@ -310,7 +304,7 @@ def test_a_distance_that_is_no_number_is_no_answer_and_a_reload_takes_the_altere
     assert len(client.search(QUERY, 3, collection="docs").ids) == 3
 
 
-def test_a_reload_that_finds_the_served_files_damaged_takes_the_collection_out(
+def test_a_reload_removes_a_collection_with_damaged_files(
     both: tuple[Path, Path], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     pool = make_pool(plan_with(both, verify="background")).start()

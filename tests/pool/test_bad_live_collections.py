@@ -1,4 +1,4 @@
-"""Altered bytes of a live collection's sealed segment: that collection is unavailable, and the others are served."""
+"""Tests of altered segments of a live collection: it becomes unavailable, and the others are served."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.live.small_collections import DIM, documents, new_writer, open_writer
+from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.generations import DIM as DOCS_DIM
-from tests.pool.generations import build
-from tests.pool.pools import attached
+from tests.pool.rebuilds import DIM as DOCS_DIM
+from tests.pool.rebuilds import build
 
 QUERY = np.zeros(DIM, np.float32)
 FILES = ["index/codes.npy", "index/graph.npy", "documents.sqlite"]
@@ -48,7 +48,7 @@ def make_plan(tmp_path: Path) -> Any:
 
 
 def altered(directory: Path, name: str) -> bytes:
-    """Another last byte in the newest segment's file; what was there."""
+    """Change the last byte of the newest segment's file. Return the original content."""
     path = max((directory / "segments").iterdir(), key=lambda one: int(one.name)) / name
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -64,7 +64,7 @@ def taken_out(client: SearchClient, name: str) -> None:
 
 @pytest.mark.parametrize("verify", ["start", "background"])
 @pytest.mark.parametrize("name", FILES)
-def test_an_altered_segment_is_found_and_its_collection_taken_out(
+def test_an_altered_segment_is_detected_and_its_collection_removed(
     name: str, verify: str, writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     altered(writer.directory, name)
@@ -73,7 +73,7 @@ def test_an_altered_segment_is_found_and_its_collection_taken_out(
     taken_out(attached(make_client(plan)), name)
 
 
-def test_a_segment_that_was_sealed_since_is_compared_too_and_served_again_once_it_is_whole(
+def test_a_newly_sealed_segment_is_verified_and_served_again_once_repaired(
     writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
@@ -93,7 +93,7 @@ def test_a_segment_that_was_sealed_since_is_compared_too_and_served_again_once_i
     assert len(client.search(QUERY, 50, collection="notes").ids) == 50
 
 
-def test_where_nothing_is_to_be_verified_nothing_is(
+def test_verification_can_be_disabled(
     writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     altered(writer.directory, "documents.sqlite")
@@ -106,7 +106,7 @@ def test_where_nothing_is_to_be_verified_nothing_is(
     assert pool.table.note == ""
 
 
-def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: Any) -> None:
+def test_altered_documents_are_not_returned(writer: LiveWriter, make_plan: Any) -> None:
     clock = Clock()
     identity = writer.state.description.identity
     registry = CollectionRegistry(make_plan(), clock=clock)
@@ -130,7 +130,7 @@ def test_altered_documents_are_not_answered_with(writer: LiveWriter, make_plan: 
     until(lambda: usable() and registry.accept("notes")(identity))
 
 
-def test_another_collection_in_the_place_of_one_is_served_from_a_reload_on(
+def test_a_replaced_collection_is_served_after_a_reload(
     writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
@@ -146,7 +146,7 @@ def test_another_collection_in_the_place_of_one_is_served_from_a_reload_on(
         assert len(client.search(QUERY, 50, collection="notes").ids) == 3
 
 
-def test_a_restored_earlier_state_is_served_in_the_place_of_what_was_served(
+def test_a_restored_earlier_state_replaces_the_served_one(
     writer: LiveWriter, make_plan: Any, make_pool: MakePool, make_client: MakeClient
 ) -> None:
     plan = make_plan()
@@ -172,7 +172,7 @@ def test_a_restored_earlier_state_is_served_in_the_place_of_what_was_served(
         until(lambda: answers() == 43)
 
 
-def test_a_reader_compares_what_it_has_open_and_not_what_was_merged_away(writer: LiveWriter) -> None:
+def test_a_reader_verifies_its_open_segments_and_not_merged_ones(writer: LiveWriter) -> None:
     with LiveReader(writer.directory) as reader:
         writer.upsert(documents(range(40, 80)))
         writer.flush()
@@ -186,7 +186,7 @@ def test_a_reader_compares_what_it_has_open_and_not_what_was_merged_away(writer:
     assert not reader.checksums.pending
 
 
-def test_a_merge_of_an_altered_segment_is_an_error_and_not_a_new_segment(writer: LiveWriter) -> None:
+def test_merging_an_altered_segment_fails(writer: LiveWriter) -> None:
     writer.upsert(documents(range(40, 80)))
     writer.flush()
     altered(writer.directory, "index/codes.npy")

@@ -1,4 +1,4 @@
-"""The search client: pools in turn, a dead pool's queries asked elsewhere, every ticket's end exactly once."""
+"""Tests of the search client: round robin over pools, retries after a pool's death, exactly one result per ticket."""
 
 import os
 import threading
@@ -20,18 +20,18 @@ from runtime.retrieval.search import pool_session
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect
 
 
 @pytest.fixture
 def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
-    """Two pools of one plan, at work."""
+    """Two running pools of one plan."""
     plan = plan_of(collection, workers=2, ring_slots=64)
     return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
 
 
-def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
+def test_queries_are_distributed_round_robin_and_answers_equal_the_index(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan, pools = two
@@ -48,7 +48,7 @@ def test_queries_go_to_the_pools_in_turn_and_answers_equal_the_index(
     assert [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools] == [len(queries) / 2] * 2
 
 
-def test_who_has_a_pool_beside_it_asks_that_and_another_when_it_is_down(
+def test_a_client_prefers_its_coupled_pool_and_uses_another_when_it_is_down(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
     plan, pools = two
@@ -60,13 +60,13 @@ def test_who_has_a_pool_beside_it_asks_that_and_another_when_it_is_down(
     assert [pool.metric(asked) for pool in pools] == [0, 10]
     with pools[1].held():
         ticket = client.submit(queries[10], 4)
-        pools[1].die()  # has not read it
+        pools[1].die()  # has not read the query
     assert collect(client, 1)[ticket].error is None
     client.search(queries[11], 4)
     assert pools[0].metric(asked) == 2
 
 
-def test_search_waits_for_its_own_answer_and_keeps_the_others(
+def test_search_waits_for_its_own_result_and_keeps_others(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     client = attached(make_client(two[0]))
@@ -76,7 +76,7 @@ def test_search_waits_for_its_own_answer_and_keeps_the_others(
     assert sorted(collect(client, 5)) == tickets
 
 
-def test_a_pool_that_dies_has_its_queries_asked_again_elsewhere(
+def test_a_dead_pools_queries_are_retried_elsewhere(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
     plan, pools = two
@@ -84,14 +84,14 @@ def test_a_pool_that_dies_has_its_queries_asked_again_elsewhere(
     with pools[0].held():
         tickets = [client.submit(query, 4, collection="docs") for query in queries[:20]]
         answered = collect(client, 10)
-        pools[0].die()  # with ten queries that it has not even read
+        pools[0].die()  # with ten unread queries
     lost = collect(client, 10)
     assert sorted([*answered, *lost]) == tickets
     assert all(result.error is None and len(result.ids) == 4 for result in lost.values())
     assert pools[1].metric(PoolMetrics.QUERIES["prefill"]) == 20
 
 
-def test_a_pool_that_comes_back_answers_what_waited_for_it(
+def test_a_restarted_pool_answers_queries_that_waited_for_it(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection)
@@ -109,7 +109,7 @@ def test_a_pool_that_comes_back_answers_what_waited_for_it(
     assert all(result.error is None for result in found.values())
 
 
-def test_what_waits_for_a_pool_waits_for_room_in_its_ring_too(
+def test_queries_that_waited_for_a_pool_also_wait_for_room_in_its_ring(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=2)
@@ -121,7 +121,7 @@ def test_what_waits_for_a_pool_waits_for_room_in_its_ring_too(
     assert all(result.error is None for result in found.values())
 
 
-def test_a_client_never_waits_for_a_pool_that_is_gone(
+def test_a_client_never_blocks_on_a_dead_pool(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(collection, workers=2)
@@ -130,7 +130,7 @@ def test_a_client_never_waits_for_a_pool_that_is_gone(
     asked, answer = threading.Event(), threading.Event()
 
     class Unanswered:
-        """An attempt to attach that lasts as long as the test wants."""
+        """An attempt to attach that blocks until the test ends it."""
 
         def __init__(self, *_: object, **__: object) -> None:
             asked.set()
@@ -148,7 +148,7 @@ def test_a_client_never_waits_for_a_pool_that_is_gone(
     assert attached(client).statistics().pools[0].epoch == 2
 
 
-def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
+def test_a_query_that_no_pool_accepts_ends_at_its_deadline(
     collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
     client = make_client(plan_of(collection))
@@ -163,7 +163,7 @@ def test_a_query_that_no_pool_takes_before_its_deadline_ends_so(
     assert client.poll() == []
 
 
-def test_no_more_queries_wait_for_a_pool_than_the_limit(
+def test_the_number_of_queries_that_wait_for_a_pool_is_limited(
     collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
     client = make_client(plan_of(collection), parked=3)
@@ -173,7 +173,7 @@ def test_no_more_queries_wait_for_a_pool_than_the_limit(
         client.submit(queries[3], 3, collection="docs")
 
 
-def test_more_outstanding_than_the_rings_hold_is_refused_and_what_was_accepted_is_answered(
+def test_queries_beyond_the_rings_capacity_are_rejected_and_accepted_ones_answered(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=2)
@@ -199,7 +199,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_query_that_cannot_be_is_refused_at_once(
+def test_an_invalid_query_is_rejected_at_once(
     case: str, make_pool: MakePool, make_client: MakeClient, collection: Path
 ) -> None:
     plan = plan_of(collection)
@@ -212,7 +212,7 @@ def test_a_query_that_cannot_be_is_refused_at_once(
     assert client.poll() == []
 
 
-def test_a_cancelled_query_is_not_asked_again_when_its_pool_dies(
+def test_a_cancelled_query_is_not_retried_when_its_pool_dies(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
     plan, pools = two
@@ -228,7 +228,7 @@ def test_a_cancelled_query_is_not_asked_again_when_its_pool_dies(
     assert sum(isinstance(result.error, WorkerLost) for result in found.values()) == 2
 
 
-def test_a_pool_that_drains_is_passed_over(
+def test_a_draining_pool_is_skipped(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
     plan, pools = two
@@ -240,10 +240,10 @@ def test_a_pool_that_drains_is_passed_over(
     assert [pool.metric(PoolMetrics.QUERIES["prefill"]) for pool in pools] == [0, 6]
 
 
-def test_another_process_finds_the_pools_by_the_run_directory_and_asks_within_their_limits(
+def test_another_process_finds_the_pools_by_the_run_directory_and_respects_their_limits(
     collection: Path, make_pool: MakePool, queries: Vectors, tmp_path: Path
 ) -> None:
-    pool = make_pool(max_top_m=16, max_k=16, top_m=16).start()  # its limit is under what a client asks by itself
+    pool = make_pool(max_top_m=16, max_k=16, top_m=16).start()  # its limit is below a client's defaults
     held = RunDir.acquire(tmp_path / "run")
     held.write(NodeInfo("n", os.getpid(), "", "", (pool.endpoint,), ("docs",)))
     with SearchClient.connect(tmp_path / "run", timeout_s=60) as client:
@@ -261,7 +261,7 @@ def test_connecting_to_a_node_whose_pools_do_not_answer_is_unavailable(tmp_path:
         SearchClient.connect(tmp_path / "run")
 
 
-def test_a_query_without_a_deadline_that_no_pool_takes_is_unavailable(
+def test_a_query_without_a_deadline_that_no_pool_accepts_is_unavailable(
     collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
     client = make_client(plan_of(collection), wait_ns=1_000_000)
@@ -269,7 +269,7 @@ def test_a_query_without_a_deadline_that_no_pool_takes_is_unavailable(
         client.search(queries[0], 3)
 
 
-def test_a_closed_client_refuses_everything_and_attaches_to_nothing(
+def test_a_closed_client_rejects_calls_and_does_not_attach(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors
 ) -> None:
     client = attached(make_client(two[0]))
@@ -288,11 +288,11 @@ def test_a_closed_client_refuses_everything_and_attaches_to_nothing(
     client.close()
 
 
-def test_a_client_finds_a_node_that_was_stopped_and_started_again(
+def test_a_client_finds_a_restarted_node(
     collection: Path, make_pool: MakePool, queries: Vectors, tmp_path: Path
 ) -> None:
     def start(workers: int) -> tuple[RunDir, list[InProcessPool]]:
-        """A node's life: its pools have endpoints of their own."""
+        """One run of a node: its pools have their own endpoints."""
         plan = plan_of(collection, workers=workers)
         pools = [make_pool(plan, f"pool-{number}").start() for number in range(workers)]
         held = RunDir.acquire(tmp_path / "run")
@@ -325,19 +325,19 @@ def test_the_only_collection_need_not_be_named(
     assert collect(client, 1)[ticket].checked().ids.tolist() == named.ids.tolist()
 
 
-def test_of_several_collections_one_must_be_named_even_while_only_one_is_up(
+def test_with_several_collections_one_must_be_named_even_if_only_one_is_up(
     collection: Path, make_pool: MakePool, queries: Vectors
 ) -> None:
     served = plan_of(collection)
     make_pool(served, "pool-0").start()
-    configured = ("docs", "news")  # as the node's file has them; the pool has but one of them now
+    configured = ("docs", "news")  # the node's configuration has both; the pool has only one of them now
     with SearchClient([served.endpoint("pool-0")], "c", collections=configured) as client:
         attached(client)
         with pytest.raises(InvalidRequest, match=r"collection is missing; there are \['docs', 'news'\]"):
             client.search(queries[0], 5)
 
 
-def test_which_collection_is_meant_cannot_be_told_before_a_pool_is_up(queries: Vectors) -> None:
+def test_the_default_collection_is_unknown_until_a_pool_is_up(queries: Vectors) -> None:
     client = SearchClient([private_endpoint(new_token(), "pool-0")], "c")
     with client, pytest.raises(Unavailable, match="no pool is up that could report"):
         client.search(queries[0], 5)

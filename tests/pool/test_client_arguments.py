@@ -1,4 +1,4 @@
-"""What a user can hand to `SearchClient` by mistake is refused by name, before anything is sent."""
+"""Tests of argument validation in `SearchClient`: errors name the argument, and nothing is sent."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ from runtime.retrieval.search.query import QueueLimits
         ({"stage": "later"}, "stage must be one of .* not 'later'"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name_and_value(arguments: dict[str, Any], words: str) -> None:
+def test_a_wrong_argument_is_rejected_with_its_name_and_value(arguments: dict[str, Any], words: str) -> None:
     with SearchClient([], "test") as client:
         with pytest.raises(InvalidRequest, match=words) as refused:
             client.search([0.0], **arguments)
@@ -47,7 +47,7 @@ def test_a_wrong_argument_is_refused_by_name_and_value(arguments: dict[str, Any]
 
 
 @pytest.mark.parametrize("deadline_ns", [-1, 2**63, 1.5, True])
-def test_a_deadline_that_no_clock_shows_is_refused(deadline_ns: Any) -> None:
+def test_an_out_of_range_deadline_is_rejected(deadline_ns: Any) -> None:
     with SearchClient([], "test") as client, pytest.raises(InvalidRequest, match="deadline_ns") as refused:
         client.submit([0.0], 1, collection="docs", deadline_ns=deadline_ns)
     assert refused.value.param == "deadline_ns"
@@ -66,23 +66,23 @@ def test_a_deadline_that_no_clock_shows_is_refused(deadline_ns: Any) -> None:
         ([None], "its type is object"),
     ],
 )
-def test_a_vector_that_is_none_is_refused_with_what_it_has(vector: Any, words: str) -> None:
+def test_an_invalid_vector_is_rejected_with_its_description(vector: Any, words: str) -> None:
     with SearchClient([], "test") as client, pytest.raises(InvalidRequest, match=words) as refused:
         client.search(vector)
     assert refused.value.param == "vector"
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     numbers: dict[str, Any] = {
         "k": np.int64(3), "top_m": np.uint16(8), "search_width": np.int32(2), "patience": np.int8(1)
     }  # fmt: skip
     at_once = QueueLimits(wait_ns=0)
-    with SearchClient([], "test", limits=at_once) as client, pytest.raises(Unavailable):  # asked, but there is no pool
+    with SearchClient([], "test", limits=at_once) as client, pytest.raises(Unavailable):  # sent, but no pool exists
         client.search(np.array([1, 0], np.uint8), deadline_ms=None, **numbers)
 
 
 @pytest.mark.parametrize("node", [None, 3, b"my-node"])
-def test_a_node_that_is_no_name_is_refused(node: Any) -> None:
+def test_an_invalid_node_name_is_rejected(node: Any) -> None:
     with pytest.raises(InvalidRequest, match="node must be a name") as refused:
         SearchClient.connect(node)
     assert refused.value.param == "node"

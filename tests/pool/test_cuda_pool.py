@@ -1,5 +1,4 @@
-"""A pool whose engine is the CUDA engine, over an emulated device: the same answers as on the CPU, of live collections
-too."""
+"""Tests of a pool with the CUDA engine on an emulated device: same answers as on the CPU, also of live collections."""
 
 import threading
 from collections.abc import Iterator
@@ -21,15 +20,15 @@ from runtime.testing.waiting import until
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.datasets import clustered
 from tests.live.small_collections import new_writer
+from tests.pool.client_helpers import Vectors, attached
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.live_stand import DIM, SEALED, Served, Stand, of
-from tests.pool.pools import Vectors, attached
+from tests.pool.live_harness import DIM, SEALED, LiveHarness, Served, tenant_filter
 from tests.pool.test_process import ask, collect
 
 
 @pytest.fixture(params=[1, 8, "resident"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaEngine]]:
-    """Engines of pools: one extend per launch, up to eight, or the resident kernel."""
+    """Open pools' engines with one extend per launch, up to eight, or the resident kernel."""
     drivers: list[EmulatedDriver] = []
     engines: list[CudaEngine] = []
 
@@ -49,7 +48,7 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         driver.close()
 
 
-def test_a_pool_on_a_device_answers_as_the_index_does(
+def test_a_pool_on_a_device_returns_the_index_s_answers(
     opened: list[CudaEngine], make_pool: MakePool, index: GraphIndex, queries: Vectors
 ) -> None:
     pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
@@ -57,7 +56,7 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     with pool.attach() as client:
         numbers = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(asked)]
         found = collect(pool, client, len(asked))
-    scored = GraphIndex(replace(index.data, codes=None))  # a device scores every candidate, and estimates none
+    scored = GraphIndex(replace(index.data, codes=None))  # a device scores every candidate and uses no estimates
     ids, _ = scored.search(asked, 5, top_m=32, search_width=2)
     assert [found[number].ids.tolist() for number in numbers] == ids.tolist()
     assert {found[number].status for number in numbers} == {"ok"}
@@ -70,7 +69,7 @@ def test_a_pool_on_a_device_answers_as_the_index_does(
     )
 
 
-def test_a_device_that_fails_ends_the_pool_with_its_own_error(
+def test_a_device_failure_ends_the_pool_with_its_error(
     opened: list[CudaEngine], make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
@@ -90,45 +89,45 @@ LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "ma
 
 
 @pytest.fixture
-def served(stand: Stand, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient) -> Served:
-    """The live collection of `stand`, on a device."""
-    plan = plan_of(stand.path, **LIVE)
+def served(harness: LiveHarness, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient) -> Served:
+    """Serve the live collection of `harness` on a device."""
+    plan = plan_of(harness.path, **LIVE)
     pool = make_pool(plan, make_arena=lambda worker, dim: None).start()
     return Served(plan, [pool], attached(make_client(plan)))
 
 
-def test_a_live_collection_on_a_device_is_searched_as_it_is_while_segments_come_and_go(
-    stand: Stand, served: Served, opened: list[CudaEngine]
+def test_a_live_collection_on_a_device_is_searched_while_segments_are_loaded_and_unloaded(
+    harness: LiveHarness, served: Served, opened: list[CudaEngine]
 ) -> None:
     queries = clustered(np.random.default_rng(9), 3, DIM)
     assert served.find(queries[0]) == []
     for change in range(4):
-        stand.upsert(*(f"{change}-{n}" for n in range(SEALED)), tenant="acme" if change % 2 else "blue")
-        stand.delete(*(f"0-{n}" for n in range(change, SEALED, 7)))
+        harness.upsert(*(f"{change}-{n}" for n in range(SEALED)), tenant="acme" if change % 2 else "blue")
+        harness.delete(*(f"0-{n}" for n in range(change, SEALED, 7)))
         if change == 2:
-            stand.writer.compact()
+            harness.writer.compact()
         elif change != 3:
-            stand.writer.flush()
+            harness.writer.flush()
         for query in queries:
-            served.until_found(query, stand.nearest(query, 10))
+            served.until_found(query, harness.nearest(query, 10))
             for tenant in ("acme", "blue") if change else ("blue",):
-                served.until_found(query, stand.nearest(query, 10, {"tenant": tenant}), filter=of(tenant))
-    until(lambda: len(opened[0].dims) == 2)  # one merged segment and the growing rows; the others have left the device
+                served.until_found(query, harness.nearest(query, 10, {"tenant": tenant}), filter=tenant_filter(tenant))
+    until(lambda: len(opened[0].dims) == 2)  # one merged segment and the growing rows; the others were unloaded
 
 
-def test_no_search_on_a_device_finds_a_row_whose_delete_was_acknowledged_before(stand: Stand, served: Served) -> None:
+def test_no_search_on_a_device_finds_an_acknowledged_delete(harness: LiveHarness, served: Served) -> None:
     for sealed in (False, True):
-        stand.upsert(*(f"{sealed}-{n}" for n in range(SEALED)))
+        harness.upsert(*(f"{sealed}-{n}" for n in range(SEALED)))
         if sealed:
-            stand.writer.flush()
-        query = stand.held[f"{sealed}-0"][0]
-        served.until_found(query, stand.nearest(query, 10))
-        for name in stand.nearest(query, 5):
-            stand.delete(name)
+            harness.writer.flush()
+        query = harness.held[f"{sealed}-0"][0]
+        served.until_found(query, harness.nearest(query, 10))
+        for name in harness.nearest(query, 5):
+            harness.delete(name)
             assert name not in served.find(query)
 
 
-def test_longer_vectors_than_those_of_the_other_collections_are_sealed_to_a_device(
+def test_segments_of_larger_dimension_are_loaded_onto_a_device(
     tmp_path: Path, collection: Path, opened: list[CudaEngine], make_pool: MakePool, make_client: MakeClient
 ) -> None:
     with new_writer(tmp_path / "notes", dim=200) as writer:
@@ -145,12 +144,12 @@ def test_longer_vectors_than_those_of_the_other_collections_are_sealed_to_a_devi
 
 
 def test_a_new_segment_is_copied_to_a_device_in_parts_while_the_old_ones_are_searched(
-    stand: Stand, served: Served, opened: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
+    harness: LiveHarness, served: Served, opened: list[CudaEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand.upsert(*(f"old-{n}" for n in range(SEALED)))
-    stand.writer.flush()
-    query = stand.held["old-0"][0]
-    served.until_found(query, stand.nearest(query, 10))
+    harness.upsert(*(f"old-{n}" for n in range(SEALED)))
+    harness.writer.flush()
+    query = harness.held["old-0"][0]
+    served.until_found(query, harness.nearest(query, 10))
     until(lambda: len(opened[0].dims) == 2)
     device_has, parts, may_end = dict(opened[0].dims), [0], threading.Event()
     load_part = CudaEngine.load_part
@@ -162,17 +161,17 @@ def test_a_new_segment_is_copied_to_a_device_in_parts_while_the_old_ones_are_sea
         return False
 
     monkeypatch.setattr(CudaEngine, "load_part", held_up)
-    stand.upsert(*(f"new-{n}" for n in range(SEALED)))
-    stand.writer.compact()
+    harness.upsert(*(f"new-{n}" for n in range(SEALED)))
+    harness.writer.compact()
     until(lambda: parts[0] > 3)
-    stand.upsert("later")
-    served.until_found(stand.held["later"][0], stand.nearest(stand.held["later"][0], 10))
+    harness.upsert("later")
+    served.until_found(harness.held["later"][0], harness.nearest(harness.held["later"][0], 10))
     for name in ("old-0", "new-5", "later"):
-        near = stand.held[name][0]
-        stand.delete(name)  # acknowledged when the pool has it
-        assert served.find(near) == stand.nearest(near, 10)
+        near = harness.held[name][0]
+        harness.delete(name)  # acknowledged once the pool has applied it
+        assert served.find(near) == harness.nearest(near, 10)
     assert dict(opened[0].dims).keys() <= device_has.keys() | {f"{next(iter(device_has)).rsplit('/', 1)[0]}/growing-2"}
     may_end.set()
     until(lambda: any(name.endswith("/2") for name in opened[0].dims))
     until(lambda: len(opened[0].dims) == 2)
-    served.until_found(query, stand.nearest(query, 10))
+    served.until_found(query, harness.nearest(query, 10))

@@ -1,4 +1,4 @@
-"""What the policy learns: the line through the costs of extends, and how many extends a query takes."""
+"""Tests of the policy's estimates: a line through the costs of extends, and the number of extends of a query."""
 
 import pytest
 
@@ -21,18 +21,18 @@ def line(made: Scheduler[int]) -> tuple[float, float]:
     return fixed, each
 
 
-def test_before_anything_is_learnt_nothing_costs_anything() -> None:
+def test_estimates_are_zero_before_any_observation() -> None:
     made: Scheduler[int] = Scheduler(Policy(slots=32))
     assert made.extend_ns(8) == 0.0
 
 
-def test_the_line_through_the_costs_is_found() -> None:
+def test_the_line_through_the_costs_is_fitted() -> None:
     made = learnt([1, 8], fixed=100.0, each=10.0)
     assert line(made) == pytest.approx((100.0, 10.0))
     assert made.extend_ns(4) == pytest.approx(140.0)
 
 
-def test_when_the_machine_gets_slower_at_one_size_the_line_keeps_its_shape() -> None:
+def test_a_slowdown_at_one_size_scales_the_line() -> None:
     made = learnt([1, 8], fixed=100.0, each=10.0)
     for slower in (1, 2):
         for _ in range(3000):
@@ -40,7 +40,7 @@ def test_when_the_machine_gets_slower_at_one_size_the_line_keeps_its_shape() -> 
     assert line(made) == pytest.approx((200.0, 20.0), rel=0.02)
 
 
-def test_another_shape_is_learnt_from_extends_of_different_sizes() -> None:
+def test_a_new_slope_is_learnt_from_extends_of_different_sizes() -> None:
     made = learnt([1, 8], fixed=100.0, each=10.0)
     for _ in range(1500):
         for active in (1, 8):
@@ -48,7 +48,7 @@ def test_another_shape_is_learnt_from_extends_of_different_sizes() -> None:
     assert line(made) == pytest.approx((20.0, 30.0), rel=0.05)
 
 
-def test_no_part_of_the_line_is_below_nothing() -> None:
+def test_the_line_has_no_negative_coefficient() -> None:
     falling, steep = learnt([], 0, 0), learnt([], 0, 0)
     for _ in range(100):
         for active, falls, rises in ((1, 100.0, 1.0), (8, 20.0, 80.0)):
@@ -58,7 +58,7 @@ def test_no_part_of_the_line_is_below_nothing() -> None:
     assert line(steep)[0] >= 0.0
 
 
-def test_an_extend_in_which_the_process_lost_its_core_counts_as_four() -> None:
+def test_an_outlier_from_a_lost_core_is_capped_at_four_times_the_estimate() -> None:
     made = learnt([1, 8], fixed=100.0, each=10.0, times=200)
     made.learn_cost(4, 1e9)
     assert made.extend_ns(4) < 1.1 * 140.0
@@ -75,7 +75,7 @@ def test_a_class_is_estimated_by_its_mean_and_before_that_by_its_top_m() -> None
     assert class_row(tables, class_a(1, 40), class_b(4, 0)) != usual
 
 
-def test_query_classes_are_bounded_and_the_latest_is_kept() -> None:
+def test_query_classes_are_bounded_and_the_latest_are_kept() -> None:
     tables = learnt([], 0, 0).tables
     for top_m in range(1, 3000):
         learn_extends(tables, class_row(tables, class_a(0, top_m), class_b(1, 0)), 5)

@@ -1,4 +1,4 @@
-"""Filters through the pool: each query finds only what passes its own."""
+"""Tests of filters in the pool: each query returns only rows that pass its own filter."""
 
 import ctypes
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.gpu.datasets import clustered
+from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect
 
 ROWS, DIM = 600, 16
 TENANTS = ("acme", "blue", "coil")
@@ -91,7 +91,7 @@ CASES: list[tuple[Mapping[str, Any], np.ndarray[Any, Any]]] = [
 ]  # fmt: skip
 
 
-def test_every_query_of_a_running_batch_finds_the_nearest_of_what_passes_its_own_filter(
+def test_every_query_of_a_batch_returns_the_nearest_rows_that_pass_its_own_filter(
     client: SearchClient, vectors: Vectors
 ) -> None:
     queries = vectors[:40] + 0.01
@@ -107,7 +107,7 @@ def test_every_query_of_a_running_batch_finds_the_nearest_of_what_passes_its_own
         assert found[ticket].checked().ids.tolist() == expected
 
 
-def test_a_batch_has_one_filter_and_a_split_collection_answers_from_all_its_shards(
+def test_a_batch_shares_a_filter_and_all_shards_contribute(
     split: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
 ) -> None:
     plan = plan_of(split, workers=2, shards=2)
@@ -120,7 +120,7 @@ def test_a_batch_has_one_filter_and_a_split_collection_answers_from_all_its_shar
         assert ids.tolist() == nearest(vectors, query, OF_ACME, 5)
 
 
-def test_a_filter_is_evaluated_once_for_all_clients_and_however_it_is_written(
+def test_equivalent_filters_of_all_clients_are_evaluated_once(
     plan: NodePlan, pool: InProcessPool, make_client: MakeClient, vectors: Vectors
 ) -> None:
     clients = [attached(make_client(plan)) for _ in range(2)]
@@ -131,7 +131,7 @@ def test_a_filter_is_evaluated_once_for_all_clients_and_however_it_is_written(
     assert pool.pool.scopes.evaluated == 1
 
 
-def test_more_filters_than_a_session_has_places_for_are_all_answered(client: SearchClient, vectors: Vectors) -> None:
+def test_more_filters_than_a_session_has_places_are_all_answered(client: SearchClient, vectors: Vectors) -> None:
     for _ in range(2):
         tickets = [client.submit(vectors[n], 1, filter=eq("year", 2000 + n), wait_for_room=True) for n in range(40)]
         found = collect(client, 40)
@@ -149,7 +149,7 @@ def test_more_filters_than_a_session_has_places_for_are_all_answered(client: Sea
         ({"type": "in", "key": "tenant", "value": ["x" * 4000 + str(n) for n in range(5)]}, "limit is 16000"),
     ],
 )
-def test_a_filter_that_cannot_be_is_refused_by_name_before_it_is_sent(
+def test_an_invalid_filter_is_rejected_before_it_is_sent(
     client: SearchClient, vectors: Vectors, wanted: Any, message: str
 ) -> None:
     with pytest.raises(InvalidFilter, match=message):
@@ -159,7 +159,7 @@ def test_a_filter_that_cannot_be_is_refused_by_name_before_it_is_sent(
 
 
 @pytest.mark.parametrize("content", [b"no filter", b'["c","color","eq",["red"]]', b"[" * 9000, b'["a",[]]'])
-def test_what_a_client_without_manners_sends_as_a_filter_is_refused_and_harms_nobody(
+def test_malformed_filters_of_a_hostile_client_are_rejected_without_side_effects(
     pool: InProcessPool, client: SearchClient, vectors: Vectors, content: bytes
 ) -> None:
     with RingClient(pool.endpoint, "rude") as rude:
@@ -170,7 +170,7 @@ def test_what_a_client_without_manners_sends_as_a_filter_is_refused_and_harms_no
     assert client.search(vectors[7], 1, filter=eq("year", 2007)).ids.tolist() == [7]
 
 
-def test_a_collection_that_demands_a_filter_refuses_a_query_without_and_so_does_its_pool(
+def test_client_and_pool_reject_a_query_without_a_required_filter(
     docs: Path, make_pool: MakePool, make_client: MakeClient, vectors: Vectors
 ) -> None:
     plan = plan_of(docs, demand="tenant")
@@ -187,12 +187,12 @@ def test_a_collection_that_demands_a_filter_refuses_a_query_without_and_so_does_
             assert [result.status for result in rude.poll()] == ["invalid_request"]
 
 
-def test_a_collection_cannot_demand_an_attribute_that_no_document_has(docs: Path, make_pool: MakePool) -> None:
+def test_a_collection_cannot_require_an_attribute_that_no_document_has(docs: Path, make_pool: MakePool) -> None:
     with pytest.raises(CollectionError, match=r"demands 'team', which no document has; attributes: draft, tenant"):
         make_pool(plan_of(docs, demand="team"))
 
 
-# ---- scopes alone
+# ---- scopes
 
 
 def scopes(**limits: int) -> Scopes:
@@ -203,7 +203,7 @@ def scopes(**limits: int) -> Scopes:
     return made
 
 
-def test_scopes_are_forgotten_beyond_their_bytes_but_none_that_a_query_uses() -> None:
+def test_scopes_beyond_the_byte_limit_are_evicted_unless_in_use() -> None:
     made = scopes(max_bytes=3 * 80)
     numbers = [made.resolve(0, filter_bytes(eq("n", n)), lambda _: False)[0] for n in range(3)]
     assert len(set(numbers)) == 3
@@ -211,13 +211,13 @@ def test_scopes_are_forgotten_beyond_their_bytes_but_none_that_a_query_uses() ->
     table[numbers[0], 2], table[numbers[1], 2], table[numbers[2], 2] = 5, 1, 9
     used = int(table[numbers[1], 0])
     number, gone = made.resolve(0, filter_bytes(eq("n", 7)), lambda parts: parts == used)
-    assert gone == [numbers[0]]  # not the one used longest ago: that is in use
+    assert gone == [numbers[0]]  # not the least recently used one: it is in use
     with pytest.raises(Overloaded, match="too many filters"):
         made.resolve(0, filter_bytes(eq("n", 8)), lambda _: True)
     assert made.resolve(0, filter_bytes(eq("n", 7)), lambda _: True) == (number, [])
 
 
-def test_a_scope_that_all_rows_pass_has_no_bitmap() -> None:
+def test_a_scope_of_all_rows_has_no_bitmap() -> None:
     made = scopes()
     number, _ = made.resolve(0, filter_bytes({"type": "gte", "key": "n", "value": 0}), lambda _: False)
     assert words(int(made.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]

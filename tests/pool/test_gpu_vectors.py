@@ -1,6 +1,6 @@
-"""Query vectors on a GPU: into the arena of a pool that has one within reach, through the host to any other.
+"""Tests of query vectors on a GPU: written to the pool's arena if it is reachable, otherwise staged through the host.
 
-The GPU is played: its memory is the host's, see `tests/ipc/fake_cuda.py`. Pools search on the CPU.
+The GPU is fake: its memory is host memory, see `tests/ipc/fake_cuda.py`. Pools search on the CPU.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
+from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import DIM, MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect
 from tests.retrieval.gpu_arrays import CudaArray, DlpackArray, fake_cuda_runtime
 
 Start = Callable[..., tuple[SearchClient, list[InProcessPool]]]
@@ -30,7 +30,7 @@ Staged = Callable[[], list[int]]
 
 VECTOR_BYTES = 4 * DIM
 ATTACH_PENDING: dict[str, Any] = {"collection": "docs", "top_m": 32, "search_width": 2}
-_CLIENTS = 64  # of a pool; its arena's slots are shared out among so many
+_CLIENTS = 64  # clients of a pool, which divide its arena's slots
 
 
 class Nearest(NamedTuple):
@@ -42,14 +42,14 @@ class Nearest(NamedTuple):
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> Staged:
-    """The bytes of each copy from the GPU to the host by clients so far."""
+    """Record the bytes of each copy from the GPU to the host by clients."""
     done = fake_cuda_runtime(monkeypatch)
     return lambda: [count for count in done if count > 0]
 
 
 @pytest.fixture
 def gpus() -> dict[str, FakeCuda]:
-    """What each pool, by its name, has its arena on."""
+    """Map each pool's name to the device of its arena."""
     return {}
 
 
@@ -61,7 +61,7 @@ def start(
     gpus: dict[str, FakeCuda],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Start:
-    """Pools that run, each with so many slots for a client's vectors in its arena (0: it has none), and a client."""
+    """Return a function that starts pools, each with so many arena slots per client (0: no arena), and a client."""
     pytest.importorskip("cuda.bindings.driver", reason="needs the extra [cuda]")
     from ipc.memory.cuda import CudaMemory
 
@@ -90,11 +90,11 @@ def start(
 
 @pytest.fixture(scope="module")
 def nearest(index: GraphIndex, queries: Vectors) -> Nearest:
-    """What the index itself answers to `queries` asked as `ATTACH_PENDING`."""
+    """Return the index's answers to `queries` submitted as `ATTACH_PENDING`."""
     return Nearest(*index.search(queries, 4, top_m=32, search_width=2))
 
 
-def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_is_staged(
+def test_interleaved_host_and_gpu_vectors_get_the_indexs_answers_without_staging(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, _ = start(16)
@@ -108,13 +108,13 @@ def test_vectors_of_host_and_gpu_in_one_stream_get_the_indexs_answers_and_none_i
     assert staged() == []
 
 
-def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
+def test_the_loop_never_waits_for_the_gpus_copies(
     start: Start, gpus: dict[str, FakeCuda], staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, (pool,) = start(16)
     with pool.held():
         cuda = gpus["pool-0"]
-        cuda.lazy, cuda.copies_per_query = True, 1  # its stream does one copy after each look at it
+        cuda.lazy, cuda.copies_per_query = True, 1  # its stream executes one copy per query
         cuda.calls.clear()
     asked = {}
     for number in range(24):
@@ -130,7 +130,7 @@ def test_the_loop_never_waits_for_the_gpu_whose_copies_are_done_when_they_are(
     assert staged() == []
 
 
-def test_a_pool_without_an_arena_gets_them_through_the_host(
+def test_vectors_for_a_pool_without_an_arena_are_staged(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, _ = start(0)
@@ -141,7 +141,7 @@ def test_a_pool_without_an_arena_gets_them_through_the_host(
     assert len(staged()) < 1 + len(queries)  # together
 
 
-def test_what_the_arena_has_no_slot_for_is_staged_and_every_row_of_a_matrix_is_answered(
+def test_vectors_beyond_the_arenas_slots_are_staged_and_every_row_is_answered(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest
 ) -> None:
     client, (pool,) = start(3, ring_slots=16)
@@ -149,14 +149,14 @@ def test_what_the_arena_has_no_slot_for_is_staged_and_every_row_of_a_matrix_is_a
         tickets = [client.submit(CudaArray(query), 4, collection="docs") for query in queries[:8]]
     assert len(staged()) == 5
     assert sorted(collect(client, 8)) == tickets
-    batch = client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)  # more than the ring holds
+    batch = client.search_batch(CudaArray(queries), 4, **ATTACH_PENDING)  # more than fit into the ring
     assert batch.errors == {}
     assert batch.ids.tolist() == nearest.ids.tolist()
     assert batch.distances.tolist() == nearest.distances.tolist()
 
 
 @pytest.mark.parametrize("others", [0, 20])
-def test_when_a_pool_dies_its_vectors_are_read_again_from_where_they_are(
+def test_when_a_pool_dies_its_vectors_are_read_again_from_gpu_memory(
     start: Start, staged: Staged, queries: Vectors, nearest: Nearest, others: int
 ) -> None:
     client, pools = start(16, others, ring_slots=64)
@@ -171,7 +171,7 @@ def test_when_a_pool_dies_its_vectors_are_read_again_from_where_they_are(
 
 
 @pytest.mark.usefixtures("staged")
-def test_a_gpus_vector_with_a_value_that_is_not_finite_is_refused_by_its_place(start: Start, queries: Vectors) -> None:
+def test_a_non_finite_gpu_vector_is_rejected_with_its_position(start: Start, queries: Vectors) -> None:
     client, _ = start(16)
     spoilt = queries[0].copy()
     spoilt[3] = np.nan
@@ -182,9 +182,7 @@ def test_a_gpus_vector_with_a_value_that_is_not_finite_is_refused_by_its_place(s
     assert len(client.search(CudaArray(queries[0]), 4).ids) == 4
 
 
-def test_searches_of_an_event_loop_go_the_same_ways(
-    start: Start, staged: Staged, queries: Vectors, nearest: Nearest
-) -> None:
+def test_asyncio_searches_use_the_same_paths(start: Start, staged: Staged, queries: Vectors, nearest: Nearest) -> None:
     blocking, _ = start(16)
     client = AsyncSearchClient(blocking)
 
@@ -203,7 +201,7 @@ def test_searches_of_an_event_loop_go_the_same_ways(
     asyncio.run(ask())
 
 
-def test_a_client_without_gpu_vectors_opens_no_gpus_memory(
+def test_a_client_without_gpu_vectors_opens_no_gpu_memory(
     start: Start, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_memory(*_: object) -> DeviceMemory:

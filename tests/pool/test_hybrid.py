@@ -1,5 +1,4 @@
-"""Hybrid searches through a pool: what a text's words find is fused with what its vector finds, of one build, under one
-filter."""
+"""Tests of hybrid searches through a pool: keyword and vector results of one build and one filter are fused."""
 
 import asyncio
 import os
@@ -29,19 +28,16 @@ from runtime.retrieval.search.query import PassageQuery
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
 from tests.pool.conftest import MakePool
-from tests.pool.generations import LATER_NS, retriever
+from tests.pool.live_harness import tenant_filter
+from tests.pool.rebuilds import LATER_NS, retriever
 from tests.retrieval.sample_files import without_words
 
 ROWS, DIM = 300, 16
 TENANTS = ("acme", "blue")
 
 
-def of(tenant: str) -> dict[str, Any]:
-    return {"type": "eq", "key": "tenant", "value": tenant}
-
-
 def build(path: Path, shards: int = 1, generation: int = 1) -> None:
-    """Vectors tell nothing of the texts: only words can find a number's row."""
+    """Vectors are unrelated to the texts: only keyword search finds a number's row."""
     documents = [
         Document(f"g{generation}-{row}", "", f"entry n{row} s{row // 10}", {"tenant": TENANTS[row % 2]})
         for row in range(ROWS)
@@ -86,7 +82,7 @@ def ask(retriever: Retriever, text: str, k: int = 4, **options: Any) -> tuple[Pa
     return found.passages
 
 
-def test_words_find_what_the_vector_does_not(asker: Retriever) -> None:
+def test_keywords_find_passages_that_the_vector_misses(asker: Retriever) -> None:
     plain = ask(asker, "which is n77?")
     assert "g1-77" not in [passage.id for passage in plain]
     both = ask(asker, "which is n77?", hybrid=0.5)
@@ -97,27 +93,27 @@ def test_words_find_what_the_vector_does_not(asker: Retriever) -> None:
         {passage.id: passage.distance for passage in both}[plain[0].id]
     )
     far = max(passage.distance for passage in plain)
-    assert next(passage.distance for passage in both if passage.id == "g1-77") > far, "a distance is what it was"
+    assert next(passage.distance for passage in both if passage.id == "g1-77") > far, "distances are unchanged"
 
 
-def test_words_alone_decide_with_all_of_the_share(asker: Retriever) -> None:
+def test_with_the_full_share_only_keywords_count(asker: Retriever) -> None:
     found = ask(asker, "all of s7", k=10, hybrid=1.0)
     assert {passage.id for passage in found} == {f"g1-{row}" for row in range(70, 80)}
 
 
-def test_a_filter_is_for_both_sides(asker: Retriever) -> None:
-    found = ask(asker, "all of s7", k=8, hybrid=1.0, filter=filter_bytes(of("blue")))
+def test_a_filter_applies_to_keywords_and_vectors(asker: Retriever) -> None:
+    found = ask(asker, "all of s7", k=8, hybrid=1.0, filter=filter_bytes(tenant_filter("blue")))
     assert {passage.id for passage in found[:5]} == {f"g1-{row}" for row in range(71, 80, 2)}
     assert {passage.attributes["tenant"] for passage in found} == {"blue"}
     assert len(found) == 8
 
 
-def test_a_query_whose_words_take_too_long_ends_at_its_deadline(asker: Retriever) -> None:
+def test_a_query_whose_keyword_search_is_slow_ends_at_its_deadline(asker: Retriever) -> None:
     found = ended(asker, asker.submit("all of s7", "docs", 4, "decode", 1, hybrid=0.5))
     assert isinstance(found.error, DeadlineExceeded)
 
 
-def test_a_build_without_words_says_how_to_get_them(tmp_path: Path, make_pool: MakePool) -> None:
+def test_the_error_for_a_build_without_keyword_index_names_the_command(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs")
     without_words(tmp_path / "docs")
     plan = plan_of(tmp_path / "docs")
@@ -128,7 +124,7 @@ def test_a_build_without_words_says_how_to_get_them(tmp_path: Path, make_pool: M
             ask(asker, "n77", hybrid=0.5)
 
 
-def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool) -> None:
+def test_keyword_results_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs")
     plan = plan_of(tmp_path / "docs")
     (pool,) = serve(plan, make_pool)
@@ -136,7 +132,7 @@ def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool
         first = ended(asker, asker.submit("n77", "docs", 4, "prefill", LATER_NS, hybrid=1.0))
         assert first.passages[0].id == "g1-77"
         build(tmp_path / "docs", generation=2)
-        assert ask(asker, "n78", hybrid=1.0)[0].id == "g1-78", "which the pool still serves"
+        assert ask(asker, "n78", hybrid=1.0)[0].id == "g1-78", "the build that the pool still serves"
         assert ask(asker, "n79", hybrid=1.0, build=first.build)[0].id == "g1-79"
         pool.table.set_knob("reload_of", -1.0)
         pool.table.set_knob("reload", 1.0)
@@ -144,7 +140,7 @@ def test_words_are_of_the_build_that_answers(tmp_path: Path, make_pool: MakePool
         until(lambda: ask(asker, "n78", hybrid=1.0)[0].id == "g2-78")
 
 
-def test_altered_words_are_damage(tmp_path: Path) -> None:
+def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
     build(tmp_path / "docs")
     Collection.verify(tmp_path / "docs")
     path = tmp_path / "docs" / KEYWORDS
@@ -158,7 +154,7 @@ def test_altered_words_are_damage(tmp_path: Path) -> None:
     assert "words.sqlite is damaged" in registry.unavailable["docs"]
 
 
-def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePool) -> None:
+def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: MakePool) -> None:
     serve(plan, make_pool)
     client = SearchClient.of_plan(plan, "test")
     search = AsyncRetriever(CollectionRegistry(plan), client)
@@ -171,7 +167,7 @@ def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePo
     async def body() -> None:
         running = asyncio.create_task(search.run())
         assert set(await found(hybrid=1.0)) == {f"g1-{row}" for row in range(70, 80)}
-        blue = await found(hybrid=1.0, filter=of("blue"))
+        blue = await found(hybrid=1.0, filter=tenant_filter("blue"))
         assert set(blue[:5]) == {f"g1-{row}" for row in range(71, 80, 2)}
         with pytest.raises(InvalidRequest, match="use query instead of vector"):
             await found(query=None, vector=[1.0] * DIM, hybrid=0.5)
@@ -183,7 +179,7 @@ def test_an_event_loop_s_searches_are_the_same(plan: NodePlan, make_pool: MakePo
         client.close()
 
 
-# ---- a client that has vectors, and a text for its words
+# ---- a client with vectors and a text for keyword search
 
 
 @pytest.fixture
@@ -195,7 +191,7 @@ def client(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> Iterator[Sear
 
 @contextmanager
 def found_at(run_dir: Path, pools: list[InProcessPool], collection: Path) -> Iterator[None]:
-    """A node that other processes find by its run directory."""
+    """Publish a node in its run directory for other processes."""
     held = RunDir.acquire(run_dir)
     endpoints = tuple(pool.endpoint for pool in pools)
     held.write(NodeInfo("n", os.getpid(), "", "", endpoints, ("docs",), paths=(str(collection),)))
@@ -206,7 +202,7 @@ def found_at(run_dir: Path, pools: list[InProcessPool], collection: Path) -> Ite
 VECTOR = np.ones(DIM, np.float32)
 
 
-def test_a_search_client_finds_by_words_what_its_vector_does_not(client: SearchClient) -> None:
+def test_a_search_client_finds_by_keywords_what_its_vector_misses(client: SearchClient) -> None:
     plain = client.search(VECTOR, 4)
     assert 77 not in plain.ids
     ten: Any = np.int64(10)
@@ -215,11 +211,11 @@ def test_a_search_client_finds_by_words_what_its_vector_does_not(client: SearchC
     assert set(both.ids[:2].tolist()) == {int(plain.ids[0]), 77}
     assert len(both.ids) == 4
     assert set(client.search(VECTOR, ten, text="all of s7", hybrid=all_of_it).ids.tolist()) == set(range(70, 80))
-    blue = client.search(VECTOR, 5, text="all of s7", hybrid=1.0, filter=of("blue"))
+    blue = client.search(VECTOR, 5, text="all of s7", hybrid=1.0, filter=tenant_filter("blue"))
     assert set(blue.ids.tolist()) == set(range(71, 80, 2))
 
 
-def test_an_asyncio_client_does_so_too(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> None:
+def test_an_asyncio_client_searches_keywords_too(tmp_path: Path, plan: NodePlan, make_pool: MakePool) -> None:
     async def ask() -> Any:
         async with await AsyncSearchClient.connect(tmp_path / "run") as asking:
             return await asking.search(VECTOR, 10, text="all of s7", hybrid=1.0, deadline_ms=60_000)
@@ -228,7 +224,7 @@ def test_an_asyncio_client_does_so_too(tmp_path: Path, plan: NodePlan, make_pool
         assert set(asyncio.run(ask()).ids.tolist()) == set(range(70, 80))
 
 
-def test_what_a_client_cannot_look_for_words_with_is_refused(
+def test_invalid_keyword_arguments_of_a_client_are_rejected(
     client: SearchClient, tmp_path: Path, plan: NodePlan
 ) -> None:
     for wrong in ({"hybrid": 1.5, "text": "a"}, {"hybrid": "yes", "text": "a"}, {"hybrid": True}, {"text": "n77"}):

@@ -1,6 +1,6 @@
-"""kill -9 at random moments, of clients and of pools: every query ends once, and nothing stays behind.
+"""Tests with SIGKILL of clients and pools at random moments: every query ends once, and no resources leak.
 
-The pools are real ones, with their engine, in processes of their own; so are the clients that are killed.
+Pools, with their real engine, and killed clients run in their own processes.
 """
 
 import gc
@@ -31,8 +31,8 @@ from runtime.testing.waiting import until
 from runtime.testing.worker import make_worker
 from tests.ipc.leaks import settled
 from tests.ipc.processes import child
+from tests.pool.client_helpers import Vectors, attached
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached
 
 CLIENT_ROUNDS = 60
 POOL_ROUNDS = 40
@@ -40,12 +40,12 @@ POOL_ROUNDS = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def _forkserver_is_running() -> None:
-    """It keeps descriptors of its own from its start on, which no leak check shall count."""
+    """Start the fork server first: it keeps descriptors open, which leak checks must not count."""
     multiprocessing.forkserver.ensure_running()
 
 
 def _flood(endpoint: str) -> None:
-    """A client that asks, cancels and reads as fast as it can, for ever."""
+    """Run a client that submits, cancels and reads as fast as it can, forever."""
     rng = random.Random(os.getpid())
     vectors = np.random.default_rng(os.getpid()).normal(size=(16, 16)).astype(np.float32)
     with SearchClient([endpoint], "flood") as client:
@@ -62,16 +62,16 @@ def _flood(endpoint: str) -> None:
 
 
 def taken_slots(pool: Pool, free_when_idle: int) -> int:
-    """Slots of the engine that are not given back, and requests that have no end."""
+    """Return the number of engine slots not released, and of requests without an end."""
     return free_when_idle - pool.engine.free_slots + pool.server.statistics().outstanding
 
 
-def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, queries: Vectors) -> None:
+def test_clients_killed_at_any_moment_leave_no_slot_occupied(make_pool: MakePool, queries: Vectors) -> None:
     rng = random.Random(3)
     made = make_pool(slots=4, ring_slots=16)
     steady = made.attach()
     free = made.engine.free_slots
-    # Until then the collection's files are open.
+    # The collection's files are open until then.
     until(lambda: made.metric(PoolMetrics.CHECKSUMS) == 1 and not made.table.note, made.step)
     before = descriptors()
     for _ in range(CLIENT_ROUNDS):
@@ -89,7 +89,7 @@ def test_clients_killed_at_any_moment_leave_no_slot_taken(make_pool: MakePool, q
     steady.close()
 
 
-def test_the_check_sees_a_slot_that_is_not_given_back(make_pool: MakePool, queries: Vectors) -> None:
+def test_the_check_detects_a_slot_that_is_not_released(make_pool: MakePool, queries: Vectors) -> None:
     made = make_pool()
     client = made.attach()
     free = made.engine.free_slots
@@ -112,7 +112,7 @@ def _serve(plan: NodePlan, name: str, epoch: int) -> None:
 
 
 class Killable:
-    """The pools of a plan in processes of their own; `kill` ends one with SIGKILL."""
+    """The pools of a plan, each in its own process; `kill` sends one SIGKILL."""
 
     def __init__(self, plan: NodePlan, undo: ExitStack) -> None:
         self.plan, self._epoch = plan, 0
@@ -127,11 +127,11 @@ class Killable:
         self.pids.append(process.pid)
 
     def kill(self, name: str) -> None:
-        self._lives[name].close()  # `child` kills, and waits for the end
+        self._lives[name].close()  # `child` kills the process and waits for its end
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 2), (2, 2)], ids=["replicas", "shards"])
-def test_pools_killed_at_any_moment_leave_no_query_without_its_one_end(
+def test_every_query_ends_exactly_once_when_pools_are_killed_at_any_moment(
     collection: Path,
     split: Path,
     make_client: MakeClient,
@@ -189,7 +189,7 @@ def test_pools_killed_at_any_moment_leave_no_query_without_its_one_end(
 
 
 def descriptors() -> Counter[str]:
-    """What this process has open, by kind. ZeroMQ's threads close theirs a little later: compare with patience."""
+    """Return this process's open descriptors by type. ZeroMQ's threads close theirs later: compare with a timeout."""
     gc.collect()
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
@@ -198,7 +198,7 @@ def descriptors() -> Counter[str]:
     return found
 
 
-def test_with_a_replica_left_a_query_is_answered_within_two_seconds_of_a_death(
+def test_a_surviving_replica_answers_within_two_seconds_of_a_death(
     collection: Path, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(collection, workers=2)
@@ -214,7 +214,7 @@ def test_with_a_replica_left_a_query_is_answered_within_two_seconds_of_a_death(
             attached(client)
 
 
-def test_with_a_replica_left_what_a_frozen_pool_was_asked_is_answered_within_two_seconds(
+def test_a_surviving_replica_answers_a_frozen_pools_queries_within_two_seconds(
     collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, workers=2)
@@ -237,7 +237,7 @@ def drained(client: SearchClient, tickets: list[int]) -> list[Any]:
     return found
 
 
-def test_nothing_stays_mapped_when_all_is_closed(collection: Path, queries: Vectors) -> None:
+def test_nothing_stays_mapped_after_close(collection: Path, queries: Vectors) -> None:
     plan = plan_of(collection)
 
     def session() -> None:

@@ -1,4 +1,4 @@
-"""A live collection in shards: each pool has its share of every document, and an answer is the nearest of all."""
+"""Tests of sharded live collections: each pool holds a shard of the documents, and answers are merged over all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +11,18 @@ from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
 from tests.pool.conftest import MakePool, MakeServed
-from tests.pool.live_stand import DIM, SEALED, Stand, of
+from tests.pool.live_harness import DIM, SEALED, LiveHarness, tenant_filter
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Iterator[Stand]:
-    made = Stand(tmp_path / "split", shards=2)
+def split(tmp_path: Path) -> Iterator[LiveHarness]:
+    made = LiveHarness(tmp_path / "split", shards=2)
     yield made
     made.writer.close()
 
 
-def test_every_answer_is_the_nearest_of_all_shards_while_segments_are_sealed_and_merged(
-    split: Stand, serve: MakeServed
+def test_answers_are_exact_over_all_shards_while_segments_are_sealed_and_merged(
+    split: LiveHarness, serve: MakeServed
 ) -> None:
     split.upsert(*(f"first-{n}" for n in range(2 * SEALED)), tenant="acme")
     split.writer.flush()
@@ -30,7 +30,7 @@ def test_every_answer_is_the_nearest_of_all_shards_while_segments_are_sealed_and
     queries = clustered(np.random.default_rng(9), 5, DIM)
     for change in range(4):
         split.upsert(*(f"{change}-{n}" for n in range(2 * SEALED)), tenant="blue")
-        split.upsert("first-1", tenant="blue")  # another text under the same id, in the same shard
+        split.upsert("first-1", tenant="blue")  # a new text for the same id, in the same shard
         split.delete(*(f"first-{n}" for n in range(2 + change, 2 * SEALED, 7)))
         if change == 2:
             split.writer.compact()
@@ -38,10 +38,10 @@ def test_every_answer_is_the_nearest_of_all_shards_while_segments_are_sealed_and
             split.writer.flush()
         for query in queries:
             served.until_found(query, split.nearest(query, 10))
-            served.until_found(query, split.nearest(query, 10, {"tenant": "acme"}), filter=of("acme"))
+            served.until_found(query, split.nearest(query, 10, {"tenant": "acme"}), filter=tenant_filter("acme"))
 
 
-def test_each_pool_has_only_its_share(split: Stand, serve: MakeServed) -> None:
+def test_each_pool_holds_only_its_shard(split: LiveHarness, serve: MakeServed) -> None:
     split.upsert(*(f"first-{n}" for n in range(2 * SEALED)))
     split.writer.flush()
     split.upsert(*(f"second-{n}" for n in range(9)))
@@ -52,7 +52,7 @@ def test_each_pool_has_only_its_share(split: Stand, serve: MakeServed) -> None:
     assert min(sealed) > SEALED // 2
 
 
-def test_a_delete_holds_in_all_shards_and_replicas_once_it_is_acknowledged(split: Stand, serve: MakeServed) -> None:
+def test_an_acknowledged_delete_holds_in_all_shards_and_replicas(split: LiveHarness, serve: MakeServed) -> None:
     served = serve(split.path, shards=2, workers=4)
     for change in range(5):
         names = [f"{change}-{n}" for n in range(20)]
@@ -67,8 +67,8 @@ def test_a_delete_holds_in_all_shards_and_replicas_once_it_is_acknowledged(split
             split.writer.flush()
 
 
-def test_a_live_collection_of_another_number_of_shards_is_refused(split: Stand, make_pool: MakePool) -> None:
+def test_a_live_collection_with_another_number_of_shards_is_rejected(split: LiveHarness, make_pool: MakePool) -> None:
     with pytest.raises(CollectionError, match="made with 2 shards, not 1"):
         make_pool(plan_of(split.path))
     with pytest.raises(BuildRefused, match=r"shards is 9, outside 1\.\.8"):
-        Stand(split.path.parent / "more", shards=9)
+        LiveHarness(split.path.parent / "more", shards=9)

@@ -1,4 +1,4 @@
-"""The compiled loop on a clock of its own: who joins which extend, and what it counts."""
+"""Tests of the compiled loop on a virtual clock: which queries join which extend, and its metrics."""
 
 import contextlib
 import itertools
@@ -42,13 +42,18 @@ def counted(pool: VirtualPool, metric: Metric) -> float:
     return sum(counts) if isinstance(metric, Histogram) else last
 
 
-def test_an_arrival_joins_the_next_extend_while_a_slot_is_free(virtual: MakeVirtual) -> None:
+def test_an_arrival_joins_the_next_extend_if_a_slot_is_free(virtual: MakeVirtual) -> None:
     pool = virtual([Query(0, "decode", 40), Query(12_000, "decode", 10)])
     pool.run()
-    assert pool.engine.batches[:4] == [[0], [0], [0], [0, 1]]  # it came in the third, which ended at 15,000
+    assert pool.engine.batches[:4] == [
+        [0],
+        [0],
+        [0],
+        [0, 1],
+    ]  # it arrived in the third extend, which ended at 15,000
 
 
-def test_with_shipped_defaults_a_prefill_query_joins_the_next_extend_also_in_a_backlog(virtual: MakeVirtual) -> None:
+def test_with_defaults_a_prefill_query_joins_the_next_extend_even_in_a_backlog(virtual: MakeVirtual) -> None:
     backlog = [Query(0, "decode", 40) for _ in range(30)]
     pool = virtual([*backlog, Query(1_000_000, "prefill", 10), Query(1_200_000, "prefill", 10)])
     pool.run()
@@ -58,10 +63,10 @@ def test_with_shipped_defaults_a_prefill_query_joins_the_next_extend_also_in_a_b
     first = next(number for number, batch in enumerate(batches) if 30 in batch)
     assert first == -(-1_000_000 // took)
     assert all(30 in batch and len(batch) == 2 for batch in batches[first : first + 10])
-    assert sorted(batches[first + 10]) == sorted(batches[first - 1]), "the one that was paused goes on"
+    assert sorted(batches[first + 10]) == sorted(batches[first - 1]), "the paused query resumes"
 
 
-def test_every_query_ends_once_whatever_is_paused_for_whom(virtual: MakeVirtual) -> None:
+def test_every_query_ends_once_under_preemption(virtual: MakeVirtual) -> None:
     queries = [Query(100_000 * n, "decode" if n % 6 else "prefill", 5 + 7 * (n % 11)) for n in range(200)]
     pool = virtual(queries)
     fates = pool.run()
@@ -71,7 +76,7 @@ def test_every_query_ends_once_whatever_is_paused_for_whom(virtual: MakeVirtual)
     assert not pool.loop.busy
 
 
-def test_the_loop_counts_its_extends_and_what_they_take(virtual: MakeVirtual) -> None:
+def test_the_loop_counts_extends_and_their_time(virtual: MakeVirtual) -> None:
     queries = [Query(20_000 * n, "decode", 3 + n % 4) for n in range(50)]
     pool = virtual(queries)
     pool.run()
@@ -90,7 +95,7 @@ def test_static_batches_are_answered_together(virtual: MakeVirtual) -> None:
     assert third.wait_ns == second.latency_ns
 
 
-def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
+def test_fifo_never_preempts_and_serves_by_arrival(virtual: MakeVirtual) -> None:
     queries = [Query(n, "prefill" if n > 4 else "decode", 9) for n in range(8)]
     pool = virtual(queries, Policy(slots=2, rules="fifo"))
     waits = [fate.wait_ns for fate in pool.run()]
@@ -98,14 +103,14 @@ def test_fifo_pauses_nobody_and_serves_by_arrival(virtual: MakeVirtual) -> None:
     assert counted(pool, PoolMetrics.PREEMPTIONS) == 0
 
 
-def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(virtual: MakeVirtual) -> None:
+def test_a_busy_pool_still_accepts_sessions(virtual: MakeVirtual) -> None:
     pool = virtual([Query(0, "decode", 1 << 40)])
-    pool.loop.words[CLOCK] = 0  # the machine's, by which it looks
+    pool.loop.words[CLOCK] = 0  # the machine's clock, which paces its polls
     pool.engine.arrive()
     extends = itertools.count()
 
     def starved() -> None:
-        assert next(extends) < 500_000, "nobody has looked at the sessions"
+        assert next(extends) < 500_000, "sessions were not polled"
 
     pool.engine.arrive = starved
     with contextlib.closing(connect(zmq.DEALER, pool.server.endpoint, max_message_bytes=1 << 20)) as stranger:
@@ -115,9 +120,9 @@ def test_a_pool_that_is_never_idle_hears_who_asks_for_a_session(virtual: MakeVir
     assert pool.loop.busy
 
 
-def test_the_compiled_loop_counts_no_references_of_the_arrays_it_works_on() -> None:
+def test_the_compiled_loop_does_no_reference_counting_of_its_arrays() -> None:
     options = {name: value for name, value in run_loop.targetoptions.items() if name != "nopython"}
-    loop = njit(**options)(run_loop.py_func)  # not from the cache, which has no assembly
+    loop = njit(**options)(run_loop.py_func)  # not from the cache, which stores no assembly
     loop.compile("int64(int64[::1], int64[:, ::1], int64, int64)")
     (assembly,) = loop.inspect_asm().values()
     assert "policy" in assembly

@@ -1,4 +1,4 @@
-"""A pool worker's loop: the index's own answers, one end for every query, and nothing left of a client that goes."""
+"""Tests of a pool worker's loop: answers equal the index's, every query ends once, departed clients leave nothing."""
 
 import contextlib
 import threading
@@ -16,12 +16,12 @@ from runtime.node.metrics.worker_metrics import PoolMetrics, WorkerMetrics
 from runtime.pool import process
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import Vectors
 from tests.pool.conftest import MakePool
-from tests.pool.pools import Vectors
 
 
 def collect(pool: InProcessPool, client: RingClient, count: int) -> dict[int, Result]:
-    """The next `count` results by request id; each comes once."""
+    """Return the next `count` results by request id. Each arrives once."""
     found: list[Result] = []
 
     def poll() -> None:
@@ -39,9 +39,7 @@ def ask(client: RingClient, vector: Vectors, stage: str = "prefill", **wanted: A
     return client.submit(vector, SearchSpec(**(choice | wanted)))
 
 
-def test_answers_equal_the_index_whatever_shares_the_batch(
-    make_pool: MakePool, index: GraphIndex, queries: Vectors
-) -> None:
+def test_answers_equal_the_index_in_any_batch(make_pool: MakePool, index: GraphIndex, queries: Vectors) -> None:
     pool = make_pool(slots=7)
     with pool.attach() as client:
         stages = ["prefill", "decode"]
@@ -57,7 +55,7 @@ def test_answers_equal_the_index_whatever_shares_the_batch(
         assert result.enqueue_ns <= result.receive_ns <= result.begin_ns <= result.end_ns
 
 
-def test_more_neighbours_than_vectors_give_what_there_is(make_pool: MakePool, queries: Vectors) -> None:
+def test_more_neighbours_than_vectors_returns_all_vectors(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(max_k=512, max_top_m=512)
     with pool.attach() as client:
         request_id = ask(client, queries[0], k=500, top_m=512)
@@ -67,14 +65,14 @@ def test_more_neighbours_than_vectors_give_what_there_is(make_pool: MakePool, qu
     assert -1 not in result.ids
 
 
-def test_the_configured_search_width_is_one_that_the_engine_takes(make_pool: MakePool, queries: Vectors) -> None:
+def test_the_engine_accepts_the_configured_search_width(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(search_width=32)
     with pool.attach() as client:
         request_id = ask(client, queries[0], search_width=32)
         assert collect(pool, client, 1)[request_id].status == "ok"
 
 
-def test_a_waiting_and_a_running_query_can_be_cancelled_and_the_slot_is_free_again(
+def test_waiting_and_running_queries_can_be_cancelled_and_release_their_slot(
     make_pool: MakePool, queries: Vectors
 ) -> None:
     pool = make_pool(slots=1)
@@ -90,7 +88,7 @@ def test_a_waiting_and_a_running_query_can_be_cancelled_and_the_slot_is_free_aga
     assert not pool.pool.busy
 
 
-def test_a_query_that_waits_past_its_deadline_is_answered_so(make_pool: MakePool, queries: Vectors) -> None:
+def test_a_query_that_waits_past_its_deadline_is_reported_late(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool()
     with pool.attach() as client:
         late = [ask(client, queries[0], stage, deadline_ns=time.monotonic_ns()) for stage in ("prefill", "decode")]
@@ -101,7 +99,7 @@ def test_a_query_that_waits_past_its_deadline_is_answered_so(make_pool: MakePool
     assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 2
 
 
-def test_what_the_queue_cannot_hold_is_refused_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
+def test_queries_beyond_the_queue_are_rejected_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(slots=1, queue=2)
     with pool.attach() as client:
         asked = [ask(client, query) for query in queries[:5]]
@@ -113,7 +111,7 @@ BAD: dict[str, dict[str, Any]] = {"a NaN": {}, "k over top_m": {"k": 40}, "a wid
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_query_that_cannot_be_is_refused_and_the_next_one_answered(
+def test_an_invalid_query_is_rejected_and_the_next_one_answered(
     case: str, make_pool: MakePool, queries: Vectors
 ) -> None:
     pool = make_pool(slots=1)
@@ -125,7 +123,7 @@ def test_a_query_that_cannot_be_is_refused_and_the_next_one_answered(
     assert pool.engine.free_slots == 2
 
 
-def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
+def test_a_client_that_disappears_leaves_no_slot_occupied_and_others_are_served(
     make_pool: MakePool, queries: Vectors, index: GraphIndex
 ) -> None:
     pool = make_pool(slots=4)
@@ -143,7 +141,7 @@ def test_a_client_that_vanishes_leaves_no_slot_taken_and_others_are_served(
     stays.close()
 
 
-def test_metrics_count_what_happened(make_pool: MakePool, queries: Vectors) -> None:
+def test_metrics_count_queries_and_outcomes(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(slots=2)
     with pool.attach() as client:
         for number, query in enumerate(queries[:6]):
@@ -157,7 +155,7 @@ def test_metrics_count_what_happened(make_pool: MakePool, queries: Vectors) -> N
     assert pool.metric(PoolMetrics.ACTIVE_SLOTS) == 0
 
 
-def test_a_pool_that_drains_answers_what_it_has_and_takes_nothing_new(make_pool: MakePool, queries: Vectors) -> None:
+def test_a_draining_pool_answers_its_queries_and_accepts_no_new_ones(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(slots=1)
     with pool.attach() as client:
         asked = [ask(client, query) for query in queries[:5]]
@@ -168,7 +166,7 @@ def test_a_pool_that_drains_answers_what_it_has_and_takes_nothing_new(make_pool:
         assert {found[request_id].status for request_id in asked} == {"ok"}
 
 
-def test_the_process_ends_when_told_to_with_all_it_had_answered(
+def test_the_process_stops_on_request_after_answering_its_queries(
     make_pool: MakePool, queries: Vectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = make_pool(slots=1)
@@ -184,7 +182,7 @@ def test_the_process_ends_when_told_to_with_all_it_had_answered(
     assert found == dict.fromkeys(asked, "ok")
 
 
-def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
+def test_a_request_is_pending_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool()
     with pool.attach() as client:
         assert not pool.server.has_requests()
@@ -194,10 +192,10 @@ def test_a_request_is_news_until_it_is_received(make_pool: MakePool, queries: Ve
         assert not pool.server.has_requests()
 
 
-def test_messages_that_are_none_are_counted_in_a_metric(make_pool: MakePool) -> None:
+def test_malformed_messages_are_counted_in_a_metric(make_pool: MakePool) -> None:
     pool = make_pool()
     with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
         for _ in range(3):
             stranger.send(b"nonsense")
         until(lambda: pool.metric(WorkerMetrics.MALFORMED) == 3, pool.step)
-        assert len([stranger.recv() for _ in range(3)]) == 3, "each was refused in words"
+        assert len([stranger.recv() for _ in range(3)]) == 3, "each was answered with a refusal"

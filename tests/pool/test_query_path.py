@@ -1,4 +1,4 @@
-"""The way of one query from `SearchClient.search` into its pool: how short it is, and over which doorbell."""
+"""Tests of the path of a query from `SearchClient.search` into its pool: its length and its doorbell."""
 
 import contextlib
 import os
@@ -25,18 +25,18 @@ from runtime.node.run_dir import NodeInfo, RunDir
 from runtime.pool.process import Timing
 from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool, plan_of
+from tests.pool.client_helpers import Vectors, attached, exact
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, exact
 
 _MOST_CALLS = 6
 _A_MINUTE_NS, _AN_HOUR_NS = 60 * 10**9, 3600 * 10**9
 
 
 class _Sent(Exception):
-    """The first byte would be in the ring now."""
+    """Raised where the first byte would be written to the ring."""
 
 
-def test_a_search_is_at_most_six_calls_from_the_ring(
+def test_a_search_reaches_the_ring_in_at_most_six_calls(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection)
@@ -68,7 +68,7 @@ def test_a_search_is_at_most_six_calls_from_the_ring(
 
 @contextlib.contextmanager
 def left_to_itself(pool: InProcessPool) -> Iterator[None]:
-    """The pool serves in a thread, and would enter Python by itself once an hour."""
+    """Serve the pool in a thread that would enter Python by itself only once an hour."""
     over = threading.Event()
 
     def serve() -> None:
@@ -80,12 +80,12 @@ def left_to_itself(pool: InProcessPool) -> Iterator[None]:
     with contextlib.closing(connect(zmq.DEALER, pool.endpoint, max_message_bytes=1 << 20)) as stranger:
         yield
         over.set()
-        stranger.send(b"nonsense")  # Python's to answer
+        stranger.send(b"nonsense")  # answered in Python
         thread.join(timeout=60)
     assert not thread.is_alive()
 
 
-def test_queries_that_wake_a_pool_are_answered_without_entering_python(
+def test_a_woken_pool_answers_queries_without_entering_python(
     collection: Path, make_pool: MakePool, index: GraphIndex, queries: Vectors
 ) -> None:
     plan = plan_of(collection)
@@ -99,8 +99,8 @@ def test_queries_that_wake_a_pool_are_answered_without_entering_python(
             assert client.wait(60_000.0)
             found += [result.ids.tolist() for result in client.poll()]
         turns, rung = pool.pool.control_runs - before, client.statistics().rung
-    assert rung > 200, "it was asleep before many of them"
-    assert turns < 20, "at most for doorbells that were rung when it had woken by itself"
+    assert rung > 200, "the pool slept before many of them"
+    assert turns < 20, "at most for doorbells rung after it woke by itself"
     wanted = exact(index, queries, 5)
     assert found == [wanted[number % len(queries)] for number in range(1000)]
 
@@ -120,17 +120,17 @@ def test_the_pool_and_its_clients_wake_each_other_as_configured(
             (session,) = client.dispatcher.clients()
             assert type(session.attachment.sleeper) is kind
             session.spin.learn(_A_MINUTE_NS)
-            session.spin.learn(_A_MINUTE_NS)  # from now on it sleeps
+            session.spin.learn(_A_MINUTE_NS)  # it sleeps from here on
             found = [client.search(query, 5, collection="docs", top_m=400).ids.tolist() for query in queries]
             assert found == wanted
     held.release()
 
 
-def test_the_configuration_names_every_doorbell_that_there_is() -> None:
+def test_the_configuration_accepts_every_doorbell_type() -> None:
     assert get_args(Doorbell) == DOORBELLS
 
 
-def test_what_was_asked_once_with_a_number_is_not_asked_with_what_only_equals_it(
+def test_cached_specs_distinguish_equal_values_of_different_types(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection)

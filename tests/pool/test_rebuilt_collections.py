@@ -1,4 +1,4 @@
-"""A collection that is rebuilt while it is served: no answer has an id of one build and a text of another."""
+"""Tests of a collection rebuilt while it is served: no answer combines an id of one build with a text of another."""
 
 from collections import Counter
 from contextlib import suppress
@@ -10,14 +10,12 @@ from runtime.errors import CollectionReplaced, Unavailable
 from runtime.testing.clock import Clock
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
-from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
-from tests.pool.pools import attached
+from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
 
 
-def test_two_replicas_of_different_builds_give_texts_of_the_build_that_was_searched(
-    tmp_path: Path, make_pool: MakePool
-) -> None:
+def test_replicas_of_different_builds_return_texts_of_the_build_searched(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs", workers=2)
     first = make_pool(plan, "pool-0").start()
@@ -33,21 +31,21 @@ def test_two_replicas_of_different_builds_give_texts_of_the_build_that_was_searc
     assert set(seen) == {1, 2}
 
 
-def test_pools_of_a_build_whose_documents_are_gone_are_not_asked_and_the_library_says_why(
+def test_pools_of_a_build_without_documents_are_skipped_and_the_library_reports_the_reason(
     tmp_path: Path, make_pool: MakePool
 ) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     make_pool(plan).start()
     build(tmp_path / "docs", 2)
-    with retriever(plan) as asking:  # of a worker that was started after the rebuild
+    with retriever(plan) as asking:  # a worker started after the rebuild
         attached(asking.client)
         with pytest.raises(Unavailable, match="contains another build than the pools serve; `trinity index reload`"):
             ask(asking)
         assert list(asking.registry.unavailable) == ["docs"]
 
 
-def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: MakePool) -> None:
+def test_restored_documents_are_used_again(tmp_path: Path, make_pool: MakePool) -> None:
     clock = Clock()
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
@@ -61,8 +59,8 @@ def test_documents_that_come_back_are_used_again(tmp_path: Path, make_pool: Make
         found = []
 
         def ask_again() -> None:
-            clock.advance(1.0)  # it is looked again
-            with suppress(Unavailable):  # the documents are compared with their checksum beside, and used after that
+            clock.advance(1.0)  # the library checks again
+            with suppress(Unavailable):  # the documents are verified in the background and then used
                 found.append(ask(asking))
 
         until(lambda: found, ask_again)
@@ -81,7 +79,7 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         killed(first)
         make_pool(plan, "pool-0", epoch=2).start()
         attached(asking.client)
-        ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)  # waits: no build has both shards
+        ticket = asking.submit("what?", "docs", 5, "decode", LATER_NS)  # waits because no build has both shards
         assert all(found.ticket != ticket for _ in range(20) for found in asking.poll())
         killed(second)
         make_pool(plan, "pool-1", epoch=2).start()
@@ -89,9 +87,7 @@ def test_shards_of_different_builds_are_never_merged(tmp_path: Path, make_pool: 
         assert generation_of(ask(asking).passages) == 2
 
 
-def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_embedder(
-    tmp_path: Path, make_pool: MakePool
-) -> None:
+def test_a_text_is_embedded_again_after_a_rebuild_with_another_embedder(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     first = make_pool(plan).start()
@@ -110,9 +106,7 @@ def test_a_text_is_embedded_anew_when_the_collection_is_rebuilt_with_another_emb
         assert ticket != found.ticket
 
 
-def test_what_an_answer_asks_again_is_of_the_build_that_it_began_with_or_left_out(
-    tmp_path: Path, make_pool: MakePool
-) -> None:
+def test_probes_of_an_answer_use_its_first_build_or_are_dropped(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     first = make_pool(plan).start()

@@ -1,4 +1,4 @@
-"""Collections are rebuilt, reloaded and their pools killed while readers ask: every answer is of one build."""
+"""Tests with rebuilds, reloads and kills of pools under load: every answer is of one build."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -13,20 +13,20 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakePool
-from tests.pool.generations import LATER_NS, ask, build, generation_of, killed, retriever
-from tests.pool.pools import attached
+from tests.pool.rebuilds import LATER_NS, ask, build, generation_of, killed, retriever
 
 IN_FLIGHT = 6
 
 
 class Readers:
-    """Always `IN_FLIGHT` queries; each has to end with passages of one build."""
+    """Keeps `IN_FLIGHT` queries running; each must end with passages of one build."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever
-        self._asked: dict[int, int] = {}  # ticket → how many were asked before it
-        self._answers: list[tuple[int, int]] = []  # how many were asked before, and the build of the answer
+        self._asked: dict[int, int] = {}  # ticket → number of earlier queries
+        self._answers: list[tuple[int, int]] = []  # number of earlier queries, and the build of the answer
         self._count = 0
 
     def step(self) -> None:
@@ -46,7 +46,7 @@ class Readers:
             self._answers.append((before, generation_of(one.passages)))
 
     def some(self, count: int = 10) -> set[int]:
-        """The builds of answers to what is asked from now on."""
+        """Return the builds of answers to queries submitted from now on."""
         begin = self._count
 
         def later() -> list[int]:
@@ -64,14 +64,14 @@ def reading(plan: NodePlan) -> Iterator[Readers]:
 
 
 def reload(pool: InProcessPool, readers: Readers, number: int) -> bool:
-    """As the supervisor does it; whether the worker has taken what lies there."""
+    """Reload as the supervisor does. Return whether the worker has loaded the build."""
     pool.table.set_knob("reload_of", -1.0)
     pool.table.set_knob("reload", float(number))
     until(lambda: pool.metric(PoolMetrics.RELOAD) == number, readers.step)
     return not pool.metric(PoolMetrics.RELOAD_REFUSED)
 
 
-def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it(
+def test_answers_are_of_the_old_build_before_a_reload_and_of_the_new_one_after(
     tmp_path: Path, make_pool: MakePool
 ) -> None:
     build(tmp_path / "docs", 1)
@@ -83,7 +83,7 @@ def test_answers_are_of_the_old_build_until_a_reload_and_of_the_new_one_after_it
             assert readers.some() == {generation - 1}
             assert reload(pool, readers, generation)
             assert readers.some() == {generation}
-        until(lambda: len(pool.pool.engine.dims) == 1, readers.step)  # the old ones' memory is given back
+        until(lambda: len(pool.pool.engine.dims) == 1, readers.step)  # the old build's memory is freed
     assert pool.metric(PoolMetrics.QUERIES_REFUSED) == 0
 
 
@@ -94,7 +94,7 @@ def _alter_codes(directory: Path) -> None:
 
 
 def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> None:
-    """As a new file: others have the old one open."""
+    """Write a new file, because others have the old one open."""
     documents = directory / "documents.sqlite"
     content = documents.read_bytes()
     documents.unlink()
@@ -111,7 +111,7 @@ def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> Non
     ],
     ids=["codes altered", "documents altered", "documents cut", "documents gone"],
 )
-def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(
+def test_a_reload_rejects_a_damaged_build_and_keeps_the_old_one(
     damage: Callable[[Path], None], told: str, tmp_path: Path, make_pool: MakePool
 ) -> None:
     build(tmp_path / "docs", 1)
@@ -130,7 +130,7 @@ def test_a_damaged_build_is_not_taken_and_the_old_one_goes_on(
     until(lambda: pool.table.note == "")
 
 
-def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:
+def test_a_reload_of_the_served_build_changes_nothing(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     pool = make_pool(plan).start()
@@ -140,9 +140,7 @@ def test_a_reload_of_what_is_served_already_changes_nothing(tmp_path: Path, make
         assert pool.pool.server.statistics().attached == 1
 
 
-def test_a_rebuilt_collection_with_longer_vectors_is_taken_between_two_extends(
-    tmp_path: Path, make_pool: MakePool
-) -> None:
+def test_a_reload_to_a_larger_dimension_happens_between_two_extends(tmp_path: Path, make_pool: MakePool) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
     pool = make_pool(plan).start()
@@ -154,7 +152,7 @@ def test_a_rebuilt_collection_with_longer_vectors_is_taken_between_two_extends(
 
 
 @pytest.mark.parametrize(("shards", "workers", "seed"), [(1, 2, 1), (1, 2, 2), (2, 2, 3), (2, 4, 4)])
-def test_whatever_is_rebuilt_reloaded_and_killed_no_answer_mixes_builds(
+def test_no_answer_mixes_builds_under_rebuilds_reloads_and_kills(
     shards: int, workers: int, seed: int, tmp_path: Path, make_pool: MakePool
 ) -> None:
     chance, generation = random.Random(seed), 1
@@ -186,7 +184,7 @@ def test_whatever_is_rebuilt_reloaded_and_killed_no_answer_mixes_builds(
         assert readers.some() == {generation}
 
 
-def test_the_readers_see_texts_of_another_build(
+def test_the_reload_check_detects_texts_of_another_build(
     tmp_path: Path, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "docs", 1)
@@ -199,5 +197,5 @@ def test_the_readers_see_texts_of_another_build(
         newer = builds.open()
         found = ask(asking)
         assert generation_of(found.passages) == 1
-        builds.by_identity = dict.fromkeys(builds.by_identity, newer)  # as if rows were resolved by collection alone
+        builds.by_identity = dict.fromkeys(builds.by_identity, newer)  # as if rows were resolved by collection only
         assert generation_of(ask(asking).passages) == 2

@@ -1,4 +1,4 @@
-"""Which replica is asked: in turn, without the dead, the slow and the crowded; who recovers comes back."""
+"""Tests of replica selection: round robin over live, fast and uncrowded replicas; recovered ones are used again."""
 
 import heapq
 
@@ -12,41 +12,41 @@ POLICY = ReplicaPolicy(floor_ns=2 * MS)
 
 
 def asked(replicas: Replicas, live: list[int], now: int, took: dict[int, int]) -> int:
-    """One query, answered at once; the pool that had it."""
+    """Send one query, answered at once. Return its pool."""
     pool = replicas.choose(live, now)[0]
     replicas.sent(pool, now)
     replicas.answered(pool, took[pool], now + took[pool])
     return pool
 
 
-def test_equal_pools_have_their_turn_one_after_the_other() -> None:
+def test_equal_pools_are_used_round_robin() -> None:
     replicas = Replicas(3)
     order = [asked(replicas, [0, 1, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(9)]
     assert order == [0, 1, 2] * 3
 
 
-def test_a_dead_pool_is_no_choice_and_the_others_go_on_in_turn() -> None:
+def test_a_dead_pool_is_skipped_and_the_others_are_used_round_robin() -> None:
     replicas = Replicas(3)
     order = [asked(replicas, [0, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(6)]
     assert order == [0, 2] * 3
     assert replicas.choose([], 0) == []
 
 
-def test_the_pool_beside_who_asks_is_asked_as_long_as_it_is_up() -> None:
+def test_the_coupled_pool_is_preferred_while_it_is_up() -> None:
     replicas = Replicas(3, near=[1])
     took = dict.fromkeys(range(3), MS)
     assert [asked(replicas, [0, 1, 2], now * MS, took) for now in range(6)] == [1] * 6
     assert [asked(replicas, [0, 2], now * MS, took) for now in range(6, 10)] == [0, 2] * 2
     replicas.lost(1)
-    assert asked(replicas, [0, 1, 2], 10 * MS, took) == 1, "it is back"
+    assert asked(replicas, [0, 1, 2], 10 * MS, took) == 1, "it is up again"
 
 
-def test_a_near_pool_that_is_slow_or_crowded_is_passed_over() -> None:
+def test_a_coupled_pool_that_is_slow_or_crowded_is_skipped() -> None:
     replicas = Replicas(2, ReplicaPolicy(crowded=4), near=[0])
     for _ in range(5):
         assert replicas.choose([0, 1], 0)[0] == 0
         replicas.sent(0, 0)
-    assert replicas.choose([0, 1], 0)[0] == 1, "five wait there, and nobody here"
+    assert replicas.choose([0, 1], 0)[0] == 1, "five queries wait there and none here"
     replicas = Replicas(2, POLICY, near=[0])
     for pool, took in ((0, 100 * MS), (1, MS)):
         replicas.sent(pool, 0)
@@ -54,19 +54,19 @@ def test_a_near_pool_that_is_slow_or_crowded_is_passed_over() -> None:
     assert replicas.choose([0, 1], MS)[0] == 1
 
 
-def test_a_pool_that_answers_slowly_is_passed_over_but_probed_and_comes_back_when_it_is_fast() -> None:
+def test_a_slow_pool_is_skipped_but_probed_and_used_again_when_fast() -> None:
     replicas = Replicas(2, POLICY)
     slow = {0: MS, 1: 100 * MS}
     order = [asked(replicas, [0, 1], now * 10 * MS, slow) for now in range(200)]
     assert replicas.slow(1)
-    assert 10 <= order.count(1) <= 25  # two seconds, a probe every 100 ms
+    assert 10 <= order.count(1) <= 25  # two seconds with a probe every 100 ms
     fast = {0: MS, 1: MS}
     later = [asked(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
     assert not replicas.slow(1)
     assert later[-20:].count(1) == 10
 
 
-def test_a_pool_that_answers_nothing_is_slow_before_its_first_answer_comes() -> None:
+def test_a_pool_without_answers_is_slow_before_its_first_answer() -> None:
     replicas = Replicas(2, POLICY)
     replicas.sent(1, 0)
     for now in range(1, 20):
@@ -74,12 +74,12 @@ def test_a_pool_that_answers_nothing_is_slow_before_its_first_answer_comes() -> 
         replicas.answered(0, MS, now * MS)
     assert replicas.choose([0, 1], 20 * MS)[0] == 0
     assert replicas.slow(1)
-    assert replicas.choose([1], 20 * MS) == [1], "better a slow one than none"
+    assert replicas.choose([1], 20 * MS) == [1], "a slow one is better than none"
 
 
-def test_what_lies_between_the_two_limits_changes_nothing() -> None:
+def test_latencies_between_the_two_thresholds_change_nothing() -> None:
     replicas = Replicas(2, POLICY)
-    between = {0: 10 * MS, 1: 30 * MS}  # over twice, under four times the best
+    between = {0: 10 * MS, 1: 30 * MS}  # more than twice, less than four times the best
     for now in range(50):
         asked(replicas, [0, 1], now * 100 * MS, between)
     assert not replicas.slow(1)
@@ -93,7 +93,7 @@ def test_what_lies_between_the_two_limits_changes_nothing() -> None:
     assert replicas.slow(1)
 
 
-def test_a_crowded_pool_has_no_turn_until_the_others_have_as_many() -> None:
+def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> None:
     replicas = Replicas(2, ReplicaPolicy(crowded=4))
     replicas.sent(0, 0, 20)
     order = []
@@ -105,7 +105,7 @@ def test_a_crowded_pool_has_no_turn_until_the_others_have_as_many() -> None:
     assert 0 in order
 
 
-def test_a_pool_that_was_lost_is_a_new_one_when_it_is_back() -> None:
+def test_a_pool_that_was_lost_starts_without_history() -> None:
     replicas = Replicas(2, POLICY)
     for now in range(50):
         asked(replicas, [0, 1], now * 10 * MS, {0: MS, 1: 100 * MS})
@@ -121,10 +121,10 @@ def test_a_pool_that_was_lost_is_a_new_one_when_it_is_back() -> None:
     recovers=st.integers(0, 4),
     gap=st.integers(1, 10),
 )
-def test_most_queries_go_to_the_fast_and_every_pool_that_is_fast_in_the_end_is_used(
+def test_most_queries_go_to_fast_pools_and_recovered_pools_are_used_again(
     service: list[int], recovers: int, gap: int
 ) -> None:
-    """Pools that answer after a fixed time (ms); one becomes as fast as the best, and has ten probes to show it."""
+    """Pools answer after a fixed time (ms); one becomes as fast as the best and must be used within ten probes."""
     replicas = Replicas(len(service), POLICY)
     live = list(range(len(service)))
     took = [ms * MS for ms in service]

@@ -1,4 +1,4 @@
-"""Who has the next free slot: prefill's reserve, orders, deadlines, timeouts, and the policies to compare with."""
+"""Tests of slot assignment: prefill's reserve, queue orders, deadlines, timeouts, and the baseline policies."""
 
 import math
 
@@ -11,12 +11,12 @@ from runtime.errors import DeadlineExceeded, Overloaded
 from runtime.node.config import NodeConfig
 from runtime.pool.settings import Policy, policy_of
 from tests.pool.scheduler import Scheduler
-from tests.pool.schedulers import LONG, STAGES, USUAL, entry, filled, measured, names, scheduler
+from tests.pool.scheduler_factories import LONG, STAGES, USUAL, entry, filled, measured, names, scheduler
 
 MS = 1_000_000
 
 
-def test_prefill_goes_by_deadline_and_decode_by_arrival() -> None:
+def test_prefill_is_ordered_by_deadline_and_decode_by_arrival() -> None:
     made = filled(
         scheduler(8, 0.4),
         *(entry("prefill", name, deadline=deadline) for name, deadline in ((1, 30), (2, 10), (3, 20))),
@@ -27,20 +27,20 @@ def test_prefill_goes_by_deadline_and_decode_by_arrival() -> None:
     assert [name for name in order if name >= 4] == [4, 5, 6]
 
 
-def test_equal_deadlines_keep_the_order_of_arrival() -> None:
+def test_equal_deadlines_are_served_by_arrival() -> None:
     made = filled(scheduler(4, 1.0), *(entry("prefill", name, deadline=5) for name in range(4)))
     assert names(made.next(0).admitted) == [0, 1, 2, 3]
 
 
-def test_of_equal_deadlines_the_query_that_takes_longer_goes_first() -> None:
+def test_with_equal_deadlines_the_longer_query_goes_first() -> None:
     made = measured(scheduler(1, 1.0), 10, 10)
     filled(made, entry("prefill", 1, deadline=10**6), entry("prefill", 2, deadline=10**6, top_m=LONG))
     assert names(made.next(0).admitted) == [2]
 
 
-def test_what_a_query_took_is_expected_of_the_next_that_asks_alike() -> None:
+def test_the_extends_of_a_query_are_the_estimate_of_its_class() -> None:
     made = measured(scheduler(1, 1.0), 10, 10)
-    for name in range(200):  # the usual ones take 300 extends, and not 13
+    for name in range(200):  # usual queries take 300 extends instead of 13
         one = entry("prefill", name)
         filled(made, one)
         made.next(0)
@@ -50,7 +50,7 @@ def test_what_a_query_took_is_expected_of_the_next_that_asks_alike() -> None:
 
 
 @given(st.integers(1, 64), st.floats(0.0, 1.0))
-def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slots: int, reserve: float) -> None:
+def test_prefill_gets_its_reserve_of_an_empty_pool_regardless_of_decodes_queue(slots: int, reserve: float) -> None:
     made = scheduler(slots, reserve, queue=1000)
     filled(made, *(entry("decode", name, arrival=0) for name in range(slots)))
     filled(made, *(entry("prefill", name, arrival=1) for name in range(slots)))
@@ -59,13 +59,13 @@ def test_prefill_has_its_reserve_of_an_empty_pool_however_long_decode_waits(slot
 
 
 @given(st.integers(1, 64), st.floats(0.0, 1.0), STAGES)
-def test_a_share_that_one_stage_cannot_use_goes_to_the_other(slots: int, reserve: float, stage: Stage) -> None:
+def test_an_unused_share_goes_to_the_other_stage(slots: int, reserve: float, stage: Stage) -> None:
     made = filled(scheduler(slots, reserve), *(entry(stage, name) for name in range(slots + 5)))
     assert len(made.next(0).admitted) == slots
     assert made.running[stage] == slots
 
 
-def test_every_slot_that_comes_free_is_prefills_until_it_has_its_reserve() -> None:
+def test_freed_slots_go_to_prefill_until_it_has_its_reserve() -> None:
     decode = [entry("decode", name, arrival=0) for name in range(8)]
     made = filled(scheduler(4, 0.5), *decode)
     made.next(0)
@@ -77,7 +77,7 @@ def test_every_slot_that_comes_free_is_prefills_until_it_has_its_reserve() -> No
     assert order == [10, 11, 4, 5]
 
 
-def test_a_query_whose_deadline_has_come_is_late_and_takes_no_slot() -> None:
+def test_a_query_past_its_deadline_is_late_and_takes_no_slot() -> None:
     made = filled(
         scheduler(1, 0.0),
         entry("prefill", 1, deadline=10),
@@ -92,18 +92,18 @@ def test_a_query_whose_deadline_has_come_is_late_and_takes_no_slot() -> None:
     assert names(made.next(11).late) == [2]
 
 
-def test_a_query_is_refused_whose_deadline_is_past() -> None:
+def test_adding_a_query_past_its_deadline_is_rejected() -> None:
     with pytest.raises(DeadlineExceeded):
         scheduler(4, 0.3).add(entry("prefill", 1, deadline=1000), 1000)
 
 
-def test_what_waited_too_long_for_its_deadline_is_late_before_the_deadline_has_passed() -> None:
-    made = measured(scheduler(1, 0.0), 10, 10)  # 13 extends take 260
+def test_a_query_that_can_no_longer_meet_its_deadline_is_late_before_it() -> None:
+    made = measured(scheduler(1, 0.0), 10, 10)  # 13 extends take 260 ns
     made.add(entry("prefill", 1, deadline=300), 0)
     assert names(made.next(50).late) == [1]
 
 
-def test_a_full_queue_refuses_and_what_waits_stays() -> None:
+def test_a_full_queue_rejects_new_queries_and_keeps_waiting_ones() -> None:
     made = filled(scheduler(1, 0.5, queue=2), entry("prefill", 1), entry("decode", 2))
     with pytest.raises(Overloaded, match="2 queries wait"):
         made.add(entry("prefill", 3), 0)
@@ -120,7 +120,7 @@ def test_decode_queries_leave_a_quarter_of_the_queue_free() -> None:
 # ---- timeouts
 
 
-def test_slots_are_held_while_fewer_wait_than_are_free_until_a_flush_timeout() -> None:
+def test_fewer_queries_than_free_slots_are_held_until_a_flush_timeout() -> None:
     made = scheduler(4, 0.5, flush_prefill_ns=10, flush_ns=30)
     filled(made, entry("decode", 1, arrival=0))
     assert (made.held_until(5), made.next(5).admitted) == (30, [])
@@ -128,19 +128,19 @@ def test_slots_are_held_while_fewer_wait_than_are_free_until_a_flush_timeout() -
     assert (made.held_until(7), made.next(7).admitted) == (16, [])
     assert sorted(names(made.next(16).admitted)) == [1, 2]
     filled(made, entry("decode", 3, arrival=17), now=17)
-    assert (made.held_until(17), made.next(17).admitted) == (47, [])  # two slots are free, one query waits
+    assert (made.held_until(17), made.next(17).admitted) == (47, [])  # two free slots, one waiting query
     filled(made, entry("decode", 4, arrival=18), now=18)
     assert names(made.next(18).admitted) == [3, 4]
 
 
-def test_as_many_as_there_are_slots_and_a_query_without_slack_are_not_held() -> None:
+def test_a_full_batch_or_a_query_without_slack_is_not_held() -> None:
     made = filled(scheduler(2, 0.5, flush_ns=30), entry("decode", 1), entry("decode", 2))
     assert names(made.next(1).admitted) == [1, 2]
     made = filled(scheduler(2, 0.5, flush_prefill_ns=30, flush_ns=30), entry("prefill", 1, deadline=5))
     assert made.held_until(1) == 5
 
 
-def test_prefill_leaves_the_slots_to_decode_until_it_has_waited_for_its_flush_timeout() -> None:
+def test_prefill_yields_slots_to_decode_until_its_flush_timeout() -> None:
     queries = entry("prefill", 1, arrival=0), entry("decode", 2, arrival=1), entry("decode", 3, arrival=1)
     made = filled(scheduler(1, 1.0, flush_prefill_ns=10), *queries)
     assert names(made.next(1).admitted) == [2]
@@ -148,17 +148,17 @@ def test_prefill_leaves_the_slots_to_decode_until_it_has_waited_for_its_flush_ti
     assert names(made.next(10).admitted) == [1]
 
 
-def test_prefill_has_what_decode_leaves_free_before_its_flush_timeout() -> None:
+def test_prefill_uses_slots_that_decode_leaves_free_before_its_flush_timeout() -> None:
     made = filled(scheduler(2, 0.5, flush_prefill_ns=10), entry("prefill", 1), entry("decode", 2))
     assert names(made.next(0).admitted) == [2, 1]
 
 
-def test_prefill_whose_deadline_is_as_near_as_its_flush_timeout_does_not_wait_for_it() -> None:
+def test_prefill_with_a_near_deadline_does_not_wait_for_its_flush_timeout() -> None:
     made = filled(scheduler(1, 1.0, flush_prefill_ns=10), entry("prefill", 1, deadline=9), entry("decode", 2))
     assert names(made.next(0).admitted) == [1]
 
 
-def test_prefill_that_has_missed_its_ttft_goes_behind_what_can_still_make_it_and_what_decode_wants() -> None:
+def test_a_missed_prefill_query_goes_behind_decode_and_prefill_that_can_still_meet_its_ttft() -> None:
     queries = [entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=5), entry("prefill", 3, arrival=92)]
     made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), *queries)
     filled(made, entry("decode", 4, arrival=95), now=95)
@@ -170,13 +170,13 @@ def test_prefill_that_has_missed_its_ttft_goes_behind_what_can_still_make_it_and
     assert order == [3, 4, 1, 2]
 
 
-def test_the_papers_prefill_keeps_its_order_however_long_it_has_waited() -> None:
+def test_the_papers_policy_keeps_prefills_order_regardless_of_waiting_time() -> None:
     queries = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
     made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10, rules="paper"), *queries)
     assert names(made.next(95).admitted) == [1]
 
 
-def test_a_lost_prefill_query_is_behind_those_alone_that_came_within_64_times_its_wait() -> None:
+def test_a_missed_prefill_query_is_passed_only_by_arrivals_within_64_times_its_wait() -> None:
     lost, later = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=6_000)
     made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), lost, entry("prefill", 3, arrival=5_700))
     (one,) = made.next(5_701).admitted
@@ -187,7 +187,7 @@ def test_a_lost_prefill_query_is_behind_those_alone_that_came_within_64_times_it
     assert one.query == 1
 
 
-def test_a_prefill_query_that_is_set_back_can_still_be_cancelled() -> None:
+def test_a_missed_prefill_query_can_still_be_cancelled() -> None:
     lost, fresh = entry("prefill", 1, arrival=0), entry("prefill", 2, arrival=92)
     made = filled(scheduler(1, 1.0, missed_ns=90, prefill_target_ns=10), lost, fresh)
     assert names(made.next(95).admitted) == [2]
@@ -195,7 +195,7 @@ def test_a_prefill_query_that_is_set_back_can_still_be_cancelled() -> None:
     assert made.waiting["prefill"] == 0
 
 
-def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:
+def test_flush_timeout_and_reserve_can_be_changed_at_run_time() -> None:
     made = filled(scheduler(4, 0.0, flush_prefill_ns=30, flush_ns=30), entry("prefill", 1))
     assert made.next(1).admitted == []
     made.flush_prefill_ns = 0
@@ -205,17 +205,17 @@ def test_flush_timeout_and_reserve_can_be_changed_while_it_runs() -> None:
     assert names(made.next(2).admitted) == [4, 5, 2]
 
 
-# ---- as it ships
+# ---- defaults
 
 
 def shipped(slots: int = 2, reserve: float = 0.3) -> Scheduler[int]:
-    """With the defaults, and the slots that "auto" finds on a CPU."""
+    """Return a scheduler with the defaults and the slots that "auto" selects on a CPU."""
     made: Scheduler[int] = Scheduler(policy_of(NodeConfig(), slots))
     made.reserve = reserve
     return measured(made, 500, 4500)
 
 
-def test_with_shipped_defaults_an_earlier_deadline_is_served_first() -> None:
+def test_with_defaults_an_earlier_deadline_is_served_first() -> None:
     made = filled(
         shipped(),
         entry("prefill", 1, deadline=10_000 * MS),
@@ -226,7 +226,7 @@ def test_with_shipped_defaults_an_earlier_deadline_is_served_first() -> None:
     assert names(made.next(2).admitted) == [3, 1]
 
 
-def test_with_shipped_defaults_the_reserve_divides_the_slots() -> None:
+def test_with_defaults_the_reserve_divides_the_slots() -> None:
     shares = {}
     for reserve in (0.1, 0.9):
         made = shipped(reserve=reserve)
@@ -236,7 +236,7 @@ def test_with_shipped_defaults_the_reserve_divides_the_slots() -> None:
     assert shares == {0.1: {"prefill": 1, "decode": 1}, 0.9: {"prefill": 2, "decode": 0}}
 
 
-def test_a_policy_that_is_told_its_slots_alone_is_the_one_that_is_shipped() -> None:
+def test_a_policy_configured_only_with_slots_equals_the_default() -> None:
     assert Policy(slots=4) == policy_of(NodeConfig(), 4)
 
 
@@ -246,10 +246,10 @@ def test_l_pre_max_is_a_share_of_the_ttft_unless_it_is_configured() -> None:
     assert config.pool.prefill_target(config.slo) == config.slo.ttft_s / 20
 
 
-# ---- to compare with
+# ---- baselines
 
 
-def test_fifo_serves_by_arrival_whatever_stage_or_deadline() -> None:
+def test_fifo_serves_by_arrival_regardless_of_stage_and_deadline() -> None:
     made = filled(
         scheduler(2, 0.9, rules="fifo"),
         entry("decode", 1, arrival=1),
@@ -278,8 +278,8 @@ def test_the_papers_policy_has_no_credit() -> None:
     assert made.credit_ns == 0.0
 
 
-def test_the_usual_query_is_the_one_of_these_tests() -> None:
+def test_the_default_query_class_matches_these_tests() -> None:
     made = measured(scheduler(1, 1.0), 0, 10)
     made.add(entry("prefill", 1, deadline=1000, top_m=USUAL), 0)
     assert made.held_until(0) is None
-    assert names(made.next(1000 - 129).late) == [1]  # 13 extends take 130
+    assert names(made.next(1000 - 129).late) == [1]  # 13 extends take 130 ns

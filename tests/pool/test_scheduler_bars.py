@@ -1,6 +1,6 @@
-"""What the policy is for, on a virtual clock with a CPU's costs: bars of `benchmarks.pool`, without its noise.
+"""Performance bars of the policy on a virtual clock with a CPU's costs: those of `benchmarks.pool` without noise.
 
-Every comparison is paired: the same queries at the same times.
+Every comparison is paired: the same queries arrive at the same times.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from runtime.simulator.times.service import ServiceTimes
 
 SLOWER_CALLS = msgspec.structs.replace(CPU, extend_s=2.5e-6)
 SMALL, USUAL, LARGE = 64, 128, 512  # top_m
-EXTENDS = {SMALL: 19, USUAL: 35, LARGE: 130}  # as MiniLM's 70,639 vectors have them
+EXTENDS = {SMALL: 19, USUAL: 35, LARGE: 130}  # as for MiniLM's 70,639 vectors
 ONLY_USUAL, MIXED = {USUAL: 1.0}, {SMALL: 0.9, LARGE: 0.1}
 SEEDS = range(3)
 STATIC: dict[str, Any] = {"policy": "static", "slots": 32}
-PLACES: dict[str, Any] = {"queue": 341}  # of which decode may have 256, as many as its clients' rings
+PLACES: dict[str, Any] = {"queue": 341}  # of which decode may use 256, as many as its clients' rings hold
 
 
 class Answer(NamedTuple):
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 def arrivals(rate: float, seconds: float, stage: Stage, kinds: dict[int, float], seed: int) -> list[Query]:
-    """Queries at random times, `rate` a second, of the kinds (top_m) in these proportions."""
+    """Return queries at random times, `rate` per second, with values of top_m in these proportions."""
     random, at_s, found = Random(seed), 0.0, []
     while (at_s := at_s + random.expovariate(rate)) < seconds:
         (kind,) = random.choices(list(kinds), list(kinds.values()))
@@ -46,7 +46,7 @@ def arrivals(rate: float, seconds: float, stage: Stage, kinds: dict[int, float],
 
 
 def serve(queries: Sequence[Query], times: ServiceTimes, **pool: Any) -> list[Answer]:
-    """What is answered, by time: a whole static batch, whose queries have begun together, at once."""
+    """Return answers by time. All queries of a static batch, which start together, are answered together."""
     fates = run_pool(queries, times, NodeConfig(pool=PoolSection(**pool)))
     begun = [query.at_ns + fate.wait_ns for query, fate in zip(queries, fates, strict=True)]
     together = begun if pool.get("policy") == "static" else range(len(fates))
@@ -66,7 +66,7 @@ def p99(answers: list[Answer], top_m: int = USUAL, stage: Stage = "decode") -> f
 
 @cache
 def capacity(times: ServiceTimes, **pool: Any) -> float:
-    """Answers a second, of queries that are all there from the start."""
+    """Return answers per second if all queries arrive at the start."""
     kinds = MIXED if pool else ONLY_USUAL
     together = [replace(query, at_ns=0) for query in arrivals(3000, 0.5, "decode", kinds, 9)]
     answers = serve(together, times, **pool)
@@ -75,7 +75,7 @@ def capacity(times: ServiceTimes, **pool: Any) -> float:
 
 @pytest.mark.parametrize("times", [CPU, SLOWER_CALLS], ids=["cpu", "slower-calls"])
 @pytest.mark.parametrize("load", [0.65, 0.8])
-def test_small_queries_among_large_ones_are_three_times_faster_than_in_static_batches(
+def test_small_queries_among_large_ones_are_three_times_faster_than_with_static_batches(
     times: ServiceTimes, load: float
 ) -> None:
     ours: dict[int, list[float]] = {SMALL: [], LARGE: []}
@@ -93,7 +93,7 @@ def test_small_queries_among_large_ones_are_three_times_faster_than_in_static_ba
 @pytest.mark.parametrize(
     ("times", "most", "least"), [(CPU, 1.25, 0.95), (SLOWER_CALLS, 2.5, 0.98)], ids=["cpu", "slower-calls"]
 )
-def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_share(
+def test_under_a_decode_flood_prefill_latency_and_decode_throughput_stay_within_bounds(
     times: ServiceTimes, most: float, least: float
 ) -> None:
     seconds, end = 1.5, 1_500_000_000
@@ -113,8 +113,8 @@ def test_under_a_flood_prefill_is_little_slower_than_alone_and_decode_keeps_its_
     assert fmean(share) >= least
 
 
-def test_with_shipped_defaults_a_reserve_of_a_tenth_and_one_of_nine_tenths_differ_under_load() -> None:
-    """Prefill wants .3 of the pool and decode more than all of it."""
+def test_with_defaults_reserves_of_a_tenth_and_nine_tenths_differ_under_load() -> None:
+    """Prefill's load is .3 of the pool's capacity, decode's more than all of it."""
     waits = {}
     for reserve in (0.1, 0.9):
         both = [
@@ -126,7 +126,7 @@ def test_with_shipped_defaults_a_reserve_of_a_tenth_and_one_of_nine_tenths_diffe
     assert waits[0.1] > 1.5 * waits[0.9]
 
 
-def test_in_a_backlog_with_deadlines_nearly_all_answers_are_in_time_for_what_cannot_be_is_refused() -> None:
+def test_in_a_backlog_hopeless_queries_are_rejected_and_nearly_all_answers_are_in_time() -> None:
     limit_ns = 20_000_000
     flood = [replace(query, limit_ns=limit_ns) for query in arrivals(1.5 * capacity(CPU), 1.0, "decode", ONLY_USUAL, 1)]
     answers = serve(flood, CPU)

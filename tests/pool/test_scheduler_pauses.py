@@ -1,11 +1,10 @@
-"""Who gives an active slot to whom: decode to prefill, within r, its credit and bounds, and in bursts; and not without
-end."""
+"""Tests of preemption: of decode by prefill, within reserve, credit and bounds, in bursts; of long by short queries."""
 
 from tests.pool.scheduler import Changes, Entry, Scheduler
-from tests.pool.schedulers import LONG, USUAL, entry, filled, measured, names, scheduler, with_credit
+from tests.pool.scheduler_factories import LONG, USUAL, entry, filled, measured, names, scheduler, with_credit
 
 
-def test_a_prefill_query_without_slack_takes_the_slot_of_the_decode_query_with_most_left_which_goes_on_later() -> None:
+def test_a_prefill_query_without_slack_preempts_the_decode_query_with_most_extends_left() -> None:
     decode = [entry("decode", 0), entry("decode", 1, top_m=LONG), entry("decode", 2)]
     made = filled(scheduler(2, 0.5, prefill_target_ns=100, rules="paper"), *decode)
     made.next(0)
@@ -16,12 +15,12 @@ def test_a_prefill_query_without_slack_takes_the_slot_of_the_decode_query_with_m
     assert (names(changes.paused), names(changes.admitted)) == ([1], [10])
     assert (made.running, made.paused) == ({"prefill": 1, "decode": 1}, 1)
     made.finished(late, 9)
-    assert names(made.next(106).resumed) == [1]  # and not one that waits
+    assert names(made.next(106).resumed) == [1]  # and no waiting query
     made.finished(decode[0], 9)
     assert names(made.next(107).admitted) == [2]
 
 
-def test_what_is_left_counts_the_extends_that_were_done() -> None:
+def test_remaining_extends_account_for_completed_ones() -> None:
     older, younger = entry("decode", 0, top_m=LONG), entry("decode", 1)
     made = filled(scheduler(2, 0.5, prefill_target_ns=1, rules="paper"), older)
     made.next(0)
@@ -29,10 +28,10 @@ def test_what_is_left_counts_the_extends_that_were_done() -> None:
     filled(made, younger, now=1)
     made.next(1)
     filled(made, entry("prefill", 2, arrival=2), now=2)
-    assert names(made.next(5).paused) == [1]  # 13 are left of it, and 3 of the long one
+    assert names(made.next(5).paused) == [1]  # it has 13 extends left, the long one 3
 
 
-def test_preemption_for_slack_takes_no_more_slots_than_prefill_is_owed() -> None:
+def test_preemption_for_slack_is_limited_to_prefills_reserve() -> None:
     made = filled(scheduler(8, 0.25, prefill_target_ns=1, rules="paper"), *(entry("decode", name) for name in range(8)))
     made.next(0)
     filled(made, *(entry("prefill", name, arrival=1) for name in range(10, 18)))
@@ -42,14 +41,14 @@ def test_preemption_for_slack_takes_no_more_slots_than_prefill_is_owed() -> None
     assert made.running == {"prefill": 6, "decode": 2}
 
 
-def test_nothing_is_preempted_beyond_the_engines_slots() -> None:
+def test_preemption_is_limited_by_the_engines_slots() -> None:
     made = filled(scheduler(2, 0.5, engine_slots=2, prefill_target_ns=0), *(entry("decode", name) for name in range(2)))
     made.next(0)
     filled(made, entry("prefill", 10))
     assert made.next(10) == Changes()
 
 
-def test_a_decode_query_is_paused_a_bounded_number_of_times() -> None:
+def test_the_number_of_pauses_of_a_decode_query_is_bounded() -> None:
     made = filled(scheduler(1, 1.0, prefill_target_ns=0, max_pauses=2), entry("decode", 1))
     made.next(0)
     for turn in range(2):
@@ -62,7 +61,7 @@ def test_a_decode_query_is_paused_a_bounded_number_of_times() -> None:
     assert made.next(30) == Changes()
 
 
-def test_when_no_decode_query_ran_for_the_aging_time_the_oldest_does_whatever_the_reserve() -> None:
+def test_after_the_aging_time_the_oldest_decode_query_runs_regardless_of_the_reserve() -> None:
     made = filled(scheduler(1, 1.0, aging_ns=100), entry("decode", 1))
     running: list[Entry[int]] = []
     for now in range(0, 200, 10):
@@ -75,21 +74,21 @@ def test_when_no_decode_query_ran_for_the_aging_time_the_oldest_does_whatever_th
     assert now == 100
     filled(made, entry("prefill", 999, arrival=now))
     with_credit(made)
-    assert made.next(now) == Changes()  # and is not paused any more
+    assert made.next(now) == Changes()  # and is no longer paused
 
 
-# ---- turns
+# ---- virtual deadlines
 
 
-def test_a_shorter_decode_query_passes_longer_ones_that_came_a_little_earlier() -> None:
+def test_a_shorter_decode_query_passes_slightly_earlier_longer_ones() -> None:
     made = measured(scheduler(1, 0.0, engine_slots=1), 1, 10)
-    # An extend of one takes 11, and turns are after 6 times 128 and 16 of them.
+    # An extend of one slot takes 11 ns; virtual deadlines are after 6 times 128 and 16 of them.
     order = order_of_short_ones_behind_long_ones(made, (6_500, 7_000, 7_500))  # 8,448 - 1,056 = 7,392 is too late
     assert order == [1, 4, 5, 2, 3, 6]
 
 
 def order_of_short_ones_behind_long_ones(made: Scheduler[int], came: tuple[int, int, int]) -> list[int]:
-    """In which order 1 runs, 2 and 3, long ones that come at 1 and 2, and 4, 5, and 6, that come then."""
+    """Return the order in which 1, long queries 2 and 3 (arriving at 1 and 2) and later arrivals 4, 5, 6 run."""
     for name, arrival, top_m in ((1, 0, USUAL), (2, 1, LONG), (3, 2, LONG)):
         filled(made, entry("decode", name, top_m=top_m, arrival=arrival))
     for name, arrival in zip((4, 5, 6), came, strict=True):
@@ -102,7 +101,7 @@ def order_of_short_ones_behind_long_ones(made: Scheduler[int], came: tuple[int, 
     return order
 
 
-def test_alike_decode_queries_keep_their_order_whatever_is_learnt_meanwhile() -> None:
+def test_decode_queries_of_a_class_keep_their_order_when_estimates_change() -> None:
     made = measured(scheduler(1, 0.0), 10, 100)
     filled(made, entry("decode", 1))
     measured(made, 0, 1)
@@ -115,7 +114,7 @@ def test_alike_decode_queries_keep_their_order_whatever_is_learnt_meanwhile() ->
     assert order == [1, 2]
 
 
-def test_a_long_decode_query_gives_its_slot_to_a_much_shorter_one_and_goes_on_where_it_was() -> None:
+def test_a_much_shorter_decode_query_preempts_a_long_one_which_resumes_later() -> None:
     made = filled(measured(scheduler(1, 0.0, engine_slots=3), 1, 10), entry("decode", 1, top_m=LONG))
     made.next(0)
     made.advanced(10, 110)
@@ -124,14 +123,14 @@ def test_a_long_decode_query_gives_its_slot_to_a_much_shorter_one_and_goes_on_wh
     assert (names(changes.paused), names(changes.admitted)) == ([1], [2])
     filled(made, entry("decode", 3, top_m=LONG, arrival=6), now=6)
     made.finished(changes.admitted[0], 13)
-    assert made.next(7) == Changes(resumed=changes.paused)  # and the other long one waits
+    assert made.next(7) == Changes(resumed=changes.paused)  # and the other long query waits
     made.advanced(68, 68 * 11)
     filled(made, entry("decode", 4, arrival=8), now=8)
-    assert made.next(8) == Changes()  # 25 of its 103 extends are left: less than twice as many
+    assert made.next(8) == Changes()  # it has 25 of 103 extends left: less than twice as many
 
 
-def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
-    made = measured(scheduler(1, 0.0), 0.01, 1)  # an extend takes 1
+def test_a_stream_of_short_decode_queries_does_not_starve_a_long_one() -> None:
+    made = measured(scheduler(1, 0.0), 0.01, 1)  # an extend takes 1 ns
     active: dict[Entry[int], int] = {}
     left = {1: 103}
     filled(made, entry("decode", 1, top_m=LONG))
@@ -157,7 +156,7 @@ def test_short_decode_queries_without_end_do_not_starve_a_long_one() -> None:
 # ---- credit
 
 
-def test_what_prefill_leaves_of_its_share_it_takes_back_with_all_slots_and_only_as_long_as_it_has_credit() -> None:
+def test_prefill_earns_credit_for_its_unused_share_and_spends_it_with_all_slots() -> None:
     made = measured(scheduler(2, 0.3, aging_ns=1000), 0, 100)
     filled(made, *(entry("decode", name) for name in range(3)))
     made.next(0)
@@ -166,19 +165,19 @@ def test_what_prefill_leaves_of_its_share_it_takes_back_with_all_slots_and_only_
     assert made.credit_ns == 0.3 * 2000
     prefill = [entry("prefill", name, arrival=1) for name in (10, 11)]
     filled(made, *prefill)
-    changes = made.next(1)  # at once, though there is slack
+    changes = made.next(1)  # at once, although it has slack
     assert (names(changes.admitted), sorted(names(changes.paused))) == ([10, 11], [0, 1])
     extends = 0
     while made.running["decode"] == 0:
         made.advanced(1, 200)
         extends += 1
-        if extends == 5:  # 0.7 · 200 each: the credit is used up
+        if extends == 5:  # 0.7 · 200 ns each: the credit is used up
             made.finished(prefill[0], 5)
         made.next(2)
     assert extends == 5
 
 
-def test_credit_is_no_more_than_the_aging_time_and_not_earned_while_decode_wants_nothing() -> None:
+def test_credit_is_capped_at_the_aging_time_and_not_earned_while_decode_is_idle() -> None:
     made = filled(scheduler(2, 0.5, aging_ns=1000), entry("decode", 1))
     made.next(0)
     made.advanced(1, 10_000_000)
@@ -193,7 +192,7 @@ def test_credit_is_no_more_than_the_aging_time_and_not_earned_while_decode_wants
 
 
 def in_burst(made: Scheduler[int], prefill: int) -> list[Entry[int]]:
-    """So many prefill queries come while decode has all slots and prefill has credit."""
+    """Add `prefill` prefill queries while decode has all slots and prefill has credit."""
     filled(made, *(entry("decode", number) for number in range(8)))
     made.next(0)
     with_credit(made)
@@ -203,13 +202,13 @@ def in_burst(made: Scheduler[int], prefill: int) -> list[Entry[int]]:
     return came
 
 
-def test_as_many_prefill_queries_as_slots_are_reserved_share_the_batch_with_decode() -> None:
+def test_up_to_the_reserve_prefill_queries_share_the_batch_with_decode() -> None:
     made = scheduler(8, 0.25)
     in_burst(made, 2)
     assert made.running == {"prefill": 2, "decode": 6}
 
 
-def test_more_prefill_queries_than_reserved_slots_have_the_batch_to_themselves_until_none_is_left() -> None:
+def test_a_burst_of_more_prefill_queries_than_reserved_slots_has_the_batch_to_itself() -> None:
     made = measured(scheduler(8, 0.25), 1, 10)
     active = []
     for one in in_burst(made, 3):
@@ -223,14 +222,14 @@ def test_more_prefill_queries_than_reserved_slots_have_the_batch_to_themselves_u
     assert made.running == {"prefill": 1, "decode": 7}
 
 
-def test_a_burst_shares_the_batch_where_fewer_slots_would_waste_most_of_an_extend() -> None:
-    """A query of three takes 1.8 times as much of the pool as one of eight."""
+def test_a_burst_shares_the_batch_if_fewer_slots_would_waste_most_of_an_extend() -> None:
+    """A query in a batch of three takes 1.8 times as much pool time as one in a batch of eight."""
     made = measured(scheduler(8, 0.25), 80, 10)
     in_burst(made, 3)
     assert made.running == {"prefill": 3, "decode": 5}
 
 
-def test_a_burst_is_over_when_the_credit_is_used_up() -> None:
+def test_a_burst_ends_when_the_credit_is_used_up() -> None:
     made = measured(scheduler(8, 0.25, aging_ns=1000), 1, 10)
     in_burst(made, 3)
     assert made.running == {"prefill": 3, "decode": 0}
@@ -240,7 +239,7 @@ def test_a_burst_is_over_when_the_credit_is_used_up() -> None:
     assert made.running == {"prefill": 3, "decode": 5}
 
 
-def test_prefill_queries_that_the_engine_has_no_slot_for_do_not_stop_decode() -> None:
+def test_prefill_queries_without_an_engine_slot_do_not_stop_decode() -> None:
     made = scheduler(2, 0.25, engine_slots=2)
     in_burst(made, 3)
     assert made.running == {"prefill": 0, "decode": 2}

@@ -1,4 +1,4 @@
-"""What the policy keeps under any order of calls, and within what time a decode query is answered."""
+"""Property tests of the policy: invariants under any order of calls, and the bound on a decode query's time."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ from runtime.pool import tables
 from runtime.pool.settings import RULE_NAMES, Policy
 from runtime.pool.tables import NEVER_NS
 from tests.pool.scheduler import Entry, Scheduler
-from tests.pool.schedulers import LONG, STAGES, USUAL, entry
+from tests.pool.scheduler_factories import LONG, STAGES, USUAL, entry
 
 
 class AnyOrderOfCalls(RuleBasedStateMachine):
-    """Against a plain model: who waits, who is active, who is paused."""
+    """Compares the policy with a simple model of waiting, active and paused queries."""
 
     @initialize(
         slots=st.integers(1, 6),
@@ -122,16 +122,16 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             self.active.remove(one)
             self.paused.append(one)
             self.pauses[one.query] = self.pauses.get(one.query, 0) + 1
-        assert not (held and not changes.late and changes.admitted), "held back, and given a slot"
+        assert not (held and not changes.late and changes.admitted), "held back and given a slot"
         self.check_orders(changes.admitted)
-        # Once those that are late have gone, fewer may wait than slots are free: they are held back then.
+        # After late queries have left, fewer may wait than slots are free; these are held back.
         rest_held = changes.late and len(self.waiting) < self.policy.slots - len(self.active)
         if not held and not rest_held:
             self.check_shares(credit, was_active, was_paused, [*changes.admitted, *changes.resumed])
         assert len(waiting) == len(self.waiting) + len(changes.admitted) + len(changes.late)
 
     def check_orders(self, admitted: list[Entry[int]]) -> None:
-        """Prefill by what it is due less what it takes; decode by turns, and those alike by arrival."""
+        """Check that prefill is ordered by due time minus service time; decode by virtual deadline, then by arrival."""
         for stage in ("prefill", "decode"):
             begun = [self.turn(one) for one in admitted if one.stage == stage]
             assert begun == sorted(begun)
@@ -157,8 +157,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def check_shares(
         self, credit: float, was_active: list[Entry[int]], was_paused: list[Entry[int]], started: list[Entry[int]]
     ) -> None:
-        """While prefill waits with less than it is owed, no decode query gets a slot but the one that is overdue, and
-        no slot is idle while one waits for which the engine has room."""
+        """Check that decode gets no slot, except for an overdue query, while prefill waits with less than its reserve,
+        and that no slot is idle while a query waits that the engine has room for."""
         prefill = sum(one.stage == "prefill" for one in self.active)
         begun = [one for one in started if one.stage == "decode" and one in self.active]
         room = len(self.active) + len(self.paused) < self.policy.engine_slots
@@ -214,7 +214,7 @@ TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
 TestAnyOrderOfCalls.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-EXTENDS = 4  # of every query, in the flood below
+EXTENDS = 4  # of every query in the flood below
 
 
 @settings(max_examples=60)
@@ -229,7 +229,7 @@ EXTENDS = 4  # of every query, in the flood below
     ahead=st.integers(0, 5),
     burst=st.integers(1, 3),
 )
-def test_every_decode_query_is_answered_within_the_bound_however_much_prefill_comes(
+def test_every_decode_query_is_answered_within_the_bound_under_any_prefill_load(
     ahead: int, burst: int, slots: int, spare: int, aging_ns: int, **policy: Any
 ) -> None:
     settings = Policy(slots=slots, engine_slots=slots + spare, queue=400, aging_ns=aging_ns, **policy)
@@ -259,6 +259,6 @@ def test_every_decode_query_is_answered_within_the_bound_however_much_prefill_co
     assert all(answered.get(one.query, math.inf) <= bound for one in decode)
 
 
-def test_a_query_that_is_not_in_the_pool_cannot_leave_it() -> None:
+def test_removing_an_unknown_query_is_an_error() -> None:
     with pytest.raises(ValueError, match="not in the pool"):
         Scheduler[int](Policy(slots=1)).left(entry("decode", 1))

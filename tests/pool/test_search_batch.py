@@ -1,4 +1,4 @@
-"""Many queries in one call: all answered, in order, however small the rings; what fails fails by itself."""
+"""Tests of batch searches: all queries are answered in order with rings of any size, and errors are per query."""
 
 import time
 from pathlib import Path
@@ -13,8 +13,8 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from runtime.retrieval.search.batch_search import BatchSearch
 from runtime.retrieval.search.query import Query
 from runtime.testing.pool import plan_of
+from tests.pool.client_helpers import Vectors, attached, collect
 from tests.pool.conftest import PATIENT, MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect
 
 
 @pytest.mark.parametrize("ring_slots", [2, 3, 256])
@@ -47,7 +47,7 @@ def test_a_batch_leaves_other_queries_results_alone(
     assert sorted(collect(client, 6)) == tickets
 
 
-def test_what_fails_in_a_batch_fails_by_itself_and_by_name(
+def test_errors_in_a_batch_are_reported_per_query(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection)
@@ -71,7 +71,7 @@ def test_an_empty_batch_has_no_results(collection: Path, make_client: MakeClient
     assert (len(batch), batch.ids.shape) == (0, (0, 3))
 
 
-def test_a_batch_of_which_nothing_was_answered_takes_no_room_for_answers(
+def test_a_batch_without_answers_allocates_no_result_arrays(
     collection: Path, make_client: MakeClient, queries: Vectors
 ) -> None:
     batch = make_client(plan_of(collection)).search_batch(queries, 65_535, deadline_ms=1)
@@ -83,7 +83,7 @@ def test_a_batch_of_which_nothing_was_answered_takes_no_room_for_answers(
     ("vectors", "words"),
     [([0.5] * 16, "shape"), ([[0.5] * 7], "16"), ([[1.0], [1.0, 2.0]], "not an array"), (["a"], "not an array")],
 )
-def test_a_batch_that_cannot_be_is_refused_as_a_whole(
+def test_an_invalid_batch_is_rejected_as_a_whole(
     collection: Path, make_pool: MakePool, make_client: MakeClient, vectors: Any, words: str
 ) -> None:
     plan = plan_of(collection)
@@ -103,7 +103,7 @@ def test_a_batch_without_a_pool_ends_at_its_deadline_with_an_error_for_each(
 
 
 class Clock:
-    """The real time, and as much more as a test says."""
+    """The real clock plus an offset set by the test."""
 
     def __init__(self) -> None:
         self.ahead_ns = 0
@@ -112,7 +112,7 @@ class Clock:
         return time.monotonic_ns() + self.ahead_ns
 
 
-def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
+def test_a_batch_without_a_deadline_continues_while_answers_arrive(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=4)
@@ -129,7 +129,7 @@ def test_a_batch_without_a_deadline_goes_on_for_as_long_as_it_is_answered(
     assert not batch.result().errors
 
 
-def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
+def test_a_batch_without_a_deadline_ends_when_answers_stop(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, ring_slots=4)
@@ -149,7 +149,7 @@ def test_a_batch_without_a_deadline_ends_when_nothing_is_answered_any_more(
 
 
 class Parts(list[Any]):
-    """Counts how many elements are copied out of it by slices."""
+    """Counts the elements copied from it by slices."""
 
     copied = 0
 
@@ -160,7 +160,7 @@ class Parts(list[Any]):
         return found
 
 
-def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
+def test_sending_a_batch_copies_each_query_only_a_few_times(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection)
@@ -176,7 +176,7 @@ def test_sending_a_batch_looks_at_each_question_no_more_than_a_few_times(
     assert not batch.result().errors
 
 
-def test_a_batch_survives_the_death_of_a_pool_under_it(
+def test_a_batch_survives_the_death_of_a_pool(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(collection, ring_slots=4, workers=2)
@@ -194,7 +194,7 @@ def test_a_batch_survives_the_death_of_a_pool_under_it(
     assert batch.result().checked().ids.tolist() == index.search(queries, 4, top_m=32, search_width=2)[0].tolist()
 
 
-def test_statistics_tell_what_each_pool_was_asked_and_how_it_went(
+def test_statistics_report_queries_and_outcomes_per_pool(
     collection: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(collection, workers=2)

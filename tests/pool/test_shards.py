@@ -1,4 +1,4 @@
-"""A collection that is split over pools: one answer from all shards, or an error, never a part of one."""
+"""Tests of sharded collections: an answer is merged from all shards or an error, never partial."""
 
 import time
 from pathlib import Path
@@ -13,15 +13,15 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.collection import Collection
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import Vectors, attached, collect, exact
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect, exact
 
 
 def pools_of(plan: NodePlan, make_pool: MakePool) -> list[InProcessPool]:
     return [make_pool(plan, worker.name).start() for worker in plan.of_role("pool")]
 
 
-def test_the_nearest_of_all_shards_come_in_order_with_the_ids_of_the_whole(
+def test_results_of_all_shards_are_merged_in_order_with_global_ids(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -48,7 +48,7 @@ def test_a_query_goes_to_one_replica_of_each_shard(
     assert min(served) > 0
 
 
-def test_split_and_whole_collections_of_other_dimensions_are_served_together(
+def test_sharded_and_unsharded_collections_of_different_dimensions_are_served_together(
     split: Path, tmp_path: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     vectors = np.random.default_rng(5).normal(size=(100, 6)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_split_and_whole_collections_of_other_dimensions_are_served_together(
     assert [found[ticket].ids.tolist() for ticket in large] == exact(index, queries[:10], 2)
 
 
-def test_a_shard_that_is_lost_is_asked_again_at_its_replica(
+def test_a_lost_shards_query_is_retried_at_its_replica(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(split, shards=2, workers=4)
@@ -76,7 +76,7 @@ def test_a_shard_that_is_lost_is_asked_again_at_its_replica(
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)
 
 
-def test_a_shard_that_comes_back_in_time_completes_the_answers_that_wait_for_it(
+def test_a_shard_that_restarts_in_time_completes_waiting_answers(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -92,7 +92,7 @@ def test_a_shard_that_comes_back_in_time_completes_the_answers_that_wait_for_it(
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:12], 3)
 
 
-def test_without_one_shard_a_query_ends_with_an_error_and_never_with_a_part_of_the_answer(
+def test_without_one_shard_a_query_fails_instead_of_returning_a_partial_answer(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -107,7 +107,7 @@ def test_without_one_shard_a_query_ends_with_an_error_and_never_with_a_part_of_t
     assert client.statistics().waiting == 0
 
 
-def test_a_shard_that_nobody_has_is_named(
+def test_an_unserved_shard_is_named(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -122,7 +122,7 @@ def test_a_shard_that_nobody_has_is_named(
     assert all("shard 1 of 'docs'" in str(error) for error in batch.errors.values())
 
 
-def test_a_query_that_one_shard_refuses_ends_once(
+def test_a_query_that_one_shard_rejects_ends_once(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -134,7 +134,7 @@ def test_a_query_that_one_shard_refuses_ends_once(
     assert client.poll() == []
 
 
-def test_a_cancelled_query_ends_at_all_shards(
+def test_a_cancelled_query_is_cancelled_at_all_shards(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -148,7 +148,7 @@ def test_a_cancelled_query_ends_at_all_shards(
     until(lambda: all(pool.outstanding == 0 for pool in client.statistics().pools), client.poll)
 
 
-def test_queries_that_came_before_any_pool_are_split_when_one_is_there(
+def test_queries_submitted_before_any_pool_exists_are_sent_to_all_shards_later(
     split: Path, make_pool: MakePool, make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan = plan_of(split, shards=2, workers=2)
@@ -159,12 +159,12 @@ def test_queries_that_came_before_any_pool_are_split_when_one_is_there(
     assert [found[ticket].checked().ids.tolist() for ticket in tickets] == exact(index, queries[:4], 3)
 
 
-def test_a_number_of_workers_that_leaves_a_shard_short_is_refused(split: Path) -> None:
+def test_too_few_workers_for_the_shards_are_rejected(split: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool.workers = 3 is not a multiple of the 2 shards of collection 'docs'"):
         plan_of(split, shards=2, workers=3)
 
 
-def test_a_pool_refuses_a_collection_that_was_built_with_another_number_of_shards(
+def test_a_pool_rejects_a_collection_built_with_another_number_of_shards(
     split: Path, collection: Path, make_pool: MakePool
 ) -> None:
     with pytest.raises(CollectionError, match="was built with 2 shards, not 1"):

@@ -1,4 +1,4 @@
-"""The real loop, over real rings, with an engine whose extends take the time that it is told, on its own clock."""
+"""The real loop over real rings with a virtual engine: extends take configured times on a virtual clock."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ _FOREVER = 1 << 62
 
 
 class _Collection(Collections):
-    """One collection without an index, whose queries are numbers."""
+    """A collection without an index, whose queries are numbers."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -32,7 +32,7 @@ class _Collection(Collections):
 
 
 class VirtualEngine:
-    """What `Callbacks` asks of an engine; an extend takes `fixed + each·active` ns, a query to be taken in `query`."""
+    """Engine for `Callbacks`: an extend takes `fixed + each·active` ns, the admission of a query `query` ns."""
 
     extends_made, padded_slots = 1, 0
 
@@ -41,7 +41,7 @@ class VirtualEngine:
         self.clock = np.zeros(1, np.int64)
         self.dims = {"docs": 1}
         self.left: dict[int, int] = {}  # extends by slot
-        self.number: dict[int, int] = {}  # of the query in a slot
+        self.number: dict[int, int] = {}  # the query in each slot
         self.paused: set[int] = set()
         self.begun: dict[int, int] = {}
         self.ended: dict[int, int] = {}
@@ -88,7 +88,7 @@ class VirtualEngine:
 
 
 class VirtualPool:
-    """`queries`, by time, through the real loop. `table` has its metrics, `engine` what it did, `server` sessions."""
+    """Runs timed `queries` through the real loop. `table` holds its metrics, `engine` its record, `server` sessions."""
 
     def __init__(self, queries: Sequence[Query], policy: Policy, *, fixed: int, each: int, query: int = 0) -> None:
         self._stack = ExitStack()
@@ -101,7 +101,7 @@ class VirtualPool:
         self._stack.callback(self.server.close)
         self.engine = VirtualEngine(queries, fixed, each, query)
         self.engine.arrive = self._arrive
-        engine: Any = self.engine  # what of an engine is called back
+        engine: Any = self.engine  # engine functions called back
         self._callbacks = Callbacks(engine, _Collection())
         self.loop = PoolLoop(
             policy, self.server, self._callbacks.backend(), self.table,
@@ -128,7 +128,7 @@ class VirtualPool:
             self._sent += 1
 
     def run(self) -> list[QueryOutcome]:
-        """What becomes of them, in their order."""
+        """Run all queries. Return their outcomes in order."""
         ended = 0
         while ended < len(self.queries):
             self._arrive()

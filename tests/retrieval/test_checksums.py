@@ -10,7 +10,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.manifest import Manifest, checksum_file, read_manifest
-from tests.pool.generations import build
+from tests.pool.rebuilds import build
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Collections that are rebuilt while they are served: every text says of which build it is."""
+"""Collections that are rebuilt while they are served: every text names its build."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ LATER_NS = 1 << 60
 
 
 def build(path: Path, generation: int, *, shards: int = 1, dim: int = DIM, rows: int = ROWS) -> str:
-    """Another build in the place of the one before; its identity. The same row has another text in each."""
+    """Replace the collection by another build, with other texts of the same rows. Return its identity."""
     documents = [Document(f"g{generation}-{row}", "", f"text {row} of generation {generation}") for row in range(rows)]
     vectors = np.random.default_rng(generation).normal(size=(rows, dim)).astype(np.float32)
     Collection.build(
@@ -35,7 +35,7 @@ def build(path: Path, generation: int, *, shards: int = 1, dim: int = DIM, rows:
 
 
 def generation_of(passages: tuple[Passage, ...]) -> int:
-    """The one build that all of these are of, ids and texts."""
+    """Return the build of all passages. Raises AssertionError if ids or texts are of several."""
     found = {int(p.text.rpartition(" ")[2]) for p in passages} | {int(p.id[1:].partition("-")[0]) for p in passages}
     assert len(found) == 1, f"texts of several builds in one answer: {passages}"
     return found.pop()
@@ -43,14 +43,14 @@ def generation_of(passages: tuple[Passage, ...]) -> int:
 
 @contextmanager
 def retriever(plan: NodePlan, clock: Callable[[], int] = time.monotonic_ns) -> Iterator[Retriever]:
-    """A worker's, with a library of its own."""
+    """Return a worker's retriever with its own document library."""
     made = Retriever(CollectionRegistry(plan, clock=clock), SearchClient.of_plan(plan, "test"))
     yield made
     made.close()
 
 
 def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") -> RetrievalResult:
-    """One query, until it has ended."""
+    """Run one query to its end."""
     found: list[RetrievalResult] = []
     ticket = retriever.submit(text, "docs", k, "decode", LATER_NS, build)
 
@@ -63,7 +63,7 @@ def ask(retriever: Retriever, text: str = "what?", k: int = 5, build: str = "") 
 
 
 def killed(pool: InProcessPool) -> None:
-    """End a pool worker, and wait until another can have its place: ZeroMQ gives names back in its own time."""
+    """Stop a pool worker, and wait until another can take its endpoint: ZeroMQ releases names asynchronously."""
     pool.close()
     name = pool.endpoint.removeprefix("ipc://")
     until(lambda: name not in Path("/proc/net/unix").read_text())

@@ -1,4 +1,4 @@
-"""A pool that holds its sessions and answers nothing: what it was asked is answered by its replica, once."""
+"""Tests of stalled pools, which keep their sessions without answering: a replica answers their queries, once."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.pool_session import ReplicaPolicy, Replicas
 from runtime.testing.pool import InProcessPool, plan_of
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import Vectors, attached, collect, exact
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import Vectors, attached, collect, exact
 
 MS = 1_000_000
 SHIPPED = ReplicaPolicy()
@@ -21,7 +21,7 @@ SHIPPED = ReplicaPolicy()
 
 @pytest.fixture
 def two(collection: Path, make_pool: MakePool) -> tuple[NodePlan, list[InProcessPool]]:
-    """Two pools of one plan, at work."""
+    """Two running pools of one plan."""
     plan = plan_of(collection, workers=2, ring_slots=64)
     return plan, [make_pool(plan, f"pool-{number}").start() for number in range(2)]
 
@@ -31,13 +31,13 @@ def outstanding(client: SearchClient) -> int:
 
 
 def ask_others(client: SearchClient, monkeypatch: pytest.MonkeyPatch, *stalled: int) -> None:
-    """Take these pools for stalled, now and until the test ends."""
+    """Mark these pools as stalled until the test ends."""
     monkeypatch.setattr(client.dispatcher.replicas, "stalled", lambda pool, now_ns: pool in stalled)
     client.dispatcher.hedge(0)
 
 
 def drained(client: SearchClient) -> None:
-    """Every answer is in, of no ticket any more."""
+    """Wait until every answer has arrived. None may belong to an ended ticket."""
 
     def poll() -> None:
         assert client.poll() == []
@@ -46,7 +46,7 @@ def drained(client: SearchClient) -> None:
     until(lambda: outstanding(client) == 0, poll)
 
 
-def test_what_a_silent_pool_was_asked_is_answered_by_the_other(
+def test_a_stalled_pools_queries_are_answered_by_the_other(
     two: tuple[NodePlan, list[InProcessPool]], make_client: MakeClient, queries: Vectors, index: GraphIndex
 ) -> None:
     plan, pools = two
@@ -60,7 +60,7 @@ def test_what_a_silent_pool_was_asked_is_answered_by_the_other(
     drained(client)
 
 
-def test_both_answers_of_a_question_asked_twice_end_it_once(
+def test_two_answers_to_a_resent_query_end_it_once(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -76,7 +76,7 @@ def test_both_answers_of_a_question_asked_twice_end_it_once(
     drained(client)
 
 
-def test_a_question_is_asked_of_one_other_pool_and_no_more(
+def test_a_query_is_resent_to_only_one_other_pool(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -95,7 +95,7 @@ def test_a_question_is_asked_of_one_other_pool_and_no_more(
 
 
 @pytest.mark.parametrize("dies", [0, 1])
-def test_the_death_of_one_of_two_pools_that_have_a_question_is_not_its_end(
+def test_a_resent_query_survives_the_death_of_one_of_its_pools(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -115,7 +115,7 @@ def test_the_death_of_one_of_two_pools_that_have_a_question_is_not_its_end(
     drained(client)
 
 
-def test_a_cancelled_question_is_asked_of_nobody_else(
+def test_a_cancelled_query_is_not_resent(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -131,7 +131,7 @@ def test_a_cancelled_question_is_asked_of_nobody_else(
     assert isinstance(collect(client, 1)[ticket].error, DeadlineExceeded)
 
 
-def test_a_question_asked_twice_and_then_cancelled_ends_once(
+def test_a_resent_query_that_is_cancelled_ends_once(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -148,7 +148,7 @@ def test_a_question_asked_twice_and_then_cancelled_ends_once(
     drained(client)
 
 
-def test_a_shard_that_is_silent_is_asked_at_its_replica_and_no_part_counts_twice(
+def test_a_stalled_shards_query_is_resent_to_its_replica_and_no_part_counts_twice(
     split: Path,
     make_pool: MakePool,
     make_client: MakeClient,
@@ -168,7 +168,7 @@ def test_a_shard_that_is_silent_is_asked_at_its_replica_and_no_part_counts_twice
     drained(client)
 
 
-def test_where_every_pool_is_silent_nothing_is_asked_twice(
+def test_nothing_is_resent_if_every_pool_is_stalled(
     two: tuple[NodePlan, list[InProcessPool]],
     make_client: MakeClient,
     queries: Vectors,
@@ -183,14 +183,14 @@ def test_where_every_pool_is_silent_nothing_is_asked_twice(
     assert sorted(collect(client, 6)) == tickets
 
 
-def test_a_pool_is_stalled_when_it_owes_answers_and_gives_none() -> None:
+def test_a_pool_with_overdue_answers_is_stalled() -> None:
     replicas = Replicas(2)
-    assert not replicas.stalled(0, 10_000 * MS), "it was asked nothing"
+    assert not replicas.stalled(0, 10_000 * MS), "it has no queries"
     replicas.sent(0, 0, 3)
     assert not replicas.stalled(0, 499 * MS)
     assert replicas.stalled(0, 500 * MS)
     replicas.answered(0, 500 * MS, 500 * MS)
-    assert not replicas.stalled(0, 999 * MS), "slow, but it answers"
+    assert not replicas.stalled(0, 999 * MS), "it is slow, but it answers"
     assert replicas.stalled(0, 1000 * MS)
     replicas.lost(0)
     assert not replicas.stalled(0, 5000 * MS)

@@ -1,4 +1,4 @@
-"""A scheduler and queries for it, by name."""
+"""Factories of schedulers and of named queries."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +11,8 @@ from runtime.pool.tables import NEVER_NS
 from tests.pool.scheduler import Entry, Scheduler
 
 STAGES = st.sampled_from(["prefill", "decode"])
-USUAL = 40  # top_m: 13 extends are expected
-LONG = 400  # 103 extends are expected, eight times as many
+USUAL = 40  # top_m: 13 extends expected
+LONG = 400  # 103 extends expected, eight times as many
 
 
 def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0, top_m: int = USUAL) -> Entry[int]:
@@ -20,7 +20,7 @@ def entry(stage: Stage, name: int, *, deadline: int = NEVER_NS, arrival: int = 0
 
 
 def scheduler(slots: int, reserve: float, queue: int = 1000, **policy: Any) -> Scheduler[int]:
-    """Prefill queries are due when their callers say so, unless a policy is told otherwise."""
+    """Return a scheduler whose prefill queries are due at their callers' deadlines, unless configured otherwise."""
     policy = {"prefill_target_ns": NEVER_NS} | policy
     return Scheduler(Policy(slots=slots, reserve=reserve, queue=queue, **policy))
 
@@ -36,7 +36,7 @@ def names(entries: Iterable[Entry[int]]) -> list[int]:
 
 
 def measured(made: Scheduler[int], fixed: float, each: float) -> Scheduler[int]:
-    """A scheduler that has seen what extends cost."""
+    """Return a scheduler that has observed the cost of extends."""
     for _ in range(20):
         for active in (1, 8):
             made.learn_cost(active, fixed + each * active)
@@ -44,7 +44,7 @@ def measured(made: Scheduler[int], fixed: float, each: float) -> Scheduler[int]:
 
 
 def with_credit(made: Scheduler[int]) -> Scheduler[int]:
-    """Prefill has left its share to a decode query that is active, for a while."""
+    """Let prefill leave its share to an active decode query for a while, so that it earns credit."""
     made.advanced(1, 10**12)
     assert made.credit_ns > 0
     return made

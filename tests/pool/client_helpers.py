@@ -1,4 +1,4 @@
-"""What is asked of pools and comes back."""
+"""Helpers for queries to pools and their results."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ Vectors = npt.NDArray[np.float32]
 
 
 def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
-    """The next `count` results by ticket; each comes once, and no other."""
+    """Return the next `count` results by ticket. Each arrives exactly once, and no other does."""
     found: list[SearchResult] = []
 
     def poll() -> None:
@@ -27,16 +27,16 @@ def collect(client: SearchClient, count: int) -> dict[int, SearchResult]:
 
 
 def exact(index: GraphIndex, queries: Vectors, k: int) -> list[list[int]]:
-    """What a search that looks at everything finds."""
+    """Return the results of an exhaustive search."""
     return [row.tolist() for row in index.search(queries, k, top_m=400)[0]]
 
 
 def attached(client: SearchClient) -> SearchClient:
-    """With every pool of the plan."""
+    """Wait until the client is attached to every pool of the plan."""
 
     def poll() -> None:
         assert client.poll() == []
-        client.sleep((), 1)  # else nobody else gets on
+        client.sleep((), 1)  # lets other threads run
 
     until(lambda: all(pool.state != "lost" for pool in client.statistics().pools), poll)
     return client

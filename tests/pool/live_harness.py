@@ -1,4 +1,4 @@
-"""A live collection that is written to and served by pools, and what a search has to find in it."""
+"""A live collection that is written and served by pools, with the expected results of searches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +15,19 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.testing.pool import InProcessPool
 from runtime.testing.waiting import until
 from tests.gpu.datasets import clustered
-from tests.pool.pools import Vectors
+from tests.pool.client_helpers import Vectors
 
 DIM = 16
-SEALED = 300  # rows of a segment that is large enough for its graph to be walked
+SEALED = 300  # rows of a segment large enough to be searched by its graph
 
 
-def of(tenant: str) -> dict[str, Any]:
+def tenant_filter(tenant: str) -> dict[str, Any]:
+    """Return the filter of a tenant's documents."""
     return {"type": "eq", "key": "tenant", "value": tenant}
 
 
-class Stand:
-    """A live collection, its writer, and what it holds: vectors and attributes by id."""
+class LiveHarness:
+    """A live collection, its writer and a model of its contents: vectors and attributes by id."""
 
     def __init__(self, path: Path, **made: Any) -> None:
         create(path, DIM, metric="l2", **made)
@@ -49,7 +50,7 @@ class Stand:
             self.held.pop(name, None)
 
     def nearest(self, query: Vectors, k: int, told: Mapping[str, Any] | None = None) -> list[str]:
-        """Of the documents with these attributes."""
+        """Return the nearest documents with these attributes."""
         wanted = (told or {}).items()
         near = {
             name: float(np.square(v - query).sum()) for name, (v, own) in self.held.items() if wanted <= own.items()
@@ -58,7 +59,7 @@ class Stand:
 
 
 class Served:
-    """The collection through a pool, and its documents as an answering worker looks them up."""
+    """Searches of the collection through a pool, and lookups of its documents as by an answering worker."""
 
     def __init__(self, plan: NodePlan, pools: list[InProcessPool], client: SearchClient) -> None:
         self.pools, self.pool, self.client = pools, pools[0], client
@@ -66,7 +67,7 @@ class Served:
         self._registry.follow("docs", client.identities("docs"))
 
     def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
-        """Ids as texts say them."""
+        """Return the ids given by the texts."""
         result = self.client.search(query, k, top_m=64, **asked)
         found = self._registry.passages("docs", result)
         assert all(passage.text == f"text of {passage.id}" for passage in found)

@@ -1,4 +1,4 @@
-"""Stored answers in a pool: found through its rings by who writes them next too, whatever becomes of their files."""
+"""Tests of stored answers in a pool: they are found through its rings, also by a new writer and after loss of files."""
 
 import asyncio
 import shutil
@@ -22,8 +22,8 @@ from runtime.retrieval.search.client import SearchClient
 from runtime.serving.frontend.answer_cache import AnswerCache, CacheKey
 from runtime.serving.messages import Sampling, Tokens
 from runtime.testing.waiting import until
+from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool
-from tests.pool.pools import attached
 
 DIM = 64
 LIMITS = AnswerCacheSection(enabled=True, embedder=f"hashing-{DIM}", threshold=0.9)
@@ -62,7 +62,7 @@ def find(client: SearchClient, stored: AnswerStore, key: str, vector: Any) -> Ca
     return stored.resolve(client.search(vector, 1, collection=ANSWERS, filter=stored.filter(key)))
 
 
-def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
+def test_an_answer_is_found_only_by_its_own_key(
     tmp_path: Path, collection: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
     planned = plan(tmp_path, collection)
@@ -76,7 +76,7 @@ def test_an_answer_is_found_by_its_key_alone_and_no_search_goes_across_keys(
         client.search(EAST, 1, collection=ANSWERS)
 
 
-def test_a_node_without_collections_has_a_pool_for_its_stored_answers_alone(
+def test_a_node_without_collections_has_a_pool_only_for_stored_answers(
     tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
     planned = plan(tmp_path)
@@ -86,7 +86,7 @@ def test_a_node_without_collections_has_a_pool_for_its_stored_answers_alone(
     until(lambda: find(client, stored, "k", EAST) is not None)
 
 
-def test_answers_outlive_their_frontend_and_the_pool(
+def test_answers_survive_their_frontend_and_the_pool(
     tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
     planned = plan(tmp_path)
@@ -105,7 +105,7 @@ def test_answers_outlive_their_frontend_and_the_pool(
     assert found.text == "one"
 
 
-def test_a_reload_of_every_collection_leaves_stored_answers_as_they_are(
+def test_a_reload_of_all_collections_leaves_stored_answers_unchanged(
     tmp_path: Path, collection: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
     planned = plan(tmp_path, collection)
@@ -118,7 +118,7 @@ def test_a_reload_of_every_collection_leaves_stored_answers_as_they_are(
     assert find(client, stored, "k", EAST) is not None
 
 
-def test_a_collection_that_was_removed_or_begun_anew_is_served_again(
+def test_a_removed_or_recreated_collection_is_served_again(
     tmp_path: Path, make_pool: MakePool, make_client: MakeClient, make_stored: MakeStored
 ) -> None:
     planned = plan(tmp_path)
@@ -154,5 +154,5 @@ def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClie
     answers.close()
 
 
-def test_a_pool_on_a_gpu_has_them_too(tmp_path: Path) -> None:
+def test_a_pool_on_a_gpu_serves_stored_answers(tmp_path: Path) -> None:
     assert plan(tmp_path, devices=["cuda:0"]).answers == plan(tmp_path).answers
