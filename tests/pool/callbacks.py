@@ -61,10 +61,10 @@ class Callbacks:
     def _extend(self, report: int) -> int:
         engine = self._engine
         finished = engine.extend().tolist()
-        told = (ctypes.c_int64 * (2 + 2 * len(finished))).from_address(report)
-        told[0], told[1] = engine.extends_made, engine.padded_slots
-        told[2::2] = finished
-        told[3::2] = [engine.extends(slot) for slot in finished]
+        record = (ctypes.c_int64 * (2 + 2 * len(finished))).from_address(report)
+        record[0], record[1] = engine.extends_made, engine.padded_slots
+        record[2::2] = finished
+        record[3::2] = [engine.extends(slot) for slot in finished]
         return len(finished)
 
     def _read_result(self, slot: int, ids: int, distances: int) -> int:

@@ -49,9 +49,9 @@ class LiveHarness:
         for name in names:
             self.held.pop(name, None)
 
-    def nearest(self, query: Vectors, k: int, told: Mapping[str, Any] | None = None) -> list[str]:
+    def nearest(self, query: Vectors, k: int, attributes: Mapping[str, Any] | None = None) -> list[str]:
         """Return the nearest documents with these attributes."""
-        wanted = (told or {}).items()
+        wanted = (attributes or {}).items()
         near = {
             name: float(np.square(v - query).sum()) for name, (v, own) in self.held.items() if wanted <= own.items()
         }
@@ -66,12 +66,12 @@ class Served:
         self._registry = CollectionRegistry(plan)
         self._registry.follow("docs", client.identities("docs"))
 
-    def find(self, query: Vectors, k: int = 10, **asked: Any) -> list[str]:
+    def find(self, query: Vectors, k: int = 10, **options: Any) -> list[str]:
         """Return the ids given by the texts."""
-        result = self.client.search(query, k, top_m=64, **asked)
+        result = self.client.search(query, k, top_m=64, **options)
         found = self._registry.passages("docs", result)
         assert all(passage.text == f"text of {passage.id}" for passage in found)
         return [passage.id for passage in found]
 
-    def until_found(self, query: Vectors, expected: list[str], **asked: Any) -> None:
-        until(lambda: self.find(query, max(len(expected), 1), **asked) == expected)
+    def until_found(self, query: Vectors, expected: list[str], **options: Any) -> None:
+        until(lambda: self.find(query, max(len(expected), 1), **options) == expected)

@@ -115,10 +115,10 @@ def test_once_the_node_was_ready_a_bad_required_collection_does_not_stop_a_worke
     pool.close()
 
 
-def pool_of(plan: Any, **told: Any) -> InProcessPool:
+def pool_of(plan: Any, **options: Any) -> InProcessPool:
     """Return a pool worker with a plan from its supervisor."""
 
-    return InProcessPool(plan, **told).start()
+    return InProcessPool(plan, **options).start()
 
 
 class HeldChecksums(Checksums):
@@ -184,7 +184,7 @@ def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path,
     pool = make_pool(plan_with(both), opener=opener)
     with pool.attach() as client:
         until(held.begun.is_set, pool.step)
-        asked = client.submit(QUERY, SearchSpec("code", 3, "decode"))
+        request_id = client.submit(QUERY, SearchSpec("code", 3, "decode"))
         pool.step()
         held.end.set()
         until(lambda: all(thread.name != "checksums" for thread in threading.enumerate()))
@@ -199,7 +199,7 @@ def test_a_query_in_flight_on_a_removed_collection_is_answered(both: tuple[Path,
             found.extend(client.poll())
 
         until(lambda: bool(found), step)
-    assert [(result.request_id, result.status) for result in found] == [(asked, "ok")]
+    assert [(result.request_id, result.status) for result in found] == [(request_id, "ok")]
 
 
 def test_all_checksums_are_verified_and_a_metric_reports_progress(both: tuple[Path, Path], make_pool: MakePool) -> None:

@@ -56,14 +56,14 @@ def test_a_client_prefers_its_coupled_pool_and_uses_another_when_it_is_down(
     client = attached(make_client(replace(plan, workers=(first, replace(second, paired_with="test"), *rest))))
     for query in queries[:10]:
         client.search(query, 4)
-    asked = PoolMetrics.QUERIES["prefill"]
-    assert [pool.metric(asked) for pool in pools] == [0, 10]
+    query_count = PoolMetrics.QUERIES["prefill"]
+    assert [pool.metric(query_count) for pool in pools] == [0, 10]
     with pools[1].held():
         ticket = client.submit(queries[10], 4)
         pools[1].die()  # has not read the query
     assert collect(client, 1)[ticket].error is None
     client.search(queries[11], 4)
-    assert pools[0].metric(asked) == 2
+    assert pools[0].metric(query_count) == 2
 
 
 def test_search_waits_for_its_own_result_and_keeps_others(
@@ -127,20 +127,20 @@ def test_a_client_never_blocks_on_a_dead_pool(
     plan = plan_of(collection, workers=2)
     pools = [make_pool(plan, f"pool-{number}").start() for number in range(2)]
     client = attached(make_client(plan))
-    asked, answer = threading.Event(), threading.Event()
+    attempted, answer = threading.Event(), threading.Event()
 
     class Unanswered:
         """An attempt to attach that blocks until the test ends it."""
 
         def __init__(self, *_: object, **__: object) -> None:
-            asked.set()
+            attempted.set()
             answer.wait(60)
             raise AttachTimeout("nobody answered")
 
     with monkeypatch.context() as patch:
         patch.setattr(pool_session, "RingClient", Unanswered)
         pools[0].die()
-        until(asked.is_set, client.poll)
+        until(attempted.is_set, client.poll)
         assert [len(client.search(query, 3).ids) for query in queries[:5]] == [3] * 5
         assert client.statistics().pools[0].state == "lost"
     answer.set()

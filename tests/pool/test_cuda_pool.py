@@ -52,12 +52,12 @@ def test_a_pool_on_a_device_returns_the_index_s_answers(
     opened: list[CudaEngine], make_pool: MakePool, index: GraphIndex, queries: Vectors
 ) -> None:
     pool = make_pool(slots=4, max_top_m=64, max_k=32, top_m=32)
-    stages, asked = ["prefill", "decode"], queries[:12]
+    stages, vectors = ["prefill", "decode"], queries[:12]
     with pool.attach() as client:
-        numbers = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(asked)]
-        found = collect(pool, client, len(asked))
+        numbers = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(vectors)]
+        found = collect(pool, client, len(vectors))
     scored = GraphIndex(replace(index.data, codes=None))  # a device scores every candidate and uses no estimates
-    ids, _ = scored.search(asked, 5, top_m=32, search_width=2)
+    ids, _ = scored.search(vectors, 5, top_m=32, search_width=2)
     assert [found[number].ids.tolist() for number in numbers] == ids.tolist()
     assert {found[number].status for number in numbers} == {"ok"}
     extends = [found[number].extends for number in numbers]

@@ -95,15 +95,15 @@ def test_every_query_of_a_batch_returns_the_nearest_rows_that_pass_its_own_filte
     client: SearchClient, vectors: Vectors
 ) -> None:
     queries = vectors[:40] + 0.01
-    asked = {}
+    expected_ids = {}
     for number, query in enumerate(queries):
         wanted, passing = CASES[number % len(CASES)]
         ticket = client.submit(query, 5, top_m=64, filter=wanted)
-        asked[ticket] = nearest(vectors, query, passing, 5)
+        expected_ids[ticket] = nearest(vectors, query, passing, 5)
         plain = client.submit(query, 5, top_m=64)
-        asked[plain] = nearest(vectors, query, np.ones(ROWS, bool), 5)
-    found = collect(client, len(asked))
-    for ticket, expected in asked.items():
+        expected_ids[plain] = nearest(vectors, query, np.ones(ROWS, bool), 5)
+    found = collect(client, len(expected_ids))
+    for ticket, expected in expected_ids.items():
         assert found[ticket].checked().ids.tolist() == expected
 
 

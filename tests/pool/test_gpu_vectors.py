@@ -99,12 +99,12 @@ def test_interleaved_host_and_gpu_vectors_get_the_indexs_answers_without_staging
 ) -> None:
     client, _ = start(16)
     for first in range(0, len(queries), 12):
-        asked = {}
+        query_of = {}
         for number in range(first, first + 12):
             query = [queries[number], CudaArray(queries[number]), DlpackArray(queries[number], 2)][number % 3]
-            asked[client.submit(query, 4, **ATTACH_PENDING)] = number
-        for ticket, result in collect(client, len(asked)).items():
-            assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
+            query_of[client.submit(query, 4, **ATTACH_PENDING)] = number
+        for ticket, result in collect(client, len(query_of)).items():
+            assert result.checked().ids.tolist() == nearest.ids[query_of[ticket]].tolist()
     assert staged() == []
 
 
@@ -116,12 +116,12 @@ def test_the_loop_never_waits_for_the_gpus_copies(
         cuda = gpus["pool-0"]
         cuda.lazy, cuda.copies_per_query = True, 1  # its stream executes one copy per query
         cuda.calls.clear()
-    asked = {}
+    query_of = {}
     for number in range(24):
         query = CudaArray(queries[number]) if number % 2 else queries[number]
-        asked[client.submit(query, 4, **ATTACH_PENDING)] = number
-    for ticket, result in collect(client, len(asked)).items():
-        assert result.checked().ids.tolist() == nearest.ids[asked[ticket]].tolist()
+        query_of[client.submit(query, 4, **ATTACH_PENDING)] = number
+    for ticket, result in collect(client, len(query_of)).items():
+        assert result.checked().ids.tolist() == nearest.ids[query_of[ticket]].tolist()
     with pool.held():
         names = [call[0] for call in cuda.calls]
         cuda.lazy = False

@@ -160,8 +160,8 @@ def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: Mak
     search = AsyncRetriever(CollectionRegistry(plan), client)
 
     async def found(**options: Any) -> list[str]:
-        asked = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
-        passages = await search.search(asked, on_embedded=lambda: None, timeout_s=60)
+        passage_query = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
+        passages = await search.search(passage_query, on_embedded=lambda: None, timeout_s=60)
         return [passage.id for passage in passages]
 
     async def body() -> None:

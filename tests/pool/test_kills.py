@@ -144,7 +144,7 @@ def test_every_query_ends_exactly_once_when_pools_are_killed_at_any_moment(
     plan = plan_of(split if shards == 2 else collection, shards=shards, workers=workers, ring_slots=32)
     expected = index.search(queries, 3, top_m=200)[0].tolist()
     ends: Counter[int] = Counter()
-    asked: dict[int, int] = {}
+    query_of: dict[int, int] = {}
     whole = 0
     with ExitStack() as undo:
         pools = Killable(plan, undo)
@@ -156,7 +156,7 @@ def test_every_query_ends_exactly_once_when_pools_are_killed_at_any_moment(
             for result in client.poll():
                 ends[result.ticket] += 1
                 if result.error is None:
-                    assert result.ids.tolist() == expected[asked[result.ticket]]
+                    assert result.ids.tolist() == expected[query_of[result.ticket]]
                     whole += 1
                 else:
                     assert isinstance(result.error, WorkerLost)
@@ -168,7 +168,7 @@ def test_every_query_ends_exactly_once_when_pools_are_killed_at_any_moment(
             while more:
                 number = rng.randrange(len(queries))
                 try:
-                    asked[client.submit(queries[number], 3, collection="docs", top_m=200)] = number
+                    query_of[client.submit(queries[number], 3, collection="docs", top_m=200)] = number
                     more -= 1
                 except TrinityError:
                     read()
@@ -179,9 +179,9 @@ def test_every_query_ends_exactly_once_when_pools_are_killed_at_any_moment(
             pools.start(victim)
             batch = client.search_batch(queries[:8], 3, top_m=200, deadline_ms=60_000)
             assert batch.checked().ids.tolist() == expected[:8]
-        until(lambda: len(ends) == len(asked), read)
-        assert ends == Counter(dict.fromkeys(asked, 1))
-        assert whole > len(asked) / 2
+        until(lambda: len(ends) == len(query_of), read)
+        assert ends == Counter(dict.fromkeys(query_of, 1))
+        assert whole > len(query_of) / 2
         attached(client)
         assert all(pool.outstanding == 0 for pool in client.statistics().pools)
         until(lambda: descriptors() == before)

@@ -43,10 +43,10 @@ def test_answers_equal_the_index_in_any_batch(make_pool: MakePool, index: GraphI
     pool = make_pool(slots=7)
     with pool.attach() as client:
         stages = ["prefill", "decode"]
-        asked = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(queries)]
+        request_ids = [ask(client, query, stages[n % 2], search_width=2) for n, query in enumerate(queries)]
         found = collect(pool, client, len(queries))
     ids, distances = index.search(queries, 5, top_m=32, search_width=2)
-    for request_id, expected, near in zip(asked, ids, distances, strict=True):
+    for request_id, expected, near in zip(request_ids, ids, distances, strict=True):
         result = found[request_id]
         assert result.status == "ok"
         assert result.ids.tolist() == expected.tolist()
@@ -102,9 +102,9 @@ def test_a_query_that_waits_past_its_deadline_is_reported_late(make_pool: MakePo
 def test_queries_beyond_the_queue_are_rejected_and_the_rest_answered(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(slots=1, queue=2)
     with pool.attach() as client:
-        asked = [ask(client, query) for query in queries[:5]]
+        request_ids = [ask(client, query) for query in queries[:5]]
         found = collect(pool, client, 5)
-    assert [found[request_id].status for request_id in asked] == ["ok", "ok", *["overloaded"] * 3]
+    assert [found[request_id].status for request_id in request_ids] == ["ok", "ok", *["overloaded"] * 3]
 
 
 BAD: dict[str, dict[str, Any]] = {"a NaN": {}, "k over top_m": {"k": 40}, "a width over the limit": {"search_width": 9}}
@@ -158,12 +158,12 @@ def test_metrics_count_queries_and_outcomes(make_pool: MakePool, queries: Vector
 def test_a_draining_pool_answers_its_queries_and_accepts_no_new_ones(make_pool: MakePool, queries: Vectors) -> None:
     pool = make_pool(slots=1)
     with pool.attach() as client:
-        asked = [ask(client, query) for query in queries[:5]]
+        request_ids = [ask(client, query) for query in queries[:5]]
         pool.pool.drain()
         with pytest.raises(Draining):
             ask(client, queries[5])
         found = collect(pool, client, 5)
-        assert {found[request_id].status for request_id in asked} == {"ok"}
+        assert {found[request_id].status for request_id in request_ids} == {"ok"}
 
 
 def test_the_process_stops_on_request_after_answering_its_queries(
@@ -172,14 +172,14 @@ def test_the_process_stops_on_request_after_answering_its_queries(
     held = make_pool(slots=1)
     monkeypatch.setattr(process, "Pool", lambda worker: held.pool)
     with held.attach() as client:
-        asked = [ask(client, query) for query in queries[:10]]
+        request_ids = [ask(client, query) for query in queries[:10]]
         held.worker.stop()
         loop = threading.Thread(target=process.run, args=(held.worker,))
         loop.start()
         loop.join(timeout=60)
         assert not loop.is_alive()
         found = {result.request_id: result.status for result in client.poll()}
-    assert found == dict.fromkeys(asked, "ok")
+    assert found == dict.fromkeys(request_ids, "ok")
 
 
 def test_a_request_is_pending_until_it_is_received(make_pool: MakePool, queries: Vectors) -> None:

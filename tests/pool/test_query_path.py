@@ -136,9 +136,9 @@ def test_cached_specs_distinguish_equal_values_of_different_types(
     plan = plan_of(collection)
     make_pool(plan, "pool-0").start()
     client = attached(make_client(plan))
-    asked: Any
-    for asked in (1, np.int64(1)):
-        assert len(client.search(queries[0], asked, collection="docs").ids) == 1
-    for asked in (True, 1.0):
+    k: Any
+    for k in (1, np.int64(1)):
+        assert len(client.search(queries[0], k, collection="docs").ids) == 1
+    for k in (True, 1.0):
         with pytest.raises(InvalidRequest, match="k must be an integer"):
-            client.search(queries[0], asked, collection="docs")
+            client.search(queries[0], k, collection="docs")

@@ -102,7 +102,7 @@ def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (_alter_codes, "codes.npy is damaged"),
         (lambda directory: _rewrite_documents(directory, lambda content: content[:-1] + b"?"), "documents.sqlite"),
@@ -112,7 +112,7 @@ def _rewrite_documents(directory: Path, change: Callable[[bytes], bytes]) -> Non
     ids=["codes altered", "documents altered", "documents cut", "documents gone"],
 )
 def test_a_reload_rejects_a_damaged_build_and_keeps_the_old_one(
-    damage: Callable[[Path], None], told: str, tmp_path: Path, make_pool: MakePool
+    damage: Callable[[Path], None], message: str, tmp_path: Path, make_pool: MakePool
 ) -> None:
     build(tmp_path / "docs", 1)
     plan = plan_of(tmp_path / "docs")
@@ -122,7 +122,7 @@ def test_a_reload_rejects_a_damaged_build_and_keeps_the_old_one(
         damage(tmp_path / "docs")
         assert not reload(pool, readers, 1)
         assert "collection docs: not reloaded: " in pool.table.note
-        assert told in pool.table.note
+        assert message in pool.table.note
         assert readers.some() == {1}
         build(tmp_path / "docs", 3)
         assert reload(pool, readers, 2)

@@ -11,7 +11,7 @@ MS = 1_000_000
 POLICY = ReplicaPolicy(floor_ns=2 * MS)
 
 
-def asked(replicas: Replicas, live: list[int], now: int, took: dict[int, int]) -> int:
+def send_query(replicas: Replicas, live: list[int], now: int, took: dict[int, int]) -> int:
     """Send one query, answered at once. Return its pool."""
     pool = replicas.choose(live, now)[0]
     replicas.sent(pool, now)
@@ -21,13 +21,13 @@ def asked(replicas: Replicas, live: list[int], now: int, took: dict[int, int]) -
 
 def test_equal_pools_are_used_round_robin() -> None:
     replicas = Replicas(3)
-    order = [asked(replicas, [0, 1, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(9)]
+    order = [send_query(replicas, [0, 1, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(9)]
     assert order == [0, 1, 2] * 3
 
 
 def test_a_dead_pool_is_skipped_and_the_others_are_used_round_robin() -> None:
     replicas = Replicas(3)
-    order = [asked(replicas, [0, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(6)]
+    order = [send_query(replicas, [0, 2], now * MS, dict.fromkeys(range(3), MS)) for now in range(6)]
     assert order == [0, 2] * 3
     assert replicas.choose([], 0) == []
 
@@ -35,10 +35,10 @@ def test_a_dead_pool_is_skipped_and_the_others_are_used_round_robin() -> None:
 def test_the_coupled_pool_is_preferred_while_it_is_up() -> None:
     replicas = Replicas(3, near=[1])
     took = dict.fromkeys(range(3), MS)
-    assert [asked(replicas, [0, 1, 2], now * MS, took) for now in range(6)] == [1] * 6
-    assert [asked(replicas, [0, 2], now * MS, took) for now in range(6, 10)] == [0, 2] * 2
+    assert [send_query(replicas, [0, 1, 2], now * MS, took) for now in range(6)] == [1] * 6
+    assert [send_query(replicas, [0, 2], now * MS, took) for now in range(6, 10)] == [0, 2] * 2
     replicas.lost(1)
-    assert asked(replicas, [0, 1, 2], 10 * MS, took) == 1, "it is up again"
+    assert send_query(replicas, [0, 1, 2], 10 * MS, took) == 1, "it is up again"
 
 
 def test_a_coupled_pool_that_is_slow_or_crowded_is_skipped() -> None:
@@ -57,11 +57,11 @@ def test_a_coupled_pool_that_is_slow_or_crowded_is_skipped() -> None:
 def test_a_slow_pool_is_skipped_but_probed_and_used_again_when_fast() -> None:
     replicas = Replicas(2, POLICY)
     slow = {0: MS, 1: 100 * MS}
-    order = [asked(replicas, [0, 1], now * 10 * MS, slow) for now in range(200)]
+    order = [send_query(replicas, [0, 1], now * 10 * MS, slow) for now in range(200)]
     assert replicas.slow(1)
     assert 10 <= order.count(1) <= 25  # two seconds with a probe every 100 ms
     fast = {0: MS, 1: MS}
-    later = [asked(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
+    later = [send_query(replicas, [0, 1], (2000 + now * 10) * MS, fast) for now in range(200)]
     assert not replicas.slow(1)
     assert later[-20:].count(1) == 10
 
@@ -81,7 +81,7 @@ def test_latencies_between_the_two_thresholds_change_nothing() -> None:
     replicas = Replicas(2, POLICY)
     between = {0: 10 * MS, 1: 30 * MS}  # more than twice, less than four times the best
     for now in range(50):
-        asked(replicas, [0, 1], now * 100 * MS, between)
+        send_query(replicas, [0, 1], now * 100 * MS, between)
     assert not replicas.slow(1)
     for now in range(50, 60):
         replicas.sent(1, now * 100 * MS)
@@ -89,7 +89,7 @@ def test_latencies_between_the_two_thresholds_change_nothing() -> None:
     replicas.choose([0, 1], 6000 * MS)
     assert replicas.slow(1)
     for now in range(60, 120):
-        asked(replicas, [0, 1], now * 100 * MS, between)
+        send_query(replicas, [0, 1], now * 100 * MS, between)
     assert replicas.slow(1)
 
 
@@ -108,7 +108,7 @@ def test_a_crowded_pool_is_skipped_until_the_others_have_as_many_queries() -> No
 def test_a_pool_that_was_lost_starts_without_history() -> None:
     replicas = Replicas(2, POLICY)
     for now in range(50):
-        asked(replicas, [0, 1], now * 10 * MS, {0: MS, 1: 100 * MS})
+        send_query(replicas, [0, 1], now * 10 * MS, {0: MS, 1: 100 * MS})
     replicas.sent(1, 500 * MS, 7)
     replicas.lost(1)
     assert not replicas.slow(1)

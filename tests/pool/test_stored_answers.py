@@ -138,14 +138,14 @@ def test_a_removed_or_recreated_collection_is_served_again(
 def test_lookups_without_a_pool_are_misses(tmp_path: Path, make_client: MakeClient, make_stored: MakeStored) -> None:
     client = AsyncSearchClient(make_client(plan(tmp_path)))
     answers = AnswerCache(make_stored(), load_embedder(LIMITS.embedder), client)
-    asked = CacheKey.of("", "m", "why?", Sampling(8), None, seeded=False)
-    assert asked is not None
+    key = CacheKey.of("", "m", "why?", Sampling(8), None, seeded=False)
+    assert key is not None
 
     async def look_up() -> Any:
         running = asyncio.create_task(client.run())
         try:
-            vector, hit = await answers.find(asked)
-            answers.store(asked, vector, (Tokens("a", "one", (1,), "stop"),))
+            vector, hit = await answers.find(key)
+            answers.store(key, vector, (Tokens("a", "one", (1,), "stop"),))
             return hit
         finally:
             running.cancel()
