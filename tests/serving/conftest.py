@@ -1,4 +1,4 @@
-"""Fixtures of the serving tests: tiny models on disk and a way to run prompts through one as a worker would."""
+"""Fixtures of the serving tests: tiny models on disk, and workers that run prompts through them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.serving.workers import Start, Workers
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tiny random Llama."""
+    """Return a directory with a tiny random Llama."""
     pytest.importorskip("torch", reason="the model needs the extra [llm]")
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
 
@@ -26,7 +26,7 @@ def reference(tiny_directory: Path) -> Reference:
 
 @pytest.fixture
 def start(tiny_directory: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Workers on CPUs, or, where a test says "GPU", on emulated GPUs whose copies take their time."""
+    """Return a factory of workers on CPUs or, if a test requests "GPU", on emulated GPUs with slow copies."""
     started: list[Workers] = []
     transport = None
     if getattr(request, "param", "CPU") == "GPU":

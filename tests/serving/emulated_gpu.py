@@ -1,4 +1,4 @@
-"""A GPU for prefill and decode that is none: GPUs' code over tensors on the CPU and a stand-in for the driver."""
+"""Emulated GPU for prefill and decode: the GPU code path over CPU tensors and a fake driver."""
 
 import ctypes
 
@@ -10,9 +10,9 @@ from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 
 
 class EmulatedTransport(CudaTransport):
-    """`CudaTransport` over `cuda`; source and sink may be in one process."""
+    """`CudaTransport` over a fake `cuda`; source and sink may be in one process."""
 
-    kernels: Kernels = "gathered"  # what torch compiles for a GPU is tried in a test of its own
+    kernels: Kernels = "gathered"  # torch.compile for GPUs has its own test
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__("cuda:0")

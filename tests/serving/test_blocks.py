@@ -1,4 +1,4 @@
-"""The block manager: prefixes are found again, the longest unused go first, and the books always balance."""
+"""Tests of the block manager: prefix hits, LRU eviction, and consistent accounting."""
 
 import pytest
 from hypothesis import settings
@@ -15,14 +15,14 @@ def manager(blocks: int = 8) -> BlockManager:
 
 
 def written(made: BlockManager, tokens: list[int]) -> BlockTable:
-    """A sequence whose KV has been computed as a worker does it."""
+    """Return a sequence whose KV is marked as computed, as by a worker."""
     table = made.open(tokens)
     made.grow(table, len(tokens))
     made.fill(table, tokens, len(tokens))
     return table
 
 
-def test_a_sequence_gets_as_many_blocks_as_its_tokens_take() -> None:
+def test_a_sequence_gets_the_blocks_for_its_tokens() -> None:
     made = manager()
     table = made.open([1] * 9)
     made.grow(table, 9)
@@ -34,7 +34,7 @@ def test_a_sequence_gets_as_many_blocks_as_its_tokens_take() -> None:
     assert made.available == 4
 
 
-def test_it_is_known_when_the_latest_request_came_of_whose_blocks_one_was_given_up() -> None:
+def test_the_latest_request_with_an_evicted_block_is_recorded() -> None:
     made = manager(blocks=4)
     for requested_ns, tokens in ((30, [1] * 8), (20, [2] * 8)):
         table = written(made, tokens)
@@ -44,10 +44,10 @@ def test_it_is_known_when_the_latest_request_came_of_whose_blocks_one_was_given_
     made.close(written(made, [3] * 8))
     assert made.evicted_ns == 30
     made.close(written(made, [4] * 8))
-    assert made.evicted_ns == 30, "an earlier one tells nothing new"
+    assert made.evicted_ns == 30, "an earlier request changes nothing"
 
 
-def test_a_prefix_that_another_sequence_holds_is_shared_in_whole_blocks() -> None:
+def test_a_prefix_of_another_sequence_is_shared_in_whole_blocks() -> None:
     made = manager()
     first = written(made, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = made.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
@@ -58,7 +58,7 @@ def test_a_prefix_that_another_sequence_holds_is_shared_in_whole_blocks() -> Non
     assert made.statistics().hit_tokens == 12
 
 
-def test_a_prefix_is_found_again_after_its_sequence_has_ended() -> None:
+def test_a_prefix_is_reused_after_its_sequence_has_ended() -> None:
     made = manager()
     first = written(made, [*range(8), 9])
     blocks = list(first.blocks)
@@ -69,36 +69,36 @@ def test_a_prefix_is_found_again_after_its_sequence_has_ended() -> None:
     assert made.held == 2
 
 
-def test_the_same_tokens_after_another_beginning_are_not_the_same_block() -> None:
+def test_the_same_tokens_after_another_prefix_are_another_block() -> None:
     made = manager()
     written(made, [1, 2, 3, 4, 5, 6, 7, 8])
     assert made.cached_tokens([9, 9, 9, 9, 5, 6, 7, 8, 1]) == 0
 
 
-def test_two_models_share_nothing() -> None:
+def test_two_models_share_no_blocks() -> None:
     made, other = BlockManager(4, B, b"one"), BlockManager(4, B, b"two")
     assert written(made, [1] * 4).chain != written(other, [1] * 4).chain
 
 
-def test_at_least_one_token_is_left_to_compute_unless_all_are_asked_for() -> None:
+def test_at_least_one_token_is_left_to_compute_unless_all_are_requested() -> None:
     made = manager()
     written(made, [1] * 8)
     assert made.cached_tokens([1] * 8) == 4
     assert made.cached_tokens([1] * 8, compute=0) == 8
 
 
-def test_a_block_that_is_not_full_is_never_shared() -> None:
+def test_a_partial_block_is_never_shared() -> None:
     made = manager()
     written(made, [1, 2, 3])
     assert made.cached_tokens([1, 2, 3, 4, 5]) == 0
 
 
-def test_when_room_is_needed_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     made = manager(6)
     old, young = [1] * 8, [2] * 8
     made.close(written(made, old))
     made.close(written(made, young))
-    made.close(made.open(old, compute=0))  # used again: now the other one is the oldest
+    made.close(made.open(old, compute=0))  # used again: now the other one is the least recently used
     table = made.open([])
     made.grow(table, 3 * B)
     assert made.statistics().evictions == 1
@@ -106,7 +106,7 @@ def test_when_room_is_needed_the_longest_unused_prefix_goes_first_and_its_end_be
     assert made.cached_tokens(young, compute=0) == 4
 
 
-def test_without_room_nothing_is_taken_and_the_error_has_both_numbers() -> None:
+def test_without_room_nothing_is_allocated_and_the_error_has_both_numbers() -> None:
     made = manager(3)
     table = made.open([1] * 5)
     made.grow(table, 5)
@@ -116,17 +116,17 @@ def test_without_room_nothing_is_taken_and_the_error_has_both_numbers() -> None:
     assert made.available == 1
 
 
-def test_what_opening_and_growing_will_take_is_known_before() -> None:
+def test_the_blocks_needed_to_open_and_grow_are_known_in_advance() -> None:
     made = manager()
     made.close(written(made, [1] * 8))
     assert made.available == 8
-    assert made.blocks_needed([1] * 10) == 3  # two cached blocks come back to life, one is new
+    assert made.blocks_needed([1] * 10) == 3  # two cached blocks are revived, one is new
     held = made.open([1] * 10)
     assert made.blocks_needed([1] * 10) == 1  # shared blocks cost nothing
     made.close(held)
 
 
-def test_a_table_closed_twice_gives_its_blocks_back_once() -> None:
+def test_closing_a_table_twice_releases_its_blocks_once() -> None:
     made = manager(2)
     first = made.open([1] * 4)
     made.grow(first, 4)
@@ -138,7 +138,7 @@ def test_a_table_closed_twice_gives_its_blocks_back_once() -> None:
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """Sequences over few tokens open, grow, fill and close in any order; the test keeps books of its own."""
+    """Sequences over few tokens open, grow, fill and close in any order; the test keeps its own accounts."""
 
     tables = Bundle("tables")
     BLOCKS = 10
@@ -146,7 +146,7 @@ class BlockMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(self.BLOCKS, 2, b"m")
-        self.live: dict[BlockTable, tuple[list[int], int]] = {}  # table → its tokens, how many are written
+        self.live: dict[BlockTable, tuple[list[int], int]] = {}  # table → its tokens, number written
         self.content: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end, as last written
 
     @rule(target=tables, tokens=st.lists(st.integers(0, 1), max_size=12), compute=st.integers(0, 1))
@@ -154,7 +154,7 @@ class BlockMachine(RuleBasedStateMachine):
         foreseen, available = self.manager.blocks_needed(tokens, compute), self.manager.available
         table = self.manager.open(tokens, compute)
         for number, block in enumerate(table.blocks):
-            assert self.content[block] == tuple(tokens[: 2 * number + 2]), "a found block holds this very prefix"
+            assert self.content[block] == tuple(tokens[: 2 * number + 2]), "a prefix hit holds exactly this prefix"
         assert table.reused_tokens <= max(0, len(tokens) - compute)
         self.live[table] = (tokens, table.reused_tokens)
         taken = available - self.manager.available
@@ -177,7 +177,7 @@ class BlockMachine(RuleBasedStateMachine):
             return
         assert wanted <= available
         held = {block for other in self.live if other is not table for block in other.blocks}
-        assert not held & set(table.blocks[len(before) :]), "a block is given to one table only"
+        assert not held & set(table.blocks[len(before) :]), "a block belongs to one table only"
         self.live[table] = (tokens, done)
 
     @rule(table=tables, share=st.floats(0, 1))
@@ -205,7 +205,7 @@ class BlockMachine(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         found = self.manager.statistics()
         held = {block for table in self.live for block in table.blocks}
-        assert found.held == len(held), "neither leaked nor freed twice"
+        assert found.held == len(held), "blocks are neither leaked nor freed twice"
         assert found.free + found.cached + found.held == found.total == self.BLOCKS
         assert min(found.free, found.cached, found.held, found.hit_tokens, found.evictions) >= 0
         assert found.hit_tokens <= found.lookup_tokens

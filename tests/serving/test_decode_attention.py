@@ -1,4 +1,4 @@
-"""Attention of single tokens, both ways of it, agrees with torch's, for rows of any length in any blocks."""
+"""Tests that both implementations of single-token attention agree with torch, for rows of any length in any blocks."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def attend(kernels: str, rows: Any, query: Any, keys: Any, values: Any, scaling:
     head_dim=st.sampled_from([8, 16, 20]),
     seed=st.integers(0, 1000),
 )
-def test_each_row_attends_to_its_own_blocks_up_to_what_it_sees(
+def test_each_row_attends_to_its_own_blocks_up_to_its_length(
     kernels: str, rows: list[tuple[list[int], int]], kv_heads: int, group: int, head_dim: int, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def test_each_row_attends_to_its_own_blocks_up_to_what_it_sees(
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "gathered"])
-def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
+def test_memory_beyond_a_row_is_never_read(kernels: str) -> None:
     keys = torch.full((3, 1, 8, 4), float("nan"))
     keys[1, :, :3] = 1.0
     keys[0] = keys[2, :, :7] = 2.0
@@ -63,13 +63,13 @@ def test_what_lies_behind_a_row_is_never_read(kernels: str) -> None:
     assert attended[1].eq(2.0).all()
 
 
-def test_its_loops_are_compiled_for_their_own_types_and_no_others() -> None:
+def test_the_loops_are_compiled_only_for_their_types() -> None:
     numbers, places = np.zeros((1, 1, 1, 8)), np.zeros((1, 1), np.int64)
     with pytest.raises(TypeError, match="No matching definition"):
         weighted_sum(numbers, numbers, places, places[0], numbers)
 
 
-def test_the_loops_turn_queries_and_keys_as_torch_does_and_store_keys_and_values_where_they_belong() -> None:
+def test_the_loops_rotate_queries_and_keys_as_torch_does_and_store_keys_and_values() -> None:
     tokens, heads, kv_heads, head_dim = 5, 4, 2, 12
     projected, half = torch.randn(tokens, heads + 2 * kv_heads, head_dim), torch.randn(tokens, head_dim // 2)
     angles = [torch.cat((side, side), -1) for side in (half.cos(), half.sin())]
@@ -84,7 +84,7 @@ def test_the_loops_turn_queries_and_keys_as_torch_does_and_store_keys_and_values
     assert int(values.isfinite().sum()) == tokens * kv_heads * head_dim
 
 
-def test_the_loops_divide_by_the_root_mean_square() -> None:
+def test_the_loops_compute_rms_norm() -> None:
     x, weight = torch.randn(3, 20), torch.rand(20)
     output = torch.empty(3, 20)
     rms_norm(x.numpy(), weight.numpy(), 1e-5, output.numpy())

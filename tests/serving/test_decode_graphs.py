@@ -1,4 +1,4 @@
-"""Decode steps by captured graphs, over the CPU's tensors, where a graph is the pass that is run again."""
+"""Tests of decode steps by captured graphs, over CPU tensors, where replaying a graph runs the pass again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ BLOCK, BLOCKS = 16, 96
 
 
 class Again:
-    """Stands for CUDA's captures: the same output tensor, filled by running the pass again."""
+    """Fake CUDA graph capture: a replay runs the pass again into the same output tensor."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -50,7 +50,7 @@ def cache(tiny_directory: Path) -> PagedCache:
 
 
 def spans_of(seed: int, lengths: list[int]) -> tuple[list[Span], list[int]]:
-    """Rows that have so many tokens already, in blocks of their own, and their next tokens."""
+    """Return rows of the given lengths in their own blocks, and their next tokens."""
     random = np.random.default_rng(seed)
     order = random.permutation(BLOCKS).tolist()
     spans: list[Span] = []
@@ -62,7 +62,7 @@ def spans_of(seed: int, lengths: list[int]) -> tuple[list[Span], list[int]]:
 
 
 @pytest.mark.parametrize("lengths", [[0], [5, 300], [1, 17, 40], [255, 256, 31, 2, 100]])
-def test_a_graph_gives_the_logits_of_the_pass_and_writes_the_same_keys(
+def test_a_graph_returns_the_logits_of_the_pass_and_writes_the_same_keys(
     network: Llama, cache: PagedCache, lengths: list[int]
 ) -> None:
     spans, tokens = spans_of(len(lengths), lengths)
@@ -77,9 +77,7 @@ def test_a_graph_gives_the_logits_of_the_pass_and_writes_the_same_keys(
     assert (cache.kv != before).any()
 
 
-def test_a_graph_is_captured_once_for_each_bucket_and_replayed_for_every_step(
-    network: Llama, cache: PagedCache
-) -> None:
+def test_a_graph_is_captured_once_per_bucket_and_replayed_every_step(network: Llama, cache: PagedCache) -> None:
     capture = Again()
     graphs = DecodeGraphs(network, cache, capture)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Prompts that decode computes itself: which ones those are, and that their answers are what `generate()` gives."""
+"""Tests of conditional disaggregation: which prompts decode computes, and that answers equal those of `generate()`."""
 
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ def drawn(count: int, longest: int, seed: int = 3) -> list[list[int]]:
 
 
 def computed(workers: Workers) -> tuple[float, float]:
-    """Prompts computed by prefill, and by decode."""
+    """Return the numbers of prompts computed by prefill and by decode."""
     by = PrefillMetrics.PROMPTS
     return workers.metric("prefill-0", by["prefill"]), workers.metric("prefill-0", by["decode"])
 
 
 def seen(workers: Workers, name: str, histogram: Histogram) -> float:
-    """How many times a worker has observed."""
+    """Return how many values a worker has observed."""
     return sum(workers.tables[name].read(histogram)[:-1])
 
 
@@ -52,35 +52,35 @@ MS = 1_000_000
 @pytest.mark.parametrize(
     ("chunk_s", "beside_s", "ahead_s", "sent_s", "load", "by_decode"),
     [
-        (0.05, 0.0, 0.0, 0.0, IDLE, True),  # nobody is disturbed, and nothing is handed over
-        (0.05, 0.0, 0.0, 0.01, IDLE, False),  # prefill is free sooner
+        (0.05, 0.0, 0.0, 0.0, IDLE, True),  # no row is delayed, and no hand-over is needed
+        (0.05, 0.0, 0.0, 0.01, IDLE, False),  # prefill is free earlier
         (0.05, 0.0, 0.02, 0.01, IDLE, True),
         (0.05, 0.0, 9.0, 0.0, FULL, False),  # prefill's pass need not wait for a row
-        (0.05, 0.0, 9.0, 0.0, DecodeLoad(), False),  # nothing is known of decode
-        (0.05, 0.02, 0.0, 0.0, ROWS, False),  # a free prefill worker keeps it away from the batch
-        (0.05, 0.02, 0.03, 0.0, ROWS, True),  # a busy one does not
-        (0.09, 0.02, 9.0, 0.0, ROWS, False),  # the batch's step would take longer than a token may
+        (0.05, 0.0, 9.0, 0.0, DecodeLoad(), False),  # decode's times are unknown
+        (0.05, 0.02, 0.0, 0.0, ROWS, False),  # a free prefill worker avoids delaying the batch
+        (0.05, 0.02, 0.03, 0.0, ROWS, True),  # a busy one is no better
+        (0.09, 0.02, 9.0, 0.0, ROWS, False),  # the batch's step would exceed the time per token
     ],
 )
-def test_a_prompt_is_computed_where_it_is_decoded_if_that_is_done_no_later_and_no_step_takes_too_long(
+def test_decode_computes_a_prompt_if_it_finishes_no_later_and_no_step_takes_too_long(
     chunk_s: float, beside_s: float, ahead_s: float, sent_s: float, load: DecodeLoad, by_decode: bool
 ) -> None:
     assert should_prefill_on_decode(chunk_s, beside_s, ahead_s, sent_s, load, tpot_s=0.1) is by_decode
 
 
-def test_what_was_sent_to_a_decode_worker_counts_until_it_will_have_computed_it() -> None:
+def test_prompts_sent_to_a_decode_worker_count_until_their_expected_completion() -> None:
     rule = Disaggregation("auto", 0.1, chunk_tokens=64)
-    assert not rule.route_to_decode(0, "decode-0", 40, 0, IDLE), "no pass was timed yet"
+    assert not rule.route_to_decode(0, "decode-0", 40, 0, IDLE), "no pass has been timed yet"
     rule.record_pass(100, 0.1)  # a token takes a millisecond
     assert rule.route_to_decode(0, "decode-0", 40, 0, IDLE)
     assert not rule.route_to_decode(0, "decode-0", 40, 39, IDLE)
     assert rule.route_to_decode(0, "decode-0", 40, 41, IDLE)
-    assert rule.route_to_decode(0, "decode-1", 40, 0, IDLE), "each worker has a queue of its own"
+    assert rule.route_to_decode(0, "decode-1", 40, 0, IDLE), "each worker has its own queue"
     assert not rule.route_to_decode(80 * MS - 1, "decode-0", 40, 0, IDLE)
     assert rule.route_to_decode(80 * MS, "decode-0", 40, 0, IDLE)
 
 
-def test_a_long_prompt_is_prefills_unless_its_queue_is_longer_than_the_steps_beside_the_prompts_chunks() -> None:
+def test_prefill_computes_a_long_prompt_unless_its_queue_is_longer_than_decodes_chunked_steps() -> None:
     for load, ahead in ((ROWS, 100), (DecodeLoad(0, 8, 20 * MS), 80)):  # five chunks of 64 tokens, steps of 20 ms
         for tokens, by_decode in ((ahead - 1, False), (ahead, True)):
             rule = Disaggregation("auto", 0.1, chunk_tokens=64)
@@ -88,7 +88,7 @@ def test_a_long_prompt_is_prefills_unless_its_queue_is_longer_than_the_steps_bes
             assert rule.route_to_decode(0, "decode-0", 300, tokens, load) is by_decode
 
 
-def test_a_node_may_compute_all_or_none_where_they_are_decoded() -> None:
+def test_a_node_can_compute_all_or_no_prompts_in_decode() -> None:
     for mode, by_decode in (("never", True), ("always", False)):
         rule = Disaggregation(mode, 0.1, 64)  # type: ignore[arg-type]
         for tokens, load in ((1, IDLE), (100_000, FULL)):
@@ -102,7 +102,7 @@ def test_a_node_may_compute_all_or_none_where_they_are_decoded() -> None:
 @pytest.mark.parametrize("disaggregate", ["auto", "never"])
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 @pytest.mark.parametrize("host_mib", [0, 64])
-def test_answers_equal_generate_wherever_prompts_are_computed_and_when_rows_make_room(
+def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preemption(
     start: Start, reference: Reference, disaggregate: str, order: str, host_mib: int, tmp_path: Path
 ) -> None:
     workers = start(
@@ -115,12 +115,12 @@ def test_answers_equal_generate_wherever_prompts_are_computed_and_when_rows_make
         slo={"tpot_s": 60.0},
     )
     prompts = [*([number] * 100 for number in range(1, 4)), *drawn(20, 120)]  # 3 * 140 tokens: more than 44 blocks
-    workers.submit("first", [1, 2, 3], 1)  # now it is known what a pass takes
+    workers.submit("first", [1, 2, 3], 1)  # now the time of a pass is known
     workers.run()
     for number, prompt in enumerate(prompts):
         workers.submit(f"r{number}", prompt, 40, decode_load=FULL if number % 3 == 2 else IDLE)
     workers.run()
-    found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+    found = [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 40) for prompt in prompts]
     by_prefill, by_decode = computed(workers)
     assert by_prefill + by_decode == 1 + len(prompts)
@@ -130,10 +130,10 @@ def test_answers_equal_generate_wherever_prompts_are_computed_and_when_rows_make
     nothing_is_held(workers)
 
 
-def test_prompts_are_computed_in_chunks_beside_the_batch_which_goes_on(start: Start, reference: Reference) -> None:
+def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, reference: Reference) -> None:
     workers = start(decode={"chunk_tokens": 16}, handover=NEVER)
     workers.submit("short", [1, 2, 3], 60)
-    while not workers.told["short"].tokens:
+    while not workers.outputs["short"].tokens:
         workers.round()
     workers.submit("long", list(range(160)), 5)
     while not workers.decodes["decode-0"].busy or workers.metric("decode-0", DecodeMetrics.RUNNING) < 2:
@@ -142,31 +142,31 @@ def test_prompts_are_computed_in_chunks_beside_the_batch_which_goes_on(start: St
     while len(generated) < 2 or generated[-1] - generated[-2] < 2:  # until the long prompt's first token
         workers.round()
         generated.append(workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS))
-    assert np.diff(generated).tolist() == [1.0] * 8 + [2.0], "one of the short one's with each of nine more chunks"
+    assert np.diff(generated).tolist() == [1.0] * 8 + [2.0], "a token of the short answer with each of nine chunks"
     workers.run()
-    assert workers.told["short"].tokens == reference.generate([1, 2, 3], 60)
-    assert workers.told["long"].tokens == reference.generate(list(range(160)), 5)
+    assert workers.outputs["short"].tokens == reference.generate([1, 2, 3], 60)
+    assert workers.outputs["long"].tokens == reference.generate(list(range(160)), 5)
     nothing_is_held(workers)
 
 
-def test_a_prefix_that_decode_has_is_not_computed_again_whoever_computed_it(start: Start, reference: Reference) -> None:
+def test_a_prefix_in_decode_is_reused_whichever_worker_computed_it(start: Start, reference: Reference) -> None:
     workers = start(slo={"tpot_s": 60.0})
     prefix = list(range(3, 203))
     for number, load in enumerate((FULL, IDLE, IDLE)):
         workers.submit(f"r{number}", [*prefix, 210 + number], 6, decode_load=load)
         workers.run()
-        assert workers.told[f"r{number}"].tokens == reference.generate([*prefix, 210 + number], 6)
+        assert workers.outputs[f"r{number}"].tokens == reference.generate([*prefix, 210 + number], 6)
     assert computed(workers) == (1, 2)
     assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 2 * 200
     nothing_is_held(workers)
 
 
-def test_the_stages_of_a_prompt_that_decode_computes_are_its_own_and_nothing_is_handed_over(start: Start) -> None:
+def test_a_prompt_computed_by_decode_has_its_own_stage_times_and_no_hand_over(start: Start) -> None:
     workers = start(handover=NEVER)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:]))
     workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1))
     workers.run()
-    last = workers.told["r"].last
+    last = workers.outputs["r"].last
     assert last is not None
     assert list(last.stages) == [
         stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED, stages.PREFILL_BEGIN, stages.PREFILL_END,
@@ -178,10 +178,10 @@ def test_the_stages_of_a_prompt_that_decode_computes_are_its_own_and_nothing_is_
     assert seen(workers, "decode-0", DecodeMetrics.ADMISSION_TIME) == 1
     assert seen(workers, "decode-0", DecodeMetrics.PREFILL_TIME) == 1
     assert seen(workers, "decode-0", DecodeMetrics.HANDOVER_TIME) == 0
-    assert seen(workers, "decode-0", DecodeMetrics.INTER_TOKEN) == 5, "the first token follows none"
+    assert seen(workers, "decode-0", DecodeMetrics.INTER_TOKEN) == 5, "the first token has no predecessor"
 
 
-def test_the_times_of_a_prompt_that_prefill_computed_are_not_written_by_decode_too(start: Start) -> None:
+def test_decode_does_not_record_the_times_of_a_prompt_computed_by_prefill(start: Start) -> None:
     workers = start(handover={"disaggregate": "always"})
     workers.submit("r", [5, 6, 7], 6, decode_load=IDLE)
     workers.run()
@@ -191,7 +191,7 @@ def test_the_times_of_a_prompt_that_prefill_computed_are_not_written_by_decode_t
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
-def test_probes_bring_passages_into_answers_whose_prompt_decode_computed(
+def test_probes_insert_passages_into_answers_whose_prompt_decode_computed(
     start: Start, reference: Reference, mode: Any
 ) -> None:
     workers = start(context=2048, decode={"slots": 3, "chunk_tokens": 64, "kv_blocks": 300}, handover=NEVER)
@@ -201,17 +201,17 @@ def test_probes_bring_passages_into_answers_whose_prompt_decode_computed(
         workers.submit(f"r{number}", prompt, 40, retrieval=retrieval)
     workers.run()
     for number in range(5):
-        told = workers.told[f"r{number}"]
-        places = sorted(told.inserted)
-        assert places, "some probe brought something new"
+        output = workers.outputs[f"r{number}"]
+        places = sorted(output.inserted)
+        assert places, "some probe inserted a new passage"
         for begin, end in zip([0, *places], [*places, 40], strict=True):
-            assert told.tokens[begin:end] == reference.generate(told.sequence(begin), end - begin)
+            assert output.tokens[begin:end] == reference.generate(output.sequence(begin), end - begin)
     nothing_is_held(workers)
 
 
-@pytest.mark.parametrize("unheard", [0, 1, 3])
-def test_an_answer_goes_on_with_another_decode_worker_that_computes_its_context(
-    start: Start, reference: Reference, unheard: int
+@pytest.mark.parametrize("undelivered", [0, 1, 3])
+def test_an_answer_continues_on_another_decode_worker_that_recomputes_its_context(
+    start: Start, reference: Reference, undelivered: int
 ) -> None:
     workers = start(decodes=2, context=1024, handover=NEVER)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
@@ -219,24 +219,24 @@ def test_an_answer_goes_on_with_another_decode_worker_that_computes_its_context(
     for number, prompt in enumerate(prompts):
         workers.submit(f"r{number}", prompt, 40)
     workers.submit("injected", [5, 6, 7], 40, retrieval=Retrieval("docs", 2, every_tokens=8))
-    while len(workers.told["injected"].tokens) < 20:
+    while len(workers.outputs["injected"].tokens) < 20:
         workers.round()
-    workers.lose("decode-0", unheard)
-    lost = [name for name, told in workers.told.items() if not told.ended]
+    workers.lose("decode-0", undelivered)
+    lost = [name for name, output in workers.outputs.items() if not output.ended]
     assert "injected" in lost
     for name in lost:
         workers.restart(name, "decode-1")
     workers.run()
-    told = workers.told
-    assert [told[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
-    injected = told["injected"]
+    outputs = workers.outputs
+    assert [outputs[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
+    injected = outputs["injected"]
     places = sorted(injected.inserted)
     for begin, end in zip([0, *places], [*places, 40], strict=True):
         assert injected.tokens[begin:end] == reference.generate(injected.sequence(begin), end - begin)
     nothing_is_held(workers)
 
 
-def test_the_death_of_prefill_does_not_touch_what_decode_computes(start: Start, reference: Reference) -> None:
+def test_the_death_of_prefill_does_not_affect_prompts_computed_by_decode(start: Start, reference: Reference) -> None:
     workers = start(handover=NEVER, decode={"chunk_tokens": 16})
     prompts = drawn(4, 150)
     for number, prompt in enumerate(prompts):
@@ -246,7 +246,7 @@ def test_the_death_of_prefill_does_not_touch_what_decode_computes(start: Start, 
     workers.prefill.step = lambda: None  # type: ignore[method-assign]
     workers.prefill.close()
     workers.run()
-    found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+    found = [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 12) for prompt in prompts]
 
 
@@ -255,15 +255,15 @@ def test_the_death_of_prefill_does_not_touch_what_decode_computes(start: Start, 
 
 @pytest.mark.parametrize(("policy", "code"), [("recompute", "worker_lost"), ("fail", "unavailable")])
 @pytest.mark.parametrize("disaggregate", ["always", "never"])
-def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
+def test_a_hand_over_rejected_by_decode_is_counted_and_restarted_as_configured(
     start: Start, policy: str, code: str, disaggregate: str
 ) -> None:
-    """The frontend starts again what is lost, and nothing else."""
+    """The frontend restarts only requests that are lost."""
     workers = start(handover={"failure_policy": policy, "disaggregate": disaggregate})
     workers.decodes["decode-0"].handovers.cancel("r")
     workers.submit("r", [5, 6, 7], 6)
     workers.run()
-    failed = workers.told["r"].failed
+    failed = workers.outputs["r"].failed
     assert failed is not None
     assert failed.code == code
     assert failed.message == "decode-0 rejected the hand-over: cancelled"
@@ -274,39 +274,39 @@ def test_a_hand_over_that_decode_refuses_is_counted_and_started_again_or_not(
 # ---- the order of prompts
 
 
-def test_a_prompt_has_its_turn_after_six_times_what_it_takes_alone() -> None:
+def test_a_prompts_virtual_deadline_is_six_times_its_service_time() -> None:
     document, chat = virtual_deadline_ns(1_000, 2000, 1e-4), virtual_deadline_ns(1_000_000_000, 100, 1e-4)
-    assert (document, chat) == (1_200_001_000, 1_060_000_000), "the chat came a second later and goes first"
-    assert virtual_deadline_ns(1_200_000_000, 100, 1e-4) > document, "but none overtakes that came too late for it"
+    assert (document, chat) == (1_200_001_000, 1_060_000_000), "the chat arrived a second later and runs first"
+    assert virtual_deadline_ns(1_200_000_000, 100, 1e-4) > document, "but one that arrives too late does not overtake"
     assert virtual_deadline_ns(5, 2000, 0.0) < virtual_deadline_ns(6, 1, 0.0), (
-        "as long as no time is known, who comes first goes first"
+        "without known times, prompts run in order of arrival"
     )
 
 
-def test_a_short_prompt_is_run_before_the_rest_of_a_long_one(start: Start, reference: Reference) -> None:
+def test_a_short_prompt_runs_before_the_remaining_chunks_of_a_long_one(start: Start, reference: Reference) -> None:
     workers = start(
         context=1024, prefill={"slots": 3, "chunk_tokens": 16}, handover={"disaggregate": "always"}, kv={"host_mib": 0}
     )
     (long,), (short,) = drawn(1, 2), drawn(1, 2)
     long, short = (long * 400)[:400], [7, 8, 9, 10]
-    workers.submit("first", [5, 6, 7], 2)  # so that times are known
+    workers.submit("first", [5, 6, 7], 2)  # so that times are known beforehand
     workers.run()
     workers.submit("long", long, 2)
     for _ in range(3):
         workers.round()
     workers.submit("short", short, 2)
-    while not workers.told["short"].ended:
+    while not workers.outputs["short"].ended:
         workers.round()
-    assert not workers.told["long"].tokens
+    assert not workers.outputs["long"].tokens
     workers.run()
-    assert workers.told["long"].tokens == reference.generate(long, 2)
-    assert workers.told["short"].tokens == reference.generate(short, 2)
+    assert workers.outputs["long"].tokens == reference.generate(long, 2)
+    assert workers.outputs["short"].tokens == reference.generate(short, 2)
 
 
-# ---- what the planner counts by
+# ---- the planner's counters
 
 
-def test_prefill_counts_the_time_of_its_passes_and_the_tokens_that_it_leaves_to_decode(start: Start) -> None:
+def test_prefill_counts_pass_time_and_tokens_left_to_decode(start: Start) -> None:
     kept, left = start(handover={"disaggregate": "always"}), start(handover=NEVER)
     for workers in (kept, left):
         workers.submit("one", list(range(3, 43)), 2)

@@ -1,4 +1,4 @@
-"""Hand-overs in decode: admission and its order, pulls, early pulls, evictions, cancellations."""
+"""Tests of hand-overs in decode: admission and its order, pulls, early pulls, evictions, cancellations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ FOREVER = 1 << 62
 
 
 class Sink:
-    """Decode's end of a hand-over, played: offers come from the test, and all that is answered is kept."""
+    """Fake of decode's end of a hand-over: the test makes offers, and all answers are recorded."""
 
     def __init__(self, source: KvArray) -> None:
         self.source = source
@@ -59,7 +59,7 @@ class Sink:
         return True
 
 
-class Stand:
+class QueueHarness:
     """A queue over 20 blocks of 4 tokens."""
 
     def __init__(self, waiting_share: float = 0.5) -> None:
@@ -79,19 +79,19 @@ class Stand:
         return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns))
 
     def ahead(self, name: str, tokens: Sequence[int], *, deadline_ns: int = FOREVER, generation: int = 0) -> int:
-        """A prompt that prefill computes."""
+        """Announce a prompt that prefill is computing."""
         blocks = tuple(range(-(-len(tokens) // B)))
         return self.sink.offer(Reserve(name, EPOCH, tuple(tokens), deadline_ns, blocks=blocks, model=MODEL), generation)
 
     def step(self, *, running: int = 0, waiting_blocks: int = 0, now_ns: int = 0, pull: bool = True) -> list[str]:
-        """One round; the ids of what is whole now."""
+        """Run one round. Return the ids of completed hand-overs."""
         self.handovers.receive(EPOCH)
         self.handovers.admit(now_ns, running=running, waiting_blocks=waiting_blocks)
         return [request.request_id for request, _ in self.handovers.pull(None)] if pull else []
 
 
 class SlowTransfer(Transfer):
-    """A copy that a device is at until the test, or who waits for it, lets it end."""
+    """A device copy that runs until the test, or a waiting caller, completes it."""
 
     writing = True
 
@@ -116,284 +116,284 @@ def tokens(start: int, count: int) -> list[int]:
     return list(range(start, start + count))
 
 
-def test_what_was_offered_is_pulled_into_blocks_of_its_own_and_acknowledged() -> None:
-    stand = Stand()
-    number = stand.decode("a", tokens(0, 10))
-    stand.handovers.receive(EPOCH)
-    stand.handovers.admit(0, running=0, waiting_blocks=0)
-    ((_, table),) = stand.handovers.pull(None)
-    assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :3])
-    assert stand.sink.answers == {number: "taken"}
-    assert stand.handovers.pulled_bytes == stand.kv[:, :, :3].nbytes
+def test_an_offer_is_pulled_into_its_own_blocks_and_acknowledged() -> None:
+    harness = QueueHarness()
+    number = harness.decode("a", tokens(0, 10))
+    harness.handovers.receive(EPOCH)
+    harness.handovers.admit(0, running=0, waiting_blocks=0)
+    ((_, table),) = harness.handovers.pull(None)
+    assert np.array_equal(harness.kv[:, :, table.blocks], harness.sink.source[:, :, :3])
+    assert harness.sink.answers == {number: "taken"}
+    assert harness.handovers.pulled_bytes == harness.kv[:, :, :3].nbytes
 
 
-def test_no_more_is_taken_in_once_what_waits_has_its_share_of_the_blocks() -> None:
-    stand = Stand(waiting_share=0.5)
+def test_admission_stops_when_waiting_rows_have_their_share_of_the_blocks() -> None:
+    harness = QueueHarness(waiting_share=0.5)
     for number in range(3):
-        stand.decode(f"r{number}", tokens(100 * number, 20))
-    assert stand.step(waiting_blocks=10) == []
-    assert stand.step(waiting_blocks=9) == ["r0"]
+        harness.decode(f"r{number}", tokens(100 * number, 20))
+    assert harness.step(waiting_blocks=10) == []
+    assert harness.step(waiting_blocks=9) == ["r0"]
 
 
-def test_room_is_left_for_a_block_of_every_running_row() -> None:
-    stand = Stand(waiting_share=1.0)
-    stand.decode("a", tokens(0, 64))
-    assert stand.step(running=5) == []
-    assert stand.step(running=4) == ["a"]
+def test_one_block_per_running_row_stays_free() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    harness.decode("a", tokens(0, 64))
+    assert harness.step(running=5) == []
+    assert harness.step(running=4) == ["a"]
 
 
 def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_room() -> None:
-    stand = Stand(waiting_share=1.0)
-    held = stand.blocks.open([])
-    stand.blocks.grow(held, 10 * B)
-    stand.decode("large", tokens(0, 48))
-    stand.decode("small", tokens(100, 4))
-    assert stand.step() == []
-    stand.blocks.close(held)
-    assert stand.step() == ["large"]
-    assert stand.step() == ["small"]
+    harness = QueueHarness(waiting_share=1.0)
+    held = harness.blocks.open([])
+    harness.blocks.grow(held, 10 * B)
+    harness.decode("large", tokens(0, 48))
+    harness.decode("small", tokens(100, 4))
+    assert harness.step() == []
+    harness.blocks.close(held)
+    assert harness.step() == ["large"]
+    assert harness.step() == ["small"]
 
 
-def test_of_a_prefix_that_is_here_only_the_rest_is_pulled() -> None:
-    stand = Stand()
-    stand.decode("a", tokens(0, 12))
-    stand.step()
-    before = stand.handovers.pulled_bytes
-    stand.decode("b", [*tokens(0, 12), 50, 51])
-    assert stand.step() == ["b"]
-    assert stand.handovers.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+def test_a_cached_prefix_is_not_pulled() -> None:
+    harness = QueueHarness()
+    harness.decode("a", tokens(0, 12))
+    harness.step()
+    before = harness.handovers.pulled_bytes
+    harness.decode("b", [*tokens(0, 12), 50, 51])
+    assert harness.step() == ["b"]
+    assert harness.handovers.pulled_bytes - before == harness.kv[:, :, :1].nbytes
 
 
-def test_room_that_was_reserved_is_there_when_the_offer_comes_however_full_it_is_then() -> None:
-    stand = Stand(waiting_share=1.0)
-    announced = stand.reserve("a", tokens(0, 16))
-    assert stand.step() == []
-    assert stand.sink.answers == {announced: "taken"}
-    assert stand.blocks.held == 4
-    other = stand.blocks.open([])
-    stand.blocks.grow(other, stand.blocks.available * B)
-    stand.decode("a", tokens(0, 16))
-    assert stand.step() == ["a"]
+def test_reserved_blocks_are_available_for_the_offer_in_a_full_cache() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    announced = harness.reserve("a", tokens(0, 16))
+    assert harness.step() == []
+    assert harness.sink.answers == {announced: "taken"}
+    assert harness.blocks.held == 4
+    other = harness.blocks.open([])
+    harness.blocks.grow(other, harness.blocks.available * B)
+    harness.decode("a", tokens(0, 16))
+    assert harness.step() == ["a"]
 
 
-def test_a_reservation_that_nobody_comes_for_lapses_at_its_deadline() -> None:
-    stand = Stand()
-    stand.reserve("a", tokens(0, 16), deadline_ns=100)
-    stand.step(now_ns=99)
-    assert stand.blocks.held == 4
-    stand.step(now_ns=100)
-    assert stand.blocks.held == 0
+def test_an_unused_reservation_expires_at_its_deadline() -> None:
+    harness = QueueHarness()
+    harness.reserve("a", tokens(0, 16), deadline_ns=100)
+    harness.step(now_ns=99)
+    assert harness.blocks.held == 4
+    harness.step(now_ns=100)
+    assert harness.blocks.held == 0
 
 
-def test_who_is_asked_to_make_room_gives_it_and_waits_again() -> None:
-    stand = Stand(waiting_share=1.0)
-    stand.decode("a", tokens(0, 16))
-    stand.reserve("b", tokens(100, 16))
-    stand.step(pull=False)
-    assert stand.blocks.held == 8
-    assert stand.handovers.evict_latest()
-    assert stand.handovers.evict_latest()
-    assert not stand.handovers.evict_latest()
-    assert stand.blocks.held == 0
-    assert stand.step() == ["a"]
-    stand.decode("b", tokens(100, 16))
-    assert stand.step() == ["b"], "without its reservation it is an offer like any other"
+def test_an_evicted_hand_over_releases_its_blocks_and_waits_again() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    harness.decode("a", tokens(0, 16))
+    harness.reserve("b", tokens(100, 16))
+    harness.step(pull=False)
+    assert harness.blocks.held == 8
+    assert harness.handovers.evict_latest()
+    assert harness.handovers.evict_latest()
+    assert not harness.handovers.evict_latest()
+    assert harness.blocks.held == 0
+    assert harness.step() == ["a"]
+    harness.decode("b", tokens(100, 16))
+    assert harness.step() == ["b"], "without its reservation it is an ordinary offer"
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_cancelled_request_is_refused_also_when_it_comes_after_the_word_to_forget_it(announced: bool) -> None:
-    stand = Stand()
-    stand.handovers.cancel("a")
-    number = stand.reserve("a", tokens(0, 8)) if announced else stand.decode("a", tokens(0, 8))
-    assert stand.step() == []
-    assert stand.sink.answers == {number: "cancelled"}
-    assert (len(stand.handovers), stand.blocks.held) == (0, 0)
+def test_an_offer_that_arrives_after_its_cancellation_is_rejected(announced: bool) -> None:
+    harness = QueueHarness()
+    harness.handovers.cancel("a")
+    number = harness.reserve("a", tokens(0, 8)) if announced else harness.decode("a", tokens(0, 8))
+    assert harness.step() == []
+    assert harness.sink.answers == {number: "cancelled"}
+    assert (len(harness.handovers), harness.blocks.held) == (0, 0)
 
 
-def test_an_offer_that_was_withdrawn_is_forgotten_before_and_after_its_copy() -> None:
-    stand = Stand(waiting_share=1.0)
-    first, second = stand.decode("a", tokens(0, 8)), stand.decode("b", tokens(50, 8))
-    stand.sink.withdrawn.add(first)
-    stand.step(pull=False)
-    assert stand.blocks.held == 2
-    assert stand.sink.answers == {first: "prefill has withdrawn its KV"}, "nothing stays open"
-    stand.sink.withdrawn.add(second)
-    assert stand.step() == []
-    assert (len(stand.handovers), stand.blocks.held) == (0, 0)
+def test_a_withdrawn_offer_is_dropped_before_and_after_its_copy() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    first, second = harness.decode("a", tokens(0, 8)), harness.decode("b", tokens(50, 8))
+    harness.sink.withdrawn.add(first)
+    harness.step(pull=False)
+    assert harness.blocks.held == 2
+    assert harness.sink.answers == {first: "prefill has withdrawn its KV"}, "nothing stays open"
+    harness.sink.withdrawn.add(second)
+    assert harness.step() == []
+    assert (len(harness.handovers), harness.blocks.held) == (0, 0)
 
 
-def test_what_is_of_another_frontend_or_another_model_is_refused() -> None:
-    stand = Stand()
-    old, foreign = stand.decode("a", [1], frontend_epoch=4), stand.decode("b", [1], model=b"another")
-    assert stand.step() == []
-    assert stand.sink.answers[old] == "its frontend (epoch 4) is gone"
-    assert "another model" in stand.sink.answers[foreign]
+def test_offers_of_another_frontend_or_model_are_rejected() -> None:
+    harness = QueueHarness()
+    old, foreign = harness.decode("a", [1], frontend_epoch=4), harness.decode("b", [1], model=b"another")
+    assert harness.step() == []
+    assert harness.sink.answers[old] == "its frontend (epoch 4) is gone"
+    assert "another model" in harness.sink.answers[foreign]
 
 
-def test_a_copy_that_a_device_has_not_ended_holds_up_neither_the_queue_nor_the_batch() -> None:
-    stand = Stand()
-    stand.sink.transfer = SlowTransfer
-    stand.decode("a", tokens(0, 8))
-    assert stand.step() == []
-    assert stand.handovers.pulling
-    stand.sink.last.settle()
-    assert stand.step() == ["a"]
+def test_an_unfinished_device_copy_blocks_neither_the_queue_nor_the_batch() -> None:
+    harness = QueueHarness()
+    harness.sink.transfer = SlowTransfer
+    harness.decode("a", tokens(0, 8))
+    assert harness.step() == []
+    assert harness.handovers.pulling
+    harness.sink.last.settle()
+    assert harness.step() == ["a"]
 
 
-@pytest.mark.parametrize("why", ["cancelled", "another frontend"])
-def test_blocks_that_a_device_still_writes_to_are_not_free_before_it_has_ended(why: str) -> None:
-    stand = Stand()
-    stand.sink.transfer = SlowTransfer
-    number = stand.decode("a", tokens(0, 8))
-    stand.step()
-    if why == "cancelled":
-        stand.handovers.cancel("a")
+@pytest.mark.parametrize("cause", ["cancelled", "another frontend"])
+def test_blocks_are_not_freed_while_a_device_writes_to_them(cause: str) -> None:
+    harness = QueueHarness()
+    harness.sink.transfer = SlowTransfer
+    number = harness.decode("a", tokens(0, 8))
+    harness.step()
+    if cause == "cancelled":
+        harness.handovers.cancel("a")
     else:
-        stand.handovers.clear()
-    assert number in stand.sink.answers
-    assert (stand.blocks.held, len(stand.handovers)) == (2, 1), "they are held, and the worker is not done"
-    stand.sink.last.settle()
-    stand.step()
-    assert (stand.blocks.held, len(stand.handovers)) == (0, 0)
+        harness.handovers.clear()
+    assert number in harness.sink.answers
+    assert (harness.blocks.held, len(harness.handovers)) == (2, 1), "they are held, and the worker is not idle"
+    harness.sink.last.settle()
+    harness.step()
+    assert (harness.blocks.held, len(harness.handovers)) == (0, 0)
 
 
-def test_room_that_a_device_still_writes_to_is_waited_for_by_who_needs_it() -> None:
-    stand = Stand()
-    stand.sink.transfer = SlowTransfer
-    stand.decode("a", tokens(0, 8))
-    stand.step()
-    assert stand.handovers.evict_latest()
-    assert stand.blocks.held == 0
-    assert not stand.handovers.evict_latest()
-    assert stand.handovers.waiting == 1, "it is pulled again when there is room"
+def test_an_offer_waits_for_blocks_that_a_device_still_writes_to() -> None:
+    harness = QueueHarness()
+    harness.sink.transfer = SlowTransfer
+    harness.decode("a", tokens(0, 8))
+    harness.step()
+    assert harness.handovers.evict_latest()
+    assert harness.blocks.held == 0
+    assert not harness.handovers.evict_latest()
+    assert harness.handovers.waiting == 1, "it is pulled again when there is room"
 
 
-def test_a_copy_that_fails_is_refused_with_the_reason_and_the_next_one_goes_on() -> None:
-    stand = Stand(waiting_share=1.0)
-    stand.sink.transfer = BrokenTransfer
-    failed = stand.decode("a", tokens(0, 8))
-    stand.step(pull=False)
-    stand.sink.transfer = Transfer
-    stand.decode("b", tokens(50, 8))
-    assert stand.step() == ["b"]
-    assert stand.sink.answers[failed] == "cuMemcpyDtoDAsync failed"
+def test_a_failed_copy_is_rejected_with_the_reason_and_the_next_one_continues() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    harness.sink.transfer = BrokenTransfer
+    failed = harness.decode("a", tokens(0, 8))
+    harness.step(pull=False)
+    harness.sink.transfer = Transfer
+    harness.decode("b", tokens(50, 8))
+    assert harness.step() == ["b"]
+    assert harness.sink.answers[failed] == "cuMemcpyDtoDAsync failed"
 
 
-def test_what_is_written_of_a_prompt_is_pulled_while_the_rest_is_computed() -> None:
-    stand = Stand()
-    ahead = stand.ahead("a", tokens(0, 22))
+def test_early_pulls_copy_finished_blocks_while_the_rest_is_computed() -> None:
+    harness = QueueHarness()
+    ahead = harness.ahead("a", tokens(0, 22))
     for written, blocks in ((0, 0), (9, 2), (11, 2), (20, 5), (22, 5)):
-        stand.sink.has_written = written
-        assert stand.step() == []
-        assert stand.handovers.pulled_bytes == stand.kv[:, :, :blocks].nbytes, "whole blocks, each once"
-        assert not stand.handovers.pulling
-    assert stand.sink.answers == {}, "nothing is taken before it is whole"
-    number = stand.decode("a", tokens(0, 22))
-    stand.handovers.receive(EPOCH)
-    stand.handovers.admit(0, running=0, waiting_blocks=0)
-    ((_, table),) = stand.handovers.pull(None)
-    assert stand.sink.answers == {ahead: "taken", number: "taken"}
-    assert np.array_equal(stand.kv[:, :, table.blocks], stand.sink.source[:, :, :6])
-    assert stand.handovers.pulled_bytes == stand.kv[:, :, :6].nbytes
-    assert len(stand.handovers) == 0
+        harness.sink.has_written = written
+        assert harness.step() == []
+        assert harness.handovers.pulled_bytes == harness.kv[:, :, :blocks].nbytes, "whole blocks, each once"
+        assert not harness.handovers.pulling
+    assert harness.sink.answers == {}, "nothing is admitted before it is complete"
+    number = harness.decode("a", tokens(0, 22))
+    harness.handovers.receive(EPOCH)
+    harness.handovers.admit(0, running=0, waiting_blocks=0)
+    ((_, table),) = harness.handovers.pull(None)
+    assert harness.sink.answers == {ahead: "taken", number: "taken"}
+    assert np.array_equal(harness.kv[:, :, table.blocks], harness.sink.source[:, :, :6])
+    assert harness.handovers.pulled_bytes == harness.kv[:, :, :6].nbytes
+    assert len(harness.handovers) == 0
 
 
-def test_of_a_prompt_that_is_computed_what_is_here_already_is_not_pulled() -> None:
-    stand = Stand()
-    stand.decode("a", tokens(0, 8))
-    stand.step()
-    before = stand.handovers.pulled_bytes
-    stand.ahead("b", [*tokens(0, 8), *tokens(50, 8)])
-    stand.sink.has_written = 8
-    stand.step()
-    assert stand.handovers.pulled_bytes == before
-    stand.sink.has_written = 12
-    stand.step()
-    assert stand.handovers.pulled_bytes - before == stand.kv[:, :, :1].nbytes
+def test_early_pulls_skip_a_cached_prefix() -> None:
+    harness = QueueHarness()
+    harness.decode("a", tokens(0, 8))
+    harness.step()
+    before = harness.handovers.pulled_bytes
+    harness.ahead("b", [*tokens(0, 8), *tokens(50, 8)])
+    harness.sink.has_written = 8
+    harness.step()
+    assert harness.handovers.pulled_bytes == before
+    harness.sink.has_written = 12
+    harness.step()
+    assert harness.handovers.pulled_bytes - before == harness.kv[:, :, :1].nbytes
 
 
-def test_what_was_pulled_of_another_life_of_its_slot_is_pulled_again() -> None:
-    stand = Stand()
-    stand.ahead("a", tokens(0, 16), generation=3)
-    stand.sink.has_written = 12
-    stand.step()
-    stand.sink.source[:] = 7.0
+def test_data_pulled_from_a_previous_generation_of_the_slot_is_pulled_again() -> None:
+    harness = QueueHarness()
+    harness.ahead("a", tokens(0, 16), generation=3)
+    harness.sink.has_written = 12
+    harness.step()
+    harness.sink.source[:] = 7.0
     made = Decode("a", EPOCH, Sampling(5), tuple(tokens(0, 16)), 1, None, (), {}, (0, 1, 2, 3), MODEL, 16)
-    stand.sink.offer(made, generation=4)
-    stand.handovers.receive(EPOCH)
-    ((_, table),) = stand.handovers.pull(None)
-    assert (stand.kv[:, :, table.blocks] == 7.0).all()
+    harness.sink.offer(made, generation=4)
+    harness.handovers.receive(EPOCH)
+    ((_, table),) = harness.handovers.pull(None)
+    assert (harness.kv[:, :, table.blocks] == 7.0).all()
 
 
-def test_a_prompt_that_is_computed_keeps_no_room_from_one_that_is_whole_nor_from_a_row() -> None:
-    stand = Stand(waiting_share=1.0)
-    ahead = stand.ahead("long", tokens(0, 60))
-    stand.sink.has_written = 30
-    stand.step()
-    assert stand.blocks.held == 15
-    stand.decode("whole", tokens(100, 32))
-    assert stand.step() == ["whole"]
-    assert ahead in stand.sink.answers
-    stand.ahead("other", tokens(200, 16))
-    stand.step()
-    held = stand.blocks.held
-    assert stand.handovers.evict_latest()
-    assert stand.blocks.held == held - 4
-    stand.decode("other", tokens(200, 16))
-    assert stand.step() == ["other"], "it is an offer like any other"
+def test_early_pulls_yield_blocks_to_complete_prompts_and_rows() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    ahead = harness.ahead("long", tokens(0, 60))
+    harness.sink.has_written = 30
+    harness.step()
+    assert harness.blocks.held == 15
+    harness.decode("whole", tokens(100, 32))
+    assert harness.step() == ["whole"]
+    assert ahead in harness.sink.answers
+    harness.ahead("other", tokens(200, 16))
+    harness.step()
+    held = harness.blocks.held
+    assert harness.handovers.evict_latest()
+    assert harness.blocks.held == held - 4
+    harness.decode("other", tokens(200, 16))
+    assert harness.step() == ["other"], "it is an ordinary offer"
 
 
-def test_a_prompt_that_is_computed_does_not_count_as_one_that_waits() -> None:
-    stand = Stand(waiting_share=0.2)
-    stand.ahead("long", tokens(0, 40))
-    stand.step()
-    stand.decode("whole", tokens(100, 8))
-    assert stand.step() == ["whole"]
+def test_a_prompt_still_being_computed_does_not_count_as_waiting() -> None:
+    harness = QueueHarness(waiting_share=0.2)
+    harness.ahead("long", tokens(0, 40))
+    harness.step()
+    harness.decode("whole", tokens(100, 8))
+    assert harness.step() == ["whole"]
 
 
-def test_one_with_a_reservation_keeps_its_room_while_it_is_computed() -> None:
-    stand = Stand(waiting_share=1.0)
-    stand.reserve("a", tokens(0, 40))
-    stand.step()
-    stand.ahead("a", tokens(0, 40))
-    stand.sink.has_written = 40
-    stand.step()
-    assert stand.blocks.held == 10
-    number = stand.decode("large", tokens(100, 60))
-    assert stand.step() == []
-    assert number not in stand.sink.answers
-    stand.decode("a", tokens(0, 40))
-    assert stand.step() == ["a"]
-    assert stand.handovers.pulled_bytes == stand.kv[:, :, :10].nbytes
+def test_an_early_pull_with_a_reservation_keeps_its_blocks() -> None:
+    harness = QueueHarness(waiting_share=1.0)
+    harness.reserve("a", tokens(0, 40))
+    harness.step()
+    harness.ahead("a", tokens(0, 40))
+    harness.sink.has_written = 40
+    harness.step()
+    assert harness.blocks.held == 10
+    number = harness.decode("large", tokens(100, 60))
+    assert harness.step() == []
+    assert number not in harness.sink.answers
+    harness.decode("a", tokens(0, 40))
+    assert harness.step() == ["a"]
+    assert harness.handovers.pulled_bytes == harness.kv[:, :, :10].nbytes
 
 
-@pytest.mark.parametrize("why", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
+@pytest.mark.parametrize("cause", ["cancelled", "another frontend", "withdrawn", "late", "a broken copy"])
 @pytest.mark.parametrize("reserved", [False, True])
-def test_a_prompt_whose_computation_ends_without_an_offer_holds_nothing(why: str, reserved: bool) -> None:
-    stand = Stand()
+def test_a_prompt_that_ends_without_an_offer_holds_no_blocks(cause: str, reserved: bool) -> None:
+    harness = QueueHarness()
     if reserved:
-        stand.reserve("a", tokens(0, 16), deadline_ns=100)
-        stand.step()
-    number = stand.ahead("a", tokens(0, 16), deadline_ns=100)
-    stand.step()
-    assert stand.blocks.held == 4
-    if why == "cancelled":
-        stand.handovers.cancel("a")
-    elif why == "another frontend":
-        stand.handovers.clear()
-    elif why == "withdrawn":
-        stand.sink.withdrawn.add(number)
-    elif why == "a broken copy":
-        stand.sink.transfer, stand.sink.has_written = BrokenTransfer, 8
-    stand.step(now_ns=100 if why == "late" else 0)
-    assert (stand.blocks.held, len(stand.handovers)) == (0, 0)
-    assert stand.sink.answers[number] == "taken", "nothing stays open"
+        harness.reserve("a", tokens(0, 16), deadline_ns=100)
+        harness.step()
+    number = harness.ahead("a", tokens(0, 16), deadline_ns=100)
+    harness.step()
+    assert harness.blocks.held == 4
+    if cause == "cancelled":
+        harness.handovers.cancel("a")
+    elif cause == "another frontend":
+        harness.handovers.clear()
+    elif cause == "withdrawn":
+        harness.sink.withdrawn.add(number)
+    elif cause == "a broken copy":
+        harness.sink.transfer, harness.sink.has_written = BrokenTransfer, 8
+    harness.step(now_ns=100 if cause == "late" else 0)
+    assert (harness.blocks.held, len(harness.handovers)) == (0, 0)
+    assert harness.sink.answers[number] == "taken", "nothing stays open"
 
 
-def test_of_another_model_nothing_is_pulled_ahead() -> None:
-    stand = Stand()
-    number = stand.sink.offer(Reserve("a", EPOCH, (1, 2, 3, 4), FOREVER, blocks=(0,), model=b"another"))
-    stand.sink.has_written = 4
-    assert stand.step() == []
-    assert "another model" in stand.sink.answers[number]
-    assert (len(stand.handovers), stand.blocks.held, stand.handovers.pulled_bytes) == (0, 0, 0)
+def test_nothing_is_pulled_early_from_another_model() -> None:
+    harness = QueueHarness()
+    number = harness.sink.offer(Reserve("a", EPOCH, (1, 2, 3, 4), FOREVER, blocks=(0,), model=b"another"))
+    harness.sink.has_written = 4
+    assert harness.step() == []
+    assert "another model" in harness.sink.answers[number]
+    assert (len(harness.handovers), harness.blocks.held, harness.handovers.pulled_bytes) == (0, 0, 0)

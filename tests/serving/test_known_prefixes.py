@@ -1,4 +1,4 @@
-"""What the router believes that a worker has of a prompt, against the tokens whose KV the worker finds again."""
+"""Tests of the router's prefix estimate against the tokens whose KV a worker actually reuses."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ SYSTEM = Message("system", "You answer questions of those who run this service, 
     [None, Retrieval("docs"), Retrieval("docs", place="question")],
     ids=["without passages", "with passages", "with passages before the question"],
 )
-def test_the_router_believes_that_a_worker_has_as_much_of_a_chats_next_turn_as_it_finds_again(
+def test_the_routers_estimate_for_a_chats_next_turn_equals_the_workers_prefix_hit(
     tiny_directory: Path, system: list[Message], retrieval: Retrieval | None
 ) -> None:
-    tokenizer = Tokenizer.load(tiny_directory)  # a byte is a token
+    tokenizer = Tokenizer.load(tiny_directory)  # one token per byte
     blocks = BlockManager(1000, BLOCK, b"model")
     router = Router(max_in_flight=10)
     for role in ("prefill", "decode"):
@@ -32,8 +32,8 @@ def test_the_router_believes_that_a_worker_has_as_much_of_a_chats_next_turn_as_i
     turns = list(system)
     for number in range(4):
         turns.append(Message("user", f"Question {number}: how does it do what it does in case {number}? " * 6))
-        asked = Generation(Sampling(8), 0, 1, messages=tuple(turns), retrieval=retrieval)
-        prefix, whole = known_prefix(asked)
+        generation = Generation(Sampling(8), 0, 1, messages=tuple(turns), retrieval=retrieval)
+        prefix, whole = known_prefix(generation)
         (worker, _) = router.workers()
         believed = worker.overlap(prefix, whole) * max(whole, len(prefix)) * BLOCK_CHARS
         router.finished(router.place(prefix, blocks=whole), prefilled=False)
@@ -42,10 +42,10 @@ def test_the_router_believes_that_a_worker_has_as_much_of_a_chats_next_turn_as_i
         tokens = build_prompt(tokenizer, turns, passages=passages, budget_tokens=10_000, place=place).tokens
         table = blocks.open(tokens)
         frame = len(tokenizer.chat(turns)) - sum(len(turn.content) for turn in turns)
-        instruction = 200 if retrieval else 0  # what stands before passages, and the beginning of a title
+        instruction = 200 if retrieval else 0  # the text before the passages, and the beginning of a title
         assert believed - BLOCK <= table.reused_tokens <= believed + BLOCK_CHARS + frame + instruction
         if number and (system or place == "question" or not retrieval):
-            assert believed > 0 or (number == 1 and not system), "it is not only careful"
+            assert believed > 0 or (number == 1 and not system), "the estimate is not just conservative"
         blocks.grow(table, len(tokens))
         blocks.fill(table, tokens, len(tokens))
         blocks.close(table)

@@ -1,4 +1,4 @@
-"""Copies in slices, the chunk size that is measured: the small parts of the KV path."""
+"""Tests of small parts of the KV path: copies in slices and the measured chunk size."""
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,7 @@ def kv(seed: int) -> npt.NDArray[np.float32]:
 
 @given(taken=st.permutations(range(12)), given_=st.permutations(range(12)), count=st.integers(0, 12))
 @settings(max_examples=30)
-def test_a_copy_in_slices_puts_every_block_in_its_place_and_touches_no_other(
-    taken: list[int], given_: list[int], count: int
-) -> None:
+def test_a_sliced_copy_writes_every_block_and_no_other(taken: list[int], given_: list[int], count: int) -> None:
     source, target = kv(1), kv(2)
     before = target.copy()
     copy = Transfer(source, taken[:count], target, given_[:count])
@@ -33,11 +31,11 @@ def test_a_copy_in_slices_puts_every_block_in_its_place_and_touches_no_other(
     assert copy.bytes == source[:, :, :count].nbytes
 
 
-def test_a_copy_stops_after_the_slice_in_which_its_time_is_up() -> None:
+def test_a_copy_stops_after_the_slice_in_which_its_time_runs_out() -> None:
     times = iter(range(0, 1000, 10))
     source, target = kv(1), kv(2)
     copy = Transfer(source, range(12), target, range(12))
-    assert not copy.step(15, clock=lambda: next(times))  # 10 ns a look: two slices
+    assert not copy.step(15, clock=lambda: next(times))  # the clock advances 10 ns per call: two slices
     assert [bool(np.array_equal(*layers)) for layers in zip(source, target, strict=True)] == [True, True, False]
 
 
@@ -53,7 +51,7 @@ def test_the_measured_chunk_is_the_smallest_that_is_nearly_as_fast_as_any(fixed_
     assert knee(lambda tokens: fixed_s + tokens * 1e-4, 2048, clock=lambda: 0.0) == expected
 
 
-def test_measuring_the_chunk_ends_when_it_has_taken_long_enough() -> None:
+def test_measuring_the_chunk_stops_after_its_time_limit() -> None:
     pytest.importorskip("torch")
     from runtime.serving.prefill.chunk_size import knee
 

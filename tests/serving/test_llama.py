@@ -1,4 +1,4 @@
-"""Every kind of Llama that a `config.json` can describe gives the logits that transformers gives."""
+"""Tests that the logits of every Llama variant that a `config.json` can describe equal those of transformers."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ TOKENS = [3 + 7 * number % 250 for number in range(90)]
 
 
 def llama(directory: Path, tokenizer: Path, *, dtype: str = "float32", **changes: Any) -> Path:
-    """A model with random weights, biases too, and the tokenizer files of another; weights in several files."""
+    """Create a model with random weights and biases in several files, and the tokenizer files of another."""
     shutil.copytree(tokenizer, directory)
     (directory / "model.safetensors").unlink()
     config = transformers.LlamaConfig(
@@ -58,7 +58,7 @@ def llama(directory: Path, tokenizer: Path, *, dtype: str = "float32", **changes
         *({"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}} for kind, more in ROPE.items()),
     ],
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, tiny_directory: Path, changes: dict[str, Any]) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, tiny_directory: Path, changes: dict[str, Any]) -> None:
     directory = llama(tmp_path / "model", tiny_directory, **changes)
     model = LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
     expected = Reference(directory).logits(TOKENS)
@@ -68,7 +68,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, tiny_directory: Path, 
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_angles_are_those_of_transformers_far_into_the_context(kind: str) -> None:
+def test_rope_angles_equal_those_of_transformers_far_into_the_context(kind: str) -> None:
     parameters = {"rope_type": kind, "rope_theta": 500000.0, **ROPE[kind]}
     config = transformers.LlamaConfig(
         hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=parameters
@@ -80,7 +80,7 @@ def test_angles_are_those_of_transformers_far_into_the_context(kind: str) -> Non
         torch.testing.assert_close(ours, wanted[0])
 
 
-def test_rope_as_older_files_have_it_is_read_too() -> None:
+def test_rope_parameters_of_older_files_are_read() -> None:
     old = {"max_position_embeddings": 512, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
     positions = torch.arange(5)
@@ -98,7 +98,7 @@ def test_rope_as_older_files_have_it_is_read_too() -> None:
         ({"attention_bias": True}, "lack 8 tensors, such as model.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_a_config_that_does_not_fit_the_weights_is_refused_by_its_field(
+def test_a_config_that_does_not_match_the_weights_is_rejected_with_its_field(
     tmp_path: Path, tiny_directory: Path, change: dict[str, Any], said: str
 ) -> None:
     directory = llama(tmp_path / "model", tiny_directory)
@@ -108,7 +108,7 @@ def test_a_config_that_does_not_fit_the_weights_is_refused_by_its_field(
         LanguageModel.load(directory, blocks=8, block_tokens=16, context_tokens=128)
 
 
-def test_an_index_that_names_a_file_elsewhere_reads_no_other_directory(tmp_path: Path, tiny_directory: Path) -> None:
+def test_an_index_cannot_name_files_in_other_directories(tmp_path: Path, tiny_directory: Path) -> None:
     directory = llama(tmp_path / "model", tiny_directory)
     index = directory / "model.safetensors.index.json"
     found = json.loads(index.read_text())
@@ -131,7 +131,7 @@ def test_a_damaged_index_is_a_model_error(tmp_path: Path, tiny_directory: Path, 
 
 @pytest.mark.parametrize("kernels", ["cpu", "gathered"])
 @pytest.mark.parametrize(("weights", "least", "most"), [("bfloat16", 1e-4, 0.03), ("float16", 1e-5, 0.004)])
-def test_with_weights_of_half_the_width_logits_are_near_those_of_transformers(
+def test_bfloat16_logits_are_close_to_those_of_transformers(
     tmp_path: Path, tiny_directory: Path, weights: Any, kernels: Any, least: float, most: float
 ) -> None:
     directory = llama(tmp_path / "model", tiny_directory, hidden_size=512, intermediate_size=1024)
@@ -144,7 +144,7 @@ def test_with_weights_of_half_the_width_logits_are_near_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "flags", "meant"),
+    ("weights", "device", "flags", "expected"),
     [
         ("auto", "cpu", "fpu avx512f avx512_bf16", "bfloat16"),
         ("auto", "cpu", "fpu avx2 amx_bf16 amx_tile", "bfloat16"),
@@ -159,15 +159,15 @@ def test_with_weights_of_half_the_width_logits_are_near_those_of_transformers(
         ("bfloat16", "cpu", "fpu avx2", "bfloat16"),
     ],
 )
-def test_auto_is_bfloat16_where_the_device_multiplies_it(
-    tmp_path: Path, asked: Any, device: str, flags: str, meant: str
+def test_the_type_of_weights_depends_on_the_device(
+    tmp_path: Path, weights: Any, device: str, flags: str, expected: str
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
-    assert weights_type(asked, device, cpuinfo) == meant
+    assert weights_type(weights, device, cpuinfo) == expected
     assert weights_type("auto", "cpu", tmp_path / "none") == "float32"
 
 
-def test_int8_weights_are_refused_on_a_gpu() -> None:
+def test_int8_weights_are_rejected_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="'int8' is supported on CPUs only, not on 'cuda:0'"):
         weights_type("int8", "cuda:0")

@@ -1,4 +1,4 @@
-"""A peer that sends what is no message is counted each time, and fills no log."""
+"""Tests that malformed messages are all counted, and logged at a limited rate."""
 
 import logging
 
@@ -12,7 +12,7 @@ from runtime.serving.messages import Hello, MalformedMessages
 log = logging.getLogger("tests.malformed")
 
 
-def test_each_is_counted_and_a_line_every_ten_seconds_tells_of_those_between(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_is_counted_and_one_line_every_ten_seconds_summarises_them(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 100
     messages = MalformedMessages(log, lambda: now_s * 10**9)
     for second in range(100, 125):
@@ -27,7 +27,7 @@ def test_each_is_counted_and_a_line_every_ten_seconds_tells_of_those_between(cap
     ]
 
 
-def test_a_frontend_that_sends_nonsense_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_frontends_malformed_messages_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     address = private_endpoint(new_token(), "frontend")
     frontend = bind(zmq.ROUTER, address, max_message_bytes=1 << 20)
     link = FrontendLink(address, Hello("prefill", "prefill-0", 1, 1, 4, 100))

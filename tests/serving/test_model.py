@@ -1,4 +1,4 @@
-"""The model computes what transformers computes, whatever shares its batches and however prompts are cut."""
+"""Tests that the model's results equal transformers', in any batch and with prompts in any chunks."""
 
 import json
 import subprocess
@@ -29,26 +29,26 @@ VOCABULARY = 259
 
 @pytest.fixture(params=["cpu", "gathered"])
 def model(tiny_directory: Path, request: pytest.FixtureRequest) -> LanguageModel:
-    """With attention as on a CPU, and as on other devices: the latter is the same code on a CPU's tensors."""
+    """Return a model with CPU attention, and one with the attention of other devices on CPU tensors."""
     return LanguageModel.load(tiny_directory, block_tokens=16, blocks=6 * 32, context_tokens=512, kernels=request.param)
 
 
 def ragged_prompts(count: int, seed: int, longest: int = 200) -> list[list[int]]:
-    """Prompts of 1 to `longest` tokens, short ones as likely as long ones."""
+    """Return prompts of 1 to `longest` tokens, with short and long ones equally likely."""
     random = np.random.default_rng(seed)
     sizes = np.exp(random.uniform(0, np.log(longest), count)).astype(int)
     return [random.integers(0, VOCABULARY, max(1, size)).tolist() for size in sizes]
 
 
 def table(model: LanguageModel, row: int) -> list[int]:
-    """The blocks of a row, for the whole context: scattered, and no other row's."""
+    """Return scattered blocks for a row's whole context, disjoint from other rows'."""
     order: list[int] = np.random.default_rng(model.blocks).permutation(model.blocks).tolist()
     each = -(-model.context_tokens // model.block_tokens)
     return order[row * each : (row + 1) * each]
 
 
 def at(model: LanguageModel, row: int, start: int, tokens: Sequence[int]) -> Chunk:
-    """A chunk of a row."""
+    """Return a chunk of a row."""
     return Chunk(table(model, row), start, tokens)
 
 
@@ -57,7 +57,7 @@ def greedy(logits: object) -> list[int]:
 
 
 def continue_greedily(model: LanguageModel, row: int, tokens: Sequence[int], first: int, count: int) -> list[int]:
-    """`count` tokens after `tokens`, whose KV is in `row`; `first` is the first of them."""
+    """Return `count` tokens after `tokens`, whose KV is in `row`; `first` is the first of them."""
     answer = [first]
     while len(answer) < count:
         answer += greedy(model.forward([at(model, row, len(tokens) + len(answer) - 1, answer[-1:])]))
@@ -65,7 +65,7 @@ def continue_greedily(model: LanguageModel, row: int, tokens: Sequence[int], fir
 
 
 class Batcher:
-    """A worker's loop in miniature: prompts join in chunks of random size while others decode, and leave when done."""
+    """A minimal worker loop: prompts join in chunks of random size while others decode, and leave when done."""
 
     def __init__(self, model: LanguageModel, prompts: list[list[int]], answer_tokens: int, seed: int) -> None:
         self.model, self.prompts, self.answer_tokens = model, prompts, answer_tokens
@@ -109,11 +109,11 @@ def test_sixty_ragged_prompts_in_chunks_joining_mid_decode_equal_generate(
     model: LanguageModel, reference: Reference
 ) -> None:
     prompts = ragged_prompts(60, seed=1)
-    model.kv.fill_(float("nan"))  # whatever is read without having been written would show
+    model.kv.fill_(float("nan"))  # reads of unwritten memory become visible
     assert Batcher(model, prompts, answer_tokens=16, seed=2).run() == [reference.generate(p, 16) for p in prompts]
 
 
-def test_a_chunk_behind_others_moves_its_own_blocks_and_not_the_whole_cache(tiny_directory: Path) -> None:
+def test_a_later_chunk_copies_its_own_blocks_and_not_the_whole_cache(tiny_directory: Path) -> None:
     model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=4096, context_tokens=128)
     blocks = list(range(0, 4096, 512))
     model.forward([Chunk(blocks, 0, [3] * 40)])
@@ -124,7 +124,7 @@ def test_a_chunk_behind_others_moves_its_own_blocks_and_not_the_whole_cache(tiny
     assert 0 < largest < side / 8
 
 
-def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Path) -> None:
+def test_a_model_with_packed_layers_equals_generate(tmp_path: Path) -> None:
     directory = make_tiny_llama(tmp_path, seed=3, layers=2, hidden=512)
     model = LanguageModel.load(directory, block_tokens=16, blocks=6 * 16, context_tokens=256)
     reference = Reference(directory)
@@ -132,7 +132,7 @@ def test_a_model_large_enough_for_packed_layers_equals_generate_too(tmp_path: Pa
     assert Batcher(model, prompts, answer_tokens=12, seed=9).run() == [reference.generate(p, 12) for p in prompts]
 
 
-def test_kv_copied_from_another_models_shared_memory_decodes_as_generate_does(
+def test_kv_copied_from_another_models_shared_memory_gives_the_tokens_of_generate(
     tiny_directory: Path, reference: Reference
 ) -> None:
     shared = bytearray(ModelInfo.read(tiny_directory).kv_bytes(48, 16))
@@ -153,7 +153,7 @@ def test_kv_copied_from_another_models_shared_memory_decodes_as_generate_does(
         assert answer == reference.generate(prompt, 12)
 
 
-def test_passages_appended_before_the_last_sampled_token_equal_a_fresh_run(
+def test_passages_inserted_before_the_last_sampled_token_equal_a_fresh_run(
     model: LanguageModel, reference: Reference
 ) -> None:
     for prompt, passages in zip(ragged_prompts(8, seed=4), ragged_prompts(8, seed=5), strict=True):
@@ -165,7 +165,7 @@ def test_passages_appended_before_the_last_sampled_token_equal_a_fresh_run(
         assert continue_greedily(model, 2, sequence, after, 9) == reference.generate(sequence, 9)
 
 
-def test_logits_are_close_to_those_of_one_pass_over_the_sequence(model: LanguageModel, reference: Reference) -> None:
+def test_logits_are_close_to_those_of_a_single_pass(model: LanguageModel, reference: Reference) -> None:
     tokens = ragged_prompts(1, seed=6)[0] + list(range(150))
     expected = reference.logits(tokens)
     for begin, end in ((0, 1), (1, 40), (40, 41), (41, len(tokens))):
@@ -175,7 +175,7 @@ def test_logits_are_close_to_those_of_one_pass_over_the_sequence(model: Language
         torch.testing.assert_close(logits[0], expected[end - 1], rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_writes_only_the_positions_of_its_own_chunks(model: LanguageModel) -> None:
+def test_a_batch_writes_only_the_positions_of_its_chunks(model: LanguageModel) -> None:
     model.kv.fill_(7.0)
     model.forward([at(model, 0, 0, [1, 2, 3]), at(model, 4, 511, [5]), at(model, 2, 100, [6] * 10)])
     written = torch.zeros(model.kv.shape[2], model.kv.shape[4], dtype=torch.bool)
@@ -187,7 +187,7 @@ def test_a_batch_writes_only_the_positions_of_its_own_chunks(model: LanguageMode
 
 
 class Operations(TorchDispatchMode):
-    """The names of all that torch is asked for."""
+    """Records the names of torch operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,18 +196,23 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("index", "index_put_") and any(at is not None and at.dtype == torch.bool for at in args[1]):
-            name = "nonzero"  # torch counts what a mask lets through
+            name = "nonzero"  # torch counts the mask's true entries
         self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_gives_what_its_samplers_draw_from_the_logits_that_a_pass_gives(model: LanguageModel) -> None:
+def test_a_step_returns_the_tokens_sampled_from_the_logits_of_a_pass(model: LanguageModel) -> None:
     chunks = [at(model, row, 0, prompt) for row, prompt in enumerate(ragged_prompts(4, seed=3))]
-    asked = [Sampling(8), None, Sampling(8, temperature=1.0, seed=5), Sampling(8, temperature=0.7, top_p=0.8, seed=6)]
+    specs = [
+        Sampling(8),
+        None,
+        Sampling(8, temperature=1.0, seed=5),
+        Sampling(8, temperature=0.7, top_p=0.8, seed=6),
+    ]
     scored = [False, True, True, False]
     logits = model.forward(chunks)
-    found = model.step(chunks, [Sampler(one) if one else None for one in asked], scored)
-    for drawn, one, row, wanted in zip(found, asked, logits, scored, strict=True):
+    found = model.step(chunks, [Sampler(one) if one else None for one in sampling], scored)
+    for drawn, one, row, wanted in zip(found, sampling, logits, scored, strict=True):
         assert (one is None) == (drawn is None)
         if one is None or drawn is None:
             continue
@@ -216,13 +221,13 @@ def test_a_step_gives_what_its_samplers_draw_from_the_logits_that_a_pass_gives(m
     assert model.step(chunks[:1], [None], [True]) == [None]
 
 
-def test_a_pass_of_the_kind_for_gpus_asks_nothing_of_the_device_and_sends_its_numbers_at_once(
+def test_a_gpu_pass_never_synchronises_and_uploads_its_inputs_in_one_copy(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A value that Python looks at, or a result whose size depends on values, would wait for the device's queue."""
+    """A value read by Python, or a result whose size depends on values, would wait for the device's queue."""
     causal = bias.causal_lower_right
 
-    def made_unseen(*sizes: int) -> Any:  # torch cannot make one while its operations are watched; it is no operation
+    def made_unseen(*sizes: int) -> Any:  # torch cannot create one under a dispatch mode; it is not an operation
         with _disable_current_modes():
             return causal(*sizes)
 
@@ -246,7 +251,7 @@ def test_chunks_may_share_the_blocks_of_a_common_prefix(model: LanguageModel, re
     assert greedy(logits) == [reference.generate([*prefix, *end], 1)[0] for end in ends]
 
 
-def test_a_chunk_may_fill_its_row_to_the_last_position_and_no_further(
+def test_a_chunk_can_fill_its_row_to_the_last_position_and_no_further(
     model: LanguageModel, reference: Reference
 ) -> None:
     tokens = [3 + number % 200 for number in range(512)]
@@ -273,7 +278,7 @@ def test_a_chunk_may_fill_its_row_to_the_last_position_and_no_further(
         ([Chunk([0], 0, [-1])], InvalidRequest),
     ],
 )
-def test_an_impossible_batch_is_refused_before_anything_is_written(
+def test_an_invalid_batch_is_rejected_before_anything_is_written(
     model: LanguageModel, chunks: list[Chunk], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -281,7 +286,7 @@ def test_an_impossible_batch_is_refused_before_anything_is_written(
     assert not model.kv.any()
 
 
-def test_a_copy_that_does_not_fit_is_refused(model: LanguageModel) -> None:
+def test_a_copy_that_does_not_fit_is_rejected(model: LanguageModel) -> None:
     ours = model.kv.numpy()
     for taken, given in (([192], [0]), ([0], [192]), ([-1], [0])):
         with pytest.raises(ValueError, match=r"blocks must be within 0\.\.191"):
@@ -296,7 +301,7 @@ def test_a_copy_that_does_not_fit_is_refused(model: LanguageModel) -> None:
         Transfer(ours.astype(np.float16), [0], ours, [0])
 
 
-def test_the_kv_tensor_lies_in_the_given_buffer_and_has_the_announced_size(tiny_directory: Path) -> None:
+def test_the_kv_tensor_uses_the_given_buffer_and_has_the_announced_size(tiny_directory: Path) -> None:
     size = ModelInfo.read(tiny_directory).kv_bytes(8, 16)
     buffer = bytearray(size)
     model = LanguageModel.load(tiny_directory, block_tokens=16, blocks=8, context_tokens=64, buffer=memoryview(buffer))
@@ -308,7 +313,7 @@ def test_the_kv_tensor_lies_in_the_given_buffer_and_has_the_announced_size(tiny_
             LanguageModel.load(tiny_directory, block_tokens=16, blocks=8, context_tokens=64, buffer=wrong)
 
 
-def test_sizes_that_the_model_cannot_have_are_refused_with_the_limit(tiny_directory: Path) -> None:
+def test_sizes_beyond_the_model_are_rejected_with_the_limit(tiny_directory: Path) -> None:
     for blocks, context_tokens, said in (
         (0, 64, "0 KV blocks"),
         (1, 4097, r"1\.\.4096"),
@@ -318,7 +323,7 @@ def test_sizes_that_the_model_cannot_have_are_refused_with_the_limit(tiny_direct
             LanguageModel.load(tiny_directory, block_tokens=16, blocks=blocks, context_tokens=context_tokens)
 
 
-def test_models_differ_in_their_identity_and_so_do_block_sizes(tiny_directory: Path, tmp_path: Path) -> None:
+def test_models_and_block_sizes_have_different_identities(tiny_directory: Path, tmp_path: Path) -> None:
     other = make_tiny_llama(tmp_path / "other", seed=9)
     found = {model_identity(tiny_directory, 16), model_identity(tiny_directory, 32), model_identity(other, 16)}
     assert len(found) == 3
@@ -341,7 +346,7 @@ def copied_model(tiny_directory: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here")
-def test_a_device_that_torch_does_not_have_is_refused_with_the_reason(tiny_directory: Path) -> None:
+def test_a_device_without_torch_support_is_rejected_with_the_reason(tiny_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"a model on 'cuda:0': this torch .* (is a build without|finds no)"):
         LanguageModel.load(tiny_directory, block_tokens=16, blocks=1, context_tokens=8, device="cuda:0")
 
@@ -353,7 +358,7 @@ def test_damaged_weights_are_a_model_error(copied_model: Path) -> None:
         LanguageModel.load(copied_model, block_tokens=16, blocks=1, context_tokens=8)
 
 
-def test_missing_weights_are_an_error_and_never_random_numbers(copied_model: Path) -> None:
+def test_missing_weights_are_an_error(copied_model: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(copied_model / "model.safetensors")
@@ -372,7 +377,7 @@ def test_missing_weights_are_an_error_and_never_random_numbers(copied_model: Pat
         ({"vocab_size": 1 << 40}, "not an integer in 1..16777216"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_its_field(
+def test_an_unsupported_config_is_rejected_with_its_field(
     copied_model: Path, change: dict[str, object], said: str
 ) -> None:
     config = json.loads((copied_model / "config.json").read_text())
@@ -388,7 +393,7 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
         ModelInfo.read(tmp_path)
 
 
-def test_without_torch_the_error_has_the_command_that_installs_it(
+def test_without_torch_the_error_names_the_install_command(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -412,7 +417,7 @@ def test_neither_importing_the_model_nor_reading_its_sizes_imports_torch(tiny_di
     assert done.stdout.split() == [str(2 * 2 * 2 * 2 * 64 * 16 * 4), str(2 * 64 * 30 * 2 * 3 * 64 * 4)]
 
 
-def test_a_loaded_model_has_imported_neither_transformers_nor_torch_s_compiler(tiny_directory: Path) -> None:
+def test_loading_a_model_imports_neither_transformers_nor_torch_s_compiler(tiny_directory: Path) -> None:
     program = (
         "import sys\n"
         "from runtime.serving.model.language_model import Chunk, LanguageModel\n"

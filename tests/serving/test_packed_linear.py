@@ -1,4 +1,4 @@
-"""Packed layers compute what torch's own product computes."""
+"""Tests that packed layers compute the same product as torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 from runtime.serving.network import linear  # noqa: E402  (it imports torch)
 from runtime.serving.network.linear import Int8Linear, PackedLinear, PlainLinear, int8_works, linear_layer  # noqa: E402
 
-SIZE = 512  # a layer of this size squared is large enough to be packed
+SIZE = 512  # a square layer of this size is large enough to be packed
 
 
 @pytest.fixture(autouse=True)
 def _looked_anew() -> Iterator[None]:
-    """Whether packing works is found out once a process: here once a test."""
+    """Support for packing is detected once per process; here once per test."""
     for known in (linear.packing_works, linear.int8_works):
         known.cache_clear()
     yield
@@ -36,7 +36,7 @@ def test_a_packed_layer_equals_the_plain_product_for_any_number_of_rows(rows: in
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 16, 200])
-def test_a_bfloat16_layer_takes_either_type_and_computes_the_product_of_rounded_numbers(
+def test_a_bfloat16_layer_accepts_both_types_and_multiplies_rounded_values(
     rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packed:
@@ -59,7 +59,7 @@ needs_int8 = pytest.mark.skipif(not int8_works(), reason="the processor's produc
 @needs_int8
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_an_int8_layer_is_as_near_as_its_weights_whatever_stands_out_in_x(rows: int, bias: bool) -> None:
+def test_an_int8_layers_error_is_that_of_its_weights_despite_outliers_in_x(rows: int, bias: bool) -> None:
     weight, offset = torch.randn(SIZE, SIZE) / SIZE**0.5, torch.randn(SIZE) if bias else None
     layer, x = linear_layer(weight, offset, "int8"), torch.randn(rows, SIZE)
     assert isinstance(layer, Int8Linear)
@@ -71,11 +71,11 @@ def test_an_int8_layer_is_as_near_as_its_weights_whatever_stands_out_in_x(rows: 
         expected = torch.nn.functional.linear(x, rounded, offset)
         each = torch.cat([layer(row[None]) for row in x])
     assert (y - expected).norm() < 1e-3 * expected.norm()
-    assert torch.equal(each, y), "a row's products do not depend on those beside it"
+    assert torch.equal(each, y), "a row's products do not depend on its neighbours"
 
 
 @needs_int8
-def test_more_rows_than_an_int8_layer_is_for_are_multiplied_in_bfloat16() -> None:
+def test_large_batches_of_an_int8_layer_are_multiplied_in_bfloat16() -> None:
     weight, x = torch.randn(SIZE, SIZE), torch.randn(17, SIZE)
     with torch.inference_mode():
         assert torch.equal(linear_layer(weight, None, "int8")(x), linear_layer(weight, None, "bfloat16")(x))
@@ -83,7 +83,7 @@ def test_more_rows_than_an_int8_layer_is_for_are_multiplied_in_bfloat16() -> Non
 
 @needs_int8
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_no_finite_product_and_harms_no_other(odd: float) -> None:
+def test_a_non_finite_row_does_not_affect_other_rows(odd: float) -> None:
     weight, x = torch.randn(SIZE, SIZE), torch.randn(2, SIZE)
     x[0, 7] = odd
     with torch.inference_mode():
@@ -94,7 +94,7 @@ def test_a_row_that_is_not_finite_has_no_finite_product_and_harms_no_other(odd: 
 
 
 @pytest.mark.parametrize("wrong", [True, False])
-def test_where_int8_products_are_missing_or_overflow_weights_are_bfloat16(
+def test_bfloat16_is_the_fallback_if_int8_products_are_missing_or_overflow(
     monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
     if wrong:
@@ -105,18 +105,18 @@ def test_where_int8_products_are_missing_or_overflow_weights_are_bfloat16(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_small_layers_stay_as_they_are(dtype: Any) -> None:
+def test_small_layers_are_not_packed(dtype: Any) -> None:
     small, x = torch.randn(SIZE // 2, SIZE), torch.randn(3, SIZE)
     layer = linear_layer(small, None, dtype)
     assert isinstance(layer, PlainLinear)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, small))
 
 
-def test_layers_stay_as_they_are_where_the_product_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_packed_if_the_product_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)
 
 
-def test_layers_stay_as_they_are_where_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_packed_if_the_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "_product", lambda self, x: torch.zeros(*x.shape[:-1], 32))
     assert isinstance(linear_layer(torch.randn(SIZE, SIZE), None), PlainLinear)

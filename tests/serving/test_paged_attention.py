@@ -1,5 +1,5 @@
-"""Decode's attention over KV blocks where they lie, as torch compiles it for this processor: what it is asked is what a
-GPU is asked, its kernel is another one."""
+"""Tests of decode's paged attention as torch compiles it for this processor: the calls are those on a GPU, the kernel
+differs."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, suppor
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's own compiler
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
 BLOCK, BLOCKS, STEPS = 16, 40, 40
 LENGTHS = [1, 50, 31]
 
@@ -37,14 +37,14 @@ def empty_kv(directory: Path, kind: WeightsType) -> Any:
 
 
 def again(run: Any) -> Captured:
-    """A capture that is the pass run again, with the same output tensor."""
+    """Return a fake graph capture that runs the pass again into the same output tensor."""
     output = run().clone()
     return Captured(lambda: output.copy_(run()), output)
 
 
 def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = None) -> list[list[int]]:
-    """`STEPS` greedy tokens of each of three rows in scattered blocks, two of which share one. With `follow`, each is
-    chosen behind its tokens and not behind those that were chosen before."""
+    """Return `STEPS` greedy tokens of each of three rows in scattered blocks, two of which share one. With `follow`,
+    each token is chosen after the given tokens instead of those chosen before."""
     random = np.random.default_rng(4)
     order = random.permutation(BLOCKS).tolist()
     tables = [order[8 * row : 8 * row + 8] for row in range(3)]
@@ -57,15 +57,15 @@ def answers(network: Llama, cache: PagedCache, follow: list[list[int]] | None = 
         logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
         found = [[int(token)] for token in logits.argmax(-1)]
         for step in range(STEPS - 1):
-            told = [row[step] for row in (follow or found)]
+            previous = [row[step] for row in (follow or found)]
             spans = [(table, len(prompt) + step, 1) for table, prompt in zip(tables, prompts, strict=True)]
-            logits = graphs.logits(spans, told) if step % 4 else network.logits(PagedBatch(cache, spans, told))
+            logits = graphs.logits(spans, previous) if step % 4 else network.logits(PagedBatch(cache, spans, previous))
             for row, token in zip(found, logits.argmax(-1), strict=True):
                 row.append(int(token))
     return found
 
 
-def test_float32_gives_the_greedy_tokens_of_gathered_blocks(network: Llama, tiny_directory: Path) -> None:
+def test_float32_gives_the_greedy_tokens_of_gathered_attention(network: Llama, tiny_directory: Path) -> None:
     gathered = answers(network, PagedCache(empty_kv(tiny_directory, "float32"), "gathered"))
     paged = PagedCache(empty_kv(tiny_directory, "float32"), "paged", row_blocks=2 * BLOCKS)
     assert answers(network, paged) == gathered
@@ -85,7 +85,7 @@ def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(network: Llama, tin
         assert same >= 0.95 * len(LENGTHS) * STEPS, kernels
 
 
-def test_a_sequence_with_nan_harms_none_that_has_its_blocks_after_it(tiny_directory: Path) -> None:
+def test_nan_in_freed_blocks_does_not_affect_their_next_sequence(tiny_directory: Path) -> None:
     kv = empty_kv(tiny_directory, "float32")
     cache = PagedCache(kv, "paged", row_blocks=2 * BLOCKS)
     heads, dim = 2, kv.shape[5]
@@ -100,10 +100,10 @@ def test_a_sequence_with_nan_harms_none_that_has_its_blocks_after_it(tiny_direct
         healthy = torch.randn(3, 4 + 2 * heads, dim)
         value = healthy[:, -heads:].repeat_interleave(2, dim=1)
         found = attended([5, 6, 7], 1, healthy)
-        torch.testing.assert_close(found, value)  # a first token sees itself alone
+        torch.testing.assert_close(found, value)  # a first token attends only to itself
 
 
-def test_what_torch_cannot_compile_or_gets_wrong_is_gathered(
+def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv = empty_kv(tiny_directory, "float32")
@@ -111,12 +111,12 @@ def test_what_torch_cannot_compile_or_gets_wrong_is_gathered(
     assert not kv.any()
     assert supports_paged_attention(kv, 2 * BLOCKS, 2, again)
     assert not supports_paged_attention(kv, 2 * BLOCKS, 2, lambda run: Captured(lambda: None, run())), (
-        "a replay that reads nothing"
+        "a replay reads nothing"
     )
     assert "returned a wrong result" in caplog.text
     caplog.clear()
     assert not supports_paged_attention(kv[:, :, :, :, :12], 2 * BLOCKS, 2), "no kernel has blocks of 12"
-    assert not supports_paged_attention(kv, 8, 2), "torch's kernel for CPUs wants as many pages a row as there are"
+    assert not supports_paged_attention(kv, 8, 2), "torch's CPU kernel requires as many pages per row as exist"
     assert "failed: " in caplog.text
     monkeypatch.setattr("runtime.serving.network.decode_attention._compiled", lambda: lambda query, *_: query)
     assert not supports_paged_attention(kv, 2 * BLOCKS, 2)

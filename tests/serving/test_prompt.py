@@ -1,4 +1,4 @@
-"""Passages find their place in a prompt: best first, within the budget, and unable to speak for anyone else."""
+"""Tests of passages in prompts: best first, within the budget, and unable to forge turns."""
 
 from pathlib import Path
 
@@ -34,10 +34,10 @@ def test_without_passages_a_chat_is_its_template_and_a_prompt_its_tokens(tokeniz
     assert build_prompt(tokenizer, prompt=[5, 6, 7], budget_tokens=3).tokens == [5, 6, 7]
 
 
-def test_passages_come_as_they_were_found_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
+def test_passages_are_in_search_order_in_a_system_message_before_the_conversation(tokenizer: Tokenizer) -> None:
     prompt = build_prompt(tokenizer, ASKED, passages=[passage("words", 0.9), passage("near", 0.1)], budget_tokens=500)
     text = tokenizer.decode(prompt.tokens)
-    assert ids(prompt.used) == ["words", "near"], "found by words too, the best need not be the nearest"
+    assert ids(prompt.used) == ["words", "near"], "with keyword search the best need not be the nearest"
     order = [
         text.index(part) for part in ("system", "[Title words]\nText of words.", "[Title near]", "user", "a ring?")
     ]
@@ -53,7 +53,7 @@ def test_a_system_message_keeps_its_text_and_gets_the_passages(tokenizer: Tokeni
     assert text.index("pirate") < text.index("Text of p.")
 
 
-def test_before_the_last_question_passages_leave_the_conversation_as_it_was(tokenizer: Tokenizer) -> None:
+def test_passages_before_the_last_question_leave_the_conversation_unchanged(tokenizer: Tokenizer) -> None:
     messages = [Message("system", "Be brief."), *ASKED, Message("assistant", "A queue."), Message("user", "Whose?")]
     found = [passage("p", 0.1)]
     prompt = build_prompt(tokenizer, messages, passages=found, budget_tokens=900, place="question")
@@ -65,14 +65,14 @@ def test_before_the_last_question_passages_leave_the_conversation_as_it_was(toke
     assert tokenizer.decode(alone.tokens).index("Text of p.") < tokenizer.decode(alone.tokens).index("So.")
 
 
-def test_a_raw_prompt_has_the_passages_before_it_and_ends_as_it_was(tokenizer: Tokenizer) -> None:
+def test_passages_precede_a_raw_prompt_which_stays_unchanged(tokenizer: Tokenizer) -> None:
     for raw in ("Once upon", tokenizer.encode("Once upon")):
         prompt = build_prompt(tokenizer, prompt=raw, passages=[passage("p", 0.1)], budget_tokens=500)
         assert ids(prompt.used) == ["p"]
         assert tokenizer.decode(prompt.tokens).endswith("[Title p]\nText of p.\n\nOnce upon")
 
 
-def test_the_worst_passages_go_first_and_the_last_one_kept_is_cut(tokenizer: Tokenizer) -> None:
+def test_the_worst_passages_are_dropped_first_and_the_last_one_kept_is_truncated(tokenizer: Tokenizer) -> None:
     passages = [passage(name, distance, name * 100) for name, distance in (("a", 3), ("b", 1), ("c", 2))]
     everything = build_prompt(tokenizer, ASKED, passages=passages, budget_tokens=2000)
     assert ids(everything.used) == ["a", "b", "c"]
@@ -85,20 +85,20 @@ def test_the_worst_passages_go_first_and_the_last_one_kept_is_cut(tokenizer: Tok
     assert "ccc" not in text
 
 
-def test_a_rest_too_small_to_say_anything_stays_empty(tokenizer: Tokenizer) -> None:
+def test_a_remainder_too_small_for_a_passage_is_not_used(tokenizer: Tokenizer) -> None:
     passages = [passage("a", 0.1), passage("b", 0.2)]
     full = build_prompt(tokenizer, ASKED, passages=passages[:1], budget_tokens=500)
     assert ids(build_prompt(tokenizer, ASKED, passages=passages, budget_tokens=len(full.tokens) + 10).used) == ["a"]
 
 
-def test_passages_have_a_budget_of_their_own(tokenizer: Tokenizer) -> None:
+def test_passages_have_their_own_budget(tokenizer: Tokenizer) -> None:
     long = [passage("a", 0.1, "x" * 300)]
     prompt = build_prompt(tokenizer, ASKED, passages=long, budget_tokens=2000, passage_tokens=50)
     assert tokenizer.decode(prompt.tokens).count("x") < 50
     assert build_prompt(tokenizer, ASKED, passages=long, budget_tokens=2000, passage_tokens=0).used == ()
 
 
-def test_a_long_request_is_tokenized_once_more_for_its_passages_and_the_prompt_is_the_same(
+def test_a_long_request_is_tokenized_only_once_more_with_passages(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long, near = "word " * 500, [passage("a", 0.1), passage("b", 0.2)]
@@ -116,7 +116,7 @@ def test_a_long_request_is_tokenized_once_more_for_its_passages_and_the_prompt_i
     assert sum(length >= len(long) for length in lengths) == 1
 
 
-def test_a_request_over_the_budget_is_refused_with_both_numbers_and_its_field(tokenizer: Tokenizer) -> None:
+def test_a_request_over_the_budget_is_rejected_with_both_numbers_and_its_field(tokenizer: Tokenizer) -> None:
     size = len(tokenizer.chat(ASKED))
     with pytest.raises(ContextLengthExceeded, match=f"{size} tokens; .* room for {size - 1}") as caught:
         build_prompt(tokenizer, ASKED, passages=[passage("p", 0.1)], budget_tokens=size - 1)
@@ -127,7 +127,7 @@ def test_a_request_over_the_budget_is_refused_with_both_numbers_and_its_field(to
     assert caught.value.param == "prompt"
 
 
-def test_a_chunk_for_the_middle_of_an_answer_holds_the_passages_between_empty_lines(tokenizer: Tokenizer) -> None:
+def test_a_chunk_inserted_into_an_answer_has_its_passages_between_empty_lines(tokenizer: Tokenizer) -> None:
     chunk = passages_chunk(tokenizer, [passage("a", 0.2), passage("b", 0.1)], 500)
     assert ids(chunk.used) == ["a", "b"]
     assert tokenizer.decode(chunk.tokens) == "\n\n[Title a]\nText of a.\n\n[Title b]\nText of b.\n\n"
@@ -137,9 +137,7 @@ def test_a_chunk_for_the_middle_of_an_answer_holds_the_passages_between_empty_li
 @given(
     texts=st.lists(st.text(max_size=80), max_size=5), budget=st.integers(0, 400), limit=st.none() | st.integers(0, 200)
 )
-def test_no_budget_is_ever_exceeded_whatever_the_passages_say(
-    tokenizer: Tokenizer, texts: list[str], budget: int, limit: int | None
-) -> None:
+def test_no_budget_is_ever_exceeded(tokenizer: Tokenizer, texts: list[str], budget: int, limit: int | None) -> None:
     passages = [passage(str(number), number, text) for number, text in enumerate(texts)]
     chunk = passages_chunk(tokenizer, passages, budget)
     assert len(chunk.tokens) <= budget
@@ -150,7 +148,7 @@ def test_no_budget_is_ever_exceeded_whatever_the_passages_say(
     assert ids(prompt.used) == [str(number) for number in range(len(prompt.used))]
 
 
-def test_what_to_search_for_is_the_last_question(tokenizer: Tokenizer) -> None:
+def test_the_last_question_is_the_search_query(tokenizer: Tokenizer) -> None:
     chat = [Message("user", "first"), Message("assistant", "answer"), Message("user", "second")]
     assert query_text(tokenizer, chat, "") == "second"
     assert query_text(tokenizer, [Message("system", "only")], "") == "only"

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution that temperature and top_p ask for, the same ones for the same seed."""
+"""Tests of sampling: tokens follow the distribution of temperature and top_p, and a seed reproduces them."""
 
 import numpy as np
 import pytest
@@ -23,11 +23,11 @@ def draws(sampling: Sampling, logits: np.ndarray, count: int, drawn: int = 0) ->
     return tokens
 
 
-def test_temperature_zero_takes_the_largest_logit_and_of_equals_the_first() -> None:
+def test_temperature_zero_takes_the_first_of_the_largest_logits() -> None:
     assert draws(Sampling(8, temperature=0.0, seed=1), np.array([0.0, 3.0, -1.0, 3.0], np.float32), 3) == [1, 1, 1]
 
 
-def test_draws_follow_the_probabilities() -> None:
+def test_samples_follow_the_probabilities() -> None:
     wanted = [0.5, 0.25, 0.15, 0.1]
     counts = np.bincount(draws(Sampling(8, temperature=1.0, seed=3), logits_of(wanted), 20_000), minlength=4)
     assert counts / 20_000 == pytest.approx(wanted, abs=0.015)
@@ -49,7 +49,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
 
 
 @given(seed=st.integers(0, 2**32), top_p=st.floats(0.01, 0.999), size=st.integers(1, 3000), spread=st.floats(0.0, 8.0))
-def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
+def test_the_nucleus_of_a_large_vocabulary_equals_that_of_a_full_sort(
     seed: int, top_p: float, size: int, spread: float
 ) -> None:
     logits = (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
@@ -57,10 +57,10 @@ def test_the_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(
     order = np.argsort(-weights, kind="stable")
     smallest = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
     token = Sampler(Sampling(8, temperature=1.0, top_p=top_p, seed=seed)).sample(logits)
-    assert token in order[: smallest + 1]  # one more, for sums that round differently
+    assert token in order[: smallest + 1]  # one more for differences in rounding
 
 
-def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
+def test_a_seed_reproduces_its_samples_and_another_does_not() -> None:
     logits = np.zeros(1000, np.float32)
     first = draws(Sampling(8, temperature=1.0, seed=11), logits, 20)
     assert first == draws(Sampling(8, temperature=1.0, seed=11), logits, 20)
@@ -68,7 +68,7 @@ def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_worker_that_takes_over_draws_what_the_first_would_have_drawn(top_p: float) -> None:
+def test_a_worker_that_takes_over_samples_the_same_tokens(top_p: float) -> None:
     logits = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     sampling = Sampling(8, temperature=0.8, top_p=top_p, seed=-5)  # any integer is a seed
     assert draws(sampling, logits, 13, drawn=7) == draws(sampling, logits, 20)[7:]
@@ -76,7 +76,7 @@ def test_a_worker_that_takes_over_draws_what_the_first_would_have_drawn(top_p: f
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logit", [float("nan"), float("-inf"), float("inf")])
-def test_logits_whose_largest_is_not_finite_give_no_token(logit: float, temperature: float) -> None:
+def test_a_non_finite_largest_logit_gives_no_token(logit: float, temperature: float) -> None:
     row = np.array([0.0, logit, 0.0, 0.0], np.float32) if logit > 0 else np.full(4, logit, np.float32)
     assert Sampler(Sampling(8, temperature=temperature)).sample(row) is None
 
@@ -90,37 +90,37 @@ def test_logits_whose_largest_is_not_finite_give_no_token(logit: float, temperat
         st.tuples(st.sampled_from([0.0, 0.7, 1.5]), st.sampled_from([0.1, 0.9, 1.0])), min_size=1, max_size=5
     ),
 )
-def test_a_batch_draws_on_a_device_what_each_row_draws_on_the_host(
+def test_sampling_on_a_device_equals_sampling_on_the_host(
     seed: int, size: int, spread: float, steps: float, wanted: list[tuple[float, float]]
 ) -> None:
-    """Logits of few values tie, where the first counts."""
+    """Logits with few distinct values tie; the first counts."""
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     from runtime.serving.network.sampling import sample
 
     logits = (np.random.default_rng(seed).standard_normal((len(wanted), size)) * spread).astype(np.float32)
     if steps:
         logits = np.round(logits / np.float32(steps)) * np.float32(steps)
-    asked = [Sampling(8, temperature=heat, top_p=top_p, seed=seed + i) for i, (heat, top_p) in enumerate(wanted)]
-    host, device = [Sampler(one) for one in asked], [Sampler(one) for one in asked]
+    rows = [Sampling(8, temperature=heat, top_p=top_p, seed=seed + i) for i, (heat, top_p) in enumerate(wanted)]
+    host, device = [Sampler(one) for one in rows], [Sampler(one) for one in rows]
     for _ in range(3):
         found = sample(torch.from_numpy(logits), [sampler.next_spec() for sampler in device]).tolist()
         assert found == [sampler.sample(row) for sampler, row in zip(host, logits, strict=True)]
 
 
 @pytest.mark.parametrize("logit", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_without_a_finite_largest_logit_draws_nothing_on_a_device_and_its_neighbour_does(logit: float) -> None:
+def test_a_non_finite_row_on_a_device_gives_no_token_and_does_not_affect_its_neighbour(logit: float) -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     from runtime.serving.network.sampling import NO_TOKEN, sample
 
     logits = torch.zeros(2, 300)
     logits[0] = logit
-    asked = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).next_spec() for _ in range(2)]
-    tokens = sample(logits, asked).tolist()
+    rows = [Sampler(Sampling(8, temperature=1.0, top_p=0.9, seed=1)).next_spec() for _ in range(2)]
+    tokens = sample(logits, rows).tolist()
     assert tokens[0] == NO_TOKEN
     assert 0 <= tokens[1] < 300
 
 
-def test_a_torch_row_draws_like_an_array() -> None:
+def test_a_torch_row_is_sampled_like_an_array() -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     with torch.inference_mode():
         row = torch.linspace(-1, 1, 50)

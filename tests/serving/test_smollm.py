@@ -1,4 +1,4 @@
-"""SmolLM2 is converted once, by whoever comes first, and is then the model that transformers knows."""
+"""Tests of SmolLM2's conversion: done once by the first process, and equal to transformers' model."""
 
 import json
 import os
@@ -36,7 +36,7 @@ print(smollm.ensure_converted())
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small file in place of the package's, and an empty cache."""
+    """Use a small file instead of the package's, and an empty cache."""
     path = tmp_path / "source"
     path.write_bytes(b"GGUF?")
     monkeypatch.setattr(smollm, "source_file", lambda: path)
@@ -44,24 +44,22 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_processes_that_convert_at_once_do_it_once_and_agree(source: Path) -> None:
+def test_concurrent_processes_convert_once_and_agree(source: Path) -> None:
     workers = [
         subprocess.Popen([sys.executable, "-c", CONVERTER, str(source.parent)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     try:
-        told = {worker.communicate(timeout=60)[0].strip() for worker in workers}
+        directories = {worker.communicate(timeout=60)[0].strip() for worker in workers}
     finally:
         for worker in workers:
             worker.kill()
-    assert len(told) == 1
-    assert Path(told.pop(), "config.json").is_file()
+    assert len(directories) == 1
+    assert Path(directories.pop(), "config.json").is_file()
     assert (source.parent / "conversions").read_text() == "x"
 
 
-def test_a_failed_conversion_leaves_nothing_and_the_next_one_starts_afresh(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_conversion_leaves_no_files_and_is_retried(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: Path, directory: Path, progress: smollm.Progress) -> None:
         (directory / "half").write_text("")
         raise OSError("disk full")
@@ -78,7 +76,7 @@ def test_a_failed_conversion_leaves_nothing_and_the_next_one_starts_afresh(
     assert [path.name for path in target.iterdir()] == ["whole"]
 
 
-def test_what_a_killed_converter_left_is_cleared_away(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_killed_converter_are_removed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm, "convert", lambda source, directory, progress: None)
     target = smollm.ensure_converted()
     target.rename(target.with_name(f".{target.name}.partial"))
@@ -93,7 +91,7 @@ def test_another_file_gets_another_directory(source: Path, monkeypatch: pytest.M
     assert smollm.ensure_converted() != first
 
 
-def test_the_cache_is_private_and_a_shared_one_is_refused(source: Path) -> None:
+def test_the_cache_is_private_and_a_shared_one_is_rejected(source: Path) -> None:
     directory = smollm.models_directory()
     assert directory.stat().st_mode & 0o077 == 0
     directory.chmod(0o777)
@@ -101,13 +99,13 @@ def test_the_cache_is_private_and_a_shared_one_is_refused(source: Path) -> None:
         smollm.models_directory()
 
 
-def test_a_file_that_is_no_gguf_is_refused_by_name(source: Path) -> None:
+def test_a_file_that_is_not_gguf_is_rejected_with_its_name(source: Path) -> None:
     pytest.importorskip("gguf", reason="converting needs the extra [llm]")
     with pytest.raises(ModelError, match="source is not a readable GGUF"):
         smollm.ensure_converted()
 
 
-def test_a_gguf_of_another_model_is_refused_by_what_differs(source: Path) -> None:
+def test_a_gguf_of_another_model_is_rejected_with_the_difference(source: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="converting needs the extra [llm]")
     writer = gguf.GGUFWriter(source, "llama")
     writer.add_block_count(7)
@@ -120,7 +118,7 @@ def test_a_gguf_of_another_model_is_refused_by_what_differs(source: Path) -> Non
         smollm.ensure_converted()
 
 
-def test_without_the_package_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> metadata.Distribution:
         raise metadata.PackageNotFoundError(name)
 
@@ -129,15 +127,15 @@ def test_without_the_package_the_error_has_the_command_that_installs_it(monkeypa
         smollm.source_file()
 
 
-def test_rows_of_q_and_k_return_from_neighbours_to_halves() -> None:
+def test_rows_of_q_and_k_are_unpermuted_from_interleaved_to_halves() -> None:
     heads, head_dim = 3, 8
     halves = np.arange(heads * head_dim)[:, None] * np.ones(5)
-    # What llama.cpp's converter does to a transformers model.
+    # The permutation that llama.cpp's converter applies to a transformers model.
     neighbours = halves.reshape(heads, 2, head_dim // 2, 5).swapaxes(1, 2).reshape(halves.shape)
     assert np.array_equal(smollm.unpermuted(neighbours, heads), halves)
 
 
-def test_the_sizes_are_known_without_the_file() -> None:
+def test_model_sizes_are_known_without_the_file() -> None:
     info = ModelInfo.read(smollm.NAME)
     assert (info.layers, info.kv_heads, info.head_dim, info.max_context_tokens) == (30, 3, 64, 8192)
     assert info.kv_bytes_per_token() == 30 * 2 * 3 * 64 * 4
@@ -148,7 +146,7 @@ def test_the_sizes_are_known_without_the_file() -> None:
 
 @pytest.fixture(scope="module")
 def converted() -> Path:
-    """The real model, in the user's cache: a copy of half a gigabyte for each test run would be worse."""
+    """Return the real model, in the user's cache to avoid a copy of half a gigabyte per test run."""
     pytest.importorskip("torch", reason="the model needs the extra [llm]")
     try:
         smollm.source_file()
@@ -171,7 +169,7 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
     assert "named SmolLM" in tokenizer.decode(tokenizer.chat([Message("user", "Hi")]))
 
 
-def test_the_converted_model_answers_as_transformers_generates(converted: Path) -> None:
+def test_the_converted_model_generates_the_tokens_of_transformers(converted: Path) -> None:
     from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import Chunk, LanguageModel
 
@@ -190,13 +188,13 @@ def test_the_converted_model_answers_as_transformers_generates(converted: Path) 
     assert "Paris" in model.tokenizer.decode(answers[0])
 
 
-def test_the_converted_files_are_private_and_their_config_is_the_announced_one(converted: Path) -> None:
+def test_converted_files_are_private_and_have_the_announced_config(converted: Path) -> None:
     assert json.loads((converted / "config.json").read_text()) == smollm.CONFIG
     assert converted.stat().st_mode & 0o077 == 0
     assert converted.stat().st_uid == os.getuid()
 
 
-def test_a_user_without_a_writable_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_writable_home_the_error_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(

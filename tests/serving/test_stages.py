@@ -1,4 +1,4 @@
-"""Stage times are differences of stamps, in the order of a request's life."""
+"""Tests of stage times: differences of timestamps in the order of a request's life."""
 
 import itertools
 
@@ -19,7 +19,7 @@ WHOLE = {
 }
 
 
-def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None:
+def test_the_stages_of_a_request_are_contiguous() -> None:
     found = list(completed_stages(WHOLE))
     assert [stage.name for stage, _, _ in found] == [
         "queue", "embed", "retrieval", "admission", "prefill", "room", "pull", "decode",
@@ -29,7 +29,7 @@ def test_the_stages_of_a_whole_request_follow_each_other_without_a_gap() -> None
     assert (found[0][1], found[-1][2]) == (0, 1280)
 
 
-def test_without_retrieval_the_wait_for_admission_begins_when_prefill_takes_it_up() -> None:
+def test_without_retrieval_the_wait_for_admission_begins_when_prefill_receives_the_request() -> None:
     stamps = {name: at for name, at in WHOLE.items() if name not in (stages.EMBEDDED, stages.SEARCHED)}
     assert ("admission", 10, 100) in [(stage.name, begin, end) for stage, begin, end in completed_stages(stamps)]
     assert "retrieval" not in stage_seconds(stamps, 1)
@@ -42,5 +42,5 @@ def test_spans_are_seconds_and_tpot_is_per_later_token() -> None:
     assert "tpot" not in stage_seconds(WHOLE, 1)
 
 
-def test_what_was_not_stamped_has_no_span() -> None:
+def test_a_missing_timestamp_gives_no_span() -> None:
     assert stage_seconds({stages.RECEIVED: 0}, 0) == {}

@@ -1,4 +1,4 @@
-"""An answer's pieces add up to the answer: no half characters, nothing behind a stop string, nothing taken back."""
+"""Tests of streamed text: pieces add up to the answer, without partial characters or text after a stop string."""
 
 from collections.abc import Sequence
 
@@ -29,20 +29,20 @@ def pieces(stream: TextStream, groups: list[list[int]]) -> list[str]:
     return [*(stream.push(group) for group in groups), stream.flush()]
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
-    told = ["a", "", "é", "", "", "", "🙂", "b", ""]
-    assert pieces(TextStream(Bytes()), [[byte] for byte in "aé🙂b".encode()]) == told
+def test_a_character_is_emitted_with_its_last_byte() -> None:
+    emitted = ["a", "", "é", "", "", "", "🙂", "b", ""]
+    assert pieces(TextStream(Bytes()), [[byte] for byte in "aé🙂b".encode()]) == emitted
 
 
-def test_bytes_that_never_become_a_character_are_told_at_the_end() -> None:
+def test_bytes_of_an_incomplete_character_are_emitted_at_the_end() -> None:
     stream = TextStream(Bytes())
     assert pieces(stream, [[65], [0xE2], [0x82]]) == ["A", "", "", "\ufffd"]
 
 
 @given(groups=st.lists(st.binary(max_size=5)))
-def test_pieces_add_up_to_the_text_of_all_bytes_whatever_they_are(groups: list[bytes]) -> None:
-    told = pieces(TextStream(Bytes()), [list(group) for group in groups])
-    assert "".join(told) == b"".join(groups).decode(errors="replace")
+def test_pieces_add_up_to_the_text_of_any_bytes(groups: list[bytes]) -> None:
+    emitted = pieces(TextStream(Bytes()), [list(group) for group in groups])
+    assert "".join(emitted) == b"".join(groups).decode(errors="replace")
 
 
 @given(text=st.text(), sizes=st.lists(st.integers(1, 4)))
@@ -60,11 +60,11 @@ def test_spaces_between_words_survive_a_decoder_that_drops_the_first(ids: list[i
     assert "".join(pieces(TextStream(Words()), [[number] for number in ids])) == Words().decode(ids)
 
 
-def test_text_before_a_stop_string_is_told_and_nothing_after_it() -> None:
+def test_text_before_a_stop_string_is_emitted_and_nothing_after_it() -> None:
     stream = TextStream(Bytes(), stop=["END"])
-    told = [stream.push([byte]) for byte in b"ok ENTER END more"]
-    assert told[:9] == ["o", "k", " ", "", "", "ENT", "", "ER", " "]
-    assert not any(told[9:])
+    emitted = [stream.push([byte]) for byte in b"ok ENTER END more"]
+    assert emitted[:9] == ["o", "k", " ", "", "", "ENT", "", "ER", " "]
+    assert not any(emitted[9:])
     assert stream.stopped
     assert stream.flush() == ""
 
@@ -75,7 +75,7 @@ def test_of_stop_strings_that_end_together_the_longest_counts() -> None:
     assert stream.stopped
 
 
-def test_the_beginning_of_a_stop_string_is_told_when_the_answer_ends_there() -> None:
+def test_the_beginning_of_a_stop_string_is_emitted_if_the_answer_ends_there() -> None:
     stream = TextStream(Bytes(), stop=["\n\nQ:"])
     assert pieces(stream, [list(b"yes\n"), list(b"\nQ")]) == ["yes", "", "\n\nQ"]
     assert not stream.stopped
@@ -93,15 +93,15 @@ def test_a_stop_string_in_the_held_bytes_counts_at_the_end_too() -> None:
     stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
     data=st.data(),
 )
-def test_what_is_told_does_not_depend_on_how_the_tokens_come(text: str, stop: list[str], data: st.DataObject) -> None:
-    stream, rest, told = TextStream(Bytes(), stop), list(text.encode()), ""
+def test_the_text_does_not_depend_on_the_grouping_of_tokens(text: str, stop: list[str], data: st.DataObject) -> None:
+    stream, rest, emitted = TextStream(Bytes(), stop), list(text.encode()), ""
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        told += stream.push(rest[:size])
+        emitted += stream.push(rest[:size])
         rest = rest[size:]
-    told += stream.flush()
+    emitted += stream.flush()
     found = [(text.find(each) + len(each), text.find(each)) for each in stop if each in text]
-    assert told == (text[: min(found)[1]] if found else text)
+    assert emitted == (text[: min(found)[1]] if found else text)
     assert stream.stopped == bool(found)
 
 
@@ -113,7 +113,7 @@ def test_pushing_no_tokens_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_after_a_stop_string_more_tokens_give_no_text(count: int) -> None:
+def test_tokens_after_a_stop_string_give_no_text(count: int) -> None:
     stream = TextStream(Bytes(), stop=["a"])
     stream.push([97])
     assert [stream.push([98]) for _ in range(count)] == [""] * count

@@ -1,4 +1,4 @@
-"""KV tiers: blocks that outlive their worker are found by name, whole or not at all, and never more than allowed."""
+"""Tests of KV tiers: blocks outlive their worker, are loaded intact or not at all, and stay within the size limit."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def read(tier: FileTier, number: int) -> bytes | None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_blocks_of_either_type_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
+def test_blocks_of_both_types_round_trip(tmp_path: Path, kind: str) -> None:
     kv = torch.randn(2, 2, 3, 2, 8, 16).to(getattr(torch, kind))
     tier = FileTier("host", tmp_path / "kv", 1 << 20, kv.nbytes // 3, 1)
     blocks = BlockManager(3, 8, b"model")
@@ -69,7 +69,7 @@ def test_blocks_of_either_type_come_back_as_they_were(tmp_path: Path, kind: str)
     tiers.close()
 
 
-def test_a_block_that_one_worker_has_stored_is_found_whole_by_another(opens: Opens, tmp_path: Path) -> None:
+def test_a_block_stored_by_one_worker_is_loaded_by_another(opens: Opens, tmp_path: Path) -> None:
     opens().store(key(1), memoryview(block(1)))
     other = opens()
     assert other.has(key(1))
@@ -104,11 +104,11 @@ def _pipe(file: Path) -> None:
         (lambda file: os.truncate(file, 0), 1),
         (lambda file: file.write_bytes((file.parent / key(2).hex()).read_bytes()), 1),
         (_pipe, 1),
-        (_elsewhere, 0),  # a link is not followed: there is no such file
+        (_elsewhere, 0),  # links are not followed
     ],
     ids=["a bit flipped", "cut short", "empty", "another block's", "a pipe", "a link"],
 )
-def test_a_damaged_or_foreign_file_is_no_block_and_its_place_can_be_had(
+def test_a_damaged_or_foreign_file_is_a_miss_and_can_be_replaced(
     opens: Opens, tmp_path: Path, damage: Callable[[Path], Any], counted: int
 ) -> None:
     tier = opens()
@@ -123,17 +123,15 @@ def test_a_damaged_or_foreign_file_is_no_block_and_its_place_can_be_had(
     assert read(tier, 2) == block(2)
 
 
-def test_two_writers_together_never_exceed_the_limit_and_the_longest_unused_go_first(
-    opens: Opens, tmp_path: Path
-) -> None:
+def test_two_writers_stay_within_the_limit_and_evict_the_least_recently_used(opens: Opens, tmp_path: Path) -> None:
     tiers = [opens(limit=64 * FILE, writers=2) for _ in range(2)]
     for number in range(400):
         tiers[number % 3 % 2].store(key(number), memoryview(block(number)))
-        for file in (tmp_path / "kv").iterdir():  # a clock of files, as coarse as it may be, tells them apart
+        for file in (tmp_path / "kv").iterdir():  # distinct times even with a coarse file system clock
             if file.name == key(number).hex():
                 os.utime(file, ns=(number, number))
         if number >= 5:
-            assert read(tiers[0], 5) == block(5), "what is used stays"
+            assert read(tiers[0], 5) == block(5), "used blocks stay"
         assert sum(file.stat().st_size for file in (tmp_path / "kv").iterdir()) <= 64 * FILE
     left = {int(file.name, 16) for file in (tmp_path / "kv").iterdir()}
     assert len(left) > 40
@@ -141,7 +139,7 @@ def test_two_writers_together_never_exceed_the_limit_and_the_longest_unused_go_f
     assert tiers[0].counts["evicted"] + tiers[1].counts["evicted"] == 400 - len(left)
 
 
-def test_a_full_disk_costs_the_oldest_blocks_and_no_error(
+def test_a_full_disk_evicts_the_oldest_blocks_without_an_error(
     opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = opens()
@@ -157,21 +155,21 @@ def test_a_full_disk_costs_the_oldest_blocks_and_no_error(
         tier.store(key(20), memoryview(block(20)))
         tier.store(key(21), memoryview(block(21)))
     assert tier.counts["failed"] == 2
-    assert caplog.text.count("No space left on device") == 1, "said once"
+    assert caplog.text.count("No space left on device") == 1, "logged once"
     assert tier.counts["evicted"] > 0
-    assert {file.stat().st_size for file in (tmp_path / "kv").iterdir()} == {FILE}, "nothing half is left"
+    assert {file.stat().st_size for file in (tmp_path / "kv").iterdir()} == {FILE}, "no partial file is left"
     tier.store(key(20), memoryview(block(20)))
     assert read(tier, 20) == block(20)
 
 
-def test_a_tier_too_small_for_its_workers_is_off_and_says_so(opens: Opens, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tier_too_small_for_its_workers_is_disabled(opens: Opens, caplog: pytest.LogCaptureFixture) -> None:
     tier = opens(limit=2 * FILE, writers=2)
     tier.store(key(1), memoryview(block(1)))
     assert not tier.has(key(1))
     assert "too few for blocks of 4096" in caplog.text
 
 
-def test_a_directory_that_others_can_read_is_refused(opens: Opens, tmp_path: Path) -> None:
+def test_a_directory_readable_by_others_is_rejected(opens: Opens, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(ConfigError, match=r"has mode 755 .* mode 700"):
@@ -181,7 +179,7 @@ def test_a_directory_that_others_can_read_is_refused(opens: Opens, tmp_path: Pat
         opens(directory="file")
 
 
-def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: Path) -> None:
+def test_a_used_block_of_the_disk_tier_is_promoted_to_the_host_tier(tmp_path: Path) -> None:
     kv = np.random.default_rng(0).normal(size=(2, 2, 8, 1, 4, 64)).astype(np.float32)
     before = kv.copy()
     host, disk = (FileTier("host", tmp_path / name, 1 << 20, kv[:, :, 0].nbytes, 1) for name in ("host", "disk"))
@@ -203,7 +201,7 @@ def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: 
     other.grow(table, 9)
     load = tiers.load(table, range(9))
     assert load is not None
-    assert not load.step(0), "a block, as there is no time"
+    assert not load.step(0), "one block, because there is no time for more"
     assert load.step(0)
     assert table.reused_tokens == 8
     assert np.array_equal(kv[:, :, table.blocks[:2]], before[:, :, [0, 1]])
@@ -213,7 +211,7 @@ def test_what_only_the_disk_has_goes_to_the_host_tier_when_it_is_used(tmp_path: 
 
 
 class TimedTier:
-    """Keeps blocks' names; writing one takes 5 ms, reading one 4."""
+    """A tier that stores only blocks' names; a write takes 5 ms, a read 4 ms."""
 
     name: Literal["host"] = "host"
     used_bytes = 0
@@ -240,7 +238,7 @@ class TimedTier:
         pass
 
 
-def test_a_busy_worker_gives_blocks_up_unwritten_once_writing_has_had_its_share() -> None:
+def test_a_busy_worker_evicts_blocks_unwritten_once_writing_used_its_share() -> None:
     tier, blocks = TimedTier(), BlockManager(4, 4, b"a model")
     tiers = Tiers((tier,), blocks, None, tier.clock)
 
@@ -252,21 +250,21 @@ def test_a_busy_worker_gives_blocks_up_unwritten_once_writing_has_had_its_share(
             blocks.fill(table, prompt, 16)
             blocks.close(table)
 
-    computes(range(5))  # 16 blocks are given up
-    assert len(tier.kept) == 4, "20 ms of writing for nothing that it was busy"
+    computes(range(5))  # 16 blocks are evicted
+    assert len(tier.kept) == 4, "20 ms of writing while it was not busy"
     tiers.write(20_000_000)
     assert len(tier.kept) == 4
     tiers.write(10_000_000)
-    assert len(tier.kept) == 6, "begun while there was time left"
-    while tiers.write():  # it has nothing else to do
+    assert len(tier.kept) == 6, "started while there was time left"
+    while tiers.write():  # the worker is idle
         pass
     assert len(tier.kept) == 8
     computes(range(5, 6))
-    assert len(tier.kept) == 8, "those were written: nothing more to be done for their room"
+    assert len(tier.kept) == 8, "those were written: their eviction needs no more writes"
 
 
 class FullTier(TimedTier):
-    """Has every block."""
+    """A tier that contains every block."""
 
     def has(self, key: bytes) -> bool:
         return True
@@ -277,10 +275,10 @@ class FullTier(TimedTier):
 
 
 @pytest.mark.parametrize(("compute_ms", "loaded"), [(5, [*range(40)]), (3, [0, 16, 27, 38])])
-def test_blocks_that_the_model_computes_sooner_are_not_loaded_but_for_a_try_now_and_then(
+def test_blocks_that_are_computed_faster_are_not_loaded_except_for_occasional_probes(
     compute_ms: int, loaded: list[int]
 ) -> None:
-    """A load takes 4 ms, which is forgotten by a fiftieth with each prompt that is computed instead."""
+    """A load takes 4 ms; the estimate decays by a fiftieth with each prompt that is computed instead."""
     tier, blocks = FullTier(), BlockManager(8, 4, b"a model")
     tiers = Tiers((tier,), blocks, None, tier.clock)
     found = []
@@ -304,7 +302,7 @@ def test_blocks_that_the_model_computes_sooner_are_not_loaded_but_for_a_try_now_
 
 @pytest.fixture
 def start(tiny_directory: Path, tmp_path: Path) -> Iterator[Callable[..., Workers]]:
-    """Workers of one node, or of the same node started again: its files are there still."""
+    """Return a factory of workers of one node or, with its files, of the restarted node."""
     started: list[Workers] = []
 
     def starting(**options: Any) -> Workers:
@@ -323,13 +321,13 @@ PROMPT = list(range(3, 203))
 def answer(workers: Workers, name: str, prompt: list[int], **more: Any) -> list[int]:
     workers.submit(name, prompt, 20, **more)
     workers.run()
-    for _ in range(100):  # idle: what is not in a tier yet is written
+    for _ in range(100):  # idle: blocks that are not in a tier yet are written
         workers.round()
-    return workers.told[name].tokens
+    return workers.outputs[name].tokens
 
 
 @pytest.mark.parametrize("disaggregate", ["always", "never"])
-def test_after_a_restart_a_prefix_is_loaded_and_not_computed(
+def test_after_a_restart_a_prefix_is_loaded_instead_of_computed(
     start: Callable[..., Workers], reference: Reference, disaggregate: str
 ) -> None:
     by, loaded = (
@@ -350,11 +348,11 @@ def test_after_a_restart_a_prefix_is_loaded_and_not_computed(
     again.close()
     turn = start(handover={"disaggregate": disaggregate})
     assert answer(turn, "d", longer) == reference.generate(longer, 20)
-    assert turn.metric(by, loaded["host"]) == 27, "the answer before is found too"
+    assert turn.metric(by, loaded["host"]) == 27, "the previous answer is found too"
 
 
 @pytest.mark.parametrize("disaggregate", ["always", "never"])
-def test_answers_equal_generate_when_files_are_damaged_between(
+def test_answers_equal_generate_despite_damaged_files(
     start: Callable[..., Workers], reference: Reference, tmp_path: Path, disaggregate: str
 ) -> None:
     expected = reference.generate(PROMPT, 20)
@@ -369,7 +367,7 @@ def test_answers_equal_generate_when_files_are_damaged_between(
     by, damaged = ("prefill-0", PrefillMetrics.TIER_DAMAGED)
     if disaggregate == "never":
         by, damaged = ("decode-0", DecodeMetrics.TIER_DAMAGED)
-    assert again.metric(by, damaged["host"]) == 1, "it is where loading ends; what was computed replaces it"
+    assert again.metric(by, damaged["host"]) == 1, "loading ends there; the computed block replaces it"
 
 
 def test_prompts_with_another_salt_share_nothing(start: Callable[..., Workers], reference: Reference) -> None:
@@ -384,12 +382,12 @@ def test_prompts_with_another_salt_share_nothing(start: Callable[..., Workers], 
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) == 192
 
 
-def test_blocks_are_kept_before_they_are_given_up(start: Callable[..., Workers], reference: Reference) -> None:
+def test_blocks_are_written_to_a_tier_before_eviction(start: Callable[..., Workers], reference: Reference) -> None:
     workers = start(context=320, handover={"disaggregate": "always"}, prefill={"kv_blocks": 60, "slots": 2})
     prompts = [[(number * 37 + place) % 250 for place in range(200)] for number in range(8)]
     for number, prompt in enumerate(prompts):
         workers.submit(f"r{number}", prompt, 4)
-    workers.run()  # without a moment's rest, and with room for two of them
+    workers.run()  # without idle time, and with room for two of them
     assert workers.metric("prefill-0", PrefillMetrics.KV_EVICTIONS) > 0
     assert answer(workers, "again", prompts[0]) == reference.generate(prompts[0], 20)
     assert workers.metric("prefill-0", PrefillMetrics.TIER_LOADED["host"]) == 24

@@ -1,4 +1,4 @@
-"""The tokenizer agrees with transformers' own, template and special tokens included."""
+"""Tests that the tokenizer agrees with transformers', including template and special tokens."""
 
 import json
 from pathlib import Path
@@ -29,13 +29,13 @@ def copied(tiny_directory: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer) -> None:
+def test_text_round_trips(tokenizer: Tokenizer) -> None:
     text = "Übung  macht\tden Meister 🙂\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) == len(text.encode())
 
 
-def test_special_tokens_are_one_token_each_and_no_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_one_token_each_and_decode_to_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.prompt("<|im_start|>a<|im_end|>") == [1, tokenizer.encode("a")[0], 2]
     assert tokenizer.decode([1, *tokenizer.encode("a"), 2]) == "a"
 
@@ -50,32 +50,32 @@ def test_chat_and_encode_agree_with_transformers(tokenizer: Tokenizer, tiny_dire
     assert tokenizer.vocabulary == len(theirs)
 
 
-def test_end_tokens_may_be_several_and_the_generation_config_comes_first(copied: Path) -> None:
+def test_several_end_tokens_are_supported_and_the_generation_config_has_precedence(copied: Path) -> None:
     (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     assert Tokenizer.load(copied).eos_ids == {0, 2}
     (copied / "generation_config.json").unlink()
     assert Tokenizer.load(copied).eos_ids == {2}
 
 
-def test_a_template_file_comes_before_the_one_in_the_config_and_sees_the_special_tokens(copied: Path) -> None:
+def test_a_template_file_has_precedence_over_the_config_and_sees_the_special_tokens(copied: Path) -> None:
     (copied / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer = Tokenizer.load(copied)
     assert tokenizer.chat([Message("user", "hi")]) == [1, *tokenizer.encode("hi")]
 
 
-def test_a_template_that_refuses_messages_is_the_requests_fault(copied: Path) -> None:
+def test_messages_that_the_template_rejects_are_an_invalid_request(copied: Path) -> None:
     (copied / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         Tokenizer.load(copied).chat(MESSAGES)
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(copied: Path) -> None:
+def test_a_template_cannot_escape_its_sandbox(copied: Path) -> None:
     (copied / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(InvalidRequest, match="rejects"):
         Tokenizer.load(copied).chat(MESSAGES)
 
 
-def test_a_model_without_a_template_answers_prompts_only(copied: Path) -> None:
+def test_a_model_without_a_template_supports_only_prompts(copied: Path) -> None:
     (copied / "tokenizer_config.json").unlink()
     tokenizer = Tokenizer.load(copied)
     assert tokenizer.encode("a")

@@ -1,4 +1,4 @@
-"""KV from prefill to decode, through the host's memory and from GPU to GPU: one suite for both ways."""
+"""Contract tests of KV transports from prefill to decode: through host memory and from GPU to GPU."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ BYTES = 4 * LAYERS * 2 * SOURCE_BLOCKS * HEADS * BLOCK * DIM
 
 @dataclass
 class Ends:
-    """Prefill's KV, filled with random numbers, and decode's, full of zeros."""
+    """Prefill's KV, filled with random numbers, and decode's, filled with zeros."""
 
     source: HandoverSource
     sink: KvSink
@@ -69,7 +69,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def whole(step: Callable[[], bool]) -> int:
-    """Steps until it is done."""
+    """Call a step until it is done."""
     steps = 1
     while not step():
         steps += 1
@@ -77,7 +77,7 @@ def whole(step: Callable[[], bool]) -> int:
     return steps
 
 
-def test_blocks_arrive_where_they_were_wanted_and_touch_no_others(ends: Ends) -> None:
+def test_blocks_are_copied_to_their_targets_and_no_others(ends: Ends) -> None:
     number, offer = ends.offer(ends.source.lease() or 0)
     taken, given = [7, 8, 9, 2, 0], [3, 4, 5, 11, 0]
     transfer = ends.sink.pull(offer, taken, ends.here, given)
@@ -93,7 +93,7 @@ def test_blocks_arrive_where_they_were_wanted_and_touch_no_others(ends: Ends) ->
     assert ends.outcomes() == [(number, True, "")]
 
 
-def test_blocks_of_a_released_lease_are_not_current_even_if_they_were_copied_before(ends: Ends) -> None:
+def test_blocks_of_a_released_lease_are_not_current_even_if_already_copied(ends: Ends) -> None:
     lease = ends.source.lease()
     assert lease is not None
     _, offer = ends.offer(lease)
@@ -103,7 +103,7 @@ def test_blocks_of_a_released_lease_are_not_current_even_if_they_were_copied_bef
     assert not ends.sink.is_current(offer)
 
 
-def test_leases_run_out_and_come_back(ends: Ends) -> None:
+def test_leases_are_limited_and_reusable(ends: Ends) -> None:
     first, second = ends.source.lease(), ends.source.lease()
     assert {first, second} == {0, 1}
     assert ends.source.lease() is None
@@ -111,7 +111,7 @@ def test_leases_run_out_and_come_back(ends: Ends) -> None:
     assert ends.source.free_leases == 1
 
 
-def test_what_is_withdrawn_while_it_is_pulled_is_not_current_and_cannot_be_acknowledged(ends: Ends) -> None:
+def test_an_offer_withdrawn_during_its_pull_is_not_current_and_cannot_be_acknowledged(ends: Ends) -> None:
     number, offer = ends.offer()
     transfer = ends.sink.pull(offer, [0, 5], ends.here, [0, 5])
     transfer.step(0)
@@ -124,14 +124,14 @@ def test_what_is_withdrawn_while_it_is_pulled_is_not_current_and_cannot_be_ackno
     assert transfer.settled
 
 
-def test_an_announcement_has_an_answer_and_no_lease(ends: Ends) -> None:
+def test_an_announcement_is_answered_and_has_no_lease(ends: Ends) -> None:
     number = ends.source.announce(ends.endpoint, b"room?")
     ends.sink.reject(ends.received(), "no room")
     assert ends.outcomes() == [(number, False, "no room")]
     assert ends.source.free_leases == 2
 
 
-def test_blocks_that_one_end_does_not_have_are_refused_before_anything_is_copied(ends: Ends) -> None:
+def test_out_of_range_blocks_are_rejected_before_anything_is_copied(ends: Ends) -> None:
     _, offer = ends.offer()
     with pytest.raises(ValueError, match=r"source blocks must be within 0\.\.9, got \[10\]"):
         ends.sink.pull(offer, [10], ends.here, [0])
@@ -142,7 +142,7 @@ def test_blocks_that_one_end_does_not_have_are_refused_before_anything_is_copied
     assert not np.asarray(ends.here).any()
 
 
-def test_a_pull_out_of_a_gpu_waits_for_nothing_and_is_done_when_the_device_says_so() -> None:
+def test_a_pull_from_a_gpu_never_blocks_and_completes_with_the_device() -> None:
     pytest.importorskip("cuda.bindings.driver")
     from tests.serving.emulated_gpu import EmulatedTransport
 
@@ -156,7 +156,7 @@ def test_a_pull_out_of_a_gpu_waits_for_nothing_and_is_done_when_the_device_says_
     cuda.calls.clear()
     assert not transfer.step()
     copies = [call for call in cuda.calls if call[0] == "on device"]
-    assert len(copies) == LAYERS * 2 * 2, "K and V of a layer, in two runs of blocks"
+    assert len(copies) == LAYERS * 2 * 2, "K and V of a layer in two runs of blocks"
     assert len({stream for _, stream, _ in copies}) == 1
     assert not [call for call in cuda.calls if call[0] == "synchronise"]
     assert not transfer.settled
@@ -169,7 +169,7 @@ def test_a_pull_out_of_a_gpu_waits_for_nothing_and_is_done_when_the_device_says_
     sink.close()
 
 
-def test_memory_that_a_gpu_does_not_have_is_a_configuration_error_with_the_amount() -> None:
+def test_too_little_gpu_memory_is_a_configuration_error_with_the_amount() -> None:
     pytest.importorskip("cuda.bindings.driver")
     from cuda.bindings import driver
 
@@ -183,7 +183,7 @@ def test_memory_that_a_gpu_does_not_have_is_a_configuration_error_with_the_amoun
         EmulatedTransport(FullGpu()).source("p", leases=1, kv_bytes=8 << 30, epoch=1, lease_ms=1)
 
 
-def test_the_device_chooses_the_way() -> None:
+def test_the_device_selects_the_transport() -> None:
     assert isinstance(transport_for("cpu"), HostTransport)
     pytest.importorskip("cuda.bindings.driver")
     on_gpu = transport_for("cuda:0")

@@ -1,4 +1,4 @@
-"""When an answer asks again, and what of the answer it takes."""
+"""Tests of probe triggers: when an answer probes, and which passages it accepts."""
 
 from math import log
 
@@ -21,17 +21,17 @@ def trigger(kind: str, threshold: float = 0.0) -> Trigger:
     return found
 
 
-def test_without_every_tokens_nothing_asks_whatever_the_trigger_is() -> None:
+def test_without_every_tokens_no_trigger_probes() -> None:
     assert trigger_of(Retrieval("docs", trigger="unsure", threshold=0.1)) is None
 
 
 @pytest.mark.parametrize("kind", ["every", "drift"])
-def test_after_so_many_tokens_a_row_asks_however_sure_the_model_is(kind: str) -> None:
-    asked = [n for n in range(1, 13) if trigger(kind, 0.5).should_probe(n, 0, SURE)]
-    assert asked == [4, 8, 12]
+def test_the_token_trigger_probes_regardless_of_certainty(kind: str) -> None:
+    probes = [n for n in range(1, 13) if trigger(kind, 0.5).should_probe(n, 0, SURE)]
+    assert probes == [4, 8, 12]
 
 
-def test_a_row_that_is_sure_never_asks_and_one_that_is_not_asks_so_many_tokens_after_the_last_time() -> None:
+def test_the_uncertainty_trigger_probes_only_uncertain_rows_at_intervals() -> None:
     unsure = trigger("unsure", 1.0)
     assert not any(unsure.should_probe(n, 0, SURE) for n in range(40))
     last_probe_at = 0
@@ -41,10 +41,10 @@ def test_a_row_that_is_sure_never_asks_and_one_that_is_not_asks_so_many_tokens_a
         if unsure.should_probe(n, last_probe_at, scores):
             places.append(last_probe_at := n)
     assert places == [6, 10, 14]
-    assert not unsure.should_probe(9, 0, None), "of a token without scores nobody knows how sure the model was"
+    assert not unsure.should_probe(9, 0, None), "without scores the model's certainty is unknown"
 
 
-def test_a_drifting_answer_takes_passages_only_when_none_in_use_is_near() -> None:
+def test_a_drifting_answer_accepts_passages_only_if_none_in_use_is_near() -> None:
     drift = trigger("drift", 0.5)
     found = [Passage("new", "", 0.2), Passage("used", "", 0.5), Passage("other", "", 0.7)]
     assert not drift.accepts(found, {"used"})
@@ -54,22 +54,22 @@ def test_a_drifting_answer_takes_passages_only_when_none_in_use_is_near() -> Non
     assert trigger("every").accepts(found, {"used"})
 
 
-def test_entropy_is_that_of_the_softmax_and_knows_what_is_impossible() -> None:
+def test_entropy_is_that_of_the_softmax_and_handles_impossible_tokens() -> None:
     assert entropy(TORN) == pytest.approx(log(4))
     assert entropy(SURE) < 0.01
     logits = np.array([1.0, 2.0, 0.5, -np.inf], np.float32)
     shares = np.exp(logits - 2.0) / np.exp(logits - 2.0).sum()
     assert entropy(logits) == pytest.approx(-sum(p * log(p) for p in shares if p > 0), rel=1e-5)
-    assert entropy(logits + 1000) == pytest.approx(entropy(logits), rel=1e-3), "a shift of all changes nothing"
+    assert entropy(logits + 1000) == pytest.approx(entropy(logits), rel=1e-3), "a shift of all logits changes nothing"
 
 
-def test_a_trigger_without_a_threshold_of_its_request_has_the_nodes() -> None:
+def test_the_nodes_threshold_is_the_default() -> None:
     node = ProbesSection(drift_distance=0.7, unsure_nats=3.0)
 
     def threshold(kind: str, **own: float) -> float:
         retrieval = {"every_tokens": 4, "probe_trigger": kind, **own}
-        asked = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
-        found = asked.to_retrieval(node, "system")
+        body = CompletionBody.model_validate({"model": "m", "prompt": "p", "retrieval": retrieval})
+        found = body.to_retrieval(node, "system")
         assert found is not None
         return found.threshold
 

@@ -1,4 +1,4 @@
-"""Prefill and decode together give what `generate()` gives, whatever happens to the KV on the way."""
+"""Tests that prefill and decode together return the tokens of `generate()`, under evictions, restarts and probes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ PASSAGES = [Passage(f"p{n}", f"Title {n}", 0.1 * n, f"What passage {n} says of i
 
 
 def ragged(count: int, seed: int, longest: int = 150) -> list[list[int]]:
-    """Prompts of all lengths, a third of them with one of three common beginnings."""
+    """Return prompts of all lengths, a third of them with one of three common prefixes."""
     random = np.random.default_rng(seed)
     beginnings = [random.integers(0, VOCABULARY, size).tolist() for size in (40, 64, 90)]
     prompts = []
@@ -38,7 +38,7 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     for number, prompt in enumerate(prompts):
         workers.submit(f"r{number}", prompt, max_tokens)
     workers.run()
-    return [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+    return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
 def nothing_is_held(workers: Workers) -> None:
@@ -54,7 +54,7 @@ def nothing_is_held(workers: Workers) -> None:
     ],
     indirect=["start"],
 )  # fmt: skip
-def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
+def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
     start: Start, reference: Reference, order: str, host_mib: int, tmp_path: Path
 ) -> None:
     workers = start(
@@ -70,11 +70,11 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_make_room(
     prompts = [*crowd, *ragged(24, seed=1)]
     for number, prompt in enumerate(crowd):
         workers.submit(f"r{number}", prompt, 40)
-    workers.offer("r0", "r1", "r2")  # all three are written at once, even if later hand-overs are slower than answers
+    workers.offer("r0", "r1", "r2")  # all three decode concurrently, even if later hand-overs are slower than answers
     for number, prompt in enumerate(prompts[3:], start=3):
         workers.submit(f"r{number}", prompt, 40)
     workers.run()
-    found = [workers.told[f"r{number}"].tokens for number in range(len(prompts))]
+    found = [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
     assert found == [reference.generate(prompt, 40) for prompt in prompts]
     assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
     assert (workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0) == (host_mib > 0)
@@ -89,7 +89,7 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
     for number, prompt in enumerate(prompts):
         workers.submit(f"r{number}", prompt, 6)
         workers.run()
-        found.append(workers.told[f"r{number}"].tokens)
+        found.append(workers.outputs[f"r{number}"].tokens)
     assert found == [reference.generate(prompt, 6) for prompt in prompts]
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) == 3 * 200
     assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 3 * 200
@@ -101,7 +101,7 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
-def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
+def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
     start: Start, reference: Reference, mode: Any
 ) -> None:
     workers = start(context=2048, decode={"slots": 3, "chunk_tokens": 64, "kv_blocks": 300})
@@ -112,56 +112,56 @@ def test_an_answer_with_injected_passages_equals_a_fresh_run_on_the_same_tokens(
         workers.submit(f"r{number}", prompt, 40, retrieval=retrieval)
     workers.run()
     for number in range(len(prompts)):
-        told = workers.told[f"r{number}"]
-        inserted = [search for search in told.searches if search.inserted]
-        assert inserted, "some probe brought something new"
+        output = workers.outputs[f"r{number}"]
+        inserted = [search for search in output.searches if search.inserted]
+        assert inserted, "some probe inserted a new passage"
         assert all(len(search.inserted) <= 90 for search in inserted)
-        ids = [passage.id for search in told.searches for passage in search.passages]
-        assert not any(passage.text for search in told.searches for passage in search.passages), "texts stay here"
-        assert len(ids) == len(set(ids)), "no passage comes twice"
-        # Between two insertions the answer must be what a fresh run on the tokens before says.
+        ids = [passage.id for search in output.searches for passage in search.passages]
+        assert not any(passage.text for search in output.searches for passage in search.passages), "texts stay here"
+        assert len(ids) == len(set(ids)), "no passage is inserted twice"
+        # Between two insertions the answer must equal a fresh run on the tokens before.
         places = [search.at_token for search in inserted]
-        for begin, end in zip([0, *places], [*places, len(told.tokens)], strict=True):
+        for begin, end in zip([0, *places], [*places, len(output.tokens)], strict=True):
             if end > begin:
-                before = told.sequence(begin)
-                assert told.tokens[begin:end] == reference.generate(before, end - begin)
-        assert told.last is not None
-        assert told.last.stalled_ns == sum(probe.stalled_ns for probe in told.probes)
-        assert len(told.probes) >= len(inserted)
-        for probe in told.probes:
+                before = output.sequence(begin)
+                assert output.tokens[begin:end] == reference.generate(before, end - begin)
+        assert output.last is not None
+        assert output.last.stalled_ns == sum(probe.stalled_ns for probe in output.probes)
+        assert len(output.probes) >= len(inserted)
+        for probe in output.probes:
             assert probe.at_token % 8 == 0
             waited = probe.end_ns - probe.begin_ns
             assert probe.stalled_ns == (waited if mode == "wait" else 0)
-        assert sum(probe.passages for probe in told.probes) == sum(len(search.passages) for search in inserted)
+        assert sum(probe.passages for probe in output.probes) == sum(len(search.passages) for search in inserted)
     nothing_is_held(workers)
 
 
-def test_an_answer_is_told_of_searches_without_some_nodes_also_where_they_brought_nothing(start: Start) -> None:
+def test_partial_searches_are_reported_even_without_new_passages(start: Start) -> None:
     workers = start(decode={"slots": 3})
     workers.play_pool(FakePool(PASSAGES[:1], partial=True), FakePool(PASSAGES[:1], partial=True))
     workers.submit("r", [5, 6, 7], 10, retrieval=Retrieval("docs", 1, every_tokens=4))
     workers.run()
-    told = [(search.at_token, len(search.passages), search.partial) for search in workers.told["r"].searches]
-    assert told == [(0, 1, True), (4, 0, True), (8, 0, True)]
+    output = [(search.at_token, len(search.passages), search.partial) for search in workers.outputs["r"].searches]
+    assert output == [(0, 1, True), (4, 0, True), (8, 0, True)]
 
 
-def test_a_row_that_prefetches_writes_on_while_its_probe_is_out(start: Start) -> None:
+def test_a_prefetching_row_continues_during_its_probe(start: Start) -> None:
     workers = start(context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=3))
     for mode in ("wait", "prefetch"):
         workers.submit(mode, [5, 6, 7], 16, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode=mode))
     workers.run()
-    assert [search.at_token for search in workers.told["wait"].searches] == [0, 4, 8, 12]
-    places = [search.at_token for search in workers.told["prefetch"].searches]
+    assert [search.at_token for search in workers.outputs["wait"].searches] == [0, 4, 8, 12]
+    places = [search.at_token for search in workers.outputs["prefetch"].searches]
     assert places[0] == 0
-    assert all(place % 4 for place in places[1:]), "its passages join later than they were asked for"
-    assert workers.told["wait"].last is not None
-    assert workers.told["wait"].last.stalled_ns > 0
-    assert workers.told["prefetch"].last is not None
-    assert workers.told["prefetch"].last.stalled_ns == 0
+    assert all(place % 4 for place in places[1:]), "its passages are inserted later than requested"
+    assert workers.outputs["wait"].last is not None
+    assert workers.outputs["wait"].last.stalled_ns > 0
+    assert workers.outputs["prefetch"].last is not None
+    assert workers.outputs["prefetch"].last.stalled_ns == 0
 
 
-def test_a_row_that_drifts_not_takes_nothing_and_says_that_its_passages_are_near(start: Start) -> None:
+def test_a_row_without_drift_inserts_nothing_and_reports_near_passages(start: Start) -> None:
     workers = start(decode={"slots": 3})
     near = [Passage("p0", "", 0.1, "One."), Passage("p1", "", 0.3, "Two.")]
     workers.play_pool(FakePool(near[:1]), FakePool(near))
@@ -169,80 +169,80 @@ def test_a_row_that_drifts_not_takes_nothing_and_says_that_its_passages_are_near
         retrieval = Retrieval("docs", 2, every_tokens=4, trigger="drift", threshold=limit)
         workers.submit(f"r{number}", [5, 6, 7], 10, retrieval=retrieval)
     workers.run()
-    assert [probe.outcome for probe in workers.told["r0"].probes] == ["near", "near"]
-    assert not workers.told["r0"].inserted
-    assert [probe.outcome for probe in workers.told["r1"].probes] == ["answered", "answered"]
-    assert "p1" in workers.told["r1"].passages
-    assert "p1" not in workers.told["r0"].passages
+    assert [probe.outcome for probe in workers.outputs["r0"].probes] == ["near", "near"]
+    assert not workers.outputs["r0"].inserted
+    assert [probe.outcome for probe in workers.outputs["r1"].probes] == ["answered", "answered"]
+    assert "p1" in workers.outputs["r1"].passages
+    assert "p1" not in workers.outputs["r0"].passages
     nothing_is_held(workers)
 
 
-def test_a_row_asks_where_the_model_is_unsure_and_nowhere_else(start: Start) -> None:
+def test_a_row_probes_only_where_the_model_is_uncertain(start: Start) -> None:
     workers = start(decode={"slots": 3})
     workers.play_pool(FakePool(PASSAGES), FakePool(PASSAGES))
     for name, nats in (("never", 90.0), ("always", 1e-6)):
         retrieval = Retrieval("docs", 1, every_tokens=4, trigger="unsure", threshold=nats, probe_tokens=40)
         workers.submit(name, [5, 6, 7], 14, retrieval=retrieval)
     workers.run()
-    assert workers.told["never"].probes == []
-    assert [probe.at_token for probe in workers.told["always"].probes] == [4, 8, 12]
+    assert workers.outputs["never"].probes == []
+    assert [probe.at_token for probe in workers.outputs["always"].probes] == [4, 8, 12]
     nothing_is_held(workers)
 
 
-def test_a_row_whose_probe_is_never_answered_goes_on_after_two_seconds_and_others_meanwhile(start: Start) -> None:
+def test_an_unanswered_probe_times_out_after_two_seconds_without_delaying_others(start: Start) -> None:
     workers = start()
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=1 << 60))
     now_ns = [10**9]
     workers.decodes["decode-0"].probes.clock = lambda: now_ns[0]
     workers.submit("asks", [5, 6, 7], 6, retrieval=Retrieval("docs", 1, every_tokens=4))
     workers.submit("writes", [7, 6, 5], 30)
-    while not workers.told["writes"].ended:
+    while not workers.outputs["writes"].ended:
         workers.round()
-    assert len(workers.told["asks"].tokens) == 4
+    assert len(workers.outputs["asks"].tokens) == 4
     now_ns[0] += 2 * 10**9
     for _ in range(5):
         workers.round()
-    assert len(workers.told["asks"].tokens) == 4
+    assert len(workers.outputs["asks"].tokens) == 4
     now_ns[0] += 1
     workers.run()
-    (probe,) = workers.told["asks"].probes
+    (probe,) = workers.outputs["asks"].probes
     assert (probe.outcome, probe.passages, probe.stalled_ns) == ("late", 0, 2 * 10**9 + 1)
     nothing_is_held(workers)
 
 
-def test_a_probe_that_is_out_when_its_row_ends_is_told_as_dropped(start: Start) -> None:
+def test_a_probe_outstanding_at_its_rows_end_is_reported_as_dropped(start: Start) -> None:
     workers = start()
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=100))
     workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1, every_tokens=4, probe_mode="prefetch"))
     workers.run()
-    (probe,) = workers.told["r"].probes
+    (probe,) = workers.outputs["r"].probes
     assert (probe.at_token, probe.outcome, probe.passages) == (4, "dropped", 0)
     nothing_is_held(workers)
 
 
-def test_the_first_and_the_last_piece_carry_the_stamps_so_far(start: Start) -> None:
+def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     workers = start()
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:]))
     workers.submit("r", [5, 6, 7], 6, retrieval=Retrieval("docs", 1))
     workers.run()
-    told = workers.told["r"]
-    assert list(told.searches[0].stages) == [stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED]
-    assert stages.FIRST_TOKEN in told.stages[0]
-    assert stages.END not in told.stages[0]
-    assert told.last is not None
-    stamps = list(told.last.stages.values())
+    output = workers.outputs["r"]
+    assert list(output.searches[0].stages) == [stages.RECEIVED, stages.DEQUEUED, stages.EMBEDDED, stages.SEARCHED]
+    assert stages.FIRST_TOKEN in output.stages[0]
+    assert stages.END not in output.stages[0]
+    assert output.last is not None
+    stamps = list(output.last.stages.values())
     assert stamps[1:] == sorted(stamps[1:])
-    assert list(told.last.stages)[-5:] == [
+    assert list(output.last.stages)[-5:] == [
         stages.PREFILL_END, stages.HANDOVER_BEGIN, stages.HANDOVER_END, stages.FIRST_TOKEN, stages.END,
     ]  # fmt: skip
-    assert len(told.stages) == 2
+    assert len(output.stages) == 2
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize(
     "handover", [{"order": "prefill_first"}, {"order": "decode_first"}, {"disaggregate": "never"}], ids=str
 )
-def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, handover: dict[str, Any], rounds: int) -> None:
+def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
     workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover={"slice_s": 1e-6} | handover)
     workers.submit("stays", [1, 2, 3], 60)
     for number in range(3):
@@ -251,50 +251,50 @@ def test_a_cancelled_request_holds_nothing_wherever_it_was(start: Start, handove
         workers.round()
     for number in range(3):
         workers.cancel(f"r{number}")
-        del workers.told[f"r{number}"]
+        del workers.outputs[f"r{number}"]
     workers.run()
-    assert len(workers.told["stays"].tokens) == 60
+    assert len(workers.outputs["stays"].tokens) == 60
     nothing_is_held(workers)
 
 
-def test_of_prompts_that_came_together_the_shortest_is_prefilled_first(start: Start) -> None:
+def test_the_shortest_of_simultaneous_prompts_is_prefilled_first(start: Start) -> None:
     workers = start(prefill={"slots": 1, "chunk_tokens": 16})
     order: list[str] = []
     workers.submit("first", [9] * 40, 1)
-    workers.offer("first")  # it has the only place until decode has pulled it
+    workers.offer("first")  # it occupies the only slot until decode has pulled it
     for number, length in enumerate((90, 30, 50, 10)):
         workers.submit(f"r{number}", [number + 1] * length, 1)
     while workers.metric("prefill-0", PrefillMetrics.WAITING) < 4:
         workers.prefill.step()
     while len(order) < 5:
         workers.round()
-        order += [name for name, told in workers.told.items() if told.ended and name not in order]
+        order += [name for name, output in workers.outputs.items() if output.ended and name not in order]
     assert order == ["first", "r3", "r1", "r2", "r0"]
 
 
-def test_the_chunk_size_can_be_measured_at_start(start: Start, reference: Reference) -> None:
+def test_the_chunk_size_can_be_measured_at_startup(start: Start, reference: Reference) -> None:
     workers = start(prefill={"chunk_tokens": "auto"})
     assert 32 <= workers.prefill.chunk_tokens <= 512
     prompts = ragged(4, seed=8)
     assert answers(workers, prompts, 4) == [reference.generate(prompt, 4) for prompt in prompts]
 
 
-def test_an_answer_of_one_token_has_one_token(start: Start, reference: Reference) -> None:
+def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference) -> None:
     workers = start()
     assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]
     nothing_is_held(workers)
 
 
-def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Start) -> None:
+def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(start: Start) -> None:
     workers = start(handover={"slice_s": 1e-9})
     workers.submit("short", [1, 2, 3], 200)
-    while not workers.told["short"].tokens:
+    while not workers.outputs["short"].tokens:
         workers.round()
     decode = workers.decodes["decode-0"]
     workers.submit("long", list(range(250)), 2)
-    workers.offer("long")  # the batch stands still until then: it could come to its end meanwhile
+    workers.offer("long")  # the batch is stopped until then, because it could finish meanwhile
     seen = set()
-    while not workers.told["long"].ended:
+    while not workers.outputs["long"].ended:
         before = workers.metric("decode-0", DecodeMetrics.GENERATION_TOKENS)
         workers.round()
         if decode.handovers.pulling:
@@ -303,7 +303,7 @@ def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_goes_on(start: Sta
 
 
 @pytest.mark.parametrize("start", ["CPU", "GPU"], indirect=True)
-def test_kv_of_a_long_prompt_comes_while_the_rest_of_it_is_computed(start: Start, reference: Reference) -> None:
+def test_kv_of_a_long_prompt_is_pulled_while_the_rest_is_computed(start: Start, reference: Reference) -> None:
     workers = start(prefill={"chunk_tokens": 32}, handover={"disaggregate": "always"})
     prompt, decode = list(range(3, 203)), workers.decodes["decode-0"]
     workers.submit("long", prompt, 4)
@@ -312,20 +312,18 @@ def test_kv_of_a_long_prompt_comes_while_the_rest_of_it_is_computed(start: Start
     assert model is not None
     block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
     for chunks in (1, 2, 3):
-        for _ in range(50):  # copies of an emulated GPU take some steps
+        for _ in range(50):  # copies of an emulated GPU take several steps
             decode.step()
         assert decode.handovers.pulled_bytes == chunks * 4 * block_bytes
         workers.prefill.step()
     workers.run()
-    assert workers.told["long"].tokens == reference.generate(prompt, 4)
+    assert workers.outputs["long"].tokens == reference.generate(prompt, 4)
     assert decode.handovers.pulled_bytes == 25 * block_bytes, "each block once"
     nothing_is_held(workers)
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)
-def test_beside_weights_of_half_the_width_kv_has_half_the_bytes_from_gpu_to_gpu(
-    start: Start, tiny_directory: Path
-) -> None:
+def test_with_bfloat16_weights_kv_takes_half_the_bytes_from_gpu_to_gpu(start: Start, tiny_directory: Path) -> None:
     workers = start(weights="bfloat16")
     alone = LanguageModel.load(
         tiny_directory, blocks=64, block_tokens=8, context_tokens=512, weights="bfloat16", kernels="gathered"
@@ -336,29 +334,29 @@ def test_beside_weights_of_half_the_width_kv_has_half_the_bytes_from_gpu_to_gpu(
         expected.append(int(alone.forward([Chunk(table, len(prompt) + len(expected) - 1, expected[-1:])]).argmax()))
     workers.submit("r", prompt, 24)
     workers.run()
-    assert workers.told["r"].tokens == expected
+    assert workers.outputs["r"].tokens == expected
     assert 2 * alone.kv.nbytes == ModelInfo.read(tiny_directory).kv_bytes(64, 8)
     assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == 8 * alone.kv.nbytes // 64
     nothing_is_held(workers)
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)
-def test_a_decode_worker_whose_kv_is_of_another_type_takes_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = iter(("bfloat16", "bfloat16", "float32"))  # prefill's, and those of two decode workers
+def test_a_decode_worker_with_another_kv_type_rejects_hand_overs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = iter(("bfloat16", "bfloat16", "float32"))  # prefill's type, and those of two decode workers
     monkeypatch.setattr("runtime.serving.model.language_model.kv_type", lambda weights, kernels: next(kinds))
     workers = start(weights="bfloat16", decodes=2, handover={"failure_policy": "fail"})
     workers.submit("r", list(range(3, 60)), 4, decode="decode-1")
     workers.run()
-    failed = workers.told["r"].failed
+    failed = workers.outputs["r"].failed
     assert isinstance(failed, Unavailable)
     assert "its KV is of another model or type" in failed.message
 
 
-@pytest.mark.parametrize("unheard", [0, 1, 3])
-def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened(
-    start: Start, reference: Reference, unheard: int
+@pytest.mark.parametrize("undelivered", [0, 1, 3])
+def test_an_answer_continues_unchanged_on_another_decode_worker(
+    start: Start, reference: Reference, undelivered: int
 ) -> None:
-    """Also when the lost worker's last words are heard after the next one has been asked to go on."""
+    """Also if the lost worker's last messages arrive after the next one was asked to continue."""
     workers = start(decodes=2, context=1024)
     workers.play_pool(FakePool(PASSAGES[:2]), FakePool(PASSAGES[2:], polls=2))
     retrieval = Retrieval("docs", 2, every_tokens=8)
@@ -369,20 +367,23 @@ def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened
     workers.submit("injected", [5, 6, 7], 40, retrieval=retrieval)
     workers.submit("sampled", [8, 9], 40, sampling=sampled)
     workers.submit("undisturbed", [8, 9], 40, sampling=sampled, decode="decode-1")
-    while len(workers.told["injected"].tokens) < 20:
+    while len(workers.outputs["injected"].tokens) < 20:
         workers.round()
-    text = workers.told["sampled"].text
+    text = workers.outputs["sampled"].text
     assert text
-    workers.lose("decode-0", unheard)
-    lost = [name for name, told in workers.told.items() if not told.ended and name != "undisturbed"]
+    workers.lose("decode-0", undelivered)
+    lost = [name for name, output in workers.outputs.items() if not output.ended and name != "undisturbed"]
     assert "injected" in lost
     for name in lost:
         workers.restart(name, "decode-1")
     workers.run()
-    told = workers.told
-    assert [told[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
-    assert (told["sampled"].tokens, told["sampled"].text) == (told["undisturbed"].tokens, told["undisturbed"].text)
-    injected = told["injected"]
+    outputs = workers.outputs
+    assert [outputs[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
+    assert (outputs["sampled"].tokens, outputs["sampled"].text) == (
+        outputs["undisturbed"].tokens,
+        outputs["undisturbed"].text,
+    )
+    injected = outputs["injected"]
     assert len(injected.tokens) == 40
     assert len(injected.passages) == len(set(injected.passages))
     places = sorted(injected.inserted)
@@ -395,7 +396,7 @@ def test_an_answer_goes_on_with_another_decode_worker_as_if_nothing_had_happened
 
 @pytest.mark.parametrize("trigger", ["every", "unsure"])
 @pytest.mark.parametrize("rounds", range(8))
-def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_token_differs(
+def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_token(
     start: Start, rounds: int, trigger: Any
 ) -> None:
     workers = start(decodes=2, context=1024)
@@ -405,24 +406,24 @@ def test_a_probe_that_was_out_when_its_worker_died_is_asked_again_and_not_a_toke
     retrieval = Retrieval("docs", 1, every_tokens=4, probe_tokens=40, trigger=trigger, threshold=1e-6)
     workers.submit("undisturbed", [5, 6, 7], 30, retrieval=retrieval, decode="decode-1")
     workers.submit("cut", [5, 6, 7], 30, retrieval=retrieval)
-    while len(workers.told["cut"].tokens) < 8:
+    while len(workers.outputs["cut"].tokens) < 8:
         workers.round()
     for _ in range(rounds):  # before the probe, during it, or after it
         workers.round()
     workers.lose("decode-0")
     workers.restart("cut", "decode-1")
     workers.run()
-    cut, undisturbed = workers.told["cut"], workers.told["undisturbed"]
-    assert undisturbed.inserted, "probes bring passages"
+    cut, undisturbed = workers.outputs["cut"], workers.outputs["undisturbed"]
+    assert undisturbed.inserted, "probes insert passages"
     assert (cut.tokens, cut.text, cut.inserted) == (undisturbed.tokens, undisturbed.text, undisturbed.inserted)
     nothing_is_held(workers)
 
 
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
-def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
+def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
     start: Start, reference: Reference, order: str, tmp_path: Path
 ) -> None:
-    """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, rows that make room, a small host
+    """A hundred in each order: chunked prefill, shared prefixes, joins mid-decode, preempted rows, a small host
     tier, a lost worker."""
     random = np.random.default_rng(6)
     workers = start(
@@ -435,7 +436,7 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         handover={"order": order, "waiting_share": 0.9, "slice_s": 1e-5},
     )
     prompts = ragged(100, seed=5)
-    for number, size in zip((0, 2, 4, 6), (130, 130, 40, 10), strict=True):  # the latter two make room for the former
+    for number, size in zip((0, 2, 4, 6), (130, 130, 40, 10), strict=True):  # these are preempted for the former
         prompts[number] = random.integers(0, VOCABULARY, size).tolist()
         workers.submit(f"r{number}", prompts[number], 24)
     workers.offer("r0", "r2", "r4", "r6")
@@ -445,13 +446,13 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
         workers.submit(f"r{number}", prompts[number], 24, decode=f"decode-{number % 2}")
         for _ in range(int(random.integers(0, 4))):
             workers.round()
-    while not workers.told["r0"].tokens:
+    while not workers.outputs["r0"].tokens:
         workers.receive()
     lost = [
-        f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.told[f"r{number}"].ended
+        f"r{number}" for number in range(0, 100, 2) if number not in others and not workers.outputs[f"r{number}"].ended
     ]
-    assert any(workers.told[name].tokens for name in lost), "some are in the middle of their answer"
-    workers.lose("decode-0", unheard=2)
+    assert any(workers.outputs[name].tokens for name in lost), "some answers are incomplete"
+    workers.lose("decode-0", undelivered=2)
     for name in lost:
         workers.restart(name, "decode-1")
     for number in others:
@@ -460,6 +461,6 @@ def test_two_hundred_ragged_prompts_equal_generate_through_every_path_at_once(
             workers.round()
     workers.run()
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) > 0
-    found = [workers.told[f"r{number}"].tokens for number in range(100)]
+    found = [workers.outputs[f"r{number}"].tokens for number in range(100)]
     assert found == [reference.generate(prompt, 24) for prompt in prompts]
     nothing_is_held(workers)

@@ -1,7 +1,7 @@
-"""Workers that step in turns, with the frontend's table of requests: what is told of each, and faults.
+"""Workers stepped alternately, with the frontend's request table, recorded answers and injected faults.
 
-Also what is still on its way when a worker dies is up to the test. Who consumes the answers only takes notes. The pool
-is played by `FakePool`: it answers after as many polls as the test says.
+A test also decides which messages are in flight when a worker dies. Consumers only record answers. `FakePool` replaces
+the pool: it answers after a number of polls set by the test.
 """
 
 import time
@@ -23,24 +23,24 @@ _MOST_ROUNDS = 50_000
 
 
 class FakePool:
-    """Stands for a worker's retriever: passages from `passages`, in turn or as the text has it (`by_text`), `polls`
-    polls after they were asked for."""
+    """Fake of a worker's retriever: returns `passages`, in order or chosen by the text (`by_text`), `polls` polls after
+    the request."""
 
     def __init__(
         self, passages: Sequence[Passage], polls: int = 1, *, by_text: bool = False, partial: bool = False
     ) -> None:
         self.passages, self.polls, self._by_text, self._partial = list(passages), polls, by_text, partial
-        self.asked = 0
+        self.request_count = 0
         self._open: dict[int, list[int]] = {}
 
     def submit(
         self, text: str, collection: str, k: int, stage: str, deadline_ns: int, build: str = "", filter: bytes = b"",
         hybrid: float = 0.0,
     ) -> int:  # fmt: skip
-        self.asked += 1
-        place = crc32(text.encode()) if self._by_text else (self.asked - 1) * k
-        self._open[self.asked] = [self.polls, k, place % len(self.passages)]
-        return self.asked
+        self.request_count += 1
+        place = crc32(text.encode()) if self._by_text else (self.request_count - 1) * k
+        self._open[self.request_count] = [self.polls, k, place % len(self.passages)]
+        return self.request_count
 
     def poll(self) -> list[RetrievalResult]:
         for waiting in self._open.values():
@@ -64,8 +64,8 @@ class FakePool:
 
 
 @dataclass
-class Told:
-    """What the consumer of a request was given."""
+class Output:
+    """Everything the consumer of a request received."""
 
     prompt: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
@@ -104,40 +104,40 @@ class Told:
         return [passage.id for search in self.searches for passage in search.passages]
 
     def sequence(self, generated: int) -> list[int]:
-        """The context from which token number `generated` (from 0) was drawn: prompt, answer, and what probes
-        inserted before the then last token."""
+        """Return the context from which token number `generated` (from 0) was sampled: prompt, answer, and passages
+        that probes inserted before the last token at that time."""
         context, inserted = list(self.prompt), self.inserted
         for number, token in enumerate(self.tokens[:generated], start=1):
             context += [*inserted.get(number, ()), token]
         return context
 
 
-class _Noted(Request):
-    """A request whose consumer notes every piece at once."""
+class _RecordedRequest(Request):
+    """A request whose consumer records every piece at once."""
 
-    def __init__(self, message: Prefill, notes: Told) -> None:
+    def __init__(self, message: Prefill, output: Output) -> None:
         super().__init__(message.request_id, message.generation)
-        self._notes = notes
+        self._output = output
 
     def put(self, piece: Piece | TrinityError) -> None:
-        self._notes.add(piece)
+        self._output.add(piece)
 
 
 class Workers(SteppedWorkers):
-    """`SteppedWorkers` whose answers are told, of which decode workers die, and which are asked for passages."""
+    """`SteppedWorkers` with recorded answers, killable decode workers and a fake pool."""
 
     def __init__(self, model: Path, *, weights: str = "float32", **options: Any) -> None:
         self._table = RequestTable(lambda ended, request: None)
-        self._requests: dict[str, Request] = {}  # ended ones too
-        self._late: list[ToFrontend] = []  # what a worker said before it died, and nobody has heard yet
-        self.told: dict[str, Told] = {}
+        self._requests: dict[str, Request] = {}  # including ended ones
+        self._late: list[ToFrontend] = []  # messages of a dead worker that were not received yet
+        self.outputs: dict[str, Output] = {}
         super().__init__(model, weights=weights, **options)
 
-    def lose(self, name: str, unheard: int = 0) -> None:
-        """A decode worker dies. What it says in `unheard` last steps comes in when its death is known already."""
+    def lose(self, name: str, undelivered: int = 0) -> None:
+        """Kill a decode worker. Messages of its last `undelivered` steps arrive after its death is known."""
         worker = self.decodes.pop(name)
         worker.link.send = lambda message: self._late.append(message)  # type: ignore[method-assign]
-        for _ in range(unheard):
+        for _ in range(undelivered):
             worker.step()
         worker.close()
 
@@ -149,13 +149,13 @@ class Workers(SteppedWorkers):
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> Prefill:
         message = super().submit(request_id, prompt, max_tokens, **more)
-        self.told[request_id] = Told()
-        self._requests[request_id] = request = _Noted(message, self.told[request_id])
+        self.outputs[request_id] = Output()
+        self._requests[request_id] = request = _RecordedRequest(message, self.outputs[request_id])
         self._table.open(request)
         return message
 
     def restart(self, request_id: str, decode: str) -> None:
-        """Its decode worker died: go on with another, from what was told."""
+        """Continue on another decode worker after the death of the first, from the reported tokens."""
         request = self._requests[request_id]
         self._call_off(request)
         self._table.start_attempt(request)
@@ -172,15 +172,15 @@ class Workers(SteppedWorkers):
             self.send(name, Cancel(request.attempt_id))
 
     def run(self) -> None:
-        """Until all requests have ended."""
+        """Run until all requests have ended."""
         for _ in range(_MOST_ROUNDS):
-            if all(told.ended for told in self.told.values()):
+            if all(output.ended for output in self.outputs.values()):
                 return
             self.round()
-        raise AssertionError(f"not ended: {[name for name, told in self.told.items() if not told.ended]}")
+        raise AssertionError(f"not ended: {[name for name, output in self.outputs.items() if not output.ended]}")
 
     def settle(self) -> None:
-        """Until the workers hold nothing any more."""
+        """Run until the workers hold no resources."""
         for _ in range(_MOST_ROUNDS):
             if not self.prefill.busy and not any(worker.busy for worker in self.decodes.values()):
                 return
@@ -188,7 +188,7 @@ class Workers(SteppedWorkers):
         raise AssertionError("workers still hold requests")
 
     def receive(self) -> None:
-        """Take in what workers have said."""
+        """Receive messages of the workers."""
         late, self._late = self._late, []
         for message in late:
             self.handle(message)
