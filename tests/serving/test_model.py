@@ -211,8 +211,8 @@ def test_a_step_returns_the_tokens_sampled_from_the_logits_of_a_pass(model: Lang
     ]
     scored = [False, True, True, False]
     logits = model.forward(chunks)
-    found = model.step(chunks, [Sampler(one) if one else None for one in sampling], scored)
-    for drawn, one, row, wanted in zip(found, sampling, logits, scored, strict=True):
+    found = model.step(chunks, [Sampler(one) if one else None for one in specs], scored)
+    for drawn, one, row, wanted in zip(found, specs, logits, scored, strict=True):
         assert (one is None) == (drawn is None)
         if one is None or drawn is None:
             continue
