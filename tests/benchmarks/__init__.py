@@ -1,1 +1,1 @@
-"""What the benchmarks count is counted right."""
+"""Tests of the benchmarks' measurements and reports."""

@@ -1,4 +1,4 @@
-"""What goes on beside a test or a benchmark ends with its block."""
+"""Tests that background threads of a test or benchmark end with their block."""
 
 import threading
 
@@ -7,12 +7,12 @@ import pytest
 from runtime.testing.background import Background
 
 
-def test_each_function_runs_in_a_thread_of_its_own_until_the_block_ends() -> None:
+def test_each_function_runs_in_its_own_thread_until_the_block_ends() -> None:
     both = threading.Barrier(3)
     ends: list[str] = []
 
     def run(name: str) -> None:
-        both.wait(60)  # both run at once, and beside the block
+        both.wait(60)  # both run concurrently with each other and with the block
         assert running.ended.wait(60)
         ends.append(name)
 
@@ -23,7 +23,7 @@ def test_each_function_runs_in_a_thread_of_its_own_until_the_block_ends() -> Non
     assert sorted(ends) == ["a", "b"]
 
 
-def test_what_a_block_raises_ends_them_too() -> None:
+def test_an_exception_in_the_block_ends_them() -> None:
     running = Background([lambda: assert_ended(running)])
     with pytest.raises(ValueError, match="in the block"), running:
         raise ValueError("in the block")

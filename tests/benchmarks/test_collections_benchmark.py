@@ -1,4 +1,4 @@
-"""The benchmark of live collections measures what it says that it measures."""
+"""Tests of the measurements in the benchmark of live collections."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,12 +12,12 @@ from benchmarks.collections.kills import KILLS, Killed
 from tests.gpu.datasets import clustered
 
 
-def test_recall_counts_what_is_there_to_be_found() -> None:
+def test_recall_counts_only_existing_rows() -> None:
     truth, found = np.array([[1, 2, -1], [3, 4, 5]]), np.array([[2, 9, -1], [5, 3, 4]])
     assert collections.recall(found, truth) == pytest.approx(4 / 5)
 
 
-def test_filtered_searches_reach_the_recall_that_was_asked_for_at_every_selectivity(tmp_path: Path) -> None:
+def test_filtered_searches_reach_the_requested_recall_at_every_selectivity(tmp_path: Path) -> None:
     vectors = clustered(np.random.default_rng(0), 1010, 16)
     records = collections.filtered(vectors[:1000], vectors[1000:], "l2", seed=0, place=tmp_path)
     own = [one for one in records if one["engine"] == "trinity"]
@@ -37,10 +37,10 @@ def test_replaced_rows_are_found_as_well_as_in_a_fresh_build(tmp_path: Path) -> 
     assert f"fresh build {found['fresh']:.4f}" in report
 
 
-def test_the_switch_is_measured_through_the_engine_one_extend_a_step() -> None:
+def test_the_switch_to_scanning_is_measured_through_the_engine() -> None:
     vectors = clustered(np.random.default_rng(0), 920, 16)
     found = switch.switched(vectors[:900], vectors[900:], "l2", seed=0)
-    assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "with fewer it would not walk"
+    assert [(one["part"], one["active"]) for one in found] == [(0.4, 1), (0.4, 8)], "fewer rows would be scanned"
     assert all(one["rows_a_step"] > 0 for one in found)
     assert "(`SCAN_ROWS_PER_ENTRY` is 5), 1 at a time: " in switch.report_of(found)
 

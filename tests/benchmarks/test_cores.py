@@ -1,4 +1,4 @@
-"""What a benchmark makes of a core that others want too."""
+"""Tests of benchmarks on a core that other processes use."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from benchmarks.common.cores import UndisturbedRun, run_undisturbed
 
 
 def tried(*lost: int) -> tuple[UndisturbedRun[int], list[int]]:
-    """Runs of 100 ns, in which others have the core for so long; the number of the run that counts."""
+    """Simulate runs of 100 ns with given times of others on the core. Return the number of the run that counts."""
     now, taken, runs = [0], [0], list[int]()
 
     def run() -> int:
@@ -15,22 +15,22 @@ def tried(*lost: int) -> tuple[UndisturbedRun[int], list[int]]:
         runs.append(len(runs))
         return runs[-1]
 
-    def told(pids: Sequence[int]) -> int:
+    def stolen(pids: Sequence[int]) -> int:
         return taken[0] * len(pids)
 
-    return run_undisturbed(run, [1], most=0.05, tries=3, stolen=told, clock=lambda: now[0]), runs
+    return run_undisturbed(run, [1], most=0.05, tries=3, stolen=stolen, clock=lambda: now[0]), runs
 
 
-def test_what_others_left_alone_is_measured_once() -> None:
+def test_an_undisturbed_run_is_measured_once() -> None:
     found, runs = tried(5)
     assert (found.result, found.stolen_share, len(runs)) == (0, 0.05, 1)
 
 
-def test_what_others_disturbed_is_measured_again_until_they_do_not() -> None:
+def test_disturbed_runs_are_repeated_until_one_is_undisturbed() -> None:
     found, runs = tried(30, 2)
     assert (found.result, found.tries, len(runs)) == (1, 2, 2)
 
 
-def test_of_tries_that_were_all_disturbed_the_least_disturbed_one_counts() -> None:
+def test_if_all_runs_are_disturbed_the_least_disturbed_one_counts() -> None:
     found, runs = tried(30, 10, 20)
     assert (found.result, found.stolen_share, len(runs)) == (1, 0.1, 3)

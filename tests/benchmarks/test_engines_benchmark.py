@@ -1,4 +1,4 @@
-"""`benchmarks.engines` over a fake server: every target is asked as often, and the report has a line for each."""
+"""Tests of `benchmarks.engines` over a fake server: equal numbers of requests per target, one report line each."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from tests.frontend.fake_workers import run
 
 @asynccontextmanager
 async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeServer]]:
-    """One fake server behind all names."""
+    """Return targets that all use one fake server."""
     fake, socket = FakeServer(Behaviour(model=MODEL)), str(home / "fake.sock")
     addresses = {name: Address("http://fake/v1", socket) for name in names}
     server = await asyncio.start_unix_server(HttpFront(fake).connected, socket)
@@ -26,11 +26,11 @@ async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeS
         yield made, fake
 
 
-def test_layouts_are_asked_the_same_in_turn_and_told_side_by_side(tmp_path: Path) -> None:
+def test_layouts_receive_the_same_requests_alternately_and_are_reported_together(tmp_path: Path) -> None:
     async def test() -> None:
         async with targets(tmp_path, *layouts.LABELS) as (made, fake):
             found = await layouts.compare(made, rounds=2, tokens=4, prompt_tokens=40)
-        assert len(fake.asked) == 3 * 2 * (1 + 4 + 16)  # to warm up, one after the other, eight at a time
+        assert len(fake.asked) == 3 * 2 * (1 + 4 + 16)  # warm-up, sequential, eight at a time
         assert len({body.get("cache_salt") for _, body in fake.asked[6:]}) == len(fake.asked) - 6
         assert {len(values["rate"]) for values in found["ways"].values()} == {2}
         lines = layouts.report(found)
@@ -41,7 +41,7 @@ def test_layouts_are_asked_the_same_in_turn_and_told_side_by_side(tmp_path: Path
     run(test())
 
 
-def test_only_what_is_asked_for_is_measured_and_each_has_its_bar(tmp_path: Path) -> None:
+def test_only_the_requested_parts_are_measured_and_each_has_its_bar(tmp_path: Path) -> None:
     async def test() -> None:
         section = OpenAiSection(name=MODEL, url="http://fake/v1")
         async with targets(tmp_path, "direct", "through") as (made, _):
@@ -57,7 +57,7 @@ def test_only_what_is_asked_for_is_measured_and_each_has_its_bar(tmp_path: Path)
     run(test())
 
 
-def test_the_parts_of_a_delay_are_the_whole_delay() -> None:
+def test_the_parts_of_a_delay_add_up_to_it() -> None:
     timings = {"embed": 0.009, "retrieval": 0.001, "admission": 0.0002, "prefill": 0.4, "ttft": 0.4103}
     through, direct = Answer(0.412, 0, 2, "", timings), Answer(0.399, 0, 2, "", {})
     delay = Delay.of(through, direct)

@@ -1,4 +1,4 @@
-"""An answer under kills is called right, cut, lost or wrong by what came, and the order of kills is fair and seeded."""
+"""Tests of the kill benchmark: answers are right, cut, lost or wrong; the order of kills is fair and seeded."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ def test_an_answer_is_compared_token_by_token_and_passage_by_passage(found: Answ
     assert classify(KNOWN, outcome(found), []) == verdict
 
 
-def test_what_no_frontends_death_explains_is_lost() -> None:
+def test_an_answer_cut_without_a_frontends_death_is_lost() -> None:
     partial = Answer((1, 2), KNOWN.passages[:2], whole=False)
     for deaths, verdict in (([15.0], "cut"), ([9.0, 21.0], "lost")):
         assert classify(KNOWN, outcome(None, "connection"), deaths) == verdict

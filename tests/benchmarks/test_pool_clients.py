@@ -1,4 +1,4 @@
-"""What asks a pool in its benchmark."""
+"""Tests of the clients in the pool's benchmark."""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _SECOND = 1_000_000_000
 
 
 class Clock:
-    """A time that passes when it is looked at."""
+    """A clock that advances with every reading."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -27,20 +27,20 @@ class Clock:
 
 
 class Pool:
-    """A client of a pool that answers at the next poll, and takes `room` queries until then."""
+    """A fake client: results arrive at the next poll, and at most `room` queries are accepted until then."""
 
     def __init__(self, clock: Clock, room: int = 1000) -> None:
         self.clock, self.room = clock, room
         self.numbers = itertools.count()
         self.waiting: list[tuple[int, int, SearchSpec]] = []
-        self.asked: list[tuple[int, SearchSpec]] = []
+        self.submitted: list[tuple[int, SearchSpec]] = []
 
     def submit(self, _vector: Any, spec: SearchSpec) -> int:
         if len(self.waiting) >= self.room:
             raise RingFull("no slot")
         number = next(self.numbers)
         self.waiting.append((number, self.clock.now, spec))
-        self.asked.append((self.clock.now, spec))
+        self.submitted.append((self.clock.now, spec))
         return number
 
     def poll(self) -> list[SimpleNamespace]:
@@ -56,7 +56,7 @@ Offered = Callable[..., tuple[list[Pool], list[clients.Outcome]]]
 
 @pytest.fixture
 def offered(monkeypatch: pytest.MonkeyPatch) -> Offered:
-    """Loads that begin at 1 ms, each over a pool that takes so many at a time."""
+    """Return loads that start at 1 ms, each over a pool with limited room."""
 
     def offer(*loads: Load, room: int = 1000) -> tuple[list[Pool], list[clients.Outcome]]:
         clock = Clock()
@@ -78,31 +78,31 @@ def load(rate: float, seed: int, **changes: Any) -> Load:
     return Load("decode", 1.0, ((0.5, 10, 64, 4), (0.5, 100, 512, 4)), rate=rate, seed=seed, **changes)
 
 
-def test_loads_of_one_process_are_asked_at_their_own_times_and_not_in_bunches(offered: Offered) -> None:
+def test_loads_of_one_process_are_submitted_on_schedule_and_not_in_bursts(offered: Offered) -> None:
     pools, outcomes = offered(load(2_000, 1), load(8_000, 2))
     for pool, outcome, rate in zip(pools, outcomes, (2_000, 8_000), strict=True):
-        times = [at for at, _ in pool.asked]
+        times = [at for at, _ in pool.submitted]
         assert outcome.per_second() == len(times) == pytest.approx(rate, rel=0.1)
         assert max(np.diff(np.searchsorted(times, np.arange(0, _SECOND, 100_000)))) <= 10
         assert [len(answers) for answers in outcome.answers] == [
-            sum(spec.k == k for _, spec in pool.asked) for k in (10, 100)
+            sum(spec.k == k for _, spec in pool.submitted) for k in (10, 100)
         ]
 
 
-def test_what_a_ring_does_not_take_is_dropped_and_counted(offered: Offered) -> None:
+def test_queries_that_do_not_fit_into_the_ring_are_dropped_and_counted(offered: Offered) -> None:
     (pool,), (outcome,) = offered(load(200_000, 1), room=1)
     assert outcome.dropped > 0.3 * 200_000
-    assert len(pool.asked) + outcome.dropped == pytest.approx(200_000, rel=0.1)
+    assert len(pool.submitted) + outcome.dropped == pytest.approx(200_000, rel=0.1)
 
 
 def test_a_window_is_kept_full(offered: Offered) -> None:
     (pool,), _ = offered(load(0, 1, window=7))
-    per_look = np.diff(np.flatnonzero(np.diff([0, *(at for at, _ in pool.asked)])))
+    per_look = np.diff(np.flatnonzero(np.diff([0, *(at for at, _ in pool.submitted)])))
     assert set(per_look.tolist()) == {7}
 
 
-def test_what_is_asked_before_counting_begins_is_not_in_the_outcome(offered: Offered) -> None:
+def test_warm_up_queries_are_not_in_the_outcome(offered: Offered) -> None:
     (pool,), (outcome,) = offered(load(2_000, 1, uncounted=0.75))
-    counted = sum(at >= 751_000_000 for at, _ in pool.asked)
+    counted = sum(at >= 751_000_000 for at, _ in pool.submitted)
     assert sum(map(len, outcome.answers)) == counted == pytest.approx(500, rel=0.2)
     assert outcome.per_second() == 4 * counted

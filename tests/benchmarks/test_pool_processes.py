@@ -1,4 +1,4 @@
-"""The processes of the pool's benchmark."""
+"""Tests of the processes in the pool's benchmark."""
 
 import os
 from multiprocessing.connection import Connection

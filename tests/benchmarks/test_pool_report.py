@@ -1,4 +1,4 @@
-"""What the pool's benchmark says of what it measured, and of what it did not."""
+"""Tests of the report of the pool's benchmark, with and without measurements."""
 
 from benchmarks.pool.bench import bars, markdown, overall
 
@@ -11,15 +11,15 @@ REPORT = {
 
 
 def report(*rounds: dict[str, float]) -> str:
-    told = [found | {"load_average": 0.5} for found in rounds]
-    return markdown(REPORT | {"rounds": told, "overall": overall(told)})
+    measured = [found | {"load_average": 0.5} for found in rounds]
+    return markdown(REPORT | {"rounds": measured, "overall": overall(measured)})
 
 
-def test_a_ratio_is_told_with_its_bar_and_each_rounds_value() -> None:
+def test_a_ratio_is_reported_with_its_bar_and_each_rounds_value() -> None:
     assert "| small p99, static / ours | ≥ 3 | 3.00 | 3.00, 2.00, 3.00 |" in report(MIXED, LATE, MIXED)
     assert "| small p99, static / ours | ≥ 3 | 2.00 (missed) | 3.00, 2.00, 2.00 |" in report(MIXED, LATE, LATE)
 
 
-def test_what_was_not_measured_has_no_line() -> None:
+def test_missing_measurements_have_no_line() -> None:
     text = report(MIXED)
     assert [bar.figure for bar in bars(quick=False) if bar.figure in text] == ["small p99, static / ours"]

@@ -1,4 +1,4 @@
-"""What benchmarks say: tables, files and plots, one way for all of them."""
+"""Tests of the benchmarks' common report: tables, files and plots."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ class Found(msgspec.Struct):
     rate: float
 
 
-def test_a_table_has_a_head_a_rule_and_a_line_a_row() -> None:
+def test_a_table_has_a_header_a_rule_and_one_line_per_row() -> None:
     assert table(("engine", "queries/s"), [("ours", 12), ("", "1,000")]) == [
         "| engine | queries/s |",
         "| --- | ---: |",
@@ -22,16 +22,14 @@ def test_a_table_has_a_head_a_rule_and_a_line_a_row() -> None:
     ]
 
 
-def test_what_was_found_is_shown_and_written_beside_its_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_printed_and_written_with_their_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write({"found": Found(1.5)}, "text\n", tmp_path / "results" / "engine-v1.5")
     assert capsys.readouterr().out == "text\n\n"
     assert (tmp_path / "results" / "engine-v1.5.md").read_text() == "text\n"
     assert json.loads((tmp_path / "results" / "engine-v1.5.json").read_text()) == {"found": {"rate": 1.5}}
 
 
-def test_without_a_place_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_output_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write({}, "text", None)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What benchmarks conclude from their figures: who is ahead beyond noise, and which trials count."""
+"""Tests of the benchmarks' conclusions: significance of differences, and which trials count."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_a_law_is_ahead_or_behind_only_by_more_than_two_standard_errors(
 
 
 @pytest.mark.parametrize(("beside", "beside_fit", "counts"), [(0.09, 0.0, True), (0.2, 0.0, False), (0.0, 0.2, False)])
-def test_a_play_counts_only_if_nobody_else_ran_beside_it_or_beside_its_fit(
+def test_a_trial_counts_only_if_no_other_process_ran_during_it_or_its_fit(
     beside: float, beside_fit: float, counts: bool
 ) -> None:
     assert Trial(Timings(), Timings(), (1.0, 0.1, beside), beside_fit).counts is counts

@@ -38,11 +38,6 @@ def seen(workers: Workers, name: str, histogram: Histogram) -> float:
     return sum(workers.tables[name].read(histogram)[:-1])
 
 
-def nothing_is_held(workers: Workers) -> None:
-    workers.settle()
-    assert set(workers.held().values()) == {(0, 0)}
-
-
 # ---- the rule
 
 ROWS = DecodeLoad(3, 8, 20_000_000)
@@ -127,7 +122,7 @@ def test_answers_equal_generate_wherever_prompts_are_computed_and_under_preempti
     assert by_decode > 0
     assert (by_prefill > 0) == (disaggregate == "auto")
     assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, reference: Reference) -> None:
@@ -146,7 +141,7 @@ def test_prompts_are_computed_in_chunks_while_the_batch_continues(start: Start, 
     workers.run()
     assert workers.outputs["short"].tokens == reference.generate([1, 2, 3], 60)
     assert workers.outputs["long"].tokens == reference.generate(list(range(160)), 5)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_prefix_in_decode_is_reused_whichever_worker_computed_it(start: Start, reference: Reference) -> None:
@@ -158,7 +153,7 @@ def test_a_prefix_in_decode_is_reused_whichever_worker_computed_it(start: Start,
         assert workers.outputs[f"r{number}"].tokens == reference.generate([*prefix, 210 + number], 6)
     assert computed(workers) == (1, 2)
     assert workers.metric("decode-0", DecodeMetrics.PREFIX_HIT_TOKENS) == 2 * 200
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_prompt_computed_by_decode_has_its_own_stage_times_and_no_hand_over(start: Start) -> None:
@@ -206,7 +201,7 @@ def test_probes_insert_passages_into_answers_whose_prompt_decode_computed(
         assert places, "some probe inserted a new passage"
         for begin, end in zip([0, *places], [*places, 40], strict=True):
             assert output.tokens[begin:end] == reference.generate(output.sequence(begin), end - begin)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("undelivered", [0, 1, 3])
@@ -233,7 +228,7 @@ def test_an_answer_continues_on_another_decode_worker_that_recomputes_its_contex
     places = sorted(injected.inserted)
     for begin, end in zip([0, *places], [*places, 40], strict=True):
         assert injected.tokens[begin:end] == reference.generate(injected.sequence(begin), end - begin)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_the_death_of_prefill_does_not_affect_prompts_computed_by_decode(start: Start, reference: Reference) -> None:
@@ -268,7 +263,7 @@ def test_a_hand_over_rejected_by_decode_is_counted_and_restarted_as_configured(
     assert failed.code == code
     assert failed.message == "decode-0 rejected the hand-over: cancelled"
     assert workers.metric("prefill-0", PrefillMetrics.OFFERS["rejected"]) == 1
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 # ---- the order of prompts

@@ -41,11 +41,6 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
-def nothing_is_held(workers: Workers) -> None:
-    workers.settle()
-    assert set(workers.held().values()) == {(0, 0)}
-
-
 @pytest.mark.parametrize(
     ("start", "order", "host_mib"),
     [
@@ -78,7 +73,7 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
     assert found == [reference.generate(prompt, 40) for prompt in prompts]
     assert workers.metric("decode-0", DecodeMetrics.PREEMPTIONS) > 0
     assert (workers.metric("decode-0", DecodeMetrics.TIER_LOADED["host"]) > 0) == (host_mib > 0)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, reference: Reference) -> None:
@@ -97,7 +92,7 @@ def test_a_common_prefix_is_computed_once_and_pulled_once(start: Start, referenc
     assert model is not None
     block_bytes = ModelInfo.read(model.name).kv_bytes(1, model.kv_block_tokens)
     assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == block_bytes * (26 + 1 + 1 + 1)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("mode", ["wait", "prefetch"])
@@ -133,7 +128,7 @@ def test_an_answer_with_inserted_passages_equals_a_fresh_run_on_the_same_tokens(
             waited = probe.end_ns - probe.begin_ns
             assert probe.stalled_ns == (waited if mode == "wait" else 0)
         assert sum(probe.passages for probe in output.probes) == sum(len(search.passages) for search in inserted)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_partial_searches_are_reported_even_without_new_passages(start: Start) -> None:
@@ -174,7 +169,7 @@ def test_a_row_without_drift_inserts_nothing_and_reports_near_passages(start: St
     assert [probe.outcome for probe in workers.outputs["r1"].probes] == ["answered", "answered"]
     assert "p1" in workers.outputs["r1"].passages
     assert "p1" not in workers.outputs["r0"].passages
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_row_probes_only_where_the_model_is_uncertain(start: Start) -> None:
@@ -186,7 +181,7 @@ def test_a_row_probes_only_where_the_model_is_uncertain(start: Start) -> None:
     workers.run()
     assert workers.outputs["never"].probes == []
     assert [probe.at_token for probe in workers.outputs["always"].probes] == [4, 8, 12]
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_an_unanswered_probe_times_out_after_two_seconds_without_delaying_others(start: Start) -> None:
@@ -207,7 +202,7 @@ def test_an_unanswered_probe_times_out_after_two_seconds_without_delaying_others
     workers.run()
     (probe,) = workers.outputs["asks"].probes
     assert (probe.outcome, probe.passages, probe.stalled_ns) == ("late", 0, 2 * 10**9 + 1)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_probe_outstanding_at_its_rows_end_is_reported_as_dropped(start: Start) -> None:
@@ -217,7 +212,7 @@ def test_a_probe_outstanding_at_its_rows_end_is_reported_as_dropped(start: Start
     workers.run()
     (probe,) = workers.outputs["r"].probes
     assert (probe.at_token, probe.outcome, probe.passages) == (4, "dropped", 0)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
@@ -254,7 +249,7 @@ def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict
         del workers.outputs[f"r{number}"]
     workers.run()
     assert len(workers.outputs["stays"].tokens) == 60
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_the_shortest_of_simultaneous_prompts_is_prefilled_first(start: Start) -> None:
@@ -282,7 +277,7 @@ def test_the_chunk_size_can_be_measured_at_startup(start: Start, reference: Refe
 def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference) -> None:
     workers = start()
     assert answers(workers, [[7, 8, 9]], 1) == [reference.generate([7, 8, 9], 1)]
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(start: Start) -> None:
@@ -319,7 +314,7 @@ def test_kv_of_a_long_prompt_is_pulled_while_the_rest_is_computed(start: Start, 
     workers.run()
     assert workers.outputs["long"].tokens == reference.generate(prompt, 4)
     assert decode.handovers.pulled_bytes == 25 * block_bytes, "each block once"
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)
@@ -337,7 +332,7 @@ def test_with_bfloat16_weights_kv_takes_half_the_bytes_from_gpu_to_gpu(start: St
     assert workers.outputs["r"].tokens == expected
     assert 2 * alone.kv.nbytes == ModelInfo.read(tiny_directory).kv_bytes(64, 8)
     assert workers.metric("decode-0", DecodeMetrics.HANDOVER_BYTES) == 8 * alone.kv.nbytes // 64
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("start", ["GPU"], indirect=True)
@@ -389,7 +384,7 @@ def test_an_answer_continues_unchanged_on_another_decode_worker(
         assert injected.tokens[begin:end] == reference.generate(injected.sequence(begin), end - begin)
     assert injected.last is not None
     assert injected.last.prompt_tokens == len(injected.prompt)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("trigger", ["every", "unsure"])
@@ -414,7 +409,7 @@ def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_
     cut, undisturbed = workers.outputs["cut"], workers.outputs["undisturbed"]
     assert undisturbed.inserted, "probes insert passages"
     assert (cut.tokens, cut.text, cut.inserted) == (undisturbed.tokens, undisturbed.text, undisturbed.inserted)
-    nothing_is_held(workers)
+    workers.assert_nothing_held()
 
 
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
@@ -461,4 +456,4 @@ def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
     assert workers.metric("prefill-0", PrefillMetrics.PREFIX_HIT_TOKENS) > 0
     found = [workers.outputs[f"r{number}"].tokens for number in range(100)]
     assert found == [reference.generate(prompt, 24) for prompt in prompts]
-    nothing_is_held(workers)
+    workers.assert_nothing_held()

@@ -187,6 +187,11 @@ class Workers(SteppedWorkers):
             self.round()
         raise AssertionError("workers still hold requests")
 
+    def assert_nothing_held(self) -> None:
+        """Check that the workers release all resources."""
+        self.settle()
+        assert set(self.held().values()) == {(0, 0)}
+
     def receive(self) -> None:
         """Receive messages of the workers."""
         late, self._late = self._late, []

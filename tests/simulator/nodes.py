@@ -1,4 +1,4 @@
-"""Small nodes and arrivals to simulate."""
+"""Small simulated nodes and arrivals."""
 
 from random import Random
 
@@ -15,11 +15,13 @@ from runtime.node.config import (
     PoolSection,
     PrefillSection,
 )
+from runtime.simulator.node import Simulation
 from runtime.simulator.policies import PolicyChoice
 from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 
+BLOCK = 32  # tokens
 POLICIES = ("configured", "adaptive", "fixed:0.3", "fifo", "prefill-first", "decode-first")
 
 
@@ -38,7 +40,7 @@ def config(
 
 
 def setup(policy: str = "configured", *, slot_s: float = 1e-7, seed: int = 0, node: NodeConfig | None = None) -> Setup:
-    """`slot_s`: what a slot adds to an extend; about 35 extends a query."""
+    """Return a simulation setup. `slot_s`: time that a slot adds to an extend; a query takes about 35 extends."""
     times = ServiceTimes(extend_s=1e-5, extend_slot_s=slot_s)
     return Setup(config=node or config(), times=times, policy=PolicyChoice.parse(policy), seed=seed)
 
@@ -50,6 +52,17 @@ def poisson(count: int, rate: float, *, prompt: int = 300, output: int = 100, se
         arrivals.append(Arrival(at, random.randint(1, 2 * prompt), random.randint(1, 2 * output)))
         at += random.expovariate(rate)
     return arrivals
+
+
+def arrival(at_s: float, tokens: int, *prefix: int, output: int = 1) -> Arrival:
+    """Return a prompt whose first blocks have the hashes `prefix`."""
+    return Arrival(at_s, tokens, output, prefix, BLOCK)
+
+
+def run(made: Setup, *arrivals: Arrival) -> Simulation:
+    simulation = Simulation(made, arrivals)
+    simulation.run()
+    return simulation
 
 
 def without_retrieval(made: Setup) -> Setup:

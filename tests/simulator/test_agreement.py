@@ -1,4 +1,4 @@
-"""The simulated pool against the real loop: the same queries and the same cost of an extend, on the test's clock."""
+"""Tests that the simulated pool agrees with the real loop: same queries and extend costs on a virtual clock."""
 
 from contextlib import closing
 from random import Random
@@ -27,7 +27,7 @@ def real_loop(queries: list[Query], config: NodeConfig) -> list[QueryOutcome]:
 
 
 def arrivals(load: float, count: int = 2500) -> list[Query]:
-    """30% prefill; at load 1 the pool has next to no time left."""
+    """Return arrivals, 30% of them prefill; at load 1 the pool is almost saturated."""
     random, at, found = Random(3), 0.0, []
     query_ns = 34 * (EACH_NS + FIXED_NS / 4) + QUERY_NS
     for _ in range(count):
@@ -43,7 +43,7 @@ def config(request: pytest.FixtureRequest) -> NodeConfig:
 
 
 @pytest.mark.parametrize("load", [0.4, 0.6, 0.8])
-def test_waits_and_latencies_of_both_stages_agree_with_the_real_loops(load: float, config: NodeConfig) -> None:
+def test_waits_and_latencies_of_both_stages_agree_with_the_real_loop(load: float, config: NodeConfig) -> None:
     queries = arrivals(load)
     simulated, real = run_pool(queries, TIMES, config), real_loop(queries, config)
     for stage in ("prefill", "decode"):

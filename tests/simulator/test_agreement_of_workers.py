@@ -1,5 +1,5 @@
-"""The simulated node against the real workers' loops: the same requests, and the same cost of a pass, a step and a
-query, on a virtual clock. What they do to each other, and when each sees what, is each side's own."""
+"""Tests that the simulated node agrees with the real workers' loops: same requests and same costs of passes, steps and
+queries, on a virtual clock. Interactions and the timing of messages are each side's own."""
 
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 from runtime.testing.tiny_model import make_tiny_llama
 
-EXTEND_S = 10e-6  # 42 to 44 of them a query
+EXTEND_S = 10e-6  # 42 to 44 extends per query
 TIMES = ServiceTimes(
     prefill_pass_s=2e-3, prefill_token_s=100e-6, prefill_behind_s=50e-6, prefill_pair_s=10e-9, decode_step_s=2e-3,
     decode_row_s=200e-6, decode_context_s=200e-9, kv_token_bytes=0.0, link_s=0.0, tier_block_s=0.0, embed_s=1e-3,
@@ -31,8 +31,8 @@ SECTIONS: dict[str, Any] = {
     "kv": {"host_mib": 0},
 }
 EVERY = 8
-BLOCK = 32  # tokens, of `model.kv_block_tokens`
-MEAN_S = 2e-3 + 300 * 130e-6  # of prefill's time a request takes, which is the scarcest here
+BLOCK = 32  # tokens, `model.kv_block_tokens`
+MEAN_S = 2e-3 + 300 * 130e-6  # prefill time per request; prefill is the bottleneck here
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
         "tpot": [request.tpot_s * 1e3 for request in simulation.requests],
     }
     by_decode = [sum(stages.HANDOVER_END not in one for one in done), sum(r.by_decode for r in simulation.requests)]
-    assert abs(by_decode[0] - by_decode[1]) <= 0.05 * len(requests), "the same rule, by nearly the same state"
+    assert abs(by_decode[0] - by_decode[1]) <= 0.05 * len(requests), "the same rule on nearly the same state"
     assert (by_decode[0] > 0) == (disaggregate != "always")
     for name, theirs in real.items():
         for percent in (50, 95):
@@ -80,8 +80,8 @@ def test_first_and_later_tokens_agree_with_the_real_workers_loops(
 
 
 def conversations(count: int = 150) -> list[Arrival]:
-    """Turns of some conversations, each of which begins with all of the turn before; one of a few system prompts is at
-    their beginning. In blocks of a real worker's size."""
+    """Return turns of conversations, each of which begins with the whole previous turn, and the first with one of a few
+    system prompts. Blocks have a real worker's size."""
     random, at_s, known = Random(5), 0.0, dict[int, list[int]]()
     found = []
     for number in range(count):
@@ -98,10 +98,10 @@ def conversations(count: int = 150) -> list[Arrival]:
 
 @pytest.mark.parametrize(("kv_blocks", "host_mib"), [(100, 0), (100, 64), (512, 0)])
 @pytest.mark.parametrize(("disaggregate", "worker"), [("always", "prefill-0"), ("never", "decode-0")])
-def test_as_many_tokens_of_prompts_are_found_again_as_by_the_real_workers(
+def test_prefix_hits_agree_with_those_of_the_real_workers(
     disaggregate: str, worker: str, kv_blocks: int, host_mib: int, model: Path, tmp_path: Path
 ) -> None:
-    """Here, and in KV tiers: what blocks take there is nothing on the virtual clock."""
+    """In the cache and in KV tiers: tier reads and writes take no time on the virtual clock."""
     sections = SECTIONS | {"handover": {"disaggregate": disaggregate}}
     sections |= {"kv": {"host_mib": host_mib}, "node": {"run_dir": str(tmp_path / "run")}}
     sections["prefill"] = SECTIONS["prefill"] | {"kv_blocks": kv_blocks}
@@ -112,9 +112,9 @@ def test_as_many_tokens_of_prompts_are_found_again_as_by_the_real_workers(
     )
     simulation.run()
     found = sum(request.found_tokens for request in simulation.requests)
-    asked = sum(arrival.prompt_tokens for arrival in requests)
+    prompt_tokens = sum(arrival.prompt_tokens for arrival in requests)
     assert found == pytest.approx(real.hit_tokens[worker], rel=0.03)
-    assert 0.1 * asked < found < 0.9 * asked
+    assert 0.1 * prompt_tokens < found < 0.9 * prompt_tokens
     ttft = spans(real.done, {round(arrival.at_s * 1e9): arrival.output_tokens for arrival in requests})["ttft"]
     ours = [request.ttft_s * 1e3 for request in simulation.requests]
     assert float(np.median(ours)) == pytest.approx(float(np.median(ttft)), rel=0.1)

@@ -1,4 +1,4 @@
-"""Calibration: lines are fitted, and an engine's extends get a time."""
+"""Tests of calibration: line fits and measured extend times."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from runtime.simulator.times.roofline import PassRoofline, Roofline, draw_roofli
 from runtime.simulator.times.service import ServiceTimes
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_line_is_recovered() -> None:
     x = [1.0, 2.0, 8.0, 64.0]
     line = Line.fit(x, [3e-5 + 2e-6 * value for value in x])
     assert line.fixed == pytest.approx(3e-5)
@@ -24,13 +24,13 @@ def test_a_line_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("y", [[1e-3, 1e-3, 1e-3], [1e-3, 5e-3, 9e-3], [3e-3, 2e-3, 1e-3]])
-def test_no_cost_is_below_nothing(y: list[float]) -> None:
+def test_costs_are_not_negative(y: list[float]) -> None:
     line = Line.fit([1, 2, 4], y)
     assert line.fixed >= 0
     assert line.each >= 0
 
 
-def test_extends_of_an_index_cost_something() -> None:
+def test_measured_extends_have_a_positive_cost() -> None:
     vectors = np.random.default_rng(0).standard_normal((500, 16), np.float32)
     index = GraphIndex.build(vectors, metric="l2", degree=8)
     found = search_times(index, PoolSection(slots=8, top_m=32, search_width=2))
@@ -38,25 +38,25 @@ def test_extends_of_an_index_cost_something() -> None:
     assert found.extend_seconds(8) > 0
 
 
-def test_the_simulator_takes_extends_from_the_curve_where_one_was_measured(tmp_path: Path) -> None:
+def test_the_simulator_uses_the_measured_curve_if_there_is_one(tmp_path: Path) -> None:
     curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), (ExtendTime(16, 1, 4e-6, 1000),))
     times = ServiceTimes(extend_s=1.0, roofline=Roofline(search=(curve,)))
     times.save(tmp_path / "times.json")
     loaded = ServiceTimes.load(tmp_path / "times.json")
     assert loaded == times
-    assert loaded.extend_time_s(1) == loaded.extend_time_s(2) == pytest.approx(4e-6)  # not saturated: as fast with two
+    assert loaded.extend_time_s(1) == loaded.extend_time_s(2) == pytest.approx(4e-6)  # not saturated
     assert loaded.extend_time_s(8) == pytest.approx(16e-6)
     assert loaded.extend_time_s(0) == 1.0
 
 
-def test_passes_are_fitted_as_shares_of_the_best_rate() -> None:
+def test_passes_are_fitted_as_fractions_of_the_best_rate() -> None:
     passes = PassRoofline.fit([1, 2, 4, 8], [1.0, 1.0, 1.0, 2.0])
     assert passes.peak_tokens_s == 4.0
     assert passes.saturation.at(2) == pytest.approx(0.5)
     assert passes.saturation.at(100) == pytest.approx(1.0)
 
 
-def test_a_roofline_is_drawn(tmp_path: Path) -> None:
+def test_a_roofline_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     times = (ExtendTime(16, 1, 4e-6, 1000), ExtendTime(16, 4, 4e-6, 4000))
     curve = SearchRoofline("cpu", 1e9, 1000.0, Saturation(0.5, 4.0, 1.0), times)
@@ -65,12 +65,12 @@ def test_a_roofline_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_node_that_names_nothing_cannot_be_calibrated(tmp_path: Path) -> None:
+def test_a_node_without_collections_or_model_cannot_be_calibrated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to calibrate"):
         calibrate(NodeConfig(), ServiceTimes())
 
 
-def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker_searches(
+def test_calibration_of_a_sharded_collection_measures_one_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vectors = np.random.default_rng(0).standard_normal((301, 16), np.float32)
@@ -92,15 +92,15 @@ def test_of_a_split_collection_one_shard_is_measured_which_is_what_a_pool_worker
     assert times.source.startswith("measured on this machine: extends of docs")
 
 
-def test_what_rounds_and_queries_cost_is_told_apart_by_how_many_queries_share_a_round() -> None:
+def test_costs_of_rounds_and_queries_are_separated_by_batch_size() -> None:
     def took(rounds: int, queries: int) -> Totals:
         return Totals(rounds, queries, 40e-6 * rounds + 25e-6 * queries)
 
     assert solve(took(420, 400), took(1900, 4000)) == pytest.approx((40e-6, 25e-6))
-    assert solve(took(400, 400), took(4000, 4000)) == pytest.approx((65e-6, 0.0))  # nothing tells them apart
+    assert solve(took(400, 400), took(4000, 4000)) == pytest.approx((65e-6, 0.0))  # they cannot be separated
 
 
-def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its_place(tmp_path: Path) -> None:
+def test_a_model_is_measured_on_decodes_device_without_a_cpu_fallback(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
     from runtime.testing.tiny_model import make_tiny_llama
 
@@ -119,9 +119,7 @@ def test_a_model_is_measured_on_the_device_of_decode_and_never_on_the_cpu_in_its
 
 
 @pytest.mark.parametrize("small", [{"ring_slots": 2}, {"queue": 4}])
-def test_a_pool_that_lets_few_wait_is_measured_with_as_many_and_refuses_none(
-    tmp_path: Path, small: dict[str, int]
-) -> None:
+def test_a_pool_with_a_short_queue_is_measured_without_rejections(tmp_path: Path, small: dict[str, int]) -> None:
     vectors = np.random.default_rng(0).standard_normal((300, 16), np.float32)
     Collection.build(vectors, tmp_path / "docs", metric="l2", degree=8)
     pool = {"slots": 4, "top_m": 16, "search_width": 1} | small

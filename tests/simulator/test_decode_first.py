@@ -1,4 +1,4 @@
-"""When decode has a prompt's KV, and its room: what is computed comes while the rest is; "decode first" keeps room."""
+"""Tests of when decode has a prompt's KV and blocks: early pulls, and block reservation with "decode first"."""
 
 from typing import Literal
 
@@ -12,19 +12,19 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Workload
-from tests.simulator.nodes import poisson
+from tests.simulator.nodes import poisson, run
 
 MS = 1_000_000
 Order = Literal["prefill_first", "decode_first"]
 ORDERS: tuple[Order, ...] = ("prefill_first", "decode_first")
 TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # a token takes 1 ms, and .1 to copy
+    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, and .1 ms to copy it
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1e3, link_bytes_s=1e7, link_s=0.0,
 )  # fmt: skip
 
 
 def setup(order: Order = "prefill_first", *, device: str = "cuda:0", slots: int = 4, kv_blocks: int = 0) -> Setup:
-    """Passes of 100 tokens."""
+    """Return a setup with passes of 100 tokens."""
     config = NodeConfig(
         prefill=PrefillSection(chunk_tokens=100),
         decode=DecodeSection(devices=(device,), slots=slots, kv_blocks=kv_blocks),
@@ -33,42 +33,36 @@ def setup(order: Order = "prefill_first", *, device: str = "cuda:0", slots: int 
     return Setup(config=config, times=TIMES, workload=Workload(retrieval=False))
 
 
-def ran(made: Setup, *arrivals: Arrival) -> Simulation:
-    simulation = Simulation(made, arrivals)
-    simulation.run()
-    return simulation
-
-
 def handed_over_ns(made: Setup, *arrivals: Arrival) -> list[int]:
-    return [one.first_token_ns - one.prefilled_ns for one in ran(made, *arrivals).requests]
+    return [one.first_token_ns - one.prefilled_ns for one in run(made, *arrivals).requests]
 
 
-def test_of_a_prompt_of_several_passes_only_the_last_ones_kv_is_left_to_be_pulled() -> None:
+def test_after_several_passes_only_the_last_ones_kv_remains_to_be_pulled() -> None:
     for device in ("cuda:0", "cpu"):
         assert handed_over_ns(setup(device=device), Arrival(0.0, 100, 1)) == [10 * MS]
         assert handed_over_ns(setup(device=device), Arrival(0.0, 350, 1)) == [5 * MS]
 
 
-def test_beside_a_running_batch_a_processor_pulls_in_slices_while_the_rest_is_computed() -> None:
-    """A thirtieth of a step of 3 ms: 100 µs, the KV of a token; a pass of 100 ms has 32 steps."""
-    running, other = ran(setup(device="cpu"), Arrival(0.0, 10, 400), Arrival(0.1, 200, 1)).requests
+def test_during_a_running_batch_a_cpu_pulls_in_slices_while_the_rest_is_computed() -> None:
+    """A thirtieth of a step of 3 ms is 100 µs, the time to copy a token's KV; a pass of 100 ms spans 32 steps."""
+    running, other = run(setup(device="cpu"), Arrival(0.0, 10, 400), Arrival(0.1, 200, 1)).requests
     assert 15 * MS < other.first_token_ns - other.prefilled_ns < 20 * MS * 30
-    alone = ran(setup(device="cpu"), Arrival(0.0, 10, 400)).requests[0]
+    alone = run(setup(device="cpu"), Arrival(0.0, 10, 400)).requests[0]
     longer_ns = (running.end_ns - running.first_token_ns) - (alone.end_ns - alone.first_token_ns)
-    assert longer_ns == 20 * MS, "all 200 tokens were copied by its loop"
+    assert longer_ns == 20 * MS, "its loop copied all 200 tokens"
 
 
-def test_with_decode_first_a_prompt_is_computed_once_decode_has_room_for_it() -> None:
+def test_with_decode_first_prefill_starts_once_decode_has_reserved_blocks() -> None:
     for order in ORDERS:
-        first, second = ran(setup(order, slots=1), Arrival(0.0, 100, 100), Arrival(0.05, 100, 10)).requests
+        first, second = run(setup(order, slots=1), Arrival(0.0, 100, 100), Arrival(0.05, 100, 10)).requests
         assert (second.begun_ns >= first.end_ns) == (order == "decode_first")
         assert (second.first_token_ns > second.prefilled_ns + 100 * MS) == (order == "prefill_first")
 
 
-def test_the_room_of_a_request_that_is_over_is_anothers() -> None:
+def test_blocks_of_an_ended_request_are_reused() -> None:
     made = setup("decode_first", slots=1)
     made = replace(made, config=replace(made.config, http=replace(made.config.http, request_timeout_s=1.0)))
-    late, other = ran(made, Arrival(0.0, 2000, 10), Arrival(0.9, 100, 10)).requests
+    late, other = run(made, Arrival(0.0, 2000, 10), Arrival(0.9, 100, 10)).requests
     assert late.outcome == "deadline_exceeded"
     assert other.outcome == "finished"
 
@@ -81,8 +75,8 @@ def test_the_room_of_a_request_that_is_over_is_anothers() -> None:
     rate=st.floats(1, 30),
     timeout_s=st.sampled_from([1.5, 600.0]),
 )
-@example(order="decode_first", device="cpu", kv_blocks=60, rate=29.0, timeout_s=600.0)  # it stood still
-def test_every_request_ends_once_and_nothing_stays_kept(
+@example(order="decode_first", device="cpu", kv_blocks=60, rate=29.0, timeout_s=600.0)  # it was blocked
+def test_every_request_ends_once_and_no_reservation_remains(
     order: Order, device: str, kv_blocks: int, rate: float, timeout_s: float
 ) -> None:
     made = setup(order, device=device, kv_blocks=kv_blocks)

@@ -1,4 +1,4 @@
-"""Conditional disaggregation on the simulated node: prompts that decode computes take time of its steps."""
+"""Tests of conditional disaggregation on the simulated node: prompts that decode computes take time of its steps."""
 
 from random import Random
 
@@ -15,49 +15,49 @@ from runtime.simulator.workload import Slos, Workload
 
 MS = 1_000_000
 TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # a token takes 1 ms
+    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=0.0, link_s=0.0,
 )  # fmt: skip
 
 
 def ran(*arrivals: Arrival) -> list[SimRequest]:
-    """Requests whose prompts decode computes, 16 tokens in a step."""
+    """Run requests whose prompts decode computes, 16 tokens per step."""
     config = NodeConfig(decode=DecodeSection(chunk_tokens=16), handover=HandoverSection(disaggregate="never"))
     simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
     simulation.run()
     return simulation.requests
 
 
-def test_a_prompt_that_decode_computes_has_its_first_token_from_the_step_that_ends_it() -> None:
+def test_a_prompt_computed_by_decode_gets_its_first_token_from_its_last_step() -> None:
     (one,) = ran(Arrival(0.0, 10, 4))
     assert one.first_token_ns == 13 * MS
     assert one.end_ns == 13 * MS + 3 * 3 * MS
 
 
-def test_without_other_rows_each_chunk_is_a_pass_of_its_own() -> None:
+def test_without_other_rows_each_chunk_is_its_own_pass() -> None:
     (one,) = ran(Arrival(0.0, 40, 1))  # chunks of 16, 16 and 8
     assert one.first_token_ns == 40 * MS + 3 * 3 * MS
 
 
-def test_beside_other_rows_a_prompt_is_computed_in_chunks_and_each_is_a_step_of_theirs() -> None:
+def test_with_other_rows_each_chunk_of_a_prompt_is_part_of_a_step() -> None:
     running, other = ran(Arrival(0.0, 10, 20), Arrival(0.0145, 40, 1))
-    begin = 16 * MS  # of the step after the one under way: the first token was there at 13 ms
+    begin = 16 * MS  # from the step after the current one: the first token was ready at 13 ms
     assert other.first_token_ns == begin + 40 * MS + 3 * 3 * MS
     assert running.end_ns == 13 * MS + 19 * 3 * MS + 40 * MS
 
 
-def test_a_prompt_that_comes_within_six_times_a_longer_ones_time_is_run_before_the_rest_of_it() -> None:
+def test_a_prompt_within_six_times_a_longer_ones_time_runs_before_its_remaining_chunks() -> None:
     config = NodeConfig(prefill=PrefillSection(chunk_tokens=16), handover=HandoverSection(disaggregate="always"))
     arrivals = [Arrival(0.0, 16, 1), Arrival(0.1, 160, 1), Arrival(0.14, 16, 1)]
     simulation = Simulation(Setup(config=config, times=TIMES, workload=Workload(retrieval=False)), arrivals)
     simulation.run()
     _, long, short = simulation.requests
-    assert short.prefilled_ns == (148 + 16) * MS, "the pass under way ends at 148 ms"
+    assert short.prefilled_ns == (148 + 16) * MS, "the current pass ends at 148 ms"
     assert long.prefilled_ns == (100 + 160 + 16) * MS
 
 
 def served(disaggregate: Disaggregate, prefill: int, decode: int) -> Result:
-    """Eight GPUs, chats of which a tenth bring a document of 8,000 tokens."""
+    """Run eight GPUs with chats, a tenth of which include a document of 8,000 tokens."""
     random, at_s, arrivals = Random(1), 0.0, []
     for _ in range(1200):
         prompt = 8000 if random.random() < 0.1 else random.randint(50, 900)
@@ -73,7 +73,7 @@ def served(disaggregate: Disaggregate, prefill: int, decode: int) -> Result:
     return simulate(setup, arrivals)
 
 
-def test_a_node_that_chooses_keeps_more_promises_than_one_that_never_does_with_as_many_gpus() -> None:
+def test_conditional_disaggregation_meets_more_objectives_than_none_with_as_many_gpus() -> None:
     chooses, apart, colocated = served("auto", 2, 6), served("always", 2, 6), served("never", 1, 8)
     assert chooses.attainment > 0.9
     assert chooses.attainment > colocated.attainment > apart.attainment

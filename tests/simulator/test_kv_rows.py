@@ -1,4 +1,4 @@
-"""A simulated decode worker that counts KV blocks: rows make room when they run out, and every request ends."""
+"""Tests of a simulated decode worker with KV block accounting: rows are preempted, and every request ends."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ def counting(kv_blocks: int, *, slots: int = 8, decode: int = 2) -> Setup:
     timeout_s=st.sampled_from([0.5, 600.0]),
     every=st.sampled_from([0, 1, 32]),
 )
-def test_every_request_ends_once_and_no_block_stays_held(
+def test_every_request_ends_once_and_all_blocks_are_freed(
     blocks: int, rate: float, timeout_s: float, every: int
 ) -> None:
     made = counting(blocks)
@@ -45,7 +45,7 @@ def test_every_request_ends_once_and_no_block_stays_held(
         assert list(decode.kv) == []
 
 
-def test_with_blocks_for_all_nothing_makes_room_and_the_run_is_the_one_without_counting() -> None:
+def test_with_enough_blocks_nothing_is_preempted_and_the_run_equals_one_without_accounting() -> None:
     arrivals = poisson(200, 12.0)
     free = simulate(without_retrieval(setup(node=config(slots=8))), arrivals)
     counted = simulate(without_retrieval(counting(100_000)), arrivals)
@@ -54,7 +54,7 @@ def test_with_blocks_for_all_nothing_makes_room_and_the_run_is_the_one_without_c
     assert counted.ttft_s.p50 == pytest.approx(free.ttft_s.p50, rel=0.02)
 
 
-def test_when_blocks_run_out_rows_make_room_every_token_is_still_written_and_answers_take_longer() -> None:
+def test_when_blocks_run_out_rows_are_preempted_and_answers_complete_later() -> None:
     arrivals = poisson(200, 12.0, output=400)
     ample, short = (simulate(without_retrieval(counting(blocks)), arrivals) for blocks in (100_000, 60))
     assert short.use["preemptions"] > 0
@@ -65,7 +65,7 @@ def test_when_blocks_run_out_rows_make_room_every_token_is_still_written_and_ans
     assert sum(decode.batch.tokens for decode in simulation.decodes.values()) == sum(a.output_tokens for a in arrivals)
 
 
-def test_a_request_that_all_blocks_cannot_hold_is_refused() -> None:
+def test_a_request_larger_than_all_blocks_is_rejected() -> None:
     arrivals = poisson(100, 5.0, prompt=300, output=100)
     limit = 10 * 32
     result = simulate(counting(10), arrivals)
@@ -73,7 +73,7 @@ def test_a_request_that_all_blocks_cannot_hold_is_refused() -> None:
     assert result.outcomes == {"finished": 100 - over, "context_length_exceeded": over}
 
 
-def test_a_run_that_counts_blocks_is_the_same_again() -> None:
+def test_a_run_with_block_accounting_is_reproducible() -> None:
     arrivals = poisson(150, 15.0, output=300)
     first, again = (msgspec.json.encode(simulate(counting(60), arrivals)) for _ in range(2))
     assert first == again

@@ -1,22 +1,20 @@
-"""KV tiers on the simulated node: what a worker has given up, or another has computed, is loaded instead."""
+"""Tests of KV tiers on the simulated node: evicted blocks, and blocks of other workers, are loaded."""
 
 from dataclasses import replace as dated
 
 from msgspec.structs import replace
 
 from runtime.node.config import Disaggregate
-from runtime.simulator.node import Simulation
 from runtime.simulator.setup import Setup
 from runtime.simulator.stages.decode import SimDecode
 from runtime.simulator.stages.prefill import SimPrefill
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
-from tests.simulator.nodes import config, setup, without_retrieval
+from tests.simulator.nodes import arrival, config, run, setup, without_retrieval
 
 MS = 1_000_000
-BLOCK = 32
 TIMES = ServiceTimes(
-    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # a token takes 1 ms, a block in or out of a tier 2
+    prefill_pass_s=0.0, prefill_token_s=1e-3, prefill_pair_s=0.0,  # 1 ms per token, 2 ms per block read or written
     decode_step_s=3e-3, decode_row_s=0.0, decode_context_s=0.0, kv_token_bytes=1.0, link_bytes_s=1e9, link_s=0.0,
     tier_block_s=2e-3, tier_write_bytes_s=1e15, tier_load_bytes_s=1e15,
 )  # fmt: skip
@@ -26,7 +24,7 @@ def node(
     *, host_mib: int = 1, disaggregate: Disaggregate = "always", kv_blocks: int = 6, times: ServiceTimes = TIMES,
     prefill: int = 1, **rows: int,
 ) -> Setup:  # fmt: skip
-    """`kv_blocks` of each prefill worker, and of decode's prompts; `rows`: the rest of decode's section."""
+    """Return a node. `kv_blocks`: of each prefill worker, and of decode's prompts; `rows`: decode's other settings."""
     made = config(prefill=prefill, decode=1, disaggregate=disaggregate, host_mib=host_mib)
     decode = replace(made.decode, **rows)
     if disaggregate == "never":
@@ -40,81 +38,71 @@ def node(
     return replace(without_retrieval(setup(node=made)), times=times)
 
 
-def asked(at_s: float, tokens: int, *prefix: int, output: int = 1) -> Arrival:
-    return Arrival(at_s, tokens, output, prefix, BLOCK)
+VISITS = arrival(0.0, 96, 1, 2, 3), arrival(1.0, 96, 4, 5, 6), arrival(2.0, 96, 7, 8, 9), arrival(3.0, 96, 1, 2, 3)
 
 
-def ran(made: Setup, *arrivals: Arrival) -> Simulation:
-    simulation = Simulation(made, arrivals)
-    simulation.run()
-    return simulation
-
-
-VISITS = asked(0.0, 96, 1, 2, 3), asked(1.0, 96, 4, 5, 6), asked(2.0, 96, 7, 8, 9), asked(3.0, 96, 1, 2, 3)
-
-
-def test_what_was_given_up_is_loaded_instead_of_computed() -> None:
-    *_, again = ran(node(), *VISITS).requests
+def test_evicted_blocks_are_loaded_instead_of_computed() -> None:
+    *_, again = run(node(), *VISITS).requests
     assert again.found_tokens == 64
     assert again.prefilled_ns - again.begun_ns == (2 * 2 + 32) * MS
-    *_, again = ran(node(host_mib=0), *VISITS).requests
+    *_, again = run(node(host_mib=0), *VISITS).requests
     assert again.found_tokens == 0
     assert again.prefilled_ns - again.begun_ns == 96 * MS
 
 
-def test_decode_loads_what_it_has_not_of_the_prompts_that_it_computes() -> None:
-    *_, again = ran(node(disaggregate="never"), *VISITS).requests
+def test_decode_loads_missing_blocks_of_the_prompts_it_computes() -> None:
+    *_, again = run(node(disaggregate="never"), *VISITS).requests
     assert again.found_tokens == 64
-    *_, again = ran(node(disaggregate="never", host_mib=0), *VISITS).requests
+    *_, again = run(node(disaggregate="never", host_mib=0), *VISITS).requests
     assert again.found_tokens == 0
 
 
-def test_what_one_worker_has_computed_another_loads() -> None:
-    requests = ran(node(prefill=2), *(asked(float(n), 96, 1, 2, 3) for n in range(8))).requests
+def test_a_worker_loads_blocks_computed_by_another() -> None:
+    requests = run(node(prefill=2), *(arrival(float(n), 96, 1, 2, 3) for n in range(8))).requests
     by_worker = [[one for one in requests if one.placement.prefill == f"prefill-{n}"] for n in range(2)]
-    assert all(by_worker), "the router goes by load alone"
+    assert all(by_worker), "the router balances by load only"
     assert [one.found_tokens for one in requests] == [0, *[64] * 7]
 
 
-def test_a_busy_worker_writes_for_a_thirtieth_of_its_time_and_an_idle_one_writes_all() -> None:
-    busy = ran(node(kv_blocks=400), *(asked(0.0, 3000, *range(n * 100, n * 100 + 94)) for n in range(4)))
+def test_a_busy_worker_writes_for_a_thirtieth_of_its_time_and_an_idle_one_writes_everything() -> None:
+    busy = run(node(kv_blocks=400), *(arrival(0.0, 3000, *range(n * 100, n * 100 + 94)) for n in range(4)))
     (prefill,) = busy.prefills.values()
     assert prefill.prompts is not None
     written_ns = prefill.prompts.tiers.count("stored") * 2 * MS
     assert 0.8 * prefill.busy_ns / 30 < written_ns < 1.2 * prefill.busy_ns / 30
-    rested = ran(node(), asked(0.0, 96, 1, 2, 3), asked(1.0, 1))
+    rested = run(node(), arrival(0.0, 96, 1, 2, 3), arrival(1.0, 1))
     workers: list[SimPrefill | SimDecode] = [*rested.prefills.values(), *rested.decodes.values()]
     kept = [worker.prompts for worker in workers if worker.prompts is not None]
     assert not any(prompts.unsaved for prompts in kept)
     assert sum(prompts.tiers.count("stored") for prompts in kept) == 3
 
 
-def test_where_the_model_is_quicker_than_its_tiers_nothing_is_loaded_once_that_is_known() -> None:
+def test_nothing_is_loaded_once_the_model_is_known_to_be_faster_than_its_tiers() -> None:
     slow = replace(TIMES, tier_block_s=40e-3)
     later = [dated(one, at_s=4.0 + n) for n, one in enumerate((*VISITS[1:3], VISITS[0]))]
-    requests = ran(node(times=slow), *VISITS, *later).requests
+    requests = run(node(times=slow), *VISITS, *later).requests
     assert requests[3].found_tokens == 64
     assert [one.found_tokens for one in requests[4:]] == [0, 0, 0]
 
 
-def test_a_tier_gives_up_the_longest_unused_and_is_never_larger_than_its_limit() -> None:
+def test_a_tier_evicts_the_least_recently_used_within_its_limit() -> None:
     mib = 1 << 20
-    large = replace(TIMES, kv_token_bytes=1024.0, link_bytes_s=1e12)  # a block of 32 KiB: 32 of them are a MiB
-    prompts = [asked(float(n), 96, 3 * n, 3 * n + 1, 3 * n + 2) for n in range(40)]
-    simulation = ran(
-        node(times=large), *prompts, asked(40.0, 96, *prompts[0].prefix), asked(41.0, 96, *prompts[37].prefix)
+    large = replace(TIMES, kv_token_bytes=1024.0, link_bytes_s=1e12)  # a block takes 32 KiB: 32 of them are 1 MiB
+    prompts = [arrival(float(n), 96, 3 * n, 3 * n + 1, 3 * n + 2) for n in range(40)]
+    simulation = run(
+        node(times=large), *prompts, arrival(40.0, 96, *prompts[0].prefix), arrival(41.0, 96, *prompts[37].prefix)
     )
     (shelf,) = simulation.tiers.shared_tiers
     assert 0 < shelf.used_bytes <= mib
     assert [request.found_tokens for request in simulation.requests[-2:]] == [0, 64]
 
 
-def test_a_row_that_made_room_comes_back_from_a_tier() -> None:
+def test_a_preempted_row_is_reloaded_from_a_tier() -> None:
     ended = {}
     for host_mib in (0, 1):
         made = node(host_mib=host_mib, slots=4)
         made = replace(made, config=replace(made.config, decode=replace(made.config.decode, kv_blocks=14)))
-        simulation = ran(made, *(Arrival(0.0, 100, 200) for _ in range(3)))
+        simulation = run(made, *(Arrival(0.0, 100, 200) for _ in range(3)))
         (decode,) = simulation.decodes.values()
         assert decode.preemptions > 0
         assert decode.kv is not None

@@ -1,4 +1,4 @@
-"""The simulated node: the same again from a seed, every request ends once, and policies differ where they should."""
+"""Tests of the simulated node: reproducible from a seed, every request ends once, and policies differ under load."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tests.simulator.nodes import POLICIES, config, poisson, setup
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -> None:
+def test_a_seed_reproduces_a_run_and_another_seed_differs(policy: str) -> None:
     arrivals = poisson(150, 15.0)
     first, again = (simulate(setup(policy, slot_s=1e-4), arrivals) for _ in range(2))
     assert msgspec.json.encode(first) == msgspec.json.encode(again)
@@ -37,7 +37,7 @@ def test_a_seed_gives_the_same_run_again_and_another_seed_another(policy: str) -
     timeout_s=st.sampled_from([0.3, 600.0]),
     disaggregate=st.sampled_from(["always", "auto", "never"]),
 )
-def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
+def test_every_request_ends_exactly_once_and_releases_everything(
     policy: str, placement: PoolPlacement, count: int, rate: float, slot_s: float, in_flight: int, timeout_s: float,
     disaggregate: Disaggregate,
 ) -> None:  # fmt: skip
@@ -67,24 +67,24 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(
         assert not any(pool.waiting)
 
 
-def test_with_a_pool_that_is_too_small_prefill_first_protects_the_first_token_and_decode_first_does_not() -> None:
+def test_with_an_overloaded_pool_prefill_first_protects_ttft_and_decode_first_does_not() -> None:
     arrivals = poisson(400, 6.5)
     found = {policy: simulate(setup(policy, slot_s=1e-3, node=config(slots=32)), arrivals) for policy in POLICIES}
     waits = {policy: result.ttft_s.p90 for policy, result in found.items()}
     assert waits["prefill-first"] < waits["fifo"] < waits["decode-first"]
     assert waits["fixed:0.3"] < waits["fifo"]
-    # Neither: some lose their TTFT by much, and the others keep both promises.
+    # Neither: some miss their TTFT by far, and the others meet both objectives.
     others = ("fixed:0.3", "fifo", "prefill-first", "decode-first")
     assert found["adaptive"].goodput > max(found[name].goodput for name in others)
 
 
-def test_with_a_pool_that_is_never_full_all_policies_do_alike() -> None:
+def test_with_a_pool_that_is_never_full_all_policies_are_equal() -> None:
     arrivals = poisson(200, 5.0)
     found = [simulate(setup(policy), arrivals) for policy in POLICIES]
     assert all(result.ttft_s.p90 == pytest.approx(found[0].ttft_s.p90, rel=0.02) for result in found)
 
 
-def test_the_control_loop_has_prefill_yield_while_decode_stalls_which_brings_tokens_sooner() -> None:
+def test_the_control_loop_makes_prefill_yield_while_decode_stalls() -> None:
     node = replace(config(), slo=SloSection(tpot_s=0.008))
     result = simulate(setup("adaptive", slot_s=6e-4, node=node), poisson(300, 10.0))
     assert result.use["changes"] > 0
@@ -95,13 +95,13 @@ def test_the_control_loop_has_prefill_yield_while_decode_stalls_which_brings_tok
 
 
 @pytest.mark.parametrize("text", ["", "fixed", "fixed:", "fixed:1.5", "fixed:nan", "lifo", "fifo:1"])
-def test_an_unknown_policy_is_refused(text: str) -> None:
+def test_an_unknown_policy_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="policy"):
         PolicyChoice.parse(text)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_reads_back_as_it_is_written(policy: str) -> None:
+def test_a_policy_round_trips_through_its_text(policy: str) -> None:
     assert str(PolicyChoice.parse(policy)) == policy
 
 
@@ -115,12 +115,12 @@ def test_a_plan_uses_every_gpu_and_puts_the_best_first() -> None:
     assert [plan.rate for plan in found] == sorted((plan.rate for plan in found), reverse=True)
 
 
-def test_two_nodes_in_turn_bear_about_twice_as_much_as_one() -> None:
+def test_two_nodes_serve_about_twice_the_load_of_one() -> None:
     one, two = (greatest_rate(setup(), poisson(60 * nodes, 5.0), 0.9, nodes) for nodes in (1, 2))
     assert 1.6 * one < two < 2.4 * one
 
 
-def test_an_index_beside_the_kv_takes_decode_slots_away() -> None:
+def test_an_index_in_gpu_memory_reduces_decode_slots() -> None:
     made = setup()
     tight = replace(made, times=replace(made.times, gpu_bytes=19.5e9, weight_bytes=16e9, index_bytes=1e9))
     arrivals = poisson(50, 5.0, prompt=3000)
@@ -136,14 +136,14 @@ def test_gpus_too_small_for_the_model_cannot_be_planned() -> None:
 # ---- service times
 
 
-def test_service_times_come_back_from_their_file(tmp_path: Path) -> None:
+def test_service_times_round_trip_through_their_file(tmp_path: Path) -> None:
     times = ServiceTimes(source="here", extend_s=1e-3)
     times.save(tmp_path / "times.json")
     assert ServiceTimes.load(tmp_path / "times.json") == times
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"extend_s": -1}', '{"extend_us": 3}', '{"extend_s": "x"}', "[" * 70_000])
-def test_a_file_that_holds_no_service_times_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_a_file_without_service_times_is_rejected_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"times\.json"):

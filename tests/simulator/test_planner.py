@@ -1,4 +1,4 @@
-"""The planner on the simulated node: workers move with what there is to do, and more requests keep what is promised."""
+"""Tests of the planner on the simulated node: workers change roles, and more requests meet their objectives."""
 
 import pytest
 
@@ -19,19 +19,19 @@ def sent() -> list[Request]:
 
 
 @pytest.mark.parametrize("prefill", [4, 5])
-def test_no_fixed_split_serves_both_chats_and_documents(prefill: int, sent: list[Request]) -> None:
+def test_no_fixed_split_of_workers_serves_both_chats_and_documents(prefill: int, sent: list[Request]) -> None:
     day, night, moves = attainments(node(prefill, "auto", CHATS_THEN_DOCUMENTS.slos), sent)
     assert min(day, night) < 0.9
     assert moves == 0
 
 
-def test_with_the_planner_nine_tenths_of_both_keep_what_is_promised(sent: list[Request]) -> None:
+def test_with_the_planner_nine_tenths_of_both_meet_their_objectives(sent: list[Request]) -> None:
     day, night, moves = attainments(node(4, "auto", CHATS_THEN_DOCUMENTS.slos, "act"), sent)
     assert min(day, night) >= 0.9
     assert 4 <= moves <= 12
 
 
-def test_under_a_load_that_stays_the_planner_comes_to_rest() -> None:
+def test_under_constant_load_the_planner_converges() -> None:
     chats = [Arrival(number / 50, 400, 600) for number in range(10_000)]
     short, long = (
         simulate(node(4, "auto", CHATS_THEN_DOCUMENTS.slos, "act"), chats[:count]) for count in (5_000, 10_000)

@@ -1,4 +1,4 @@
-"""The simulated node against what queueing theory says it must do."""
+"""Tests of the simulated node against queueing theory."""
 
 from random import Random
 
@@ -20,7 +20,7 @@ TOKEN_S = 1e-5
 
 
 def single_server(arrivals: list[Arrival]) -> Simulation:
-    """A node whose only cost is prefill's, one prompt after another: a queue with one server."""
+    """Return a node whose only cost is prefill, one prompt at a time: a single-server queue."""
     made = Setup(
         config=NodeConfig(
             http=HttpSection(max_in_flight=100_000),
@@ -38,13 +38,13 @@ def single_server(arrivals: list[Arrival]) -> Simulation:
 
 @pytest.fixture
 def first_come_first_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the formulas have it: turns let short prompts go before long ones."""
+    """Serve in order of arrival, as the formulas assume; virtual deadlines would let short prompts overtake."""
     monkeypatch.setattr(job, "_VIRTUAL_DEADLINE_FACTOR", 0)
 
 
 @pytest.mark.usefixtures("first_come_first_served")
 @pytest.mark.parametrize("load", [0.3, 0.6])
-def test_exponential_arrivals_and_services_wait_as_the_m_m_1_formula_says(load: float) -> None:
+def test_waits_with_exponential_arrivals_and_services_follow_the_m_m_1_formula(load: float) -> None:
     random, at, mean_tokens = Random(7), 0.0, 1000.0
     service_s = mean_tokens * TOKEN_S
     arrivals = []
@@ -57,8 +57,8 @@ def test_exponential_arrivals_and_services_wait_as_the_m_m_1_formula_says(load: 
 
 
 @pytest.mark.usefixtures("first_come_first_served")
-def test_each_request_waits_as_lindleys_recursion_says() -> None:
-    """One server, first come first served: a request's wait is the last one's wait and service less the gap, or 0."""
+def test_each_wait_follows_lindleys_recursion() -> None:
+    """One server, first come, first served: a wait is the previous wait plus service minus the gap, or 0."""
     random, at = Random(5), 0.0
     arrivals = []
     for _ in range(3000):
@@ -71,7 +71,7 @@ def test_each_request_waits_as_lindleys_recursion_says() -> None:
         assert request.ttft_s == pytest.approx(free_s - request.arrival.at_s, abs=1e-5)
 
 
-def test_equal_services_wait_half_as_long_as_exponential_ones() -> None:
+def test_waits_with_equal_services_are_half_of_those_with_exponential_ones() -> None:
     """M/D/1: the wait is ρ / (2 μ (1 - ρ))."""
     random, at, load, service_s = Random(3), 0.0, 0.7, 1000 * TOKEN_S
     arrivals = []
@@ -102,8 +102,8 @@ def test_littles_law_holds_for_the_waits_of_the_pool() -> None:
     assert sampled == pytest.approx(waited_s / (simulation.events.now_ns / 1e9), rel=0.1, abs=0.02)
 
 
-def test_prefill_is_busy_for_the_rate_times_the_mean_service() -> None:
-    """The utilisation law; pass overheads are left out to make the service time exact."""
+def test_prefills_utilisation_is_the_rate_times_the_mean_service() -> None:
+    """The utilisation law; pass overheads are zero, so the service time is exact."""
     made = without_retrieval(setup())
     made = replace(made, times=replace(made.times, prefill_pass_s=0.0))
     arrivals = poisson(1000, 15.0)
@@ -115,7 +115,7 @@ def test_prefill_is_busy_for_the_rate_times_the_mean_service() -> None:
     )
 
 
-def test_every_query_takes_its_extends_and_every_token_its_step() -> None:
+def test_every_query_takes_its_extends_and_every_token_a_step() -> None:
     arrivals = poisson(300, 10.0)
     simulation = Simulation(setup(), arrivals)
     result = simulation.run()
@@ -128,7 +128,7 @@ def test_every_query_takes_its_extends_and_every_token_its_step() -> None:
     assert sum(worker.tokens for worker in simulation.prefills.values()) == sum(a.prompt_tokens for a in arrivals)
 
 
-def test_below_the_capacity_queues_end_and_above_it_they_grow() -> None:
+def test_queues_drain_below_capacity_and_grow_above_it() -> None:
     arrivals = poisson(400, 1.0)
     made = setup(slot_s=1e-3)
     most = capacity(made, arrivals)
@@ -139,7 +139,7 @@ def test_below_the_capacity_queues_end_and_above_it_they_grow() -> None:
     assert above.use["pool"] > 0.9
 
 
-def test_sharing_gpus_slows_both_sides_down() -> None:
+def test_sharing_a_gpu_slows_both_sides() -> None:
     arrivals = poisson(400, 10.0)
     own, prefill, decode, coupled = (
         simulate(setup(slot_s=2e-5, node=config(placement=placement)), arrivals) for placement in PLACEMENTS

@@ -1,4 +1,4 @@
-"""Batches that advance in steps: jumping over many steps at once gives what going step by step gives."""
+"""Tests of step batches: one event for many steps gives the same result as single steps."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -17,12 +17,12 @@ from tests.simulator.nodes import config, setup
 
 STEP = 10
 _ROWS = 32
-Between = Callable[["Stand", int, list[int], int], tuple[int, int, int]]
+Between = Callable[["BatchHarness", int, list[int], int], tuple[int, int, int]]
 
 
-class Stand:
-    """One batch by itself. `between` is called between two runs with the moment, the rows whose steps are over, and the
-    steps that the run took; it says the most steps of the next, the time of each, and what the first costs beside."""
+class BatchHarness:
+    """A single batch. `between` is called between two runs with the time, the rows that have ended, and the steps of
+    the run; it returns the maximum steps of the next run, the time of each, and an extra cost of the first."""
 
     def __init__(self, between: Between) -> None:
         self._between = between
@@ -45,7 +45,7 @@ class Stand:
         batch.join(self.state, 0, row, steps)
 
     def run(self, others: Sequence[tuple[int, Callable[[], None]]] = ()) -> None:
-        """Let the batch run, and what else is planned, which comes first at the same moment."""
+        """Run the batch and the other planned events, which come first at equal times."""
         waiting = sorted(others, key=lambda other: other[0])
         batch.interrupt(self.state, 0, 0)
         while waiting or self.state.words[at.EVENTS]:
@@ -75,32 +75,32 @@ class Stand:
 
 
 def ends_of(joins: list[tuple[int, int]], most: int) -> dict[int, int]:
-    """When the steps of rows that come at (ns, steps) are over. A step takes 10 ns + 3 ns a row."""
+    """Return when rows that join at (ns, steps) end. A step takes 10 ns plus 3 ns per row."""
     waiting: list[tuple[int, int]] = []
     ends: dict[int, int] = {}
 
-    def between(stand: Stand, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
+    def between(harness: BatchHarness, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
         ends.update(dict.fromkeys(done, now))
         for row, count in waiting:
-            stand.join(row, count)
+            harness.join(row, count)
         waiting.clear()
-        return most, STEP + 3 * len(stand), 0
+        return most, STEP + 3 * len(harness), 0
 
-    stand = Stand(between)
+    harness = BatchHarness(between)
 
     def come(row: int, count: int) -> Callable[[], None]:
         def action() -> None:
             waiting.append((row, count))
-            stand.interrupt()
+            harness.interrupt()
 
         return action
 
-    stand.run([(moment, come(row, count)) for row, (moment, count) in enumerate(joins)])
+    harness.run([(moment, come(row, count)) for row, (moment, count) in enumerate(joins)])
     return ends
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 20)), max_size=20))
-def test_one_run_of_many_steps_ends_when_as_many_single_steps_do(joins: list[tuple[int, int]]) -> None:
+def test_a_run_of_many_steps_takes_as_long_as_single_steps(joins: list[tuple[int, int]]) -> None:
     assert ends_of(joins, most=1 << 30) == ends_of(joins, most=1)
 
 
@@ -111,11 +111,11 @@ def test_one_run_of_many_steps_ends_when_as_many_single_steps_do(joins: list[tup
     every=st.sampled_from([0, 5, 32]),
     device=st.sampled_from(["cpu", "cuda:0"]),
 )
-def test_a_whole_node_gives_the_same_to_the_nanosecond_however_many_steps_are_one_event(
+def test_a_node_run_is_equal_to_the_nanosecond_for_any_number_of_steps_per_event(
     seed: int, rate: float, every: int, device: str
 ) -> None:
-    """Where contexts cost nothing, so that a step's time does not change while rows stay, and blocks are not counted:
-    they are taken for as many steps as one event has."""
+    """With free contexts, so that a step's time is constant while rows stay, and without block accounting, which
+    allocates for as many steps as one event has."""
     random, at_s, arrivals = Random(seed), 0.0, []
     for _ in range(40):
         at_s += random.expovariate(rate)
@@ -136,88 +136,88 @@ def test_a_whole_node_gives_the_same_to_the_nanosecond_however_many_steps_are_on
     assert found[0] == found[1]
 
 
-def test_a_row_that_comes_during_a_step_joins_the_next_one() -> None:
+def test_a_row_that_arrives_during_a_step_joins_the_next_one() -> None:
     assert ends_of([(1, 3), (21, 1)], most=1 << 30) == {0: 1 + 13 + 13 + 16, 1: 1 + 13 + 13 + 16}
 
 
-def test_a_row_that_leaves_has_taken_the_steps_until_then() -> None:
+def test_a_row_that_leaves_has_taken_all_steps_until_then() -> None:
     taken = []
 
-    def between(stand: Stand, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
+    def between(harness: BatchHarness, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
         if now == 0:
-            stand.join(0, 10)
+            harness.join(0, 10)
             return 4, STEP, 0
-        if len(stand):
-            taken.append(batch.remove(stand.state, 0, 0))
+        if len(harness):
+            taken.append(batch.remove(harness.state, 0, 0))
         return 1, STEP, 0
 
-    stand = Stand(between)
-    stand.run()
+    harness = BatchHarness(between)
+    harness.run()
     assert taken == [4]
-    assert not len(stand)
+    assert not len(harness)
 
 
-def told_of(
+def calls_of(
     rows: dict[int, int], most: int = 1 << 30, interrupts: tuple[int, ...] = (), extra_ns: int = 0
 ) -> list[tuple[int, list[int], int]]:
-    """When `between` is called, with whom and how many steps."""
-    told: list[tuple[int, list[int], int]] = []
+    """Return the calls of `between`: time, rows and steps."""
+    calls: list[tuple[int, list[int], int]] = []
 
-    def between(stand: Stand, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
-        if not told:
+    def between(harness: BatchHarness, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
+        if not calls:
             for row, count in rows.items():
-                stand.join(row, count)
-        told.append((now, done, steps))
+                harness.join(row, count)
+        calls.append((now, done, steps))
         return most, STEP, extra_ns
 
-    stand = Stand(between)
-    stand.run([(moment, stand.interrupt) for moment in interrupts])
-    return told[1:]
+    harness = BatchHarness(between)
+    harness.run([(moment, harness.interrupt) for moment in interrupts])
+    return calls[1:]
 
 
 A, B = 0, 1
 
 
-def test_a_run_ends_with_a_rows_last_step_and_with_the_most_steps_it_may_have() -> None:
-    assert told_of({A: 1, B: 3}) == [(10, [A], 1), (30, [B], 2)]
-    assert told_of({A: 1, B: 4}, most=2) == [(10, [A], 1), (30, [], 2), (40, [B], 1)]
+def test_a_run_ends_with_a_rows_last_step_or_at_its_maximum() -> None:
+    assert calls_of({A: 1, B: 3}) == [(10, [A], 1), (30, [B], 2)]
+    assert calls_of({A: 1, B: 4}, most=2) == [(10, [A], 1), (30, [], 2), (40, [B], 1)]
 
 
-def test_an_interrupt_ends_a_run_with_the_step_under_way() -> None:
-    assert told_of({A: 4, B: 9}, interrupts=(35,))[0] == (40, [A], 4)
-    assert told_of({A: 2, B: 9}, interrupts=(15,))[0] == (20, [A], 2)  # in the very step that is A's last
-    assert told_of({A: 9, B: 9}, interrupts=(5, 6)) == [(10, [], 1), (90, [A, B], 8)]  # and no later run
+def test_an_interrupt_ends_a_run_with_the_current_step() -> None:
+    assert calls_of({A: 4, B: 9}, interrupts=(35,))[0] == (40, [A], 4)
+    assert calls_of({A: 2, B: 9}, interrupts=(15,))[0] == (20, [A], 2)  # during A's last step
+    assert calls_of({A: 9, B: 9}, interrupts=(5, 6)) == [(10, [], 1), (90, [A, B], 8)]  # and no run after that
 
 
-def test_rows_that_end_together_do_so_in_the_order_in_which_they_joined() -> None:
-    assert told_of({B: 3, A: 3}) == [(30, [B, A], 3)]
+def test_rows_that_end_together_are_reported_in_join_order() -> None:
+    assert calls_of({B: 3, A: 3}) == [(30, [B, A], 3)]
 
 
-def test_what_a_run_costs_beside_its_steps_is_paid_once() -> None:
-    assert told_of({A: 3, B: 3}, extra_ns=7) == [(37, [A, B], 3)]
-    assert told_of({A: 1, B: 3}, extra_ns=7) == [(17, [A], 1), (44, [B], 2)]
+def test_the_extra_cost_of_a_run_is_paid_once() -> None:
+    assert calls_of({A: 3, B: 3}, extra_ns=7) == [(37, [A, B], 3)]
+    assert calls_of({A: 1, B: 3}, extra_ns=7) == [(17, [A], 1), (44, [B], 2)]
 
 
 @pytest.mark.parametrize(("moment", "boundary"), [(1, 17), (16, 17), (17, 17), (18, 27), (30, 37)])
-def test_the_step_under_way_ends_where_an_interrupt_would_end_the_run(moment: int, boundary: int) -> None:
+def test_the_current_steps_end_is_where_an_interrupt_ends_the_run(moment: int, boundary: int) -> None:
     seen = []
 
-    def between(stand: Stand, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
+    def between(harness: BatchHarness, now: int, done: list[int], steps: int) -> tuple[int, int, int]:
         if now == 0:
-            assert stand.boundary_ns() == 0  # nothing is under way
-            stand.join(0, 3)
+            assert harness.boundary_ns() == 0  # no step is running
+            harness.join(0, 3)
         return 1 << 30, STEP, 7
 
-    stand = Stand(between)
-    stand.run([(moment, lambda: seen.append(stand.boundary_ns()))])
+    harness = BatchHarness(between)
+    harness.run([(moment, lambda: seen.append(harness.boundary_ns()))])
     assert seen == [boundary]
 
 
 @given(st.lists(st.integers(0, 50), max_size=60))
-def test_events_happen_by_time_and_those_of_one_moment_in_the_order_in_which_they_were_planned(
+def test_events_are_ordered_by_time_and_then_by_insertion(
     moments: list[int],
 ) -> None:
-    state = Stand(lambda *_: (1, 1, 0)).state
+    state = BatchHarness(lambda *_: (1, 1, 0)).state
     for number, moment in enumerate(moments):
         at.plan(state, moment, at.VECTOR, number, 0)
     found = [int(at.pop(state)[1]) for _ in moments]

@@ -1,4 +1,4 @@
-"""Traces: every kind is read, and what is wrong is named with its line."""
+"""Tests of traces: every format is parsed, and errors name their line."""
 
 import gzip
 from pathlib import Path
@@ -28,15 +28,15 @@ def written(tmp_path: Path, text: str, name: str = "trace") -> Path:
     return path
 
 
-def test_an_azure_trace_begins_at_0_and_keeps_its_gaps(tmp_path: Path) -> None:
+def test_an_azure_trace_starts_at_0_and_keeps_its_gaps(tmp_path: Path) -> None:
     first, second = load_trace(written(tmp_path, AZURE))
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0, 374, 44)
     assert second.at_s == pytest.approx(4.314579, abs=1e-5)
 
 
-def test_a_mooncake_trace_is_put_in_order_and_its_blocks_become_chained_prefixes(tmp_path: Path) -> None:
+def test_a_mooncake_trace_is_sorted_and_its_blocks_become_chained_prefixes(tmp_path: Path) -> None:
     first, second = load_trace(written(tmp_path, MOONCAKE, "trace.jsonl.gz"))
-    assert (first.prompt_tokens, first.output_tokens) == (7, 1)  # an answer has one token at least
+    assert (first.prompt_tokens, first.output_tokens) == (7, 1)  # an answer has at least one token
     assert second.at_s == 0.5
     assert first.prefix[:2] == second.prefix[:2]
     assert first.prefix[2] != second.prefix[2]
@@ -50,14 +50,14 @@ def test_a_ragpulse_trace_has_its_times_as_text_and_its_blocks_by_part(tmp_path:
     assert first.prefix[1] != second.prefix[1]
 
 
-def test_a_rate_stretches_time_and_changes_nothing_else(tmp_path: Path) -> None:
+def test_a_rate_only_rescales_time(tmp_path: Path) -> None:
     arrivals = load_trace(written(tmp_path, AZURE))
     faster = at_rate(arrivals, 10.0)
     assert mean_rate(faster) == pytest.approx(10.0)
     assert [a.prompt_tokens for a in faster] == [a.prompt_tokens for a in arrivals]
 
 
-def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+def test_reading_stops_at_the_limit(tmp_path: Path) -> None:
     assert len(load_trace(written(tmp_path, AZURE + "nonsense\n"), limit=2)) == 2
 
 
@@ -80,12 +80,12 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
         (AZURE + "1" * 1_100_000, "over 1048576 characters"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         load_trace(written(tmp_path, text))
 
 
-def test_a_file_that_is_missing_damaged_or_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_missing_damaged_or_non_text_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot read"):
         load_trace(tmp_path / "none.csv")
     damaged = tmp_path / "trace.csv.gz"
