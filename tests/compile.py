@@ -1,6 +1,6 @@
-"""Compile what the tests need, once, before several processes would each do it: `python -m tests.compile`.
+"""Compile the functions that tests need once, before several processes would each do it: `python -m tests.compile`.
 
-Machine code is kept on disk beside its sources (`gpu.compiled`, `ipc.memory.compiled`): a second run takes seconds.
+Machine code is cached on disk next to its sources (`gpu.compiled`, `ipc.memory.compiled`): a second run takes seconds.
 """
 
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-import gpu.cuda.backend  # each of these compiles as it is imported
+import gpu.cuda.backend  # these compile when imported
 import runtime.serving.network.llama
 from gpu import GraphIndex
 from gpu.index.rows import DTYPES, METRICS
@@ -28,7 +28,7 @@ def main() -> None:
             index.search(vectors[:3], 5)
     with tempfile.TemporaryDirectory() as folder:
         Collection.build(vectors, Path(folder) / "docs", metric="l2", degree=16)
-        pool = InProcessPool(plan_of(Path(folder) / "docs"))  # its loop
+        pool = InProcessPool(plan_of(Path(folder) / "docs"))  # the pool's loop
         pool.close()
         pool.worker.table.close()
         pool.table.close()

@@ -1,4 +1,4 @@
-"""Options of the test command, the layers of tests, and how many run side by side."""
+"""Options of the test command, layers of tests, and the number of parallel test processes."""
 
 import gc
 import os
@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of
 
-# Threads of numpy, which no conftest has imported yet, and of torch spin while they wait for each other, and other
-# tests run on the cores beside this one.
+# Threads of numpy (not imported by any conftest yet) and of torch spin while they wait for each other, on cores that
+# other tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# How long an example takes says more of the machine than of the code: pytest's own limit ends what hangs.
+# The time of an example depends on the machine more than on the code; pytest's own timeout ends hangs.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -33,13 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one process a core, and one more where tests wait for others; none where a debugger is."""
+    """Return the processes of `-n auto`: one per core, one more if tests wait for others, none in a debugger."""
     more = 0 if _only_layer(config) == "unit" else 1
     return 0 if config.getoption("usepdb") else min(len(os.sched_getaffinity(0)) + more, 8)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m unit` and the like no file of another layer is imported: that takes longer than many tests."""
+    """Skip files of other layers with `-m unit` and the like: importing them takes longer than many tests."""
     only = _only_layer(config)
     if only and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return layer_of(collection_path.relative_to(config.rootpath).as_posix()) != only or None
@@ -47,14 +47,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _only_layer(config: pytest.Config) -> str:
-    """The one layer that is asked for, or ""."""
+    """Return the one selected layer, or ""."""
     marker: str = config.getoption("markexpr")
     return marker if marker in ORDER else ""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: the garbage collector need not look through it again and again, now or later."""
+    """Freeze imported objects, which stay, so that the garbage collector does not traverse them again."""
     gc.disable()
     try:
         return (yield)
@@ -65,7 +65,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What tests log goes to another process, which takes UTF-8 alone; some log what is none."""
+    """Escape captured logs: they are sent to another process as UTF-8, and some tests log invalid UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         layer = layer_of(item.nodeid)
         item.add_marker(layer)
         if layer == "e2e" and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))  # whole nodes, side by side, on a machine that others keep busy
+            item.add_marker(pytest.mark.timeout(600))  # whole nodes, in parallel, on a busy machine
         if budget.examples > budget.USUAL and "tests/fuzz/" in item.nodeid:
-            item.add_marker(pytest.mark.timeout(0))  # the long form takes as long as it takes
-    if hasattr(config, "workerinput"):  # side by side: what takes long begins first, or the end waits for it alone
+            item.add_marker(pytest.mark.timeout(0))  # long runs have no timeout
+    if hasattr(config, "workerinput"):  # in parallel: long tests start first, or the run ends with one of them alone
         items.sort(key=lambda item: ORDER.index(layer_of(item.nodeid)))

@@ -1,4 +1,4 @@
-"""Which tests start what: `unit` nothing, `process` processes of their own, `e2e` whole nodes; a layer is a marker."""
+"""Layers of tests, as markers: `unit` tests start nothing, `process` tests start processes, `e2e` tests whole nodes."""
 
 from pathlib import PurePosixPath
 
@@ -40,7 +40,7 @@ PROCESS = {
 
 
 def layer_of(nodeid: str) -> str:
-    """The layer of a test, by its file."""
+    """Return the layer of a test by its file."""
     path = PurePosixPath(nodeid.split("::", 1)[0])
     folder = path.parent.name
     if folder == "e2e":

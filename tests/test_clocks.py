@@ -1,4 +1,4 @@
-"""No decision depends on the wall clock, which jumps: whoever looks at it is named here, with the reason."""
+"""Tests that no decision depends on the wall clock, which can jump: its readers are listed here with reasons."""
 
 import ast
 import re
@@ -20,8 +20,8 @@ ALLOWED = {
 }
 
 
-def wall_clock_looks(source: str) -> Iterator[int]:
-    """The lines that name a function of the wall clock."""
+def wall_clock_reads(source: str) -> Iterator[int]:
+    """Return the lines that name a wall clock function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
@@ -31,31 +31,31 @@ def wall_clock_looks(source: str) -> Iterator[int]:
             yield from (node.lineno for name in node.names if name.name in WALL_CLOCK["time"])
 
 
-def test_only_what_shows_or_asks_for_times_looks_at_the_wall_clock() -> None:
+def test_only_listed_modules_read_the_wall_clock() -> None:
     packages = ("runtime", "ipc", "gpu", "launchers", "dashboards")
     paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     assert len(paths) > 150
-    found = {str(path.relative_to(ROOT)) for path in paths if any(wall_clock_looks(path.read_text(encoding="utf-8")))}
+    found = {str(path.relative_to(ROOT)) for path in paths if any(wall_clock_reads(path.read_text(encoding="utf-8")))}
     assert found == set(ALLOWED)
 
 
-def test_the_look_for_wall_clocks_sees_them() -> None:
+def test_reads_of_the_wall_clock_are_detected() -> None:
     seen = "from time import time_ns\na = time.time\nb = datetime.datetime.now()\nc = datetime.now()"
-    assert sorted(wall_clock_looks(seen)) == [1, 2, 3, 4]
-    assert list(wall_clock_looks("import time\na = time.monotonic()\nb = self.now()")) == []
+    assert sorted(wall_clock_reads(seen)) == [1, 2, 3, 4]
+    assert list(wall_clock_reads("import time\na = time.monotonic()\nb = self.now()")) == []
 
 
-# Of a module, a class or a path to one: `setattr(server, "RENEW_NS", 0)`.
+# On a module, a class or a path to one: `setattr(server, "RENEW_NS", 0)`.
 PATCHED_TIME = re.compile(r"""setattr\(\s*[^()]*["'][\w.]*?_?[A-Z]\w*_(?:S|MS|US|NS)["']""")
 
 
-def test_no_test_patches_a_constant_of_time_where_it_could_hand_in_a_timing_or_a_clock() -> None:
+def test_no_test_patches_a_time_constant_instead_of_passing_a_timing_or_clock() -> None:
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     assert len(paths) > 150
     assert [path.name for path in paths if PATCHED_TIME.search(path.read_text(encoding="utf-8"))] == []
 
 
-def test_the_look_for_patched_times_sees_them() -> None:
+def test_patches_of_time_constants_are_detected() -> None:
     for patch in ('setattr(server, "RENEW_NS", 0)', 'patch.setattr("ipc.server.server._RENEW_S", 0)'):
         assert PATCHED_TIME.search(patch), patch
     assert not PATCHED_TIME.search('setattr(upload, "CHUNK_BYTES", 64)')

@@ -1,12 +1,12 @@
-"""What each process of a node does not import: imports were most of a worker's start, and of a small one's memory."""
+"""Tests of the imports of a node's processes: they dominated a worker's start-up time and a small one's memory."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.warm import Warm
+from tests.fork_server import ForkServer
 
-# Slow to import, or large: what only some processes need.
+# Slow or large imports that only some processes need.
 HEAVY = {
     "aiohttp", "fastapi", "gguf", "httpx", "jinja2", "matplotlib", "numba", "onnxruntime", "prometheus_client",
     "psutil", "pydantic", "rich", "safetensors", "scipy", "starlette", "sympy", "textual", "tokenizers", "torch",
@@ -14,7 +14,7 @@ HEAVY = {
 }  # fmt: skip
 
 NEEDED = {
-    "runtime.node.worker": set(),  # every worker, before it knows its role
+    "runtime.node.worker": set(),  # every worker before it receives its role
     "runtime.pool.process": {"numba", "zmq"},
     "runtime.serving.prefill.process": {"jinja2", "numba", "tokenizers", "zmq"},
     "runtime.serving.decode.process": {"jinja2", "numba", "tokenizers", "zmq"},
@@ -27,39 +27,39 @@ NEEDED = {
 
 
 @pytest.fixture(scope="module")
-def bare() -> Iterator[Warm]:
-    with Warm() as warm:
-        yield warm
+def bare() -> Iterator[ForkServer]:
+    with ForkServer() as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module")
-def compiling() -> Iterator[Warm]:
-    with Warm("numba", "zmq") as warm:
-        yield warm
+def compiling() -> Iterator[ForkServer]:
+    with ForkServer("numba", "zmq") as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Warm]:
-    with Warm("launchers.main") as warm:
-        yield warm
+def launcher() -> Iterator[ForkServer]:
+    with ForkServer("launchers.main") as fork_server:
+        yield fork_server
 
 
 @pytest.mark.parametrize("module", NEEDED)
-def test_a_process_imports_what_it_needs_and_nothing_else_that_is_heavy(
-    module: str, bare: Warm, compiling: Warm
+def test_a_process_imports_no_heavy_module_it_does_not_need(
+    module: str, bare: ForkServer, compiling: ForkServer
 ) -> None:
-    warm = compiling if NEEDED[module] >= {"numba", "zmq"} else bare
-    assert HEAVY & _modules(warm, f"import {module}") <= NEEDED[module]
+    fork_server = compiling if NEEDED[module] >= {"numba", "zmq"} else bare
+    assert HEAVY & _modules(fork_server, f"import {module}") <= NEEDED[module]
 
 
 @pytest.mark.parametrize("command", ["serve", "status", "stop"])
-def test_a_command_imports_no_other_command_s_module(command: str, launcher: Warm) -> None:
+def test_a_command_does_not_import_modules_of_other_commands(command: str, launcher: ForkServer) -> None:
     found = _modules(launcher, f"from launchers.main import command_line; command_line([{command!r}])")
     others = ("demo", "config", "index", "dashboards", "simulate", "trace")
     assert not {f"launchers.commands.{name}" for name in others} & found
 
 
-def test_help_shows_every_command(launcher: Warm) -> None:
+def test_help_shows_every_command(launcher: ForkServer) -> None:
     run = launcher.run("-c", "from launchers.main import main; main()", "--help")
     assert run.returncode == 0, run.stderr
     for command in (
@@ -77,8 +77,8 @@ def test_help_shows_every_command(launcher: Warm) -> None:
         assert f" {command} " in run.stdout
 
 
-def _modules(warm: Warm, program: str) -> set[str]:
-    """What a process has imported when it has run `program`."""
-    run = warm.run("-c", f"{program}\nimport sys\nprint(*sys.modules)")
+def _modules(fork_server: ForkServer, program: str) -> set[str]:
+    """Return the modules that a process has imported after `program`."""
+    run = fork_server.run("-c", f"{program}\nimport sys\nprint(*sys.modules)")
     assert run.returncode == 0, run.stderr
     return set(run.stdout.split())

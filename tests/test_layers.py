@@ -1,4 +1,4 @@
-"""Tests know their layer, and run side by side or in one process."""
+"""Tests of test layers and of parallel runs."""
 
 import re
 from pathlib import Path
@@ -22,11 +22,11 @@ TESTS = Path(__file__).parent
         ("tests/test_readme.py::test_one", "unit"),
     ],
 )
-def test_a_test_is_in_the_layer_of_its_file(test: str, layer: str) -> None:
+def test_a_test_has_the_layer_of_its_file(test: str, layer: str) -> None:
     assert layer_of(test) == layer
 
 
-def test_every_file_that_is_named_is_there() -> None:
+def test_every_listed_file_exists() -> None:
     files = [
         (TESTS if folder == "tests" else TESTS / folder) / f"{name}.py"
         for folder, names in PROCESS.items()
@@ -35,7 +35,7 @@ def test_every_file_that_is_named_is_there() -> None:
     assert [file for file in files if not file.exists()] == []
 
 
-def test_no_file_of_the_unit_layer_starts_processes() -> None:
+def test_no_unit_test_file_starts_processes() -> None:
     units = [file for file in TESTS.rglob("test_*.py") if layer_of(file.relative_to(TESTS.parent).as_posix()) == "unit"]
     starts = re.compile(
         r"subprocess\.|\bPopen\(|\bchild\(|FORKSERVER\.|\bemulator\(|NewDriver|BACKEND|require_compiler"
@@ -66,6 +66,6 @@ def test_with_a_debugger_all_tests_run_in_one_process(debugger: bool, least: int
         ("", "tests/e2e/test_logs.py", None),
     ],
 )
-def test_who_asks_for_one_layer_imports_no_file_of_another(marker: str, file: str, ignored: bool | None) -> None:
+def test_selecting_one_layer_imports_no_file_of_another(marker: str, file: str, ignored: bool | None) -> None:
     config: Any = SimpleNamespace(getoption={"markexpr": marker}.__getitem__, rootpath=TESTS.parent)
     assert pytest_ignore_collect(TESTS.parent / file, config) is ignored

@@ -1,4 +1,4 @@
-"""README and docs are true: the files and links exist, configurations load, commands are commands."""
+"""Tests of README and docs: files and links exist, configurations load, commands parse."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page 
 EVERYTHING = "\n".join(TEXTS.values())
 
 
-def test_readme_is_short_and_leads_to_every_page() -> None:
+def test_readme_is_short_and_links_every_page() -> None:
     readme = TEXTS["README.md"]
     assert len(readme.splitlines()) <= 150
     for page in TEXTS:
@@ -26,7 +26,7 @@ def test_readme_is_short_and_leads_to_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_file_and_folder_that_a_page_names_exists(page: str) -> None:
+def test_every_file_and_folder_named_in_a_page_exists(page: str) -> None:
     named = set(
         re.findall(r"(?<![\w/.-])(?:runtime|gpu|ipc|launchers|dashboards|tests|benchmarks|docs)/[\w./-]*", TEXTS[page])
     )
@@ -35,7 +35,7 @@ def test_every_file_and_folder_that_a_page_names_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
+def test_every_link_has_an_existing_file_and_heading(page: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", TEXTS[page]):
         if re.match(r"https?:", target):
             continue
@@ -47,12 +47,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
 
 
 def _anchors(text: str) -> set[str]:
-    """Headings as GitHub names them."""
+    """Return the anchors that GitHub gives to headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_what_the_architecture_page_points_at_stands_in_the_files_that_it_names() -> None:
+def test_names_in_the_architecture_page_occur_in_the_files_it_gives() -> None:
     table = TEXTS["docs/architecture.md"].partition("## Where to look")[2].partition("## ")[0]
     rows = [row for row in table.splitlines() if "](" in row and row.startswith("|")]
     assert len(rows) >= 6
@@ -62,11 +62,11 @@ def test_what_the_architecture_page_points_at_stands_in_the_files_that_it_names(
             assert any(re.search(rf"\b{name}\b", source) for source in sources), name
 
 
-def test_the_configuration_s_page_is_what_trinity_config_prints() -> None:
+def test_the_configuration_page_is_the_output_of_trinity_config() -> None:
     assert TEXTS["docs/configuration.md"] == reference(), "trinity config > docs/configuration.md"
 
 
-def test_configurations_load_and_name_no_unknown_key(tmp_path: Path) -> None:
+def test_configurations_load_without_unknown_keys(tmp_path: Path) -> None:
     path, loaded = tmp_path / "node.toml", []
     for text in re.findall(r"```toml\n(.*?)```", EVERYTHING, re.DOTALL):
         path.write_text(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
@@ -85,7 +85,7 @@ def test_commands_exist() -> None:
 
 
 def documented(program: str) -> list[list[str]]:
-    """The command lines of a program in the pages' shell blocks, as words; `...` stands for what a reader has."""
+    """Return a program's command lines in the pages' shell blocks, as words; `...` is a placeholder."""
     found: list[list[str]] = []
     for block in re.findall(r"```sh\n(.*?)```", EVERYTHING, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
@@ -103,8 +103,8 @@ def documented(program: str) -> list[list[str]]:
     return found
 
 
-def test_every_command_of_trinity_is_documented_as_it_can_be_called() -> None:
-    """Its options and arguments are those that there are."""
+def test_documented_commands_of_trinity_are_valid() -> None:
+    """Options and arguments exist."""
     commands = documented("trinity")
     assert len(commands) > 50
     for _, *words in commands:
@@ -115,7 +115,7 @@ def test_every_command_of_trinity_is_documented_as_it_can_be_called() -> None:
         command.make_context(command.name, words)
 
 
-def test_every_benchmark_is_documented_as_it_can_be_called() -> None:
+def test_documented_benchmark_commands_are_valid() -> None:
     named = re.findall(r"python3? -m (benchmarks\.\w+)([^`#\n]*)", EVERYTHING)
     assert len(named) > 20
     for name, options in named:
@@ -125,7 +125,7 @@ def test_every_benchmark_is_documented_as_it_can_be_called() -> None:
 
 
 def _source(module: Path) -> str:
-    """All of a benchmark, and of those that it imports from; "" where there is none."""
+    """Return the source of a benchmark and of its imports, or "" if it does not exist."""
     files = sorted(module.glob("*.py")) if module.is_dir() else [module.with_suffix(".py")]
     own = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
     others = {ROOT / name.replace(".", "/") for name in re.findall(r"^from (benchmarks\.[\w.]+) import", own, re.M)}
@@ -134,7 +134,7 @@ def _source(module: Path) -> str:
     )
 
 
-def test_every_trace_that_is_named_has_its_source_and_licence() -> None:
+def test_every_named_trace_has_its_source_and_licence() -> None:
     traces = set(re.findall(r"--trace ([\w./-]+\.(?:csv|jsonl\S*))", EVERYTHING))
     assert traces
     for trace in traces:

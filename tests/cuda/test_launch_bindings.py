@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import Warm
+from tests.fork_server import ForkServer
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -22,12 +22,12 @@ class Stub:
     def __init__(self, library: Path) -> None:
         self._log = library.with_name("log")
         modules = ("gpu.cuda.engine", "ipc.session.device_arena", "cuda.bindings.driver", "cuda.core")
-        self._warm = Warm(*modules, LD_LIBRARY_PATH=str(library.parent))
+        self._fork_server = ForkServer(*modules, LD_LIBRARY_PATH=str(library.parent))
 
     def run(self, script: str, **environment: str) -> tuple[list[str], list[str]]:
         """Run a script. Return its output and the calls that the library received."""
         self._log.unlink(missing_ok=True)
-        done = self._warm.run("-c", script, STUB_CUDA_LOG=str(self._log), **environment)
+        done = self._fork_server.run("-c", script, STUB_CUDA_LOG=str(self._log), **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), self._log.read_text().splitlines() if self._log.exists() else []
 
@@ -35,7 +35,7 @@ class Stub:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._warm.__exit__(*error)
+        self._fork_server.__exit__(*error)
 
 
 @pytest.fixture(scope="module")

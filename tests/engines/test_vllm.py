@@ -25,7 +25,7 @@ from runtime.node.supervisor.supervised_worker import COMMAND
 from runtime.testing.tiny_node import serve
 from runtime.testing.waiting import eventually
 from tests.engines.fake_openai import completion, rendered
-from tests.forked import FORKSERVER
+from tests.process_context import FORKSERVER
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 300

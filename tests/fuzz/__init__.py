@@ -1,1 +1,1 @@
-"""Hostile input to every boundary: it ends in a typed error or a right answer, and the next one is served."""
+"""Fuzz tests of every boundary: input gives a typed error or a correct answer, and the next request is served."""

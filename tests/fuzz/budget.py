@@ -1,4 +1,4 @@
-"""How many examples the tests of this folder try: few in the usual run, `--fuzz-examples N` for more."""
+"""Number of examples of the fuzz tests: few by default, `--fuzz-examples N` for more."""
 
 from hypothesis import HealthCheck, settings
 
@@ -8,9 +8,9 @@ examples = USUAL
 
 
 def fuzzed(share: float = 1.0) -> settings:
-    """A property test's settings; in the usual run it tries `share` of the usual number, where an example costs more.
+    """Return a property test's settings; by default it tries `share` of the usual number, for expensive examples.
 
-    The long form tries all of them everywhere. There is no limit on an example's time: other processes share the
+    With `--fuzz-examples` every test tries all. An example's time is not limited, because other processes share the
     machine.
     """
     count = examples if examples > USUAL else max(1, int(share * examples))

@@ -1,4 +1,4 @@
-"""Damage to collections: what a disk, a careless hand or an enemy does to their files."""
+"""Strategies that damage the files of collections, by accident or by an attacker."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ SIZE = 60
 
 
 def build_all(home: Path) -> list[Path]:
-    """One collection of each kind: with documents and sketches; int8 with ids of its own; float16 in two shards."""
+    """Build one collection of each type: with documents and sketches; int8 with custom ids; float16 in two shards."""
     documents = [Document(f"id-{n}", f"title {n}", f"the text of number {n * 7919} is {n}") for n in range(SIZE)]
     vectors = np.random.default_rng(1).normal(size=(SIZE, 48)).astype(np.float32)
     Collection.build(documents, home / "docs", embedder="hashing-256", degree=8)
@@ -37,7 +37,7 @@ def files_of(collection: Path) -> list[str]:
     return sorted(str(path.relative_to(collection)) for path in collection.rglob("*") if path.is_file())
 
 
-# ---- values that nobody means well with
+# ---- hostile values
 
 NUMBERS = st.sampled_from([0, 1, -1, 2, 59, 61, 2**31 - 1, 2**31, 2**32, 2**63, -(2**63), 2**64, 10**30, 1e308, -0.5])
 SCALARS = (
@@ -63,7 +63,7 @@ DESCRS = st.sampled_from(
 
 @st.composite
 def _bytes_damage(draw: st.DrawFn) -> Callable[[Path], None]:
-    """One file's bytes: a bit, some words, its end, all of it."""
+    """Damage a file's bytes: a bit, some words, its end, all of it."""
     where = draw(st.integers(0, 400) | st.integers(0, 200_000))
     what = draw(st.sampled_from(["bit", "words", "cut", "more", "insert", "empty", "gone", "random"]))
     bit, words = draw(st.integers(0, 7)), draw(st.lists(WORDS, min_size=1, max_size=4))
@@ -98,7 +98,7 @@ def _bytes_damage(draw: st.DrawFn) -> Callable[[Path], None]:
 
 @st.composite
 def _kind_damage(draw: st.DrawFn) -> Callable[[Path], None]:
-    """Something else stands where the file was."""
+    """Replace a file by something else."""
     what = draw(st.sampled_from(["fifo", "directory", "loop", "nowhere", "zip", "other"]))
 
     def change(path: Path) -> None:
@@ -125,7 +125,7 @@ def _kind_damage(draw: st.DrawFn) -> Callable[[Path], None]:
 
 @st.composite
 def _array_damage(draw: st.DrawFn) -> Callable[[Path], None]:
-    """An array's header says another thing than what follows, or the array holds what it must not."""
+    """Make an array's header contradict its contents, or write invalid contents."""
     wrong = draw(st.sampled_from(["descr", "shape", "fortran", "version", "offset", "", "", ""]))
     descr = draw(DESCRS) if wrong == "descr" else None
     shape = tuple(draw(st.lists(NUMBERS, max_size=3))) if wrong == "shape" else None
@@ -137,7 +137,7 @@ def _array_damage(draw: st.DrawFn) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         try:
             array = np.lib.format.open_memmap(path, mode="r")
-        except Exception:  # damaged already, in any way
+        except Exception:  # already damaged
             return
         content = array.tobytes()
         if fill is not None:
@@ -190,7 +190,7 @@ STATEMENTS = st.sampled_from(
 
 @st.composite
 def _documents_damage(draw: st.DrawFn) -> Callable[[Path], None]:
-    """The documents are a database, and anybody can write to one."""
+    """Write to the database of documents."""
     statements = draw(st.lists(STATEMENTS, min_size=1, max_size=4))
 
     def change(path: Path) -> None:
@@ -204,7 +204,7 @@ def _documents_damage(draw: st.DrawFn) -> Callable[[Path], None]:
 
 @st.composite
 def _entry_damage(draw: st.DrawFn) -> Callable[[Path], None]:
-    """Another value somewhere in a description."""
+    """Change a value in a description."""
     steps = draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
     key = draw(st.none() | st.text(max_size=8) | st.sampled_from(["shards", "sha256", "format", "files", "x" * 300]))
     value = draw(JSON)
@@ -231,7 +231,7 @@ def _entry_damage(draw: st.DrawFn) -> Callable[[Path], None]:
 
 @st.composite
 def damages(draw: st.DrawFn) -> Damage:
-    """One to three changes to a collection's files; then, perhaps, all checksums and sizes are made to fit them."""
+    """Draw one to three changes to a collection's files, with or without updating all checksums and sizes."""
     kinds = {
         ".npy": _array_damage() | _bytes_damage() | _kind_damage(),
         ".sqlite": _documents_damage() | _documents_damage() | _bytes_damage() | _kind_damage(),
@@ -253,7 +253,7 @@ def damages(draw: st.DrawFn) -> Damage:
 
 
 def reseal(collection: Path, *, whole: bool) -> None:
-    """Have every description tell the sizes and checksums that its files have now, as far as it can be read."""
+    """Update sizes and checksums in every readable description to those of its files."""
     for meta in sorted(collection.glob("index*/meta.json")):
         _refresh(meta, meta.parent)
     if not whole:
@@ -263,10 +263,10 @@ def reseal(collection: Path, *, whole: bool) -> None:
     if not path.is_file():
         return
     try:
-        told = msgspec.json.decode(path.read_bytes(), type=manifest.Manifest)
+        description = msgspec.json.decode(path.read_bytes(), type=manifest.Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return
-    manifest.write_manifest(collection, told)
+    manifest.write_manifest(collection, description)
 
 
 def _refresh(description: Path, folder: Path) -> None:
@@ -291,7 +291,7 @@ def _refresh(description: Path, folder: Path) -> None:
 
 
 def copied(collection: Path, to: Path) -> Path:
-    """A fresh copy in place of what is there."""
+    """Replace a directory by a fresh copy."""
     if to.exists() or to.is_symlink():
         shutil.rmtree(to)
     shutil.copytree(collection, to)
@@ -299,7 +299,7 @@ def copied(collection: Path, to: Path) -> Path:
 
 
 class Trap:
-    """Unpickling this makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

@@ -1,4 +1,4 @@
-"""A pool's end of the rings, and a client of it that keeps the rules."""
+"""Fixtures: a pool's end of the rings, and a well-behaved client."""
 
 from collections.abc import Iterator
 

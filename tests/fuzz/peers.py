@@ -1,4 +1,4 @@
-"""What the tests of rings share."""
+"""Helpers of the ring fuzz tests."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 @st.composite
 def scribbles(draw: st.DrawFn) -> list[Callable[[memoryview], None]]:
-    """Writes into a memory: words where words are, bytes anywhere."""
+    """Draw writes into a memory: words at word addresses, bytes anywhere."""
 
     def word(place: int, value: int) -> Callable[[memoryview], None]:
         return lambda view: struct.pack_into("<q", view, place * 8 % (len(view) - 8), value)
@@ -47,7 +47,7 @@ def scribbles(draw: st.DrawFn) -> list[Callable[[memoryview], None]]:
 
         return write
 
-    # Words of the ring's header, or of any slot's; the second ring begins at the first page that the first leaves free.
+    # Words of the ring's header or of any slot's; the second ring begins at the page after the first.
     places = st.integers(0, 80) | st.integers(512, 592) | st.integers(0, 2000)
     kinds = st.builds(word, places, WORDS) | st.builds(some, st.integers(0, 8000), st.binary(min_size=1, max_size=56))
     return draw(st.lists(kinds, min_size=1, max_size=5))
@@ -63,15 +63,15 @@ def pool() -> Iterator[RingServer]:
 
 
 def answer(server: RingServer) -> None:
-    """Answer what waits."""
+    """Answer all waiting requests."""
     for request in server.receive():
         k = request.spec.k
         server.publish(request.client, request.request_id, "ok", np.arange(k), np.zeros(k, np.float32))
 
 
 def expect_served(server: RingServer, honest: RingClient) -> None:
-    """The honest client's request is answered, whatever else waits."""
-    asked = ask(honest)
+    """Check that the well-behaved client's request is answered, whatever other requests wait."""
+    request_id = ask(honest)
     found = []
     for _ in range(100):
         server.wait(0)
@@ -79,7 +79,7 @@ def expect_served(server: RingServer, honest: RingClient) -> None:
         found += honest.poll()
         if found:
             break
-    assert [(result.request_id, result.status) for result in found] == [(asked, "ok")]
+    assert [(result.request_id, result.status) for result in found] == [(request_id, "ok")]
 
 
 OWN = os.getpid()

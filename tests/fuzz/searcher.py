@@ -1,6 +1,6 @@
-"""A process that opens and searches the collections it is told of, so that a crash in compiled code ends it alone.
+"""Subprocess that opens and searches collections, so that a crash in compiled code does not end the test process.
 
-Reads a directory a line; answers each with one JSON line: `{"answer": [[ids], …], "verified": bool}`,
+It reads one directory per line and answers each with a JSON line: `{"answer": [[ids], …], "verified": bool}`,
 `{"refused": class, "says": message}` for a typed error, `{"fault": traceback}` for anything else.
 """
 
@@ -19,7 +19,7 @@ from runtime.errors import TrinityError
 from runtime.retrieval.collections.collection import Collection
 
 K, TOP_M = 5, 32
-ROOM_BYTES = 256 << 20  # over what the process has mapped when it has searched a good collection
+ROOM_BYTES = 256 << 20  # above the process's mappings after it has searched a good collection
 TEXT_BYTES = 64 << 20
 
 
@@ -28,7 +28,7 @@ def queries(dim: int) -> np.ndarray:
 
 
 def answered(directory: Path) -> dict[str, Any]:
-    """What a worker of the node does with a collection: open, search, fetch texts; and what `index verify` does."""
+    """Open, search and fetch texts as a node's worker does, and verify as `index verify` does."""
     Collection.info(directory)
     with Collection.open(directory) as collection:
         ids, distances = collection.search(queries(collection.dim), K, TOP_M, search_width=2)
@@ -59,7 +59,7 @@ def outcome(directory: Path) -> dict[str, Any]:
 
 
 def bound_memory() -> None:
-    """Whoever allocates by a size that nobody checked gets a MemoryError, not the machine's memory."""
+    """Limit memory, so that an allocation of an unchecked size raises MemoryError."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + ROOM_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

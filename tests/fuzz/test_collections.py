@@ -1,4 +1,4 @@
-"""Whatever has happened to a collection's files: the right answer, or a typed error; never a crash or a wild read."""
+"""Fuzz tests of collection files: damage gives the correct answer or a typed error, never a crash or a wild read."""
 
 import json
 import select
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.collections import SIZE, Damage, Trap, build_all, copied, damages, reseal
 
-HANG_S = 240.0  # bounds an endless wait; the first answers come when the search is compiled
+HANG_S = 240.0  # bounds a hang; the first answers include compiling the search
 
 
 class Searcher:
-    """The searching process, started anew when it has ended."""
+    """The searcher process, restarted when it has exited."""
 
     def __init__(self, good: list[Path]) -> None:
         self._good = good
@@ -29,9 +29,9 @@ class Searcher:
     def _start(self) -> None:
         command = [sys.executable, "-m", "tests.fuzz.searcher", *map(str, self._good)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.right = [self._hear() for _ in self._good]
+        self.right = [self._readline() for _ in self._good]
 
-    def _hear(self) -> dict[str, Any]:
+    def _readline(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], HANG_S)[0]:
             self.close()
@@ -43,13 +43,13 @@ class Searcher:
         return heard
 
     def ask(self, directory: Path) -> dict[str, Any]:
-        """What became of opening, searching and verifying a collection."""
+        """Return the outcome of opening, searching and verifying a collection."""
         if self._process.poll() is not None:
             self._start()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(str(directory)).encode() + b"\n")
         self._process.stdin.flush()
-        return self._hear()
+        return self._readline()
 
     def close(self) -> None:
         self._process.kill()
@@ -88,7 +88,7 @@ def test_a_good_collection_is_verified_and_searched(good: list[Path], searcher: 
 
 @fuzzed()
 @given(kind=st.integers(0, 2), damage=damages())
-def test_a_damaged_collection_is_refused_or_answers_with_its_own_ids(
+def test_a_damaged_collection_is_rejected_or_answers_with_its_own_ids(
     good: list[Path], searcher: Searcher, bad: Path, kind: int, damage: Damage
 ) -> None:
     copied(good[kind], bad)
@@ -104,7 +104,7 @@ def test_a_damaged_collection_is_refused_or_answers_with_its_own_ids(
 
 @fuzzed()
 @given(kind=st.integers(0, 2), number=st.integers(0, 100), where=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_a_turned_bit_anywhere_is_found_by_verify(
+def test_verify_detects_a_flipped_bit_anywhere(
     good: list[Path], searcher: Searcher, bad: Path, kind: int, number: int, where: int, bit: int
 ) -> None:
     copied(good[kind], bad)

@@ -1,4 +1,4 @@
-"""Any configuration file is a configuration, or a `ConfigError` that names the key."""
+"""Fuzz tests of configuration files: each is valid or raises a `ConfigError` that names the key."""
 
 import math
 import tomllib
@@ -27,7 +27,7 @@ VALUES = values(NAMES)
 
 
 def full() -> dict[str, Any]:
-    """Every key that there is, with its default."""
+    """Return every key with its default."""
     made: dict[str, Any] = msgspec.to_builtins(NodeConfig())
     made["model"] = {"name": "smollm2-135m-instruct", "context_tokens": 2048, "kv_block_tokens": 32}
     made["collections"] = [{"name": "docs", "path": ".", "shards": 1}]
@@ -35,7 +35,7 @@ def full() -> dict[str, Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value within a table."""
+    """Yield the path to every value of a table."""
     if path:
         yield path
     if isinstance(value, dict | list | tuple):
@@ -48,7 +48,7 @@ PLACES = list(places(FULL))
 
 
 def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """The full configuration with another value at one place."""
+    """Return the full configuration with another value at a path."""
     table = full()
     inner: Any = table
     for key in path[:-1]:
@@ -62,28 +62,28 @@ def dotted(path: tuple[Any, ...]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
-def test_the_full_configuration_is_one() -> None:
+def test_the_full_configuration_is_valid() -> None:
     assert parse_config(full()).collections[0].name == "docs"
 
 
 @fuzzed()
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
-def test_any_table_is_a_configuration_or_an_error_that_names_one_of_its_keys(table: dict[str, Any]) -> None:
+def test_any_table_is_valid_or_an_error_that_names_one_of_its_keys(table: dict[str, Any]) -> None:
     refusal = refused(lambda: parse_config(table))
     assert refusal is None or refusal.startswith((*table, *map(repr, table)))
 
 
 @fuzzed()
 @given(st.sampled_from(PLACES), VALUES)
-def test_one_wrong_value_is_refused_by_its_own_key(path: tuple[Any, ...], value: Any) -> None:
+def test_a_wrong_value_is_rejected_with_its_key(path: tuple[Any, ...], value: Any) -> None:
     refusal = refused(lambda: lay_out(parse_config(changed(path, value))))
-    # What contradicts another key may be told by that one's name, in the same section.
+    # A contradiction with another key of the section may be reported under that key's name.
     assert refusal is None or refusal.startswith(dotted(path)) or any(str(part) in refusal for part in path)
 
 
 @fuzzed()
 @given(st.sampled_from([path[:-1] for path in PLACES]), NAMES.filter(lambda key: key not in KEYS), VALUES)
-def test_a_key_that_does_not_exist_is_refused_by_its_name(path: tuple[Any, ...], key: str, value: Any) -> None:
+def test_an_unknown_key_is_rejected_with_its_name(path: tuple[Any, ...], key: str, value: Any) -> None:
     table: Any = full()
     inner = table
     for step in path:
@@ -104,13 +104,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @fuzzed()
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_any_bytes_are_a_configuration_or_an_error_that_names_the_file(path: Path, content: bytes) -> None:
+def test_any_bytes_are_valid_or_an_error_that_names_the_file(path: Path, content: bytes) -> None:
     loads(path, content)
 
 
 @fuzzed()
 @given(table=st.dictionaries(NAMES, VALUES, max_size=4))
-def test_any_toml_is_a_configuration_or_an_error_that_names_the_file(path: Path, table: dict[str, Any]) -> None:
+def test_any_toml_is_valid_or_an_error_that_names_the_file(path: Path, table: dict[str, Any]) -> None:
     text = written(table)
     read = tomllib.loads(text)
     assert read == table or any(math.isnan(value) for value in leaves(read) if isinstance(value, float))
@@ -119,9 +119,7 @@ def test_any_toml_is_a_configuration_or_an_error_that_names_the_file(path: Path,
 
 @fuzzed()
 @given(where=st.integers(0, 10_000), cut=st.integers(0, 40), put=st.binary(max_size=40))
-def test_a_damaged_file_is_a_configuration_or_an_error_that_names_the_file(
-    path: Path, where: int, cut: int, put: bytes
-) -> None:
+def test_a_damaged_file_is_valid_or_an_error_that_names_the_file(path: Path, where: int, cut: int, put: bytes) -> None:
     whole = written(FULL).encode()
     where %= len(whole)
     loads(path, whole[:where] + put + whole[where + cut :])
@@ -136,7 +134,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_exhausts_a_parser_is_refused(path: Path, case: str) -> None:
+def test_input_that_exhausts_the_parser_is_rejected(path: Path, case: str) -> None:
     path.write_bytes(HOSTILE[case])
     with pytest.raises(ConfigError, match=r"node\.toml: "):
         load_config(path)
@@ -149,7 +147,7 @@ def loads(path: Path, content: bytes) -> None:
 
 
 def refused(act: Callable[[], object]) -> str | None:
-    """The message of the ConfigError; None without one."""
+    """Return the message of the ConfigError, or None."""
     try:
         act()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Any message of the hand-over, any arena: taken or refused, and others go on."""
+"""Fuzz tests of the hand-over: any message and any arena is accepted or rejected without affecting others."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -75,23 +75,23 @@ def expect_handed_over(source: HandoverSource, sink: HandoverSink) -> None:
     memory=st.none() | st.tuples(st.sampled_from(["pid", "fd", "size", "inode"]), WORDS | SMALL),
     cut=st.none() | st.tuples(st.integers(0, 200), st.integers(0, 9), st.binary(max_size=9)),
 )
-def test_any_offer_is_taken_or_refused_and_others_go_on(
+def test_any_offer_is_accepted_or_rejected_and_others_continue(
     kv: tuple[KvArena, HandoverSource],
     changes: list[tuple[str, Any]],
     memory: tuple[str, int] | None,
     cut: tuple[int, int, bytes] | None,
 ) -> None:
     arena, source = kv
-    told = msgspec.msgpack.decode(offered(source, arena, offer_id=1 << 40))
-    told["source"] = "hostile"
+    fields = msgspec.msgpack.decode(offered(source, arena, offer_id=1 << 40))
+    fields["source"] = "hostile"
     if memory is not None:
-        told["arena"][memory[0]] = memory[1]
-    told |= {name: value for name, value in changes if fits(value)}
-    message = msgspec.msgpack.encode(told)
+        fields["arena"][memory[0]] = memory[1]
+    fields |= {name: value for name, value in changes if fits(value)}
+    message = msgspec.msgpack.encode(fields)
     if cut is not None:
         at = cut[0] % len(message)
         message = message[:at] + cut[2] + message[at + cut[1] :]
-    # A sink keeps every address that was ever named, up to a limit that this test is not about.
+    # A sink keeps every address it has received, up to a limit that is not tested here.
     with HandoverSink(address(), open_device) as sink, HandoverSource("prefill-0", arena) as honest:
         with connect(zmq.PUSH, sink.endpoint, max_message_bytes=1 << 20) as hostile:
             hostile.send(message)
@@ -105,7 +105,7 @@ def test_any_offer_is_taken_or_refused_and_others_go_on(
 
 @fuzzed(0.5)
 @given(writes=scribbles(), slot=st.integers(0, 3))
-def test_any_arena_is_mapped_or_refused_and_others_go_on(
+def test_any_arena_is_mapped_or_rejected_and_others_continue(
     kv: tuple[KvArena, HandoverSource], writes: list[Callable[[memoryview], None]], slot: int
 ) -> None:
     with HandoverSink(address(), open_device) as sink:
@@ -140,7 +140,7 @@ def test_any_arena_is_mapped_or_refused_and_others_go_on(
     ),
     cut=st.none() | st.tuples(st.integers(0, 200), st.integers(0, 9), st.binary(max_size=9)),
 )
-def test_any_answer_to_a_source_is_heard_or_dropped(
+def test_any_answer_to_a_source_is_accepted_or_dropped(
     kv: tuple[KvArena, HandoverSource], sink: HandoverSink, said: dict[str, Any], cut: tuple[int, int, bytes] | None
 ) -> None:
     _, source = kv
@@ -155,7 +155,7 @@ def test_any_answer_to_a_source_is_heard_or_dropped(
     expect_handed_over(source, sink)
 
 
-def test_a_mailbox_takes_nothing_but_what_it_waits_for() -> None:
+def test_a_mailbox_accepts_only_expected_messages() -> None:
     with closing(FdMailbox()) as mailbox, closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as sender:
         for content in (b"", b"token", b"x" * 5000):
             sender.sendto(content, "\0" + mailbox.name)

@@ -1,4 +1,4 @@
-"""Any bytes on the HTTP port get a well-formed answer or a closed connection, never a 500, and the next is served."""
+"""Fuzz tests of the HTTP port: any bytes get a well-formed response or a closed connection, never a 500."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SETTINGS = Settings(
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 SEARCH: dict[str, Any] = {"collection": "docs", "query": "with"}
-SOON = 0.1  # seconds without an answer after which the client says that no more will come
+SOON = 0.1  # seconds without a response after which the client shuts down its side
 PATHS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
@@ -114,7 +114,7 @@ ODD: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A path, and a good body of it with some of its parts changed; or any JSON."""
+    """Draw a path and a valid body with some parts changed, or any JSON."""
     path = draw(st.sampled_from(sorted(PATHS)))
     body: Any = json.loads(json.dumps(PATHS[path]))
     fields = sorted(MODELS[path].model_fields)
@@ -129,7 +129,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def expect_well_formed(status: int, content: bytes, kind: str) -> None:
-    """OpenAI's success, or its error object with a status that is not our own fault's."""
+    """Check for OpenAI's success or error object, with a status other than an internal error's."""
     assert status != 500, content
     if kind.startswith("text/event-stream"):
         events = [line for line in content.split(b"\n\n") if line]
@@ -153,9 +153,9 @@ def expect_served(http: httpx.Client) -> None:
 
 
 @fuzzed()
-@given(asked=bodies())
-def test_any_json_body_gets_an_answer_or_a_refusal(http: httpx.Client, asked: tuple[str, bytes]) -> None:
-    path, body = asked
+@given(request=bodies())
+def test_any_json_body_gets_an_answer_or_an_error(http: httpx.Client, request: tuple[str, bytes]) -> None:
+    path, body = request
     answer = http.post(path, content=body)
     event(f"{path} {answer.status_code}")
     expect_well_formed(answer.status_code, answer.content, answer.headers["content-type"])
@@ -165,9 +165,7 @@ def test_any_json_body_gets_an_answer_or_a_refusal(http: httpx.Client, asked: tu
 
 @fuzzed()
 @given(path=st.sampled_from(sorted(PATHS)), body=st.binary(max_size=200), change=st.integers(0, 200))
-def test_any_bytes_as_a_body_get_an_answer_or_a_refusal(
-    http: httpx.Client, path: str, body: bytes, change: int
-) -> None:
+def test_any_bytes_as_a_body_get_an_answer_or_an_error(http: httpx.Client, path: str, body: bytes, change: int) -> None:
     good = json.dumps(PATHS[path]).encode()
     for content in (body, good[: change % len(good)] + body + good[change % len(good) :]):
         answer = http.post(path, content=content)
@@ -177,7 +175,7 @@ def test_any_bytes_as_a_body_get_an_answer_or_a_refusal(
 
 @fuzzed()
 @given(traced=st.text(max_size=60), model=st.text(max_size=60))
-def test_any_id_of_a_trace_or_model_gets_an_answer_or_a_refusal(http: httpx.Client, traced: str, model: str) -> None:
+def test_any_trace_or_model_id_gets_an_answer_or_an_error(http: httpx.Client, traced: str, model: str) -> None:
     for path, name in (("/v1/traces", traced), ("/v1/models", model)):
         name = name.encode("utf-8", "replace").decode()
         answer = http.get(httpx.URL(http.base_url.join(path), raw_path=_quoted(f"{path}/{name}")))
@@ -211,7 +209,7 @@ VERSIONS = st.sampled_from([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HTTP/0.9", 
 
 @st.composite
 def messages(draw: st.DrawFn) -> bytes:
-    """A request as bytes: right but for a part or two; perhaps one more behind it, or some of it lost."""
+    """Draw a request as bytes: valid except for a part or two, perhaps followed by another, or truncated."""
     wrong = draw(st.sets(st.sampled_from(["method", "target", "version", "headers", "length", "end"]), max_size=2))
     path = draw(st.sampled_from(sorted(PATHS)))
     body = draw(
@@ -243,7 +241,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 
 def answer_to(cluster: Cluster, data: bytes) -> bytes:
-    """All that the server sends until it closes. What is not answered soon is closed by the client's end."""
+    """Return everything that the server sends until it closes. Without a timely response, the client closes."""
     host, _, port = cluster.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), WAIT) as connection:
         connection.setblocking(False)
@@ -251,7 +249,7 @@ def answer_to(cluster: Cluster, data: bytes) -> bytes:
         while True:
             waited = WAIT if rest or said_all else SOON
             readable, writable, _ = select.select([connection], [connection] if rest else [], [], waited)
-            assert readable or writable or not said_all, f"neither an end nor an answer after {bytes(received)!r}"
+            assert readable or writable or not said_all, f"neither an end nor a response after {bytes(received)!r}"
             try:
                 if not readable and not writable:
                     connection.shutdown(socket.SHUT_WR)
@@ -268,7 +266,7 @@ def answer_to(cluster: Cluster, data: bytes) -> bytes:
 
 
 def expect_http(data: bytes, received: bytes) -> None:
-    """The answers are well-formed HTTP, one after the other, none of them a 500."""
+    """Check that responses are well-formed HTTP, in sequence, and none is a 500."""
     method = re.match(rb"\s*(\S*)", data)
     head = method is not None and method.group(1) == b"HEAD"
     parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=1 << 20)
@@ -299,7 +297,7 @@ def expect_http(data: bytes, received: bytes) -> None:
 
 @fuzzed(0.5)
 @given(data=messages())
-def test_any_bytes_on_the_port_get_whole_http_or_a_closed_connection(
+def test_any_bytes_on_the_port_get_complete_http_or_a_closed_connection(
     cluster: Cluster, http: httpx.Client, data: bytes
 ) -> None:
     received = answer_to(cluster, data)

@@ -1,4 +1,4 @@
-"""Any message between frontend and workers is taken or dropped, and the next request is answered."""
+"""Fuzz tests of messages between frontend and workers: any is accepted or dropped, and the next request is answered."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,11 +39,11 @@ TO_FRONTEND = [
 
 @st.composite
 def messages(draw: st.DrawFn, good: list[Any]) -> list[bytes]:
-    """Frames: a message with a field or two changed, cut or extended; or anything."""
-    told = msgspec.msgpack.decode(encode(draw(st.sampled_from(good))))
-    for name in draw(st.lists(st.sampled_from(sorted(told)), max_size=2)):
-        told[name] = draw((VALUES | WORDS | st.integers(0, 9)).filter(fits))
-    message = msgspec.msgpack.encode(told)
+    """Draw frames: a message with a field or two changed, truncated or extended, or anything."""
+    fields = msgspec.msgpack.decode(encode(draw(st.sampled_from(good))))
+    for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
+        fields[name] = draw((VALUES | WORDS | st.integers(0, 9)).filter(fits))
+    message = msgspec.msgpack.encode(fields)
     match draw(st.integers(0, 5)):
         case 0:
             at = draw(st.integers(0, len(message)))
@@ -59,7 +59,7 @@ def messages(draw: st.DrawFn, good: list[Any]) -> list[bytes]:
 
 @fuzzed(0.5)
 @given(said=st.lists(messages(TO_FRONTEND), min_size=1, max_size=8))
-def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]) -> None:
+def test_any_message_to_the_frontend_is_accepted_or_dropped(said: list[list[bytes]]) -> None:
     async def saying() -> None:
         async with running_link() as harness:
             prefill, decode = await harness.worker("prefill", "p"), await harness.worker("decode", "d")
@@ -69,7 +69,7 @@ def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]
             for worker in (prefill, decode):
                 await worker.report(77)
                 await worker.settle()
-            await hostile.send(Report("p", 9, 0, 0, 0, 0))  # what was said before it is taken in when this one is
+            await hostile.send(Report("p", 9, 0, 0, 0, 0))  # earlier messages have been received when this one has
             await prefill.settle()
             assert harness.link.statistics().in_flight == 0
 
@@ -78,7 +78,7 @@ def test_any_message_to_the_frontend_is_taken_or_dropped(said: list[list[bytes]]
 
 @fuzzed()
 @given(frames=messages([Welcome(77)]))
-def test_any_message_to_a_worker_is_taken_or_dropped(
+def test_any_message_to_a_worker_is_accepted_or_dropped(
     link: tuple[FrontendLink, Any, bytes], frames: list[bytes]
 ) -> None:
     worker, frontend, identity = link

@@ -1,4 +1,4 @@
-"""A peer that writes anything at all into rings costs itself the session, and nobody else anything."""
+"""Fuzz tests of rings: a peer that writes arbitrary data ends at most its own session."""
 
 import contextlib
 import struct
@@ -37,7 +37,7 @@ def move(what: str, server: RingServer, client: RingClient, scribble: Callable[[
 
 @fuzzed(0.5)
 @given(writes=scribbles(), moves=MOVES, forged=st.binary(max_size=56), arena=st.booleans())
-def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
+def test_a_client_that_writes_anything_into_its_rings_affects_no_other(
     server: RingServer,
     honest: RingClient,
     writes: list[Callable[[memoryview], None]],
@@ -58,7 +58,7 @@ def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
                 answer(server)
                 server.cancellations()
             else:
-                with contextlib.suppress(IpcError):  # of the hostile client's own end
+                with contextlib.suppress(IpcError):  # errors of the hostile client's own end
                     move(what, server, hostile, scribble, forged)
         expect_served(server, honest)
         server.cancellations()
@@ -79,7 +79,7 @@ def test_a_client_that_writes_anything_into_its_rings_disturbs_nobody(
     place=st.tuples(st.integers(0, 40) | st.just(2**32 - 1), st.integers(0, 3) | st.just(2**32 - 1)),
     arena=st.booleans(),
 )  # fmt: skip
-def test_any_descriptor_is_a_request_a_refusal_or_an_eviction(
+def test_any_descriptor_is_a_request_a_rejection_or_an_eviction(
     server: RingServer,
     honest: RingClient,
     request_id: int,
@@ -102,7 +102,7 @@ def test_any_descriptor_is_a_request_a_refusal_or_an_eviction(
 
 @fuzzed(0.5)
 @given(writes=scribbles(), moves=MOVES, arena=st.booleans(), device=scribbles())
-def test_a_pool_that_writes_anything_into_the_rings_costs_its_client_the_session_at_most(
+def test_a_pool_that_writes_anything_into_the_rings_ends_at_most_the_session(
     server: RingServer,
     honest: RingClient,
     writes: list[Callable[[memoryview], None]],
@@ -110,7 +110,7 @@ def test_a_pool_that_writes_anything_into_the_rings_costs_its_client_the_session
     arena: bool,
     device: list[Callable[[memoryview], None]],
 ) -> None:
-    """Every word that the client reads may be a lie: it raises its own errors, and ends what it asked once."""
+    """Any word that the client reads may be wrong: it raises only its own errors, and ends each request once."""
     with attach(server, "client", arena=arena, timeout_ms=60_000.0) as client:
         ends: list[int] = []
         grant = client.attachment.answer.arena

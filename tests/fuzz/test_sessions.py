@@ -1,4 +1,4 @@
-"""Any message over a session's socket: rings, refusals and typed errors."""
+"""Fuzz tests of the session socket: any message gives rings, a refusal or a typed error."""
 
 import contextlib
 import threading
@@ -36,7 +36,7 @@ ATTACH: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def attach_messages(draw: st.DrawFn) -> list[bytes]:
-    """One to three frames: an Attach that is right but for a field or two, one cut or extended, or anything."""
+    """Draw one to three frames: an Attach valid except for a field or two, truncated or extended, or anything."""
     fields: dict[str, Any] = {
         "type": "Attach", "version": VERSION, "name": "n", "pid": OWN, "doorbell": "zeromq",
         "bell": "ipc://@trinity-fuzz", "arena": True,
@@ -72,12 +72,12 @@ def test_any_message_to_a_pool_is_answered_with_rings_or_a_refusal(
         event(str(msgspec.msgpack.decode(said)["type"]))
         assert msgspec.msgpack.decode(said)["type"] in ("Attached", "Refused")
     expect_served(server, honest)
-    server.housekeep(time.monotonic_ns() + JOIN_NS)  # gives back what nobody opened
+    server.housekeep(time.monotonic_ns() + JOIN_NS)  # reclaims unopened rings
     assert server.statistics().clients == 1
 
 
 class FakePool:
-    """Answers whoever asks to attach with the same bytes."""
+    """Answers every attach request with the same bytes."""
 
     def __init__(self) -> None:
         self.endpoint = endpoint()
@@ -131,9 +131,9 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
     cut: tuple[int, int, bytes] | None,
 ) -> None:
     with attach(server, "template", doorbell="zeromq", arena=True, timeout_ms=60_000.0) as template:
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(template.attachment.answer))
+        fields = msgspec.msgpack.decode(msgspec.msgpack.encode(template.attachment.answer))
         for path, value in changes:
-            inner = told
+            inner = fields
             for step in path[:-1]:
                 try:
                     inner = inner[step]
@@ -141,7 +141,7 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
                     inner = {}
             if fits(value) and isinstance(inner, dict):
                 inner[path[-1]] = value
-        fake.says = msgspec.msgpack.encode(told)
+        fake.says = msgspec.msgpack.encode(fields)
         if cut is not None:
             at = cut[0] % len(fake.says)
             fake.says = fake.says[:at] + cut[2] + fake.says[at + cut[1] :]

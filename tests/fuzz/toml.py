@@ -1,4 +1,4 @@
-"""TOML's values, drawn and written."""
+"""Strategies for TOML values, and a TOML writer."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ SCALAR = (
 
 
 def values(keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Anything that a TOML file can hold under a key."""
+    """Draw any value that a TOML file can hold under a key."""
     return st.recursive(
         SCALAR,
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
@@ -30,7 +30,7 @@ def values(keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
 
 
 def written(table: dict[str, Any]) -> str:
-    """The table as a TOML document, nested ones inline."""
+    """Return the table as a TOML document with inline nested tables."""
     return "".join(f"{_string(key)} = {_value(value)}\n" for key, value in table.items())
 
 

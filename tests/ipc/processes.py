@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks.common.ring_server import RingServer
 from ipc import RingClient, new_token, private_endpoint
-from tests.forked import FORKSERVER
+from tests.process_context import FORKSERVER
 
 JOIN_S = 60.0
 

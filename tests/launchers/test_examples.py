@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.warm import ROOT, Warm
+from tests.fork_server import ROOT, ForkServer
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 RINGS = ("search", "search_asyncio")
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    with Warm("numpy", "openai", "runtime.retrieval.search.async_client", "httpx") as warm:
-        yield warm
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("numpy", "openai", "runtime.retrieval.search.async_client", "httpx") as fork_server:
+        yield fork_server
 
 
-def said(warm: Warm, script: Path, *arguments: str) -> tuple[int, list[str]]:
+def said(fork_server: ForkServer, script: Path, *arguments: str) -> tuple[int, list[str]]:
     """Exit code, and the lines of standard error."""
-    done = warm.run(str(script), *arguments)
+    done = fork_server.run(str(script), *arguments)
     assert not done.stdout
     return done.returncode, done.stderr.splitlines()
 
@@ -43,11 +43,11 @@ def test_an_example_with_too_few_or_too_many_arguments_shows_its_usage(
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_an_example_without_a_node_says_so(script: Path, warm: Warm, tmp_path: Path) -> None:
+def test_an_example_without_a_node_says_so(script: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     np.save(tmp_path / "queries.npy", np.ones((2, 8), np.float32))
     rings = (str(tmp_path / "nowhere"), str(tmp_path / "queries.npy"))
     url = "http://127.0.0.1:1/v1"
-    code, (line,) = said(warm, script, *(rings if script.stem in RINGS else (url, "tiny", "why?")))
+    code, (line,) = said(fork_server, script, *(rings if script.stem in RINGS else (url, "tiny", "why?")))
     assert code == 1
     assert (rings[0] if script.stem in RINGS else url) in line
 
@@ -55,11 +55,11 @@ def test_an_example_without_a_node_says_so(script: Path, warm: Warm, tmp_path: P
 @pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("content", [None, b"", b"no array", b"\x93NUMPY\x01\x00"])
 def test_an_example_whose_queries_are_no_array_names_the_file(
-    name: str, content: bytes | None, warm: Warm, tmp_path: Path
+    name: str, content: bytes | None, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "queries.npy"
     if content is not None:
         path.write_bytes(content)
-    code, (line,) = said(warm, ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
+    code, (line,) = said(fork_server, ROOT / "docs" / "examples" / f"{name}.py", "nowhere", str(path))
     assert code == 1
     assert line.startswith(f"{path}: ")

@@ -24,18 +24,18 @@ from runtime.errors import (
     error_from_code,
 )
 from runtime.node.config import NodeSection
-from tests.warm import Warm
+from tests.fork_server import ForkServer
 
 UNIT = Path(__file__).parents[2] / "launchers" / "trinity.service"
 INSTALLED = "/opt/trinity/bin/trinity"
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[Warm]:
-    with Warm(
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer(
         "launchers.main", "launchers.commands.config", "launchers.commands.index", "launchers.commands.simulate"
-    ) as warm:
-        yield warm
+    ) as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def test_it_gives_a_drain_its_time(service: configparser.SectionProxy) -> None:
 
 
 def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
-    service: configparser.SectionProxy, warm: Warm, tmp_path: Path
+    service: configparser.SectionProxy, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     assert service["Restart"] == "on-failure"
     assert service["ExecStartPre"].startswith("-"), "its exit code counts as a failure to be tried again"
     assert service["RestartPreventExitStatus"].split() == [str(EXIT_CONFIG)]
 
     def code_of(*words: str) -> int:
-        return warm.run("-c", "from launchers.main import main; main()", *words).returncode
+        return fork_server.run("-c", "from launchers.main import main; main()", *words).returncode
 
     (tmp_path / "node.toml").write_text("[http]\nprot = 1\n")
     assert code_of("serve", "--config", str(tmp_path / "node.toml")) == EXIT_CONFIG
@@ -88,9 +88,11 @@ def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
         ("search", "none", "--queries", "none.npy"),
     ],
 )
-def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, warm: Warm, words: tuple[str, ...]) -> None:
+def test_a_file_that_is_missing_is_78_whatever_the_command(
+    tmp_path: Path, fork_server: ForkServer, words: tuple[str, ...]
+) -> None:
     (tmp_path / "node.toml").write_text('[model]\nname = "smollm2-135m-instruct"\n')
-    run = warm.run("-c", "from launchers.main import main; main()", *words, cwd=tmp_path)
+    run = fork_server.run("-c", "from launchers.main import main; main()", *words, cwd=tmp_path)
     assert run.returncode == EXIT_CONFIG, run.stderr
     assert run.stderr.startswith("trinity: error: ")
 
@@ -109,10 +111,10 @@ def test_a_file_that_is_missing_is_78_whatever_the_command(tmp_path: Path, warm:
         ("search", "none", "--queries", "none.npy", "--k", "9", "--top-m", "8"),
     ],
 )
-def test_what_a_command_line_says_wrongly_is_2_in_one_line(warm: Warm, words: tuple[str, ...]) -> None:
+def test_what_a_command_line_says_wrongly_is_2_in_one_line(fork_server: ForkServer, words: tuple[str, ...]) -> None:
     if words[0] == "mcp":
         pytest.importorskip("mcp", reason="mcp is not installed: [mcp]")
-    run = warm.run("-c", "from launchers.main import main; main()", *words)
+    run = fork_server.run("-c", "from launchers.main import main; main()", *words)
     assert (run.returncode, run.stderr.count("\n")) == (EXIT_USAGE, 1), run.stderr
     assert run.stderr.startswith("trinity: error: ")
 

@@ -20,8 +20,8 @@ from runtime.retrieval.live.storage.manifest import SegmentInfo
 from runtime.retrieval.live.storage.resumable_merge import merging_path
 from runtime.retrieval.live.storage.segment import segment_path
 from runtime.retrieval.live.writer import LiveWriter
-from tests.forked import FORKSERVER
 from tests.live.small_collections import contents, documents, maintain, new_writer, open_writer
+from tests.process_context import FORKSERVER
 
 ROWS = 60
 

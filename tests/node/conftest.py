@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import tests.forked  # noqa: F401  (what tiny nodes are forked from has all imported)
+import tests.process_context  # noqa: F401  (preloads the imports of tiny nodes)
 from runtime.testing.tiny_node import TinyNode
 
 StartTiny = Callable[..., TinyNode]

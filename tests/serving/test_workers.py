@@ -374,8 +374,8 @@ def test_an_answer_continues_unchanged_on_another_decode_worker(
     workers.run()
     outputs = workers.outputs
     assert [outputs[f"r{n}"].tokens for n in range(5)] == [reference.generate(prompt, 40) for prompt in prompts]
-    sampled, undisturbed = outputs["sampled"], outputs["undisturbed"]
-    assert (sampled.tokens, sampled.text) == (undisturbed.tokens, undisturbed.text)
+    moved, undisturbed = outputs["sampled"], outputs["undisturbed"]
+    assert (moved.tokens, moved.text) == (undisturbed.tokens, undisturbed.text)
     injected = outputs["injected"]
     assert len(injected.tokens) == 40
     assert len(injected.passages) == len(set(injected.passages))
