@@ -33,7 +33,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DOCS = Retrieval("docs", 3, 2)
 
 
-class Stand:
+class SpanHarness:
     """Traces that keep their spans in memory."""
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ def _no_context() -> Iterator[None]:
     trace_context.reset(token)
 
 
-def answered(stand: Stand) -> dict[str, Any]:
+def answered(harness: SpanHarness) -> dict[str, Any]:
     """The spans of a request that began at `clock.now`, with a retrieval and two probes."""
-    begin, request = stand.clock.now, stand.request()
-    stand.traces.start(request)
+    begin, request = harness.clock.now, harness.request()
+    harness.traces.start(request)
     found = {stages.DEQUEUED: begin + MS, stages.EMBEDDED: begin + 3 * MS, stages.SEARCHED: begin + 5 * MS}
-    stand.traces.record(request, Retrieved("r-1", (), stages=found))
+    harness.traces.record(request, Retrieved("r-1", (), stages=found))
     probes = (
         Probe(2, begin + 10 * MS, begin + 12 * MS, MS, 1, "answered"),
         Probe(4, begin + 14 * MS, begin + 16 * MS, MS, 0, "late"),
@@ -72,15 +72,15 @@ def answered(stand: Stand) -> dict[str, Any]:
     last = {**found, stages.FIRST_TOKEN: begin + 8 * MS, stages.END: begin + 20 * MS}
     piece = Tokens("r-1", "a secret answer", (1, 2), "stop", 3, last, probes=probes)
     request.delivered.add(piece)
-    stand.traces.record(request, piece)
-    stand.traces.end(RequestOutcome("r-1", "stop", 3, 2, last))
-    return stand.told()
+    harness.traces.record(request, piece)
+    harness.traces.end(RequestOutcome("r-1", "stop", 3, 2, last))
+    return harness.told()
 
 
 def test_a_chat_is_a_span_with_its_stages_and_each_probe_as_children() -> None:
-    stand = Stand()
-    begin = WALL + stand.clock.now
-    spans = answered(stand)
+    harness = SpanHarness()
+    begin = WALL + harness.clock.now
+    spans = answered(harness)
     root = spans["chat tiny"]
     assert root.kind is SpanKind.SERVER
     assert (root.start_time, root.end_time) == (begin, begin + 20 * MS)
@@ -91,7 +91,7 @@ def test_a_chat_is_a_span_with_its_stages_and_each_probe_as_children() -> None:
     assert told["gen_ai.usage.output_tokens"] == 2
     assert told["gen_ai.response.finish_reasons"] == ("stop",)
     assert told["gen_ai.response.id"] == "r-1"
-    children = [span for span in stand.exporter.get_finished_spans() if span is not root]
+    children = [span for span in harness.exporter.get_finished_spans() if span is not root]
     assert {child.parent.span_id for child in children} == {root.context.span_id}
     assert [child.name for child in children] == [
         *("queue", "embed", "retrieval docs", "decode"),
@@ -105,47 +105,47 @@ def test_a_chat_is_a_span_with_its_stages_and_each_probe_as_children() -> None:
     assert (first.attributes["trinity.probe.at_token"], first.start_time) == (2, begin + 10 * MS)
     assert "error.type" not in first.attributes
     assert late.attributes["error.type"] == "late"
-    assert "secret" not in "".join(span.to_json() for span in stand.exporter.get_finished_spans())
+    assert "secret" not in "".join(span.to_json() for span in harness.exporter.get_finished_spans())
 
 
 def test_a_request_continues_its_clients_trace_and_propagates_its_own_span() -> None:
-    stand = Stand()
+    harness = SpanHarness()
     trace_context.set({"traceparent": PARENT, "tracestate": "vendor=1"})
-    stand.traces.start(stand.request())
+    harness.traces.start(harness.request())
     sent_on = trace_context.get()
-    stand.traces.end(RequestOutcome("r-1", "stop", 3, 2, {}))
-    (span,) = stand.exporter.get_finished_spans()
+    harness.traces.end(RequestOutcome("r-1", "stop", 3, 2, {}))
+    (span,) = harness.exporter.get_finished_spans()
     _, trace_id, parent_id, _ = PARENT.split("-")
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (trace_id, parent_id)
     assert sent_on == {"traceparent": f"00-{trace_id}-{span.context.span_id:016x}-01", "tracestate": "vendor=1"}
 
 
 def test_an_unsampled_trace_is_not_exported_and_stays_unsampled() -> None:
-    stand = Stand()
+    harness = SpanHarness()
     trace_context.set({"traceparent": PARENT[:-1] + "0"})
-    assert answered(stand) == {}
+    assert answered(harness) == {}
     assert trace_context.get()["traceparent"].endswith("-00")
 
 
 def test_a_failed_request_has_an_error_status() -> None:
-    stand = Stand()
-    stand.traces.start(stand.request())
-    stand.traces.end(RequestOutcome("r-1", "worker_lost", 0, 0, {}))
-    root = stand.told()["chat tiny"]
+    harness = SpanHarness()
+    harness.traces.start(harness.request())
+    harness.traces.end(RequestOutcome("r-1", "worker_lost", 0, 0, {}))
+    root = harness.told()["chat tiny"]
     assert root.attributes["error.type"] == "worker_lost"
     assert not root.status.is_ok
     assert "gen_ai.response.finish_reasons" not in root.attributes
 
 
 def test_over_http_a_completion_and_a_search_have_one_span_each() -> None:
-    stand = Stand()
+    harness = SpanHarness()
     with Cluster() as cluster, cluster.http() as http:
-        cluster.link.traces.spans = stand.spans
+        cluster.link.traces.spans = harness.spans
         body = {"model": "tiny", "prompt": "say=3", "max_tokens": 8, "retrieval": False}
         http.post("/v1/completions", json=body, headers={"traceparent": PARENT})
         http.post("/v1/retrieval", json={"query": "a secret", "k": 2, "collection": "docs"})
-        until(lambda: {"text_completion tiny", "retrieval docs"} <= set(stand.told()))
-    spans = stand.told()
+        until(lambda: {"text_completion tiny", "retrieval docs"} <= set(harness.told()))
+    spans = harness.told()
     assert f"{spans['text_completion tiny'].parent.span_id:016x}" == PARENT.split("-")[2]
     search = spans["retrieval docs"]
     assert search.kind is SpanKind.SERVER

@@ -15,7 +15,7 @@ from runtime.node.supervisor.reload import ReloadStatus, RollingReload
 from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 
 
-class Stand:
+class ReloadHarness:
     def __init__(self) -> None:
         collections = [{"name": name, "path": f"/{name}", "required": False} for name in ("docs", "code")]
         plan = lay_out(parse_config({"pool": {"workers": 2}, "collections": collections}))
@@ -45,87 +45,87 @@ class Stand:
 
 
 @pytest.fixture
-def stand() -> Iterator[Stand]:
-    made = Stand()
+def harness() -> Iterator[ReloadHarness]:
+    made = ReloadHarness()
     yield made
     for table in {worker.table for worker in (*made.workers, made.frontend)}:
         table.close()
 
 
-def test_workers_reload_one_after_the_other(stand: Stand) -> None:
-    assert not stand.reload.request("code").finished
-    assert stand.steps() == ReloadStatus(1, False)
-    assert stand.asked(0) == (1.0, 1.0)
-    assert stand.asked(1)[0] != 1.0
-    stand.answer(0, 1)
-    assert stand.steps() == ReloadStatus(1, False, ("pool-0",))
-    assert stand.asked(1) == (1.0, 1.0)
-    stand.answer(1, 1)
-    assert stand.steps() == ReloadStatus(1, True, ("pool-0", "pool-1"))
+def test_workers_reload_one_after_the_other(harness: ReloadHarness) -> None:
+    assert not harness.reload.request("code").finished
+    assert harness.steps() == ReloadStatus(1, False)
+    assert harness.asked(0) == (1.0, 1.0)
+    assert harness.asked(1)[0] != 1.0
+    harness.answer(0, 1)
+    assert harness.steps() == ReloadStatus(1, False, ("pool-0",))
+    assert harness.asked(1) == (1.0, 1.0)
+    harness.answer(1, 1)
+    assert harness.steps() == ReloadStatus(1, True, ("pool-0", "pool-1"))
 
 
-def test_a_refusal_ends_the_reload_with_its_reason(stand: Stand) -> None:
-    stand.reload.request("")
-    stand.steps()
-    assert stand.asked(0) == (1.0, -1.0)
-    stand.answer(0, 1, "collection docs: not reloaded: damaged")
-    assert stand.steps() == ReloadStatus(1, True, (), "pool-0: collection docs: not reloaded: damaged")
-    assert stand.asked(1)[0] != 1.0
-    stand.reload.request("")
-    assert stand.steps() == ReloadStatus(2, False)
+def test_a_refusal_ends_the_reload_with_its_reason(harness: ReloadHarness) -> None:
+    harness.reload.request("")
+    harness.steps()
+    assert harness.asked(0) == (1.0, -1.0)
+    harness.answer(0, 1, "collection docs: not reloaded: damaged")
+    assert harness.steps() == ReloadStatus(1, True, (), "pool-0: collection docs: not reloaded: damaged")
+    assert harness.asked(1)[0] != 1.0
+    harness.reload.request("")
+    assert harness.steps() == ReloadStatus(2, False)
 
 
 def test_a_starting_worker_reloads_when_ready_and_a_stopped_one_is_skipped(
-    stand: Stand,
+    harness: ReloadHarness,
 ) -> None:
-    stand.workers[0].phase, stand.workers[1].phase = Phase.STARTING, Phase.BACKOFF
-    stand.reload.request("")
-    assert stand.steps() == ReloadStatus(1, False)
-    stand.workers[0].phase = Phase.READY
-    stand.steps()
-    stand.answer(0, 1)
-    assert stand.steps() == ReloadStatus(1, True, ("pool-0",))
+    harness.workers[0].phase, harness.workers[1].phase = Phase.STARTING, Phase.BACKOFF
+    harness.reload.request("")
+    assert harness.steps() == ReloadStatus(1, False)
+    harness.workers[0].phase = Phase.READY
+    harness.steps()
+    harness.answer(0, 1)
+    assert harness.steps() == ReloadStatus(1, True, ("pool-0",))
 
 
-def test_a_worker_that_dies_during_its_reload_reports_after_its_restart(stand: Stand) -> None:
-    stand.reload.request("")
-    stand.steps()
-    stand.workers[0].phase = Phase.BACKOFF
-    assert stand.steps() == ReloadStatus(1, False)
-    stand.workers[0].phase = Phase.READY
-    stand.answer(0, 1)
-    assert stand.steps().workers == ("pool-0",)
+def test_a_worker_that_dies_during_its_reload_reports_after_its_restart(harness: ReloadHarness) -> None:
+    harness.reload.request("")
+    harness.steps()
+    harness.workers[0].phase = Phase.BACKOFF
+    assert harness.steps() == ReloadStatus(1, False)
+    harness.workers[0].phase = Phase.READY
+    harness.answer(0, 1)
+    assert harness.steps().workers == ("pool-0",)
 
 
-def test_an_unknown_collection_is_refused(stand: Stand) -> None:
-    assert stand.reload.request("other").error == "no collection 'other' on this node; known: docs, code"
-    assert stand.steps() == ReloadStatus(0, True)
+def test_an_unknown_collection_is_refused(harness: ReloadHarness) -> None:
+    assert harness.reload.request("other").error == "no collection 'other' on this node; known: docs, code"
+    assert harness.steps() == ReloadStatus(0, True)
 
 
-def test_a_reload_ends_when_readers_have_opened_the_documents(stand: Stand) -> None:
-    stand.workers.insert(0, stand.frontend)
-    del stand.workers[2]
-    stand.reload.request("docs")
-    stand.steps()
-    assert stand.frontend.table.knob("reload") != 1.0  # before there is anything new
-    stand.answer(1, 1)
-    assert stand.steps() == ReloadStatus(1, False, ("pool-0",))
-    assert stand.frontend.table.knob("reload") == 1.0
-    stand.frontend.table.set(RetrievingMetrics.RELOAD, 1)
-    assert stand.steps() == ReloadStatus(1, True, ("pool-0", "frontend-0"))
+def test_a_reload_ends_when_readers_have_opened_the_documents(harness: ReloadHarness) -> None:
+    harness.workers.insert(0, harness.frontend)
+    del harness.workers[2]
+    harness.reload.request("docs")
+    harness.steps()
+    assert harness.frontend.table.knob("reload") != 1.0  # before there is anything new
+    harness.answer(1, 1)
+    assert harness.steps() == ReloadStatus(1, False, ("pool-0",))
+    assert harness.frontend.table.knob("reload") == 1.0
+    harness.frontend.table.set(RetrievingMetrics.RELOAD, 1)
+    assert harness.steps() == ReloadStatus(1, True, ("pool-0", "frontend-0"))
 
 
-def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(stand: Stand) -> None:
-    stand.workers.insert(0, stand.frontend)
-    del stand.workers[2]
-    stand.reload.request("docs")
-    stand.steps()
-    stand.answer(1, 1)
-    stand.steps()
-    table = stand.frontend.table
+def test_a_worker_that_cannot_use_the_documents_ends_the_reload_with_its_reason(harness: ReloadHarness) -> None:
+    harness.workers.insert(0, harness.frontend)
+    del harness.workers[2]
+    harness.reload.request("docs")
+    harness.steps()
+    harness.answer(1, 1)
+    harness.steps()
+    table = harness.frontend.table
     table.note = "collection docs: documents.sqlite is damaged"
     table.set(RetrievingMetrics.RELOAD_REFUSED, 1)
     table.set(RetrievingMetrics.RELOAD, 1)
-    assert stand.steps() == ReloadStatus(
+    assert harness.steps() == ReloadStatus(
         1, True, ("pool-0",), "frontend-0: collection docs: documents.sqlite is damaged"
     )

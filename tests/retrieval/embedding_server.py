@@ -1,4 +1,4 @@
-"""A stand-in for a server with OpenAI's `/v1/embeddings`: real HTTP, answers as told."""
+"""A fake server of OpenAI's `/v1/embeddings` over real HTTP, with scripted answers."""
 
 import json
 import threading
@@ -9,8 +9,8 @@ from typing import Any
 
 
 class EmbeddingServer:
-    """Embeds a text as [its length, 1, 0, …]. `script` has answers to give first: (status, headers, body or None for
-    the vectors). `asked`: the bodies that came; `keys`: what was sent as Authorization."""
+    """Embeds a text as [its length, 1, 0, …]. `script`: answers to send first: (status, headers, body or None for
+    the vectors). `asked`: the bodies received; `keys`: the Authorization headers received."""
 
     def __init__(self, dim: int = 4) -> None:
         self.dim = dim
@@ -34,7 +34,7 @@ class EmbeddingServer:
 
 @contextmanager
 def embedding_server(dim: int = 4) -> Iterator[EmbeddingServer]:
-    """One that listens on a port of loopback."""
+    """Run a server on a loopback port."""
     stand = EmbeddingServer(dim)
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def embedding_server(dim: int = 4) -> Iterator[EmbeddingServer]:
             self.wfile.write(sent)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
+            """Suppress the request log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

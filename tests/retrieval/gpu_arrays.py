@@ -1,4 +1,4 @@
-"""Arrays that say that they lie on a GPU; their memory is the host's, and so is what the played CUDA runtime copies."""
+"""Arrays that claim to be on a GPU but use host memory, and a fake CUDA runtime that copies host memory."""
 
 import ctypes
 from types import SimpleNamespace
@@ -19,14 +19,14 @@ class CudaArray:
         } | changes  # fmt: skip
 
     def reshaped(self, *shape: int) -> "CudaArray":
-        """A view of it, which keeps it alive."""
+        """Return a view that keeps this array alive."""
         view = CudaArray(self.array.reshape(shape))
         view.base = self  # type: ignore[attr-defined]
         return view
 
 
 class DlpackArray:
-    """An array that says by DLPack on which type of device it lies."""
+    """An array that reports a device type through DLPack."""
 
     def __init__(self, array: np.ndarray, device: int) -> None:
         self._array, self._device = array, device
@@ -39,7 +39,7 @@ class DlpackArray:
 
 
 def fake_cuda_runtime(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A CUDA runtime whose one device has the host's memory; the bytes of each copy out, and -stream of each wait."""
+    """Install a CUDA runtime over host memory; return a list: bytes of each copy, -stream of each synchronization."""
     bindings = pytest.importorskip("cuda.bindings", reason="needs the extra [cuda]")
     done: list[int] = []
     success = SimpleNamespace(name="cudaSuccess")

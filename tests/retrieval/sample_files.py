@@ -1,4 +1,4 @@
-"""Small files of every kind that a collection takes, and an embedder that counts."""
+"""Small files of every supported type, and an embedder that counts."""
 
 import io
 import zipfile
@@ -10,7 +10,7 @@ from runtime.retrieval.embedding.embedder import HashingEmbedder, TextKind, Vect
 
 
 class CountingEmbedder(HashingEmbedder):
-    """Notes the passages that it embeds."""
+    """Records the passages that it embeds."""
 
     def __init__(self, dim: int = 64) -> None:
         super().__init__(dim)
@@ -23,7 +23,7 @@ class CountingEmbedder(HashingEmbedder):
 
 
 def pdf(*pages: str, title: str = "") -> bytes:
-    """A PDF with a line of text on each page."""
+    """Return a PDF with a line of text on each page."""
     streams = [f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b"" for text in pages]
     first = 4
     objects = [
@@ -51,7 +51,7 @@ def pdf(*pages: str, title: str = "") -> bytes:
 
 
 def docx(title: str, *sections: tuple[str, str]) -> bytes:
-    """A Word file: a title, headings with a paragraph each, and a table at the end."""
+    """Return a Word file: a title, headings with a paragraph each, and a table at the end."""
     from docx import Document
 
     document = Document()
@@ -67,7 +67,7 @@ def docx(title: str, *sections: tuple[str, str]) -> bytes:
 
 
 def pptx(*slides: tuple[str, str, str]) -> bytes:
-    """A presentation: title, text and notes of each slide."""
+    """Return a presentation with a title, text and notes per slide."""
     from pptx import Presentation
 
     presentation = Presentation()
@@ -82,7 +82,7 @@ def pptx(*slides: tuple[str, str, str]) -> bytes:
 
 
 def docx_of(body: str) -> bytes:
-    """A Word file whose body is this XML."""
+    """Return a Word file with the given XML body."""
     name, space = "word/document.xml", "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
     written = io.BytesIO()
     with (
@@ -96,7 +96,7 @@ def docx_of(body: str) -> bytes:
 
 
 def without_words(path: Path) -> None:
-    """As builds were before there were any."""
+    """Remove the keyword index from a build, as in builds of older versions."""
     found = read_manifest(path)
     (path / KEYWORDS).unlink()
     files = {name: facts for name, facts in found.files.items() if name != KEYWORDS}

@@ -1,4 +1,4 @@
-"""How a long build tells how far it is, on a terminal and in a log."""
+"""Progress reporting of long builds on a terminal and in a log."""
 
 import io
 
@@ -10,7 +10,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end_of_a_stage() -> None:
+def test_a_log_gets_a_line_every_ten_seconds_and_at_the_end_of_a_stage() -> None:
     now = 0.0
     log = io.StringIO()
     with BuildProgress(log, clock=lambda: now) as progress:
@@ -28,7 +28,7 @@ def test_a_log_gets_a_line_every_ten_seconds_and_one_at_the_end_of_a_stage() -> 
     ]
 
 
-def test_the_times_of_a_split_index_add_up_to_what_passed() -> None:
+def test_the_times_of_shards_add_up_to_the_elapsed_time() -> None:
     now = 0.0
     log = io.StringIO()
     with BuildProgress(log, clock=lambda: now) as progress:
@@ -53,7 +53,7 @@ def test_a_terminal_gets_a_bar_for_each_stage() -> None:
     assert "50%" in terminal.getvalue()
 
 
-def test_a_stage_whose_parts_all_say_that_it_is_done_ends_once() -> None:
+def test_a_stage_ends_once_when_all_its_parts_are_done() -> None:
     log = io.StringIO()
     with BuildProgress(log, clock=lambda: 0.0) as progress:
         for done in (0.5, 1.0, 1.0):

@@ -1,4 +1,4 @@
-"""What is open is what is compared; files of two builds are never opened as one."""
+"""Checksums are verified on open files; files of two builds are never opened together."""
 
 import shutil
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> None:
+def test_an_open_file_is_verified_even_if_its_name_was_replaced(file: Path) -> None:
     checksums = Checksums({file: checksum_file(file)})
     file.rename(file.with_name("moved"))
     file.write_bytes(b"another")
@@ -29,14 +29,14 @@ def test_an_open_file_is_read_though_another_has_its_name_by_now(file: Path) -> 
     assert sum(paces) == checksums.read_bytes == checksums.total_bytes == 256 * 20_000
 
 
-def test_the_pace_is_kept_every_256_kib_for_a_loop_on_the_same_core_waits_that_long(file: Path) -> None:
+def test_hashing_yields_every_256_kib(file: Path) -> None:
     paces: list[int] = []
     Checksums({file: checksum_file(file)}).verify(paces.append)
     assert max(paces) == 256 << 10
 
 
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b"x" + b[1:], lambda b: b""])
-def test_a_file_that_is_cut_grown_or_altered_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
+def test_a_truncated_grown_or_modified_file_is_named(file: Path, change: Callable[[bytes], bytes]) -> None:
     checksum = checksum_file(file)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CollectionError, match=r"codes\.npy is damaged: its checksum"):
@@ -80,7 +80,7 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(tmp_path
     assert closed == seen[:1]
 
 
-def test_a_collection_that_is_another_one_at_every_look_is_not_opened(tmp_path: Path) -> None:
+def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(tmp_path: Path) -> None:
     build(tmp_path / "docs", 1)
     generation = 1
 

@@ -1,4 +1,4 @@
-"""Collections: what is built is what is found, a build is all or nothing, and damage is named."""
+"""Collections: search of built collections, atomic builds, and detection of corruption."""
 
 import json
 import multiprocessing
@@ -66,14 +66,14 @@ def test_a_question_finds_its_document(built: Path) -> None:
         assert (np.diff(distances, axis=1) >= 0).all()
 
 
-def test_what_is_indexed_is_title_and_text(built: Path) -> None:
+def test_title_and_text_are_embedded(built: Path) -> None:
     with Collection.open(built) as collection:
         exact = load_embedder("hashing-256").embed([embedding_text(DOCUMENTS[1].title, DOCUMENTS[1].text)])
         ids, distances = collection.index.search(exact, k=1)
         assert (ids[0, 0], distances[0, 0]) == (1, pytest.approx(0, abs=1e-5))
 
 
-def test_a_path_builds_what_its_documents_build(tmp_path: Path, built: Path) -> None:
+def test_a_path_builds_the_same_as_its_documents(tmp_path: Path, built: Path) -> None:
     source = tmp_path / "d.jsonl"
     source.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in DOCUMENTS))
     Collection.build(source, tmp_path / "docs", embedder="hashing-256", degree=8)
@@ -100,14 +100,14 @@ def test_ids_of_vectors_are_what_a_search_returns(tmp_path: Path, vectors: np.nd
         assert collection.index.search(vectors[40:41], k=1)[0].item() == 1_000_120
 
 
-def test_known_vectors_spare_the_embedder(tmp_path: Path, built: Path) -> None:
+def test_given_vectors_are_not_embedded(tmp_path: Path, built: Path) -> None:
     known = load_embedder("hashing-256").embed([embedding_text(d.title, d.text) for d in DOCUMENTS])
     build(tmp_path / "docs", vectors=known)
     for name in FILES[1:]:
         assert (tmp_path / "docs" / name).read_bytes() == (built / name).read_bytes()
 
 
-def test_progress_tells_every_stage_from_begin_to_end(tmp_path: Path) -> None:
+def test_progress_reports_every_stage_from_begin_to_end(tmp_path: Path) -> None:
     told: dict[str, list[float]] = {}
     build(tmp_path / "docs", progress=lambda stage, done: told.setdefault(stage, []).append(done))
     assert next(iter(told)) == "embed"
@@ -116,14 +116,14 @@ def test_progress_tells_every_stage_from_begin_to_end(tmp_path: Path) -> None:
         assert parts[-1] == 1.0
 
 
-def test_info_tells_what_was_built(built: Path) -> None:
+def test_info_describes_the_build(built: Path) -> None:
     info = Collection.info(built)
     assert (info.size, info.dim, info.metric, info.dtype, info.degree) == (43, 256, "cosine", "float32", 8)
     assert info.document_bytes == (built / "documents.sqlite").stat().st_size
     assert info.index_bytes > 43 * 256 * 4
 
 
-def test_other_processes_may_have_it_open(built: Path) -> None:
+def test_several_processes_can_open_a_collection(built: Path) -> None:
     with Collection.open(built):
         child = multiprocessing.get_context("spawn").Process(target=_finds_chess, args=(built,))
         child.start()
@@ -143,7 +143,7 @@ def _finds_chess(directory: Path) -> None:
 # ---- all or nothing
 
 
-def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.ndarray) -> None:
+def test_a_failed_build_leaves_no_files(tmp_path: Path, vectors: np.ndarray) -> None:
     def broken() -> Iterator[Document]:
         yield DOCUMENTS[0]
         raise KeyboardInterrupt
@@ -175,7 +175,7 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path, vectors: np.nd
         assert not (tmp_path / "parent").exists() or not os.listdir(tmp_path / "parent")
 
 
-def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: Path) -> None:
+def test_an_existing_directory_is_replaced_only_with_force(copy: Path) -> None:
     before = (copy / "collection.json").read_bytes()
     with pytest.raises(CollectionError, match="already exists: use another --out, or --force"):
         build(copy, seed=1)
@@ -187,7 +187,7 @@ def test_a_directory_that_is_there_is_refused_and_replaced_only_by_force(copy: P
 
 
 @pytest.mark.parametrize("closed", ["", "index"])
-def test_a_collection_that_may_not_be_read_is_not_called_foreign(
+def test_an_unreadable_collection_is_not_reported_as_foreign(
     copy: Path, closed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(copy.parent)  # what is above it may be root's
@@ -202,7 +202,7 @@ def test_a_collection_that_may_not_be_read_is_not_called_foreign(
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root may read anything: for as long as this lasts the process is not root's."""
+    """Drop root's privileges for the block, because root can read any file."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -212,7 +212,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(user)
 
 
-def test_a_manifest_that_is_no_regular_file_is_said_to_be_none(copy: Path) -> None:
+def test_a_manifest_that_is_not_a_regular_file_is_refused(copy: Path) -> None:
     (copy / "collection.json").unlink()
     with pytest.raises(CollectionError, match=r"docs is not a collection: .*collection\.json is missing$"):
         Collection.open(copy)
@@ -221,7 +221,7 @@ def test_a_manifest_that_is_no_regular_file_is_said_to_be_none(copy: Path) -> No
         Collection.open(copy)
 
 
-def test_who_has_the_old_collection_open_keeps_it(copy: Path) -> None:
+def test_readers_keep_the_replaced_collection_open(copy: Path) -> None:
     with Collection.open(copy) as old:
         Collection.build(DOCUMENTS[3:], copy, embedder="hashing-64", degree=4, force=True)
         ids, _ = old.index.search(load_embedder("hashing-256").embed(["a board game"]), k=1)
@@ -229,14 +229,14 @@ def test_who_has_the_old_collection_open_keeps_it(copy: Path) -> None:
         assert old.documents.get(ids[0])[0].id == "chess"
 
 
-def test_a_failed_replacement_leaves_the_old_collection(copy: Path) -> None:
+def test_a_failed_replacement_keeps_the_old_collection(copy: Path) -> None:
     with pytest.raises(CollectionError, match="no documents"):
         Collection.build([], copy, force=True, embedder="hashing-64")
     Collection.verify(copy)
     assert os.listdir(copy.parent) == ["docs"]
 
 
-def test_what_trinity_did_not_write_is_never_deleted(tmp_path: Path, copy: Path) -> None:
+def test_foreign_files_are_never_deleted(tmp_path: Path, copy: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("x")
@@ -255,7 +255,7 @@ def test_what_trinity_did_not_write_is_never_deleted(tmp_path: Path, copy: Path)
     assert sorted(os.listdir(tmp_path)) == ["docs", "file", "link", "mine"]
 
 
-def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CollectionError, match=r"file.* cannot be made"):
         build(tmp_path / "file" / "docs")
@@ -265,7 +265,7 @@ def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_verify_names_the_file_in_which_a_bit_has_turned(copy: Path, name: str) -> None:
+def test_verify_names_the_file_with_a_flipped_bit(copy: Path, name: str) -> None:
     Collection.verify(copy)
     content = bytearray((copy / name).read_bytes())
     content[len(content) * 3 // 4] ^= 0x01
@@ -277,7 +277,7 @@ def test_verify_names_the_file_in_which_a_bit_has_turned(copy: Path, name: str) 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["truncated", "missing", "longer"])
-def test_open_names_a_file_that_is_not_whole(copy: Path, name: str, how: str) -> None:
+def test_open_names_a_truncated_file(copy: Path, name: str, how: str) -> None:
     content = (copy / name).read_bytes()
     if how == "missing":
         (copy / name).unlink()
@@ -287,7 +287,7 @@ def test_open_names_a_file_that_is_not_whole(copy: Path, name: str, how: str) ->
         Collection.open(copy)
 
 
-def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Path) -> None:
+def test_directories_that_are_not_collections_are_named(tmp_path: Path, copy: Path) -> None:
     with pytest.raises(CollectionError, match=r"no collection at .*nowhere"):
         Collection.open(tmp_path / "nowhere")
     for content in (None, "{}", "[]", "nonsense", '{"format": "trinity-index"}', "9" * 100_000):
@@ -313,9 +313,7 @@ def test_directories_that_are_no_collections_are_named(tmp_path: Path, copy: Pat
         ({"files": {"index/meta.json": (1, "x"), "../../x": (1, "x")}}, "which is not a file of a collection"),
     ],
 )
-def test_a_manifest_that_cannot_be_is_refused_though_its_checksum_fits(
-    copy: Path, change: dict[str, Any], says: str
-) -> None:
+def test_an_invalid_manifest_with_a_valid_checksum_is_refused(copy: Path, change: dict[str, Any], says: str) -> None:
     manifest = read_manifest(copy)
     if "files" in change:
         change = {"files": {name: FileChecksum(*checksum) for name, checksum in change["files"].items()}}
@@ -325,7 +323,7 @@ def test_a_manifest_that_cannot_be_is_refused_though_its_checksum_fits(
             call(copy)
 
 
-def test_a_link_that_leads_in_a_circle_is_named(copy: Path) -> None:
+def test_a_circular_link_is_named(copy: Path) -> None:
     (copy / "index" / "codes.npy").unlink()
     (copy / "index" / "codes.npy").symlink_to("codes.npy")
     for call in (Collection.open, Collection.info, Collection.verify):

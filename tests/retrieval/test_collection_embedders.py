@@ -1,4 +1,4 @@
-"""A collection remembers what embedded it: whoever serves it embeds queries alike, or says what is missing."""
+"""A collection stores its embedder: queries are embedded alike, or the missing embedder is reported."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +30,7 @@ def plan_of(home: Path, *lines: str) -> NodePlan:
 
 
 def diagnosed(home: Path) -> tuple[str, str]:
-    """What the doctor says of the collection's embedder."""
+    """Return the doctor's finding about the collection's embedder."""
     (found,) = (one for one in diagnose(load_config(home / "node.toml")) if one.subject == "embedder of docs")
     return found.level, found.text
 
@@ -48,7 +48,7 @@ def test_passages_and_queries_are_embedded_with_their_prefixes(tmp_path: Path) -
     np.testing.assert_allclose(served.embed(["cat"]), bare.embed(["query: cat"]), atol=1e-6)
 
 
-def test_a_node_says_at_its_start_which_embedder_is_missing_and_is_told_where_it_is(tmp_path: Path) -> None:
+def test_a_missing_embedder_is_reported_at_start_and_can_be_configured(tmp_path: Path) -> None:
     spec, model = choose_embedder(str(write_tiny_model(tmp_path / "m")))
     Collection.build(DOCUMENTS, tmp_path / "docs", embedder=spec, model=model, degree=2)
     assert sum(estimate_host_bytes(plan_of(tmp_path)).values()) > sum(
@@ -62,7 +62,7 @@ def test_a_node_says_at_its_start_which_embedder_is_missing_and_is_told_where_it
     assert CollectionRegistry(moved).embedder("docs").embed(["cat"]).shape == (1, 6)
 
 
-def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_does(
+def test_a_node_starts_without_its_embedding_server_but_not_without_a_key(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with embedding_server() as server:
@@ -84,7 +84,7 @@ def test_a_server_that_is_down_keeps_no_node_from_starting_but_a_missing_key_doe
     assert registry.embedder("docs").dim == 4
 
 
-def test_the_command_line_takes_a_models_directory_and_says_what_a_collection_was_built_with(
+def test_the_command_line_accepts_a_model_directory_and_shows_a_collections_embedder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [f'{{"id": {n}, "text": "{document.text}"}}\n' for n, document in enumerate(DOCUMENTS)]

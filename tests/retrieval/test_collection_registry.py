@@ -1,4 +1,4 @@
-"""The collections of a node as its clients see them."""
+"""The registry of a node's collections as seen by its clients."""
 
 import itertools
 import shutil
@@ -23,7 +23,7 @@ from runtime.retrieval.search.query import SearchResult
 from runtime.testing.waiting import until
 
 
-def test_who_opens_it_again_sees_collections_as_they_were_built_anew(tmp_path: Path) -> None:
+def test_reopening_the_registry_shows_rebuilt_collections(tmp_path: Path) -> None:
     def build(words: str) -> None:
         documents = [Document(str(n), f"title {n}", f"{words} {n}") for n in range(40)]
         Collection.build(documents, tmp_path / "docs", embedder="hashing-64", force=True)
@@ -62,7 +62,7 @@ class Docs:
         return self.now_ns
 
     def alter(self, old: bytes = b"text 7 ", new: bytes = b"text 8 ") -> None:
-        """In place, as a disk does it: the size is as it was."""
+        """Modify the file in place, like a failing disk: its size does not change."""
         file = self.path / "documents.sqlite"
         content = file.read_bytes()
         assert old in content
@@ -70,7 +70,7 @@ class Docs:
             opened.write(content.replace(old, new))
 
     def tear(self) -> None:
-        """Pages of it are none any more."""
+        """Destroy pages of the file."""
         with (self.path / "documents.sqlite").open("r+b") as opened:
             opened.seek(8192)
             opened.write(b"\xff" * (self.path / "documents.sqlite").stat().st_size)
@@ -93,7 +93,7 @@ def docs(tmp_path: Path) -> Docs:
 
 
 @pytest.mark.parametrize("verify", ["start", "background"])
-def test_altered_documents_are_found_and_of_no_use_until_they_are_put_back(docs: Docs, verify: Verify) -> None:
+def test_modified_documents_are_detected_and_unused_until_restored(docs: Docs, verify: Verify) -> None:
     docs.alter()
     registry = docs.registry(verify)
     until(lambda: docs.text(registry) == "", lambda: registry.follow("docs", [docs.identity]))
@@ -107,7 +107,7 @@ def test_altered_documents_are_found_and_of_no_use_until_they_are_put_back(docs:
     assert registry.embedder("docs").name == "hashing-64"
 
 
-def test_what_is_found_altered_is_not_read_again_and_again(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch: pytest.MonkeyPatch) -> None:
     docs.alter()
     registry = docs.registry("start")
     assert docs.text(registry) == ""

@@ -56,7 +56,7 @@ def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
         DocumentStore.create(tmp_path / "d", [Document("a", "", "\ud800")])
 
 
-def test_reading_leaves_the_file_and_its_directory_as_they_are(path: Path) -> None:
+def test_reading_does_not_change_the_file_or_its_directory(path: Path) -> None:
     before = path.read_bytes()
     with DocumentStore.open(path) as store:
         store.get([1])
@@ -64,7 +64,7 @@ def test_reading_leaves_the_file_and_its_directory_as_they_are(path: Path) -> No
     assert path.read_bytes() == before
 
 
-def test_a_missing_a_foreign_and_a_damaged_file_are_refused_by_name(tmp_path: Path, path: Path) -> None:
+def test_missing_foreign_and_corrupt_files_are_refused_by_name(tmp_path: Path, path: Path) -> None:
     with pytest.raises(CollectionError, match="nowhere is missing"):
         DocumentStore.open(tmp_path / "nowhere")
     foreign = tmp_path / "foreign"
@@ -85,7 +85,7 @@ def changed(path: Path, *statements: str) -> Path:
     return path
 
 
-def test_a_table_of_another_make_is_refused_before_it_is_read(path: Path) -> None:
+def test_a_table_with_another_schema_is_refused_before_it_is_read(path: Path) -> None:
     endless = "WITH RECURSIVE n(row) AS (SELECT 0 UNION ALL SELECT row + 1 FROM n) SELECT row, 'a', 'b', 'c' FROM n"
     changed(path, "ALTER TABLE documents RENAME TO others", f"CREATE VIEW documents AS {endless}")
     with pytest.raises(CollectionError, match="its tables have another schema"):
@@ -93,7 +93,7 @@ def test_a_table_of_another_make_is_refused_before_it_is_read(path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", ["NULL", "7", "x'00ff'", "CAST(x'ff00ff' AS TEXT)", "zeroblob(100000000)"])
-def test_what_is_no_text_is_damage(path: Path, value: str) -> None:
+def test_a_value_that_is_not_text_is_corruption(path: Path, value: str) -> None:
     with DocumentStore.open(changed(path, f"UPDATE documents SET text = {value} WHERE row = 3")) as store:
         store.get([2, 4])
         if value == "7":  # SQLite makes it the text "7"

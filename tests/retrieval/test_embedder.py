@@ -1,4 +1,4 @@
-"""Embedders: what a vector is, what they refuse, and that the MiniLM one needs neither torch nor its packages' code."""
+"""Embedders: vectors, refused input, and MiniLM without torch and without its packages' code."""
 
 import importlib.util
 import os
@@ -23,19 +23,19 @@ def embedder(request: pytest.FixtureRequest) -> Embedder:
     return load_embedder(request.param)
 
 
-def test_a_vector_is_float32_of_the_named_length_and_of_norm_1(embedder: Embedder) -> None:
+def test_vectors_are_float32_of_the_declared_dimension_and_norm_1(embedder: Embedder) -> None:
     vectors = embedder.embed(TEXTS)
     assert vectors.shape == (3, embedder.dim) == (3, embedder_dim(embedder.name))
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-def test_texts_of_one_meaning_are_nearer_than_others(embedder: Embedder) -> None:
+def test_texts_of_similar_meaning_are_nearer(embedder: Embedder) -> None:
     cat, kitten, rates = embedder.embed(TEXTS)
     assert cat @ kitten > cat @ rates
 
 
-def test_a_vector_does_not_depend_on_its_company_or_on_the_order(embedder: Embedder) -> None:
+def test_a_vector_does_not_depend_on_its_batch(embedder: Embedder) -> None:
     texts = [*TEXTS, "word " * 200, "short"]
     together = embedder.embed(texts)
     np.testing.assert_allclose(together[::-1], embedder.embed(texts[::-1]), atol=1e-5)
@@ -67,9 +67,9 @@ def test_several_threads_give_the_vectors_of_one() -> None:
 
 
 @needs_minilm
-def test_minilm_reads_256_tokens_and_no_more() -> None:
+def test_minilm_reads_at_most_256_tokens() -> None:
     embedder = load_embedder("all-minilm-l6-v2")
-    head = "word " * 254  # with the two marks around it, 256 tokens
+    head = "word " * 254  # with the two special tokens, 256 tokens
     full, longer, shorter = embedder.embed([head, head + "a completely different ending", "word " * 100 + "ending"])
     np.testing.assert_allclose(full, longer, atol=1e-6)
     assert not np.allclose(full, shorter, atol=1e-3)
@@ -94,7 +94,7 @@ def test_minilm_is_loaded_without_the_code_of_its_packages_and_without_torch() -
     assert (child.returncode, child.stdout) == (0, "set()\n"), child.stderr
 
 
-def test_a_missing_package_is_answered_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError) as raised:
         load_embedder("all-minilm-l6-v2")
@@ -114,11 +114,11 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it(monkeyp
         ("hashing-" + "9" * 50, "unknown embedder"),
     ],
 )
-def test_a_wrong_name_is_refused(name: str, message: str) -> None:
+def test_an_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         load_embedder(name)
 
 
-def test_no_threads_are_refused() -> None:
+def test_zero_threads_are_refused() -> None:
     with pytest.raises(ModelError, match="at least 1 thread, not 0"):
         load_embedder("hashing-256", threads=0)

@@ -1,4 +1,4 @@
-"""An embedder behind a URL: what it is asked, when it is asked again, and what is made of bad answers."""
+"""An embedder behind a URL: requests, retries and invalid answers."""
 
 import random
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def server() -> Iterator[EmbeddingServer]:
 
 
 class Slept:
-    """An embedder whose waits are noted."""
+    """An embedder whose back-off waits are recorded."""
 
     def __init__(self, server: EmbeddingServer, retries: RetryPolicy = BUILD_RETRIES, **spec: Any) -> None:
         self.waits: list[float] = []
@@ -37,7 +37,7 @@ class Slept:
         self.embedder = ServerEmbedder(described, sleep=self.waits.append, jitter=random.Random(1), retries=retries)
 
 
-def test_texts_are_sent_in_batches_and_their_vectors_come_in_their_order(server: EmbeddingServer) -> None:
+def test_texts_are_sent_in_batches_and_vectors_return_in_order(server: EmbeddingServer) -> None:
     texts = ["x" * n for n in range(1, BATCH_TEXTS + 8)]
     vectors = Slept(server).embedder.embed(texts, "passage")
     assert [len(body["input"]) for body in server.asked] == [BATCH_TEXTS, 7]
@@ -46,12 +46,12 @@ def test_texts_are_sent_in_batches_and_their_vectors_come_in_their_order(server:
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-def test_a_batch_has_no_more_characters_than_it_may(server: EmbeddingServer) -> None:
+def test_a_batch_is_limited_in_characters(server: EmbeddingServer) -> None:
     Slept(server).embedder.embed(["x" * 30_000] * 5)
     assert [sum(map(len, body["input"])) <= BATCH_CHARACTERS for body in server.asked] == [True] * 3
 
 
-def test_several_batches_are_in_flight_at_once_and_vectors_come_in_their_order(server: EmbeddingServer) -> None:
+def test_batches_are_sent_concurrently_and_vectors_return_in_order(server: EmbeddingServer) -> None:
     spec = ServerSpec(name="words", dim=4, url=server.url)
     texts = ["x" * (n % 50 + 1) for n in range(BATCH_TEXTS * 5)]
     np.testing.assert_array_equal(ServerEmbedder(spec, threads=3).embed(texts), ServerEmbedder(spec).embed(texts))
@@ -64,7 +64,7 @@ def test_queries_and_passages_are_sent_with_their_prefixes(server: EmbeddingServ
     assert server.texts == ["query: cat", "passage: cat"]
 
 
-def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingServer) -> None:
+def test_retry_after_is_respected(server: EmbeddingServer) -> None:
     server.script = [(429, {"Retry-After": "7"}, {}), (503, {}, {}), (500, {"Retry-After": "soon"}, {})]
     slept = Slept(server)
     assert slept.embedder.embed(["cat"], "passage").shape == (1, 4)
@@ -74,14 +74,16 @@ def test_it_waits_as_long_as_the_server_says_and_asks_again(server: EmbeddingSer
 
 
 @pytest.mark.parametrize(("retries", "attempts"), [(REQUEST_RETRIES, 2), (BUILD_RETRIES, 6)])
-def test_it_asks_so_often_and_then_says_why_not(server: EmbeddingServer, retries: RetryPolicy, attempts: int) -> None:
+def test_retries_are_bounded_and_the_error_has_the_reason(
+    server: EmbeddingServer, retries: RetryPolicy, attempts: int
+) -> None:
     server.script = [(503, {}, {"error": {"message": "too many texts"}})] * 9
     with pytest.raises(EmbedderUnreachable, match="responded with 503: too many texts"):
         Slept(server, retries).embedder.embed(["cat"])
     assert len(server.asked) == attempts
 
 
-def test_a_server_that_wants_a_long_wait_is_not_waited_for(server: EmbeddingServer) -> None:
+def test_a_long_retry_after_is_an_error_at_once(server: EmbeddingServer) -> None:
     server.script = [(429, {"Retry-After": "3600"}, {})]
     slept = Slept(server)
     with pytest.raises(EmbedderUnreachable, match="429"):
@@ -89,7 +91,7 @@ def test_a_server_that_wants_a_long_wait_is_not_waited_for(server: EmbeddingServ
     assert slept.waits == []
 
 
-def test_a_server_that_is_not_there_is_unreachable(server: EmbeddingServer) -> None:
+def test_a_connection_failure_is_an_unreachable_error(server: EmbeddingServer) -> None:
     gone = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
     with pytest.raises(EmbedderUnreachable, match=r"http://127.0.0.1:9/v1 does not answer"):
         ServerEmbedder(gone, sleep=lambda wait: None).embed(["cat"])
@@ -108,16 +110,14 @@ def test_a_server_that_is_not_there_is_unreachable(server: EmbeddingServer) -> N
         (200, ["x" * 99_999], "more than"),
     ],
 )
-def test_a_bad_answer_ends_it_at_once(server: EmbeddingServer, status: int, answer: Any, message: str) -> None:
+def test_an_invalid_answer_is_an_error_at_once(server: EmbeddingServer, status: int, answer: Any, message: str) -> None:
     server.script = [(status, {}, answer)]
     with pytest.raises(EmbedderFailed, match=message):
         Slept(server).embedder.embed(["cat"])
     assert len(server.asked) == 1
 
 
-def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a_file(
-    server: EmbeddingServer, tmp_path: Path
-) -> None:
+def test_a_new_collection_probes_the_dimension_with_the_key_of_a_file(server: EmbeddingServer, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("sk-secret\nsecond line\n")
     spec, embedder = choose_embedder(server.url + "/", model="words", key_file=str(tmp_path / "key"))
     assert spec == ServerSpec(name="words", dim=4, url=server.url)
@@ -128,13 +128,13 @@ def test_a_new_collections_embedder_is_asked_for_its_dimension_with_the_key_of_a
     assert again.name == embedder.name
 
 
-def test_a_collection_asks_where_this_machine_says(server: EmbeddingServer) -> None:
+def test_the_configured_url_overrides_the_collections(server: EmbeddingServer) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
     load_embedder(spec, location=EmbedderLocation(server.url)).embed(["cat"])
     assert server.texts == ["cat"]
 
 
-def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
+def test_errors_about_a_key_do_not_show_it(tmp_path: Path) -> None:
     spec = ServerSpec(name="words", dim=4, url="http://127.0.0.1:9/v1")
     (tmp_path / "key").write_text("sk-secrét\n")
     for file, message in (("none", "cannot be read"), ("key", "is not a key: printable ASCII")):
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_key_is_said_without_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://user:pass@host/v1", "http://host/v1?x=1"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not a valid server URL"):
         choose_embedder(url, model="m")
 

@@ -1,4 +1,4 @@
-"""`trinity index …` and `trinity search` as a user meets them: what they print, and one line for every mistake."""
+"""`trinity index …` and `trinity search`: output, and one line for every user error."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 
 class Trinity:
-    """Runs `trinity` in this process."""
+    """Runner of `trinity` commands in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
@@ -55,7 +55,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, source: Path, tmp_path: Path) -> None:
+def test_texts_are_built_shown_verified_and_detected_as_corrupt(trinity: Trinity, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "docs"
     code, printed, told = trinity("index", "build", source, "--out", out, "--embedder", "hashing-64", "--threads", 1)
     assert code == 0
@@ -81,7 +81,7 @@ def test_texts_are_built_shown_verified_and_found_damaged(trinity: Trinity, sour
     assert str(codes) in told
 
 
-def test_a_build_in_the_place_of_a_served_collection_names_the_nodes_that_serve_the_old_one(
+def test_replacing_a_served_collection_names_the_nodes_that_serve_the_old_one(
     trinity: Trinity, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, other = tmp_path / "docs", tmp_path / "other"
@@ -96,7 +96,7 @@ def test_a_build_in_the_place_of_a_served_collection_names_the_nodes_that_serve_
     ]
 
 
-def test_a_reload_says_who_has_done_it_or_why_not(trinity: Trinity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_prints_each_nodes_outcome(trinity: Trinity, monkeypatch: pytest.MonkeyPatch) -> None:
     node = NodeInfo("mine", 1, "http://x", "ipc://x", (), ("docs",))
     monkeypatch.setattr(index_commands, "find_node", lambda name: {"mine": node}[name])
     monkeypatch.setattr(index_commands, "reload_collections", lambda node, collection, timeout: ("pool-0", "pool-1"))
@@ -138,7 +138,7 @@ def test_vectors_are_built_and_searched_with_recall(trinity: Trinity, tmp_path: 
     assert printed.endswith(f"queries/s, recall@10 {measured:.4f}\n")
 
 
-def test_every_mistake_is_one_line_and_a_non_zero_exit(
+def test_every_user_error_is_one_line_and_a_non_zero_exit(
     trinity: Trinity, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = tmp_path / "docs"
@@ -204,10 +204,10 @@ def test_every_mistake_is_one_line_and_a_non_zero_exit(
         (("--ids", "none.npy"), "documents have their own ids"),
     ],
 )
-def test_an_argument_that_is_wrong_is_said_before_anything_is_read(
+def test_an_invalid_argument_is_refused_before_anything_is_read(
     trinity: Trinity, tmp_path: Path, arguments: tuple[object, ...], message: str
 ) -> None:
-    """The source is not there, and nobody has looked."""
+    """The source does not exist and is never read."""
     build = ("index", "build", tmp_path / "none.jsonl", "--out", tmp_path / "new", "--embedder", "hashing-64")
     code, printed, told = trinity(*build, *arguments)
     assert (code, printed) == (EXIT_USAGE, "")
@@ -216,9 +216,7 @@ def test_an_argument_that_is_wrong_is_said_before_anything_is_read(
     assert os.listdir(tmp_path) == []
 
 
-def test_shards_that_are_too_many_for_the_rows_are_refused_before_anything_is_embedded(
-    trinity: Trinity, tmp_path: Path
-) -> None:
+def test_too_many_shards_are_refused_before_anything_is_embedded(trinity: Trinity, tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"id": n, "text": f"text {n}"}) + "\n" for n in range(3)))
     build = ("index", "build", tmp_path / "d.jsonl", "--out", tmp_path / "new", "--embedder", "hashing-64")
     code, _, told = trinity(*build, "--shards", 4)
@@ -237,7 +235,7 @@ def test_a_build_on_a_gpu_without_cuvs_and_torch_is_refused_before_anything_is_r
 
 
 def _build(source: Path, out: Path) -> list[str | Path]:
-    """`trinity index build` as a process of its own."""
+    """Return the command line of `trinity index build`."""
     command = [sys.executable, "-m", "launchers.main", "index", "build"]
     return [*command, source, "--out", out, "--embedder", "hashing-64"]
 
@@ -252,7 +250,7 @@ def test_the_command_works_as_a_process_of_its_own(source: Path, tmp_path: Path)
     assert Collection.info(out).size == 60
 
 
-def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Path) -> None:
+def test_a_terminated_build_removes_its_partial_files(tmp_path: Path) -> None:
     source, out = long_source(tmp_path), tmp_path / "parent" / "docs"
     child = subprocess.Popen(_build(source, out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -268,7 +266,7 @@ def test_a_build_that_is_terminated_removes_what_it_has_half_built(tmp_path: Pat
     assert os.listdir(out.parent) == []
 
 
-def test_folders_are_built_and_brought_up_to_date(trinity: Trinity, tmp_path: Path) -> None:
+def test_folders_are_built_and_updated(trinity: Trinity, tmp_path: Path) -> None:
     folder, out = tmp_path / "handbook", tmp_path / "docs"
     folder.mkdir()
     for name in ("leave", "pay", "rooms"):

@@ -1,4 +1,4 @@
-"""Folders of files as collections: what is kept for citations, and what a second run does not do again."""
+"""Folders of files as collections: citation data and incremental updates."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ SPEC = "hashing-64"
 
 
 class Handbook:
-    """A folder of files, and a collection of them."""
+    """A folder of files and its collection."""
 
     def __init__(self, home: Path) -> None:
         self.folder, self.out = home / "handbook", home / "docs"
@@ -40,7 +40,7 @@ class Handbook:
         return ingest(paths or [self.folder], self.out, SPEC, CountingEmbedder(), **given)  # type: ignore[arg-type]
 
     def add(self, *paths: Path) -> tuple[IngestReport, list[str]]:
-        """What became of the files, and which passages were embedded."""
+        """Update the collection; return the outcome of the files and the embedded passages."""
         embedder = CountingEmbedder()
         done = add(list(paths) or [self.folder], self.out, load=lambda spec, **rest: embedder)
         return done, embedder.passages
@@ -56,7 +56,7 @@ class Handbook:
         return {document.id: document.text for document in self.documents}
 
     def check_vectors(self) -> None:
-        """Every passage is found by its own vector."""
+        """Assert that every passage is found by its vector."""
         with Collection.open(self.out) as collection:
             documents = self.documents
             vectors = CountingEmbedder().embed([f"{document.title}\n{document.text}" for document in documents])
@@ -70,7 +70,7 @@ def handbook(tmp_path: Path) -> Handbook:
 
 
 @pytest.mark.skipif(not has_documents, reason="pypdf, python-docx or python-pptx is not installed: [documents]")
-def test_passages_keep_path_heading_and_page_of_every_kind_of_file(handbook: Handbook) -> None:
+def test_passages_have_path_heading_and_page_for_every_file_type(handbook: Handbook) -> None:
     handbook.write("leave.md", "# Leave\n\n## Parental\n\nTwelve weeks.")
     handbook.write("plain.txt", "Only text.")
     handbook.write("web/page.html", "<title>Web</title><h2>Part</h2><p>On the web.")
@@ -97,7 +97,7 @@ def test_passages_keep_path_heading_and_page_of_every_kind_of_file(handbook: Han
     handbook.check_vectors()
 
 
-def test_a_second_run_embeds_the_ten_files_of_a_thousand_that_changed(handbook: Handbook) -> None:
+def test_a_second_run_embeds_only_the_ten_changed_files_of_a_thousand(handbook: Handbook) -> None:
     kinds = {"md": "# Title {0}\n\ntext {0}", "txt": "text {0}", "html": "<h1>Title {0}</h1><p>text {0}</p>"}
     if has_documents:
         kinds["pdf"] = ""
@@ -119,7 +119,7 @@ def test_a_second_run_embeds_the_ten_files_of_a_thousand_that_changed(handbook: 
     handbook.check_vectors()
 
 
-def test_of_a_changed_file_only_the_passages_that_changed_are_embedded(handbook: Handbook) -> None:
+def test_only_the_changed_passages_of_a_file_are_embedded(handbook: Handbook) -> None:
     page = "# Rules\n\n" + "\n\n".join(f"## Part {n}\n\n" + f"rule{n} " * 60 for n in range(5))
     handbook.write("rules.md", page)
     handbook.ingest(passage_tokens=64)
@@ -130,7 +130,7 @@ def test_of_a_changed_file_only_the_passages_that_changed_are_embedded(handbook:
     handbook.check_vectors()
 
 
-def test_what_is_new_comes_what_is_gone_goes_and_what_is_elsewhere_stays(handbook: Handbook) -> None:
+def test_new_files_are_added_removed_ones_deleted_and_others_kept(handbook: Handbook) -> None:
     handbook.write("a/one.txt", "one")
     handbook.write("a/two.txt", "two")
     handbook.write("b/three.txt", "three")
@@ -145,7 +145,9 @@ def test_what_is_new_comes_what_is_gone_goes_and_what_is_elsewhere_stays(handboo
     assert sorted(handbook.texts) == ["a/new.txt#1", "a/two.txt#1"]
 
 
-def test_a_file_is_the_same_by_whatever_path_it_is_named(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_identified_regardless_of_how_its_path_is_written(
+    handbook: Handbook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handbook.write("a/one.txt", "one")
     handbook.ingest()
     monkeypatch.chdir(handbook.folder / "a")
@@ -153,7 +155,7 @@ def test_a_file_is_the_same_by_whatever_path_it_is_named(handbook: Handbook, mon
     assert (done.unchanged, done.changed, embedded) == (1, False, [])
 
 
-def test_without_a_change_nothing_is_built(handbook: Handbook) -> None:
+def test_without_changes_nothing_is_built(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
     identity = read_manifest(handbook.out).identity
@@ -162,7 +164,7 @@ def test_without_a_change_nothing_is_built(handbook: Handbook) -> None:
     assert (read_manifest(handbook.out).identity, handbook.out.stat().st_ino) == (identity, inode)
 
 
-def test_a_collection_from_before_there_were_words_gets_them_without_embedding_anything(handbook: Handbook) -> None:
+def test_an_old_collection_without_a_keyword_index_gets_one_without_embedding(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
     without_words(handbook.out)
@@ -173,7 +175,7 @@ def test_a_collection_from_before_there_were_words_gets_them_without_embedding_a
     assert not handbook.add()[0].changed
 
 
-def test_files_that_cannot_be_read_are_skipped_by_name_and_what_was_known_of_them_stays(handbook: Handbook) -> None:
+def test_unreadable_files_are_skipped_by_name_and_keep_their_passages(handbook: Handbook) -> None:
     handbook.write("good.txt", "good")
     handbook.write("bad.txt", b"\xff\xfe\x00")
     handbook.write("empty.md", "\n\n")
@@ -188,7 +190,7 @@ def test_files_that_cannot_be_read_are_skipped_by_name_and_what_was_known_of_the
     assert handbook.texts == {"good.txt#1": "better"}
 
 
-def test_a_file_with_a_name_that_is_no_text_is_skipped(handbook: Handbook) -> None:
+def test_a_file_with_an_undecodable_name_is_skipped(handbook: Handbook) -> None:
     handbook.write("good.txt", "good")
     Path(os.fsdecode(os.fsencode(handbook.folder) + b"/caf\xe9.txt")).write_text("coffee")
     assert handbook.ingest().skipped == {"caf\udce9.txt": "its name is not UTF-8"}
@@ -203,14 +205,14 @@ def test_a_folder_without_a_readable_file_is_an_error_that_names_one(handbook: H
     assert not handbook.out.exists()
 
 
-def test_a_large_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_file_is_not_read(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "MAX_FILE_BYTES", 10)
     handbook.write("long.txt", "x" * 11)
     handbook.write("short.txt", "x")
     assert handbook.ingest().skipped == {"long.txt": "it has 11 bytes, the limit is 10"}
 
 
-def test_what_is_no_regular_file_is_skipped_and_not_waited_for(handbook: Handbook) -> None:
+def test_special_files_are_skipped_without_blocking(handbook: Handbook) -> None:
     handbook.write("good.txt", "good")
     os.mkfifo(handbook.folder / "pipe.md")
     done = handbook.ingest()
@@ -231,12 +233,10 @@ def test_a_link_out_of_the_folder_is_skipped_and_one_within_it_is_read(handbook:
     }
     assert handbook.texts == {"good.txt#1": "good", "within.txt#1": "good"}
     link = handbook.folder / "out.txt"
-    assert handbook.ingest(link).read == 1  # what is named is what is wanted
+    assert handbook.ingest(link).read == 1  # an explicitly named file is always read
 
 
-def test_files_of_a_folder_that_cannot_be_looked_into_are_not_gone(
-    handbook: Handbook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_an_unreadable_folder_are_kept(handbook: Handbook, monkeypatch: pytest.MonkeyPatch) -> None:
     handbook.write("a/one.txt", "one")
     handbook.write("b/two.txt", "two")
     handbook.ingest()
@@ -254,14 +254,14 @@ def test_files_of_a_folder_that_cannot_be_looked_into_are_not_gone(
     assert handbook.texts == {"a/one.txt#1": "one", "b/two.txt#1": "three"}
 
 
-def test_hidden_files_and_what_nobody_reads_are_passed_over_in_folders(handbook: Handbook) -> None:
+def test_hidden_and_unsupported_files_are_skipped_in_folders(handbook: Handbook) -> None:
     for name in (".git/config.txt", ".hidden.txt", "~$open.docx", "photo.jpg", "lines.jsonl", "seen.txt"):
         handbook.write(name, "text")
     assert handbook.ingest().read == 1
     assert list(handbook.texts) == ["seen.txt#1"]
 
 
-def test_lines_and_files_go_together_and_lines_are_updated_too(handbook: Handbook) -> None:
+def test_jsonl_documents_and_files_can_be_combined_and_both_are_updated(handbook: Handbook) -> None:
     lines = handbook.write("lines.jsonl", '{"id": "a", "text": "alpha"}\n{"id": "b", "text": "beta"}\n')
     note = handbook.write("note.txt", "note")
     handbook.ingest(lines, note)
@@ -273,7 +273,7 @@ def test_lines_and_files_go_together_and_lines_are_updated_too(handbook: Handboo
 
 
 @pytest.mark.parametrize("options", [{"shards": 2}, {"dtype": "float16", "metric": "ip"}, {"dtype": "int8"}])
-def test_a_collection_stays_what_it_was_built_as(handbook: Handbook, options: dict[str, object]) -> None:
+def test_the_settings_of_a_collection_are_kept(handbook: Handbook, options: dict[str, object]) -> None:
     for number in range(20):
         handbook.write(f"{number}.txt", f"text number {number}")
     handbook.ingest(**options)
@@ -286,7 +286,7 @@ def test_a_collection_stays_what_it_was_built_as(handbook: Handbook, options: di
     handbook.check_vectors()
 
 
-def test_a_collection_from_before_takes_files_too(handbook: Handbook) -> None:
+def test_files_can_be_added_to_an_old_collection(handbook: Handbook) -> None:
     Collection.build([Document(str(n), "", f"text {n}") for n in range(9)], handbook.out, embedder=SPEC, degree=4)
     handbook.write("one.txt", "one")
     done, embedded = handbook.add()
@@ -294,7 +294,7 @@ def test_a_collection_from_before_takes_files_too(handbook: Handbook) -> None:
     assert len(handbook.texts) == 10
 
 
-def test_two_at_once_on_one_collection_are_kept_apart(handbook: Handbook) -> None:
+def test_concurrent_runs_on_one_collection_are_serialized(handbook: Handbook) -> None:
     handbook.write("one.txt", "one")
     handbook.ingest()
     fd = os.open(handbook.out, os.O_RDONLY)
@@ -305,7 +305,7 @@ def test_two_at_once_on_one_collection_are_kept_apart(handbook: Handbook) -> Non
     handbook.add()
 
 
-def test_what_cannot_be_added_to_is_said(handbook: Handbook, tmp_path: Path) -> None:
+def test_collections_that_cannot_be_updated_are_refused(handbook: Handbook, tmp_path: Path) -> None:
     handbook.write("one.txt", "one")
     with pytest.raises(CollectionError, match="there is no collection at"):
         handbook.add()

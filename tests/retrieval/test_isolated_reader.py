@@ -1,4 +1,4 @@
-"""Hostile files, read in a process of its own: they end it, and the next file is read all the same."""
+"""Hostile files are read in an isolated process: they may crash it, and the next file is still read."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ needs_docx = pytest.mark.skipif(importlib.util.find_spec("docx") is None, reason
 
 
 def readers() -> list[psutil.Process]:
-    """The processes that read for this one."""
+    """Return this process's reader processes."""
     return [
         child
         for child in psutil.Process().children()
@@ -31,7 +31,7 @@ def readers() -> list[psutil.Process]:
 
 
 @needs_docx
-def test_a_file_that_takes_its_reader_too_long_is_unreadable_and_the_next_one_is_read() -> None:
+def test_a_file_over_the_time_limit_is_unreadable_and_the_next_is_read() -> None:
     with IsolatedReader(seconds=1) as reader:
         assert reader.read(*GOOD) == READ
         with pytest.raises(UnreadableFile, match=r"exceeds the limit of 1 s of CPU time"):
@@ -40,14 +40,14 @@ def test_a_file_that_takes_its_reader_too_long_is_unreadable_and_the_next_one_is
 
 
 @needs_docx
-def test_a_file_that_takes_its_reader_too_much_memory_is_unreadable_and_the_next_one_is_read() -> None:
+def test_a_file_over_the_memory_limit_is_unreadable_and_the_next_is_read() -> None:
     with IsolatedReader(memory=384 << 20) as reader:
         with pytest.raises(UnreadableFile, match=r"exceeds the limit of 402,653,184 bytes of memory"):
             reader.read("wide.docx", sample_files.docx_of(WIDE))
         assert reader.read(*GOOD) == READ
 
 
-def test_a_reader_that_dies_makes_its_file_unreadable_and_the_next_one_is_read() -> None:
+def test_a_crashing_reader_makes_its_file_unreadable_and_the_next_is_read() -> None:
     with IsolatedReader() as reader:
         assert reader.read(*GOOD) == READ
         (process,) = readers()
@@ -57,7 +57,7 @@ def test_a_reader_that_dies_makes_its_file_unreadable_and_the_next_one_is_read()
         assert reader.read(*GOOD) == READ
 
 
-def test_what_a_reader_says_is_wrong_with_a_file_is_said_and_it_goes_on() -> None:
+def test_a_readers_error_is_reported_and_the_reader_continues() -> None:
     with IsolatedReader() as reader:
         with pytest.raises(UnreadableFile, match="not UTF-8 text at byte 0"):
             reader.read("bad.html", b"\xff")

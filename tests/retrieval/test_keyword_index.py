@@ -1,4 +1,4 @@
-"""The index of words: what BM25 finds, in how much work at most, whatever the text is."""
+"""The keyword index: BM25 results, bounded work, and arbitrary query text."""
 
 import re
 import sqlite3
@@ -36,7 +36,7 @@ def search(index: KeywordIndex, text: str, depth: int = 10) -> list[int]:
     return [int(row) for row in index.search(text, depth, None, LATER_NS)]
 
 
-def test_the_row_with_the_rarer_words_comes_first_whatever_their_endings(index: KeywordIndex) -> None:
+def test_the_row_with_the_rarer_stems_comes_first(index: KeywordIndex) -> None:
     assert search(index, "the board games of a player") == [2, 3, 1]
     assert search(index, "Volcano?") == [1]
     assert sorted(search(index, "nothing of that")) == [0, 3]
@@ -54,19 +54,19 @@ WORDS = ["cats", "game", "title", "text", "rowid", "rank", "AND", "OR", "NOT", "
 
 @settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(SYNTAX + WORDS) | st.text(max_size=4), max_size=20), blank=st.booleans())
-def test_nothing_in_a_text_is_syntax(parts: list[str], blank: bool) -> None:
+def test_query_text_is_never_parsed_as_syntax(parts: list[str], blank: bool) -> None:
     index = KeywordIndex.temporary()
     index.add(TEXTS)
     try:
         text = (" " if blank else "").join(parts)
         literal = " ".join(dict.fromkeys(word.lower() for word in re.findall(r"[^\W_]+", text)))
         assert sorted(search(index, text)) == sorted(search(index, literal))
-        assert search(index, "mammals") == [0], "and the table is as it was"
+        assert search(index, "mammals") == [0], "the table was changed"
     finally:
         index.close()
 
 
-def test_words_that_many_rows_have_are_left_out_and_no_more_rows_are_ranked_than_may() -> None:
+def test_frequent_words_are_skipped_and_ranked_rows_are_bounded() -> None:
     index = KeywordIndex.temporary()
     index.add((row, "", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
     assert search(index, "the common rare") == [77]
@@ -76,7 +76,7 @@ def test_words_that_many_rows_have_are_left_out_and_no_more_rows_are_ranked_than
     index.close()
 
 
-def test_only_the_first_words_of_a_text_are_looked_for(index: KeywordIndex) -> None:
+def test_only_the_first_words_of_a_query_are_searched(index: KeywordIndex) -> None:
     assert search(index, "zzz " * 1000 + "mammals") == []
     others = " ".join(f"w{number}" for number in range(MAX_WORDS - 1))
     assert search(index, f"{others} mammals") == [0]
@@ -84,7 +84,7 @@ def test_only_the_first_words_of_a_text_are_looked_for(index: KeywordIndex) -> N
     assert search(index, "mammals " + "x" * 1_000_000) == [0]
 
 
-def test_what_is_not_allowed_gives_its_place_to_what_is() -> None:
+def test_filtered_rows_do_not_take_places_in_the_results() -> None:
     index = KeywordIndex.temporary()
     index.add((row, "", "word " * (1 + (row < 600))) for row in range(700))
     allowed = np.zeros(700, bool)
@@ -93,7 +93,7 @@ def test_what_is_not_allowed_gives_its_place_to_what_is() -> None:
     index.close()
 
 
-def test_a_query_ends_at_its_deadline_and_the_next_is_answered() -> None:
+def test_a_query_ends_at_its_deadline_and_the_next_one_works() -> None:
     index = KeywordIndex.temporary()
     index.add((row, "", "word") for row in range(3000))
     now = iter(range(10**9))
@@ -104,7 +104,7 @@ def test_a_query_ends_at_its_deadline_and_the_next_is_answered() -> None:
     index.close()
 
 
-def test_a_file_is_what_was_written_and_what_is_none_is_named(tmp_path: Path) -> None:
+def test_an_index_file_round_trips_and_an_invalid_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "words.sqlite"
     with pytest.raises(CollectionError, match=r"words\.sqlite is missing"):
         KeywordIndex.open(path)
@@ -128,9 +128,7 @@ def test_a_file_is_what_was_written_and_what_is_none_is_named(tmp_path: Path) ->
         KeywordIndex.open(path)
 
 
-def test_a_file_that_may_not_be_opened_is_a_collections_trouble(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "words.sqlite"
     KeywordIndex.create(path, TEXTS)
 
@@ -143,7 +141,7 @@ def test_a_file_that_may_not_be_opened_is_a_collections_trouble(
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-def test_distances_are_those_of_a_search(metric: Metric) -> None:
+def test_distances_equal_those_of_a_vector_search(metric: Metric) -> None:
     vectors = np.random.default_rng(2).normal(size=(50, 24)).astype(np.float32) * 3
     index = GraphIndex.build(vectors, metric=metric, degree=8)
     query = np.random.default_rng(3).normal(size=24).astype(np.float32)

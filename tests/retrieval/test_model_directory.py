@@ -1,4 +1,4 @@
-"""Embedders from a sentence-transformers directory in ONNX form: all about them stands in the model's own files."""
+"""Embedders from a sentence-transformers directory in ONNX form, configured by the model's files."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def chosen(path: Path, **options: Any) -> tuple[DirectorySpec, Embedder]:
         ({"pooling_mode": "lasttoken"}, lambda rows: rows[-1]),
     ],
 )
-def test_tokens_are_pooled_as_the_models_files_say(tmp_path: Path, config: dict[str, Any], pooled: Any) -> None:
+def test_pooling_follows_the_models_files(tmp_path: Path, config: dict[str, Any], pooled: Any) -> None:
     # The marks around a text are alike for all, so that only without them would a first or last token tell texts apart.
     _, embedder = chosen(write_tiny_model(tmp_path / "m", pooling=config))
     texts = ["cat sleeps", "rates rise rates rise", "dog"]
@@ -49,12 +49,12 @@ def test_tokens_are_pooled_as_the_models_files_say(tmp_path: Path, config: dict[
     np.testing.assert_allclose(embedder.embed(texts), expected, atol=1e-5)
 
 
-def test_vectors_keep_their_length_where_the_model_does_not_scale_them(tmp_path: Path) -> None:
+def test_vectors_are_not_normalized_if_the_model_does_not(tmp_path: Path) -> None:
     _, embedder = chosen(write_tiny_model(tmp_path / "m", modules=("Transformer", "Pooling")))
     np.testing.assert_allclose(embedder.embed(["cat"])[0], table()[ids("cat")].mean(axis=0), atol=1e-5)
 
 
-def test_a_long_text_is_read_as_far_as_the_model_reads(tmp_path: Path) -> None:
+def test_a_long_text_is_truncated_at_the_models_limit(tmp_path: Path) -> None:
     _, embedder = chosen(write_tiny_model(tmp_path / "m", max_tokens=4))
     assert embedder.max_tokens == 4
     longer, shorter = embedder.embed(["cat dog rates", "cat dog"])
@@ -62,7 +62,7 @@ def test_a_long_text_is_read_as_far_as_the_model_reads(tmp_path: Path) -> None:
     assert embedder.count_tokens("cat dog rates") == 3
 
 
-def test_queries_and_passages_have_the_prefixes_that_the_models_files_name(tmp_path: Path) -> None:
+def test_prefixes_follow_the_models_files(tmp_path: Path) -> None:
     _, embedder = chosen(write_tiny_model(tmp_path / "m", prompts={"query": "query: ", "document": "passage: "}))
     _, bare = chosen(write_tiny_model(tmp_path / "bare"))
     np.testing.assert_allclose(embedder.embed(["cat"]), bare.embed(["query: cat"]), atol=1e-6)
@@ -81,14 +81,12 @@ def test_queries_and_passages_have_the_prefixes_that_the_models_files_name(tmp_p
         ("gte-small", "", ""),
     ],
 )
-def test_models_that_name_no_prefixes_have_those_of_their_family(
-    tmp_path: Path, name: str, query: str, passage: str
-) -> None:
+def test_models_without_prefixes_get_those_of_their_family(tmp_path: Path, name: str, query: str, passage: str) -> None:
     encoding = read_model_directory(write_tiny_model(tmp_path / name)).encoding
     assert (encoding.query_prefix, encoding.passage_prefix) == (query, passage)
 
 
-def test_prefixes_can_be_given_and_are_kept(tmp_path: Path) -> None:
+def test_explicit_prefixes_are_stored(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "e5-small")
     spec, embedder = chosen(directory, query_prefix="dog ", passage_prefix="")
     again = load_embedder(spec)
@@ -97,10 +95,10 @@ def test_prefixes_can_be_given_and_are_kept(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.embed(["cat"]), bare.embed(["dog cat"]), atol=1e-6)
         np.testing.assert_allclose(one.embed(["cat"], "passage"), bare.embed(["cat"]), atol=1e-6)
     assert again.name == embedder.name == embedder_name(spec)
-    assert again.name != chosen(directory)[1].name  # which is another embedder
+    assert again.name != chosen(directory)[1].name  # a different embedder
 
 
-def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path) -> None:
+def test_a_model_directory_may_move_but_not_change(tmp_path: Path) -> None:
     spec, embedder = chosen(write_tiny_model(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
     for check in (check_embedder, load_embedder):
@@ -113,7 +111,7 @@ def test_a_directory_may_be_elsewhere_but_not_hold_another_model(tmp_path: Path)
         load_embedder(spec, location=location)
 
 
-def test_one_of_several_files_is_named_with_its_path(tmp_path: Path) -> None:
+def test_a_model_with_several_files_needs_the_files_path(tmp_path: Path) -> None:
     for file in ("onnx/model_int8.onnx", "onnx/model_fp16.onnx"):
         directory = write_tiny_model(tmp_path / "m", model_file=file)
     with pytest.raises(ModelError, match=r"specify one of .*model_fp16.onnx, .*model_int8.onnx"):
@@ -142,7 +140,7 @@ def spoil(directory: Path, name: str, content: object) -> None:
         ("onnx/model.onnx", "no model", "cannot be loaded"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_name(tmp_path: Path, name: str, content: object, message: str) -> None:
+def test_unsupported_models_are_refused_by_name(tmp_path: Path, name: str, content: object, message: str) -> None:
     directory = write_tiny_model(tmp_path / "m")
     spoil(directory, name, content)
     with pytest.raises(ModelError, match=message) as raised:
@@ -150,7 +148,7 @@ def test_what_cannot_be_used_is_refused_by_its_name(tmp_path: Path, name: str, c
     assert "\n" not in raised.value.message
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no directory of a model at"):
         choose_embedder(str(tmp_path / "none"))
     directory = write_tiny_model(tmp_path / "m", inputs=("input_ids", "pixel_values"))
@@ -168,7 +166,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         choose_embedder(str(directory))
 
 
-def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> None:
+def test_options_that_do_not_apply_to_an_embedder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'hashing-64' takes no prefixes"):
         choose_embedder("hashing-64", query_prefix="x")
     with pytest.raises(ConfigError, match="is not a server's URL"):
@@ -180,7 +178,7 @@ def test_options_that_do_not_go_with_an_embedder_are_refused(tmp_path: Path) -> 
 
 
 @needs_minilm
-def test_a_real_model_in_a_directory_gives_the_vectors_of_the_built_in_one(tmp_path: Path) -> None:
+def test_a_real_model_directory_gives_the_vectors_of_the_built_in_embedder(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "minilm", max_tokens=256)
     for name, file in zip(("onnx/model.onnx", "tokenizer.json"), minilm_files(), strict=True):
         (directory / name).unlink()

@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: its passages are whole, clean, of one size, and can be found."""
+"""The corpus of Python's own documentation: complete, clean, evenly sized, searchable passages."""
 
 import re
 import statistics
@@ -18,7 +18,7 @@ def documents() -> list[Document]:
     return python_documents()
 
 
-def test_ids_number_the_passages_of_a_topic_and_are_stable(documents: list[Document]) -> None:
+def test_passage_ids_are_numbered_by_topic_and_stable(documents: list[Document]) -> None:
     ids = [document.id for document in documents]
     assert len(set(ids)) == len(ids)
     assert [name for name in ids if name.startswith("with#")][:3] == ["with#1", "with#2", "with#3"]
@@ -33,7 +33,7 @@ def test_every_passage_has_a_title_and_a_bounded_length(documents: list[Document
     assert statistics.quantiles(lengths, n=10)[0] > 40
 
 
-def test_no_passage_comes_twice_though_topics_repeat_each_other(documents: list[Document]) -> None:
+def test_passages_are_unique_although_topics_overlap(documents: list[Document]) -> None:
     texts = [document.text for document in documents]
     assert len(set(texts)) == len(texts)
     assert not any(
@@ -41,7 +41,7 @@ def test_no_passage_comes_twice_though_topics_repeat_each_other(documents: list[
     )
 
 
-def test_markup_is_gone_and_code_is_kept(documents: list[Document]) -> None:
+def test_markup_is_removed_and_code_is_kept(documents: list[Document]) -> None:
     whole = "\n\n".join(document.text for document in documents)
     assert not re.search(r"^(\*{3,}|={3,})$", whole, re.MULTILINE)
     assert "-[ Footnotes ]-" not in whole
@@ -51,7 +51,7 @@ def test_markup_is_gone_and_code_is_kept(documents: list[Document]) -> None:
     assert '>>> "repr() shows quotes: {!r}; str() doesn' in whole
 
 
-def test_passages_that_follow_each_other_overlap_where_a_block_is_short(documents: list[Document]) -> None:
+def test_consecutive_passages_overlap_by_short_blocks(documents: list[Document]) -> None:
     second, third = (d.text for d in documents if d.id in ("with#2", "with#3"))
     assert second.endswith(third.split("\n\n")[0])
 

@@ -1,4 +1,4 @@
-"""What is read of a file: its title, its sections with headings and pages; and why one is not read."""
+"""File readers: title, sections with headings and pages, and reasons for unreadable files."""
 
 import importlib.util
 import io
@@ -47,7 +47,7 @@ HTML = """<!doctype html><html><head><title> The  handbook </title><style>p {}</
     this</pre><h2>Pay</h2><p>Monthly."""
 
 
-def test_markdown_is_cut_at_its_headings() -> None:
+def test_markdown_is_split_at_headings() -> None:
     read = read_file("a.md", MARKDOWN.encode())
     assert read.title == "The handbook"
     assert read.sections == [
@@ -58,12 +58,12 @@ def test_markdown_is_cut_at_its_headings() -> None:
     ]
 
 
-def test_the_first_heading_is_the_title_of_markdown_without_another() -> None:
+def test_markdowns_first_heading_is_its_default_title() -> None:
     read = read_file("a.md", b"# Title\n\ntext\n\n## Part ##\nmore")
     assert (read.title, read.sections) == ("Title", [Section("text"), Section("more", "Part")])
 
 
-def test_html_is_what_a_reader_sees() -> None:
+def test_html_is_reduced_to_visible_text() -> None:
     read = read_file("a.html", HTML.encode())
     assert read.title == "The handbook"
     assert read.sections == [
@@ -74,7 +74,7 @@ def test_html_is_what_a_reader_sees() -> None:
     ]
 
 
-def test_html_has_the_encoding_that_it_declares() -> None:
+def test_html_is_decoded_by_its_declared_encoding() -> None:
     page = '<meta charset="iso-8859-1"><p>caf\u00e9</p>'
     assert read_file("a.htm", page.encode("latin-1")).sections == [Section("café")]
     assert read_file("a.htm", page.replace("iso-8859-1", "no-such").encode()).sections == [Section("café")]
@@ -86,7 +86,7 @@ def test_text_is_one_section(encoding: str) -> None:
 
 
 @needs["pdf"]
-def test_a_pdf_has_a_section_a_page() -> None:
+def test_a_pdf_has_one_section_per_page() -> None:
     read = read_file("a.pdf", sample_files.pdf("first page", "", "third page", title="The handbook"))
     assert read.title == "The handbook"
     assert [(section.text.strip(), section.page) for section in read.sections] == [
@@ -95,14 +95,14 @@ def test_a_pdf_has_a_section_a_page() -> None:
 
 
 @needs["docx"]
-def test_a_word_file_is_cut_at_its_headings() -> None:
+def test_a_word_file_is_split_at_headings() -> None:
     read = read_file("a.docx", sample_files.docx("The handbook", ("Leave", "Twelve weeks."), ("Pay", "Monthly.")))
     assert read.title == "The handbook"
     assert read.sections == [Section("Twelve weeks.", "Leave"), Section("Monthly.\n\nleft | right", "Pay")]
 
 
 @needs["pptx"]
-def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
+def test_a_presentation_has_one_section_per_slide_with_notes() -> None:
     read = read_file("a.pptx", sample_files.pptx(("Leave", "Twelve weeks.", "say it twice"), ("Pay", "Monthly.", "")))
     assert read.sections == [
         Section("Twelve weeks.\n\nsay it twice", "Leave", 1),
@@ -120,14 +120,14 @@ def test_a_presentation_has_a_section_a_slide_with_its_notes() -> None:
         pytest.param("a.pptx", b"PK\x05\x06" + bytes(18), ".", marks=needs["pptx"]),
     ],
 )
-def test_a_file_that_cannot_be_read_says_why_in_one_line(name: str, content: bytes, message: str) -> None:
+def test_an_unreadable_file_has_a_one_line_reason(name: str, content: bytes, message: str) -> None:
     with pytest.raises(UnreadableFile, match=message) as raised:
         read_file(name, content)
     assert str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("word/document.xml", bytes(10_000))
@@ -136,7 +136,7 @@ def test_an_archive_that_unpacks_to_too_much_is_not_unpacked(monkeypatch: pytest
         read_file("a.docx", written.getvalue())
 
 
-def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_packages(["a.md", "b.html"])
     with pytest.raises(BuildRefused, match=r"\.pdf files need .*\[documents\]: pip install pypdf"):

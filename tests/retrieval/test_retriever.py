@@ -1,4 +1,4 @@
-"""From a text to passages: embedded on a thread of its own, asked of the pool, ended once whatever happens."""
+"""The retriever: embeds texts in a thread, queries the pool, and ends every query exactly once."""
 
 import select
 import threading
@@ -22,7 +22,7 @@ SOON_S = 60.0
 
 
 class Embedder:
-    """Embeds a text as its length, when `gate` is open; "bad" and "broken" fail."""
+    """Embeds a text as its length once `gate` is open; "bad" and "broken" fail."""
 
     name, dim, max_tokens = "lengths", 1, 1000
 
@@ -67,7 +67,7 @@ class Registry:
 
 
 class Client:
-    """Answers every vector with its first number, at the next poll."""
+    """Pool client that answers every vector with its first number at the next poll."""
 
     remote = frozenset[str]()
 
@@ -106,13 +106,13 @@ class Client:
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        assert poller.poll(timeout_ms), "nothing woke the sleeper"
+        assert poller.poll(timeout_ms), "nothing woke the retriever"
 
     def close(self) -> None:
         pass
 
 
-class Stand:
+class RetrieverHarness:
     def __init__(self) -> None:
         self.now_ns = 0
         self.registry, self.client = Registry(), Client()
@@ -122,7 +122,7 @@ class Stand:
         return self.retriever.submit(text, "docs", 4, stage="decode", deadline_ns=deadline_ns, filter=wanted)
 
     def until_embedded(self) -> list[RetrievalResult]:
-        """The next vector, passed on; what has ended by it."""
+        """Forward the next vector; return the queries that ended."""
         self.registry.lengths.gate.set()
         self.retriever.sleep((), int(SOON_S * 1e3))
         return self.retriever.poll()
@@ -137,123 +137,125 @@ class Stand:
 
 
 @pytest.fixture
-def stand() -> Iterator[Stand]:
-    made = Stand()
+def harness() -> Iterator[RetrieverHarness]:
+    made = RetrieverHarness()
     yield made
     made.registry.lengths.gate.set()
     made.retriever.close()
 
 
-def test_who_asks_goes_on_while_the_text_is_embedded_and_is_woken_by_its_vector(stand: Stand) -> None:
-    ticket = stand.ask("four")
-    assert stand.retriever.poll() == []
-    stand.now_ns = 7
-    stand.registry.lengths.gate.set()
-    (found,) = stand.until_found()
+def test_embedding_does_not_block_the_caller_and_wakes_it(harness: RetrieverHarness) -> None:
+    ticket = harness.ask("four")
+    assert harness.retriever.poll() == []
+    harness.now_ns = 7
+    harness.registry.lengths.gate.set()
+    (found,) = harness.until_found()
     assert (found.ticket, found.error, [p.id for p in found.passages]) == (ticket, None, ["4"])
     assert found.embedded_ns == 7
 
 
-def test_every_text_comes_back_under_its_own_ticket(stand: Stand) -> None:
-    tickets = {stand.ask("x" * length): str(length) for length in (3, 1, 2)}
-    stand.registry.lengths.gate.set()
-    assert {found.ticket: found.passages[0].id for found in stand.until_found(3)} == tickets
-    assert stand.retriever.poll() == []
+def test_every_text_returns_with_its_ticket(harness: RetrieverHarness) -> None:
+    tickets = {harness.ask("x" * length): str(length) for length in (3, 1, 2)}
+    harness.registry.lengths.gate.set()
+    assert {found.ticket: found.passages[0].id for found in harness.until_found(3)} == tickets
+    assert harness.retriever.poll() == []
 
 
-def test_a_text_that_is_not_embedded_in_time_ends_at_its_deadline_and_is_not_searched(stand: Stand) -> None:
-    ticket = stand.ask("hangs", deadline_ns=1000)
-    stand.now_ns = 999
-    assert stand.retriever.poll() == []
-    stand.now_ns = 1000
-    (found,) = stand.retriever.poll()
+def test_a_text_not_embedded_by_its_deadline_is_not_searched(harness: RetrieverHarness) -> None:
+    ticket = harness.ask("hangs", deadline_ns=1000)
+    harness.now_ns = 999
+    assert harness.retriever.poll() == []
+    harness.now_ns = 1000
+    (found,) = harness.retriever.poll()
     assert found.ticket == ticket
     assert isinstance(found.error, DeadlineExceeded)
-    stand.registry.lengths.gate.set()
-    stand.ask("later", deadline_ns=5000)
-    assert [found.passages[0].id for found in stand.until_found()] == ["5"]
-    assert stand.client.submitted == [5.0]
+    harness.registry.lengths.gate.set()
+    harness.ask("later", deadline_ns=5000)
+    assert [found.passages[0].id for found in harness.until_found()] == ["5"]
+    assert harness.client.submitted == [5.0]
 
 
-def test_a_cancelled_text_that_waits_is_not_embedded(stand: Stand) -> None:
-    stand.ask("first")
-    assert stand.registry.lengths.began.wait(SOON_S)
-    stand.retriever.cancel(stand.ask("second"))
-    last = stand.ask("third one")
-    stand.registry.lengths.gate.set()
-    assert last in {found.ticket for found in stand.until_found(2)}
-    assert stand.registry.lengths.seen == ["first", "third one"]
+def test_a_cancelled_queued_text_is_not_embedded(harness: RetrieverHarness) -> None:
+    harness.ask("first")
+    assert harness.registry.lengths.began.wait(SOON_S)
+    harness.retriever.cancel(harness.ask("second"))
+    last = harness.ask("third one")
+    harness.registry.lengths.gate.set()
+    assert last in {found.ticket for found in harness.until_found(2)}
+    assert harness.registry.lengths.seen == ["first", "third one"]
 
 
-def test_a_cancelled_search_is_cancelled_in_the_pool(stand: Stand) -> None:
-    stand.registry.lengths.gate.set()
-    ticket = stand.ask("four")
-    while not stand.client.submitted:
-        stand.retriever.sleep((), int(SOON_S * 1e3))
-        stand.retriever.forward_embeddings()
-    stand.retriever.cancel(ticket)
-    assert stand.client.cancelled == [101]
-    assert stand.retriever.poll() == []
+def test_a_cancelled_search_is_cancelled_in_the_pool(harness: RetrieverHarness) -> None:
+    harness.registry.lengths.gate.set()
+    ticket = harness.ask("four")
+    while not harness.client.submitted:
+        harness.retriever.sleep((), int(SOON_S * 1e3))
+        harness.retriever.forward_embeddings()
+    harness.retriever.cancel(ticket)
+    assert harness.client.cancelled == [101]
+    assert harness.retriever.poll() == []
 
 
 @pytest.mark.parametrize(("text", "kind"), [("bad", InvalidRequest), ("broken", ModelError)])
-def test_a_text_that_cannot_be_embedded_ends_and_the_next_one_is(stand: Stand, text: str, kind: type) -> None:
-    stand.registry.lengths.gate.set()
-    ticket = stand.ask(text)
-    stand.ask("fine")
-    failed, fine = sorted(stand.until_found(2), key=lambda found: found.ticket)
+def test_a_failed_embedding_ends_its_query_and_the_next_one_works(
+    harness: RetrieverHarness, text: str, kind: type
+) -> None:
+    harness.registry.lengths.gate.set()
+    ticket = harness.ask(text)
+    harness.ask("fine")
+    failed, fine = sorted(harness.until_found(2), key=lambda found: found.ticket)
     assert failed.ticket == ticket
     assert isinstance(failed.error, kind)
     assert fine.error is None
 
 
-def test_a_vector_that_the_pool_has_no_room_for_ends_its_query(stand: Stand) -> None:
-    stand.client.full = True
-    stand.registry.lengths.gate.set()
-    stand.ask("four")
-    (found,) = stand.until_found()
+def test_a_vector_refused_by_the_pool_ends_its_query(harness: RetrieverHarness) -> None:
+    harness.client.full = True
+    harness.registry.lengths.gate.set()
+    harness.ask("four")
+    (found,) = harness.until_found()
     assert isinstance(found.error, Overloaded)
 
 
-def test_an_attribute_that_was_stored_a_moment_ago_is_waited_for_until_the_pools_tell_of_it(stand: Stand) -> None:
-    stand.registry.stored = b"new"
-    ticket = stand.ask("four", wanted=b"new")
-    assert stand.until_embedded() == []
-    assert (stand.retriever.poll(), stand.client.submitted) == ([], [])
-    stand.client.known = b"new"
-    (found,) = stand.until_found()
+def test_a_new_attribute_is_awaited_until_the_pools_offer_it(harness: RetrieverHarness) -> None:
+    harness.registry.stored = b"new"
+    ticket = harness.ask("four", wanted=b"new")
+    assert harness.until_embedded() == []
+    assert (harness.retriever.poll(), harness.client.submitted) == ([], [])
+    harness.client.known = b"new"
+    (found,) = harness.until_found()
     assert (found.ticket, found.error, [p.id for p in found.passages]) == (ticket, None, ["4"])
-    assert stand.retriever.poll() == []
+    assert harness.retriever.poll() == []
 
 
 @pytest.mark.parametrize(("deadline_ns", "waited_ns"), [(1 << 40, 2_000_000_000), (1000, 1000)])
-def test_it_is_not_waited_for_longer_than_two_seconds_nor_beyond_the_deadline(
-    stand: Stand, deadline_ns: int, waited_ns: int
+def test_a_new_attribute_is_awaited_at_most_two_seconds_and_until_the_deadline(
+    harness: RetrieverHarness, deadline_ns: int, waited_ns: int
 ) -> None:
-    stand.registry.stored = b"new"
-    stand.ask("four", deadline_ns, b"new")
-    assert stand.until_embedded() == []
-    stand.now_ns = waited_ns - 1
-    assert stand.retriever.poll() == []
-    stand.now_ns = waited_ns
-    (found,) = stand.retriever.poll()
+    harness.registry.stored = b"new"
+    harness.ask("four", deadline_ns, b"new")
+    assert harness.until_embedded() == []
+    harness.now_ns = waited_ns - 1
+    assert harness.retriever.poll() == []
+    harness.now_ns = waited_ns
+    (found,) = harness.retriever.poll()
     assert isinstance(found.error, InvalidFilter)
-    assert stand.retriever.poll() == []
+    assert harness.retriever.poll() == []
 
 
-def test_an_attribute_that_no_document_has_is_refused_at_once_and_a_cancelled_one_is_forgotten(stand: Stand) -> None:
-    stand.ask("four", wanted=b"none has it")
-    (found,) = stand.until_embedded()
+def test_an_unknown_attribute_is_refused_at_once_and_a_cancelled_wait_ends(harness: RetrieverHarness) -> None:
+    harness.ask("four", wanted=b"none has it")
+    (found,) = harness.until_embedded()
     assert isinstance(found.error, InvalidFilter)
-    stand.registry.stored = b"new"
-    cancelled = stand.ask("four", wanted=b"new")
-    assert stand.until_embedded() == []
-    stand.retriever.cancel(cancelled)
-    stand.client.known = b"new"
-    assert (stand.retriever.poll(), stand.client.submitted) == ([], [])
+    harness.registry.stored = b"new"
+    cancelled = harness.ask("four", wanted=b"new")
+    assert harness.until_embedded() == []
+    harness.retriever.cancel(cancelled)
+    harness.client.known = b"new"
+    assert (harness.retriever.poll(), harness.client.submitted) == ([], [])
 
 
-def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
+def test_queued_texts_are_bounded() -> None:
     embedder, thread = Embedder(), EmbeddingThreads(limit=2)
     thread.submit(0, embedder, "taken up")
     assert embedder.began.wait(SOON_S)
@@ -270,14 +272,14 @@ def test_more_texts_than_may_wait_are_refused_with_the_limit() -> None:
     thread.close()
 
 
-def test_an_embedder_that_hangs_does_not_hold_up_the_end() -> None:
+def test_a_hanging_embedder_does_not_block_close() -> None:
     embedder, thread = Embedder(), EmbeddingThreads(end_s=0.01)
     thread.submit(0, embedder, "hangs")
     thread.close()
     embedder.gate.set()
 
 
-def test_an_embedder_that_waits_for_its_server_holds_up_nobody_else() -> None:
+def test_an_embedder_waiting_for_its_server_does_not_block_others() -> None:
     slow, quick, threads = Embedder("slow", max_concurrency=2), Embedder("quick"), EmbeddingThreads()
     quick.gate.set()
     for ticket in range(3):

@@ -1,4 +1,4 @@
-"""A collection built in shards: each row in one of them, ids and documents as in one piece."""
+"""Sharded collections: each row is in one shard; ids and documents equal the unsharded collection's."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from runtime.retrieval.neighbors import merge_neighbors
 VECTORS = np.random.default_rng(0).normal(size=(101, 8)).astype(np.float32)
 
 
-def test_a_split_collection_finds_what_one_in_one_piece_finds(tmp_path: Path) -> None:
+def test_a_sharded_collection_equals_an_unsharded_one(tmp_path: Path) -> None:
     ids = np.arange(101) * 3 + 7
     Collection.build(VECTORS, tmp_path / "one", metric="l2", degree=8, ids=ids)
     Collection.build(VECTORS, tmp_path / "three", metric="l2", degree=8, ids=ids, shards=3)
@@ -32,7 +32,7 @@ def test_a_split_collection_finds_what_one_in_one_piece_finds(tmp_path: Path) ->
     Collection.verify(tmp_path / "three")
 
 
-def test_documents_keep_their_rows_in_a_split_collection(tmp_path: Path) -> None:
+def test_documents_keep_their_rows_in_a_sharded_collection(tmp_path: Path) -> None:
     documents = [Document(id=f"d{row}", title="", text=f"text {row}") for row in range(20)]
     Collection.build(documents, tmp_path / "docs", vectors=VECTORS[:20], metric="l2", degree=4, shards=2)
     with Collection.open(tmp_path / "docs") as docs:
@@ -41,7 +41,7 @@ def test_documents_keep_their_rows_in_a_split_collection(tmp_path: Path) -> None
         assert [document.id for document in docs.documents.get(ids[:, 0])] == [f"d{row}" for row in range(20)]
 
 
-def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+def test_a_corrupt_shard_is_named(tmp_path: Path) -> None:
     Collection.build(VECTORS, tmp_path / "split", metric="l2", degree=8, shards=2)
     target = next((tmp_path / "split" / "index-1").glob("*.npy"))
     content = bytearray(target.read_bytes())
@@ -51,7 +51,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
         Collection.verify(tmp_path / "split")
 
 
-def test_a_split_collection_can_be_replaced_and_foreign_files_are_spared(tmp_path: Path) -> None:
+def test_a_sharded_collection_can_be_replaced_and_foreign_files_are_kept(tmp_path: Path) -> None:
     out = tmp_path / "split"
     Collection.build(VECTORS, out, metric="l2", degree=8, shards=2)
     Collection.build(VECTORS, out, metric="l2", degree=8, force=True)
@@ -73,7 +73,7 @@ def test_a_number_of_shards_out_of_bounds_is_refused(tmp_path: Path, shards: int
     distances=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=6), min_size=1, max_size=4),
     k=st.integers(1, 8),
 )
-def test_merging_gives_the_nearest_of_all_and_among_equals_the_smaller_id(distances: Any, k: int) -> None:
+def test_merging_returns_the_nearest_and_breaks_ties_by_id(distances: Any, k: int) -> None:
     parts, every, row = [], [], 0
     for values in distances:
         ids = np.arange(row, row + len(values))[::-1].copy()

@@ -1,4 +1,4 @@
-"""Sources: every way a file can be wrong is named with its line or row, and nothing is read without a limit."""
+"""Sources: errors name the line or row, and reads are bounded."""
 
 import gzip
 import io
@@ -17,7 +17,7 @@ TWO = [Document("a", "T", "one"), Document("7", "", "two")]
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz"])
-def test_documents_come_plain_and_compressed(tmp_path: Path, name: str) -> None:
+def test_documents_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(GOOD) if name.endswith(".gz") else GOOD)
     stages: list[tuple[str, float]] = []
@@ -48,7 +48,7 @@ def test_documents_come_plain_and_compressed(tmp_path: Path, name: str) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: bytes, message: str, suffix: str) -> None:
+def test_an_invalid_line_is_reported_by_number(tmp_path: Path, line: bytes, message: str, suffix: str) -> None:
     path = tmp_path / f"documents{suffix}"
     content = b'{"id": "ok", "text": "fine"}\n' + line + b"\n"
     path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
@@ -71,14 +71,14 @@ def test_a_file_that_is_missing_empty_or_a_directory_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-12], lambda b: b[:20] + b"\x00\xff" * 9 + b[38:], lambda b: b"no" + b]
 )
-def test_a_damaged_gzip_stream_is_refused(tmp_path: Path, damage: Any) -> None:
+def test_a_corrupt_gzip_stream_is_refused(tmp_path: Path, damage: Any) -> None:
     path = tmp_path / "d.jsonl.gz"
     path.write_bytes(damage(gzip.compress(GOOD)))
     with pytest.raises(CollectionError, match="gzip stream is damaged"):
         list(read_documents(path))
 
 
-def test_vectors_are_mapped_as_they_are(tmp_path: Path) -> None:
+def test_vectors_are_memory_mapped(tmp_path: Path) -> None:
     for dtype in (np.float32, np.float16, np.uint8):
         expected = np.arange(12).reshape(3, 4).astype(dtype)
         np.save(tmp_path / "v.npy", expected)
@@ -136,14 +136,16 @@ def _archive() -> bytes:
     ],
     ids=["empty", "text", "header cut", "header of petabytes", "data cut", "pickled objects", "archive"],
 )
-def test_files_that_are_not_npy_are_refused_without_reading_what_they_claim(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_npy_are_refused_without_allocating_their_claimed_size(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "v.npy").write_bytes(content)
     with pytest.raises(CollectionError, match=r"v\.npy (is not a readable|is an archive)") as raised:
         read_vectors(tmp_path / "v.npy")
     assert "\n" not in raised.value.message
 
 
-def test_ids_are_integers_that_differ(tmp_path: Path) -> None:
+def test_ids_are_unique_integers(tmp_path: Path) -> None:
     path = tmp_path / "ids.npy"
     np.save(path, np.array([5, 0, 9], np.uint16))
     np.testing.assert_array_equal(read_ids(path), np.array([5, 0, 9], np.int64), strict=True)
@@ -159,7 +161,7 @@ def test_ids_are_integers_that_differ(tmp_path: Path) -> None:
             read_ids(path)
 
 
-def test_the_truth_must_fit_the_queries_and_k(tmp_path: Path) -> None:
+def test_the_ground_truth_must_match_the_queries_and_k(tmp_path: Path) -> None:
     path = tmp_path / "truth.npy"
     np.save(path, np.zeros((4, 10), np.int32))
     assert read_truth(path, 4, 10).shape == (4, 10)

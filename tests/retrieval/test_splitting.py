@@ -1,4 +1,4 @@
-"""Passages are cut where a reader would cut, and none is longer than it may be."""
+"""Text is split at natural boundaries into passages of bounded length."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,24 +10,24 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def test_whole_paragraphs_go_together_while_they_fit() -> None:
+def test_whole_paragraphs_are_combined_while_they_fit() -> None:
     text = "one two three\n\nfour five\n\nsix seven eight nine"
     assert list(split(text, 5, words)) == ["one two three\n\nfour five", "six seven eight nine"]
 
 
-def test_a_long_paragraph_is_cut_between_sentences_and_a_long_sentence_between_words() -> None:
+def test_long_paragraphs_are_split_at_sentences_and_long_sentences_at_words() -> None:
     text = "First sentence here. Second one. " + "word " * 12
     assert list(split(text, 5, words)) == [
         "First sentence here. Second one.", *["word word word word word"] * 2, "word word",
     ]  # fmt: skip
 
 
-def test_a_word_without_end_is_cut_too() -> None:
+def test_an_endless_word_is_split_too() -> None:
     assert [len(piece) for piece in split("x" * 1000, 10, words)] == [125] * 8
 
 
 @given(st.text(alphabet="ab .\n?", max_size=400), st.integers(1, 20))
-def test_nothing_is_lost_and_nothing_is_over_the_limit(text: str, limit: int) -> None:
+def test_no_text_is_lost_and_no_passage_exceeds_the_limit(text: str, limit: int) -> None:
     pieces = list(split(text, limit, words))
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(piece == piece.strip() and 1 <= words(piece) <= limit for piece in pieces)

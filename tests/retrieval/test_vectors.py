@@ -1,4 +1,4 @@
-"""Query vectors from host arrays, DLPack, and a GPU's memory (stood in for by the host's)."""
+"""Query vectors from host arrays, DLPack and GPU memory (emulated in host memory)."""
 
 import sys
 import weakref
@@ -16,7 +16,7 @@ VALUES = np.arange(6, dtype=np.float32)
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each copy to the host, and -stream of each wait."""
+    """The bytes of each copy to the host, and -stream of each synchronization."""
     return fake_cuda_runtime(monkeypatch)
 
 
@@ -34,7 +34,7 @@ def test_host_arrays_become_float32_copies(dtype: type[Any]) -> None:
     assert found[0] == 0
 
 
-def test_lists_and_dlpack_on_the_host_are_taken() -> None:
+def test_lists_and_host_dlpack_arrays_are_accepted() -> None:
     assert read([1, 2.5]).tolist() == [1, 2.5]
     assert read(DlpackArray(VALUES, 1)).tolist() == VALUES.tolist()
     torch = pytest.importorskip("torch")
@@ -58,7 +58,7 @@ def test_dlpack_from_a_gpu_is_copied_once(copied: list[int]) -> None:
         read(DlpackArray(array[:, :2], 2))
 
 
-def test_float32_on_a_gpu_stays_there_until_it_is_wanted_and_its_rows_know_where_they_lie(copied: list[int]) -> None:
+def test_float32_on_a_gpu_stays_there_until_read_and_its_rows_keep_their_addresses(copied: list[int]) -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     found = as_vectors(CudaArray(array))
     assert isinstance(found, DeviceVectors)
@@ -68,15 +68,15 @@ def test_float32_on_a_gpu_stays_there_until_it_is_wanted_and_its_rows_know_where
     rows = list(found[1:9])
     assert [row.span.address - array.ctypes.data for row in rows] == [12, 24, 36]
     assert [row.span.shape for row in rows] == [(3,)] * 3
-    array[2] = 7  # whoever changes it changes the query
+    array[2] = 7  # changing the array changes the query
     assert rows[1].on_host().tolist() == [7, 7, 7]
     array[2] = 8
-    assert rows[1].on_host().tolist() == [7, 7, 7]  # one copy is made, and kept
+    assert rows[1].on_host().tolist() == [7, 7, 7]  # one copy is made and cached
     assert copied == [-1, 12]
     assert found[2:2].shape == (0, 3)
 
 
-def test_float32_on_a_gpu_is_kept_alive_by_what_refers_to_it(copied: list[int]) -> None:
+def test_float32_on_a_gpu_is_kept_alive_by_its_references(copied: list[int]) -> None:
     array = CudaArray(VALUES)
     gone = weakref.ref(array)
     found = as_vectors(array.reshaped(2, 3))
@@ -87,7 +87,7 @@ def test_float32_on_a_gpu_is_kept_alive_by_what_refers_to_it(copied: list[int]) 
     assert gone() is None
 
 
-def test_the_stream_that_still_writes_is_waited_for(copied: list[int]) -> None:
+def test_the_producers_stream_is_synchronized(copied: list[int]) -> None:
     read(CudaArray(VALUES, stream=7))
     assert copied == [-7, VALUES.nbytes]
 
@@ -103,7 +103,7 @@ def test_the_stream_that_still_writes_is_waited_for(copied: list[int]) -> None:
         ({"data": None}, "cannot be read"),
     ],
 )
-def test_an_interface_that_cannot_be_is_refused_before_anything_is_copied(
+def test_an_invalid_interface_is_refused_before_anything_is_copied(
     copied: list[int], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words):
@@ -116,7 +116,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
         read(DlpackArray(VALUES, 10))
 
 
-def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do() -> None:
+def test_without_a_gpu_a_gpu_array_is_refused_with_a_remedy() -> None:
     cuda = pytest.importorskip("cuda.bindings.runtime", reason="requires the extra [cuda]")
     if cuda.cudaGetDeviceCount()[0] == cuda.cudaError_t.cudaSuccess:
         pytest.skip("there is a GPU")
@@ -124,7 +124,7 @@ def test_without_a_gpu_an_array_on_one_is_refused_and_the_error_says_what_to_do(
         read(CudaArray(VALUES))
 
 
-def test_without_the_extra_an_array_on_a_gpu_is_refused_and_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_a_gpu_array_is_refused_naming_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     for array in (CudaArray(VALUES), DlpackArray(VALUES, 2)):
         with pytest.raises(InvalidRequest, match=r"requires the extra \[cuda\]"):

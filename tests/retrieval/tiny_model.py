@@ -1,4 +1,4 @@
-"""A sentence-transformers model of a few hundred bytes: ten words have a vector each, which is all of the network.
+"""A sentence-transformers model of a few hundred bytes: an embedding table of ten words.
 
 Written without the package `onnx`: the file is Protocol Buffers, of which six messages are needed (onnx.proto3).
 """
@@ -15,12 +15,12 @@ _INT64, _FLOAT = 7, 1
 
 
 def table() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The words' vectors, float32 [10, 6]."""
+    """Return the words' vectors, float32 [10, 6]."""
     return np.random.default_rng(5).normal(size=(len(WORDS), 6)).astype(np.float32)
 
 
 def ids(text: str) -> list[int]:
-    """A text's tokens with the marks around them, as the model's tokenizer makes them."""
+    """Return a text's token ids with special tokens, as the model's tokenizer does."""
     return [1, *(WORDS.index(word) if word in WORDS else 0 for word in text.split()), 2]
 
 
@@ -34,7 +34,7 @@ def write_tiny_model(
     inputs: tuple[str, ...] = ("input_ids", "attention_mask"),
     model_file: str = "onnx/model.onnx",
 ) -> Path:
-    """Make the directory. `pooling`: the content of 1_Pooling/config.json, by default mean."""
+    """Write the model directory. `pooling`: the content of 1_Pooling/config.json, by default mean."""
     (directory / model_file).parent.mkdir(parents=True, exist_ok=True)
     (directory / model_file).write_bytes(_model(inputs))
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
@@ -59,7 +59,7 @@ def write_tiny_model(
 
 
 def _model(inputs: tuple[str, ...]) -> bytes:
-    """One Gather from a table by `input_ids`; other inputs are there and not used."""
+    """Return a graph with one Gather by `input_ids`; other inputs are unused."""
     vectors = table()
     tensor = _numbers(1, *vectors.shape) + _number(2, _FLOAT) + _bytes(8, b"table") + _bytes(9, vectors.tobytes())
     node = _bytes(1, b"table") + _bytes(1, b"input_ids") + _bytes(2, b"last_hidden_state") + _bytes(4, b"Gather")
