@@ -240,7 +240,7 @@ def info(directory: Directory) -> None:
         **sizes,
         "embedder": _describe(found.embedder),
     }.items():
-        print(f"{name:11} {value}")
+        print(f"{name:13} {value}")
 
 
 @index_app.command()

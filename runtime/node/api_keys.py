@@ -36,7 +36,8 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
-        raise ConfigError(f"http.api_keys_file: cannot read {path}: {error}") from error
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error
     keys: dict[str, ApiKey] = {}
     known = {found.name for found in config.collections} | {found.name for found in config.remote}
     for number, line in enumerate(text.splitlines(), 1):

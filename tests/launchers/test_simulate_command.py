@@ -56,4 +56,4 @@ def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: C
 def test_the_load_and_the_time_at_work_are_told_apart(simulated: Callable[..., str]) -> None:
     told = simulated("")
     assert re.search(r"\w+ is the bottleneck: its capacity with full batches is [\d.]+ requests/s", told)
-    assert re.search(r"with batches as full as they were: .* decode \d+% of the time with \d+% of its slots", told)
+    assert re.search(r"busy, with the actual batches: .* decode \d+% of the time with \d+% of its slots", told)

@@ -65,7 +65,7 @@ def test_a_gateway_node_has_no_model_workers(tmp_path: Path) -> None:
         ({"url": "127.0.0.1:8000"}, "model.url = '127.0.0.1:8000': give the base URL including /v1"),
         ({"url": "http://me:secret@host/v1"}, "model.url contains a user or password"),
         ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url lists a server twice"),
-        ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere"),
+        ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere: No such file or directory"),
         ({"api_key_file": os.devnull}, "model.api_key_file: /dev/null has no key"),
     ],
 )

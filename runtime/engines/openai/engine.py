@@ -147,8 +147,8 @@ class OpenAiEngine(Engine):
             )
         if probes and (field := single_request_field(sent)):
             raise InvalidRequest(
-                f"{field} cannot be combined with retrieval.every_tokens: this engine writes an answer with probes in "
-                "several requests; leave one of the two out",
+                f"{field} cannot be combined with retrieval.every_tokens: this engine generates an answer with probes "
+                "in several requests; omit one of the two",
                 field,
             )
         waits = self._deps.restarts.times and self._deps.restarts.wait_ns

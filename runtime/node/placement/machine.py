@@ -60,7 +60,8 @@ class Machine:
         if found:
             raise ConfigError(f"{device!r} matches {len(found)} GPUs: {', '.join(gpu.uuid for gpu in found)}")
         available = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in self.gpus)
-        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {available or self.missing or 'none'}")
+        missing = f"none ({self.missing})" if self.missing else "none"
+        raise ConfigError(f"{device!r} is not a GPU of this machine; available: {available or missing}")
 
 
 def _node_cores(system: Path, allowed: set[int]) -> dict[int, tuple[int, ...]]:

@@ -333,7 +333,8 @@ def read_engine_key(section: OpenAiSection) -> str:
     try:
         lines = Path(section.api_key_file).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {error}") from error
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {reason}") from error
     key = lines[0].strip()
     if not key or not key.isascii() or not key.isprintable():  # not shown: it may contain the secret
         raise ConfigError(f"model.api_key_file: {section.api_key_file} has no key in printable ASCII on its first line")
