@@ -1,4 +1,4 @@
-"""For every alert a course of its metrics in which it must fire, and one in which it must not.
+"""For every alert, metric series on which it must fire and series on which it must not.
 
 Courses are promtool's: "0+6x400" begins at 0 and grows by 6 a minute, 400 times.
 """
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 Series = Mapping[str, str]
 MINUTES = 100
-"""When most alerts are looked at: their windows are full by then."""
+"""When most alerts are evaluated: their windows are full by then."""
 SIX_HOURS = 400
-"""So is the longest one, and so long is every course that does not end before."""
+"""The longest window, and the length of every series that does not end earlier."""
 GROWS = f"0+100x{SIX_HOURS}"
 NODE = 'node="n"'
 WORKER = 'node="n",worker="decode-0"'
@@ -29,7 +29,7 @@ class Case:
     fires: Series
     quiet: Series
     labels: Mapping[str, str] = field(default_factory=lambda: {"node": "n"})
-    common: Series = field(default_factory=dict)  # to both courses
+    common: Series = field(default_factory=dict)  # series of both
     at_minute: int = MINUTES
 
 
@@ -54,7 +54,7 @@ def _wait(fast: float, slow: float) -> Series:
 CASES: dict[str, Case] = {
     "TrinitySLOBurnsFast": Case(
         fires=_violations(grows(20)),
-        # An hour ago it burned at this rate; the last ten minutes were good: the short window lets go.
+        # An hour ago it burned at this rate; the last ten minutes were good: the short window clears the alert.
         quiet=_violations(f"0+20x{MINUTES - 10} {(MINUTES - 10) * 20}+0x10"),
         labels={"node": "n", "slo": "all"},
         common=_SLO | _REQUESTS,
@@ -92,7 +92,7 @@ CASES: dict[str, Case] = {
         labels={"node": "n", "worker": "decode-0"},
     ),
     "TrinityHeartbeatOld": Case(
-        # It was ended before Prometheus looked again; and long ago.
+        # It ended before the next scrape; and it ended long ago.
         fires={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"0x{MINUTES - 2} 16 0"},
         quiet={f"trinity_worker_heartbeat_age_seconds{{{WORKER}}}": f"16x{MINUTES - 4} 14 0 0 0"},
         labels={"node": "n", "worker": "decode-0"},
@@ -101,7 +101,7 @@ CASES: dict[str, Case] = {
         fires={f'trinity_requests_total{{{NODE},outcome="refused"}}': grows(2)},
         quiet={
             f'trinity_requests_total{{{NODE},outcome="cancelled"}}': grows(50),
-            f'trinity_requests_total{{{NODE},outcome="invalid"}}': grows(50),  # what clients ask wrongly wakes nobody
+            f'trinity_requests_total{{{NODE},outcome="invalid"}}': grows(50),  # client errors do not alert
         },
         common={
             f'trinity_requests_total{{{NODE},outcome="finished"}}': GROWS,

@@ -1,4 +1,4 @@
-"""The names that a node's /metrics has, from the code that exports them."""
+"""Names of all metrics in a node's /metrics, from the code that exports them."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Grafana that keeps what it is given, and is as strict as the real one: paths, credentials, bodies, versions."""
+"""A fake Grafana that stores resources and validates paths, credentials, bodies and versions like the real one."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The fleet's figures, as Prometheus computes them: two nodes with models of their own, one in front of a server."""
+"""The fleet dashboard evaluated by Prometheus: two nodes with models, one gateway node."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def panels(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def column(name: str) -> str:
-    """The expression of a column of the table of nodes."""
+    """Return the expression of a column of the node table."""
     table = panels("table")["Nodes"]
     names = table["transformations"][1]["options"]["renameByName"]
     return next(str(one["expr"]) for one in table["targets"] if names[f"Value #{one['refId']}"] == name)
@@ -91,7 +91,7 @@ def checked(home: Path, expr: str, expected: list[dict[str, Any]], node: str = "
         ("Fullest KV", ".*", 0.5), ("Errors", ".*", 1 / 3), ("Errors", "gateway", 0.25),
     ],
 )  # fmt: skip
-def test_a_tile_is_the_sum_or_the_worst_of_the_nodes_that_are_chosen(
+def test_a_tile_shows_the_sum_or_the_worst_of_the_selected_nodes(
     title: str, node: str, value: float, tmp_path: Path
 ) -> None:
     checked(tmp_path, tile(title), [{"labels": "{}", "value": value}], node)
@@ -112,7 +112,7 @@ def test_a_column_of_the_table_has_a_value_for_each_node_that_has_any(
     checked(tmp_path, column(name), by_node(**values))
 
 
-def test_a_nodes_name_leads_to_its_overview() -> None:
+def test_a_nodes_name_links_to_its_overview() -> None:
     (override,) = (o for o in panels("table")["Nodes"]["fieldConfig"]["overrides"] if o["matcher"]["options"] == "node")
     (link,) = override["properties"][0]["value"]
     assert link["url"].startswith("/d/trinity-overview?var-node=${__value.text}")

@@ -1,4 +1,4 @@
-"""Rates, ratios and quantiles from two looks at /metrics, as Prometheus would give them."""
+"""Rates, ratios and quantiles from two scrapes of /metrics, as Prometheus computes them."""
 
 import pytest
 
@@ -25,39 +25,39 @@ def counter(*values: float) -> list[str]:
     return [f'# TYPE x counter\nx_total{{worker="a"}} {value}\nx_total{{worker="b"}} {value}\n' for value in values]
 
 
-def test_a_rate_is_the_growth_of_all_series_by_the_time_that_passed() -> None:
+def test_a_rate_is_the_increase_of_all_series_over_the_elapsed_time() -> None:
     assert live(*counter(0, 10)).rate("x_total") == 10.0
     assert live(*counter(0, 10)).rate("x_total", worker="a") == 5.0
 
 
-def test_one_look_gives_values_but_no_rates_and_what_is_not_there_is_none() -> None:
+def test_one_scrape_gives_values_but_no_rates_and_missing_series_are_none() -> None:
     one = live(*counter(5))
     assert one.value("x_total") == 10.0
     assert one.rate("x_total") is None
     assert live(*counter(0, 1)).rate("y_total") is None
 
 
-def test_a_counter_that_fell_began_anew_and_no_rate_is_negative() -> None:
+def test_a_decreased_counter_is_a_reset_and_no_rate_is_negative() -> None:
     assert live(*counter(100, 110, 3)).increase("x_total", worker="a") == 13.0
 
 
-def test_only_the_last_span_counts() -> None:
+def test_only_the_latest_window_counts() -> None:
     fast_then_still = counter(0, 100, 200, 200, 200)
     assert live(*fast_then_still, every_s=10, span_s=20).rate("x_total") == 0.0
 
 
-def test_a_quantile_is_linear_within_its_bucket_and_sees_only_what_is_new() -> None:
+def test_a_quantile_is_interpolated_within_its_bucket_over_new_observations() -> None:
     two = live(HISTOGRAM.format(50, 50, 50, 1.0), HISTOGRAM.format(50, 60, 60, 2.5))
     assert two.quantile(0.5, "wait_seconds") == pytest.approx(0.15)
     assert two.mean("wait_seconds") == pytest.approx(0.15)
 
 
-def test_a_quantile_beyond_the_last_edge_is_that_edge_and_without_observations_there_is_none() -> None:
+def test_a_quantile_is_capped_at_the_last_edge_and_none_without_observations() -> None:
     assert live(HISTOGRAM.format(0, 0, 0, 0), HISTOGRAM.format(0, 0, 9, 9)).quantile(0.5, "wait_seconds") == 0.2
     assert live(HISTOGRAM.format(1, 1, 1, 0), HISTOGRAM.format(1, 1, 1, 0)).quantile(0.5, "wait_seconds") is None
 
 
-def test_figures_are_shown_in_the_unit_that_fits() -> None:
+def test_values_are_shown_in_a_fitting_unit() -> None:
     assert [terminal_overview.seconds(value) for value in (None, 0.0, 50e-6, 0.0123, 2.5)] == [
         "–",
         "0 s",

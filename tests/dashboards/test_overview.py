@@ -1,4 +1,4 @@
-"""The dashboards fit the metrics that a node exports, Grafana's own rules, and the committed files fit the code."""
+"""Dashboards match the exported metrics and Grafana's rules, and committed files match the code."""
 
 import json
 import os
@@ -35,25 +35,25 @@ def names_in(expr: str) -> set[str]:
 
 
 @pytest.mark.parametrize("uid", BOARDS)
-def test_every_metric_that_a_panel_asks_for_is_exported(uid: str) -> None:
+def test_every_metric_of_a_panel_is_exported(uid: str) -> None:
     asked = {name for expr in expressions(BOARDS[uid]) for name in names_in(expr)}
     assert asked
     assert asked - exported_names() == set()
 
 
-def test_every_metric_that_an_alert_asks_for_is_exported() -> None:
+def test_every_metric_of_an_alert_is_exported() -> None:
     asked = {name for alert in alerts() for name in names_in(alert.expr)}
     assert asked - exported_names() == set()
 
 
 @pytest.mark.parametrize("expr", [expr for board in BOARDS.values() for expr in expressions(board)])
-def test_every_expression_is_promql(expr: str) -> None:
+def test_every_expression_is_valid_promql(expr: str) -> None:
     plain = expr.replace("$__rate_interval", "1m")
     assert promql_parser.parse(plain)
 
 
 @pytest.mark.parametrize("uid", BOARDS)
-def test_every_panel_can_be_narrowed_to_a_node_and_a_model(uid: str) -> None:
+def test_every_panel_can_be_filtered_by_node_and_model(uid: str) -> None:
     for expr in expressions(BOARDS[uid]):
         for selector in re.findall(r"\btrinity_\w+(\{[^}]*\})?", expr):
             assert 'node=~"$node"' in selector, expr
@@ -61,7 +61,7 @@ def test_every_panel_can_be_narrowed_to_a_node_and_a_model(uid: str) -> None:
 
 
 @pytest.mark.parametrize("uid", BOARDS)
-def test_panels_have_ids_of_their_own_and_do_not_overlap(uid: str) -> None:
+def test_panels_have_unique_ids_and_do_not_overlap(uid: str) -> None:
     panels = BOARDS[uid]["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -77,7 +77,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(uid: str) -> None:
 
 
 @pytest.mark.parametrize("uid", BOARDS)
-def test_panels_are_of_kinds_that_grafana_has_with_options_and_units_that_it_knows(uid: str) -> None:
+def test_panels_use_types_options_and_units_of_grafana(uid: str) -> None:
     for panel in BOARDS[uid]["panels"]:
         assert panel["type"] in OPTIONS, panel["title"]
         assert set(panel.get("options", {})) <= OPTIONS[panel["type"]], panel["title"]
@@ -92,7 +92,7 @@ def test_panels_are_of_kinds_that_grafana_has_with_options_and_units_that_it_kno
         assert [step["value"] for step in steps[1:]] == sorted(step["value"] for step in steps[1:])
 
 
-def test_the_first_screen_is_in_the_order_in_which_somebody_on_call_asks() -> None:
+def test_the_first_screen_follows_the_order_of_on_call_triage() -> None:
     rows = [panel["title"] for panel in BOARDS["trinity-overview"]["panels"] if panel["type"] == "row"]
     assert rows == [
         "SLOs",
@@ -116,11 +116,11 @@ def test_the_fleet_shows_sums_and_the_worst_and_then_each_node() -> None:
     assert [panel["title"] for panel in panels if panel["type"] == "table"] == ["Nodes"]
 
 
-def test_committed_files_are_what_the_code_gives() -> None:
+def test_committed_files_equal_the_generated_ones() -> None:
     assert stale() == [], "run `trinity dashboards export --out dashboards/generated`"
 
 
-def test_export_writes_what_is_committed_and_a_changed_or_missing_file_is_noticed(tmp_path: Path) -> None:
+def test_export_writes_the_committed_files_and_detects_changed_or_missing_ones(tmp_path: Path) -> None:
     written = export(tmp_path)
     for path in written:
         assert path.read_bytes() == (GENERATED / path.name).read_bytes()
@@ -130,7 +130,7 @@ def test_export_writes_what_is_committed_and_a_changed_or_missing_file_is_notice
     assert stale(tmp_path) == [written[0].name, written[-1].name]
 
 
-def test_where_nothing_can_be_written_export_says_so(tmp_path: Path) -> None:
+def test_export_to_an_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/out cannot be written: Not a directory"):
         export(tmp_path / "file" / "out")

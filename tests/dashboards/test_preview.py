@@ -1,4 +1,4 @@
-"""The overview drawn without Grafana: every panel has what Prometheus answered, and the page stands alone."""
+"""The overview rendered without Grafana: every panel shows Prometheus' answer on a self-contained page."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ LABELS = {"node": "n", "worker": "pool-<0>", "role": "pool", "stage": "decode", 
 
 
 class FakePrometheus:
-    """Answers every query with two series, or with none for those that contain `empty`."""
+    """A Prometheus that answers every query with two series, or none if it contains `empty`."""
 
     def __init__(self, empty: str = "") -> None:
         self.asked: list[tuple[str, Mapping[str, str]]] = []
@@ -47,7 +47,7 @@ def test_every_panel_of_the_dashboard_is_there_in_its_place() -> None:
     assert panels[1].place == (0, 1, 4, 4)
 
 
-def test_queries_are_asked_over_the_span_with_grafanas_variables_filled_in() -> None:
+def test_queries_cover_the_time_range_with_grafanas_variables_substituted() -> None:
     prometheus = FakePrometheus()
     load_panels(overview(), prometheus.query, END_S, span_s=600)
     assert not any("$" in parameters["query"] for _, parameters in prometheus.asked)
@@ -70,7 +70,7 @@ def test_a_table_has_a_row_for_each_worker_and_a_column_for_each_query() -> None
     assert row[-4].unit == "s"
 
 
-def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere() -> None:
+def test_the_page_is_well_formed_and_self_contained() -> None:
     for prometheus in (FakePrometheus(), FakePrometheus(empty="trinity_")):
         text = render_page(load_panels(overview(), prometheus.query, END_S), "now & then")
         svg = re.search(r"<svg.*</svg>", text)
@@ -94,7 +94,7 @@ def test_the_page_is_well_formed_and_takes_nothing_from_elsewhere() -> None:
         (None, "short", "–"),
     ],
 )
-def test_values_are_written_in_their_units(value: float | None, unit: str, words: str) -> None:
+def test_values_are_formatted_in_their_units(value: float | None, unit: str, words: str) -> None:
     assert format_value(value, unit) == words
 
 

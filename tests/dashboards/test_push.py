@@ -1,4 +1,4 @@
-"""Pushing dashboards: what is missing is written, what is there is not, and every refusal is one clear error."""
+"""Pushing dashboards: only missing or changed resources are written, and every failure is one error."""
 
 import os
 import sys
@@ -49,7 +49,7 @@ def test_a_second_push_writes_nothing(grafana: GrafanaServer) -> None:
     assert grafana.writes == []
 
 
-def test_only_what_has_changed_is_written_again(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_dashboards_are_written_again(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
     Pusher(grafana.url, TOKEN, PROMETHEUS).push()
     grafana.writes.clear()
     changed = {uid: board | {"refresh": "1m"} for uid, board in all_dashboards().items()}
@@ -61,7 +61,7 @@ def test_only_what_has_changed_is_written_again(grafana: GrafanaServer, monkeypa
     assert set(actions(Pusher(grafana.url, TOKEN, "http://elsewhere:9090", folder="Ours"))) == {"unchanged"}
 
 
-def test_a_dashboard_that_was_moved_is_brought_back(grafana: GrafanaServer) -> None:
+def test_a_moved_dashboard_is_moved_back(grafana: GrafanaServer) -> None:
     Pusher(grafana.url, TOKEN).push()
     grafana.boards["trinity-overview"]["meta"]["folderUid"] = "elsewhere"
     assert actions(Pusher(grafana.url, TOKEN)) == ["unchanged", "update", "unchanged"]
@@ -89,13 +89,13 @@ def test_a_grafana_under_a_path_is_reached_with_and_without_its_slash(slash: str
         server.close()
 
 
-def test_a_wrong_credential_is_one_clear_error_that_does_not_show_it(grafana: GrafanaServer) -> None:
+def test_a_wrong_credential_is_one_error_that_does_not_show_it(grafana: GrafanaServer) -> None:
     with pytest.raises(ConfigError, match="does not accept the credential") as caught:
         Pusher(grafana.url, "wrong-secret").push()
     assert "wrong-secret" not in str(caught.value)
 
 
-def test_a_grafana_that_fails_or_is_not_there_is_one_clear_error(grafana: GrafanaServer) -> None:
+def test_a_failing_or_unreachable_grafana_is_one_error(grafana: GrafanaServer) -> None:
     grafana.fails_with = 500
     with pytest.raises(Unavailable, match="database is locked"):
         Pusher(grafana.url, TOKEN).push()
@@ -104,7 +104,7 @@ def test_a_grafana_that_fails_or_is_not_there_is_one_clear_error(grafana: Grafan
 
 
 @pytest.mark.parametrize("url", ["localhost:3000", "ftp://x", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="is not a Grafana URL"):
         Pusher(url, TOKEN)
 
@@ -115,9 +115,7 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.
         Pusher("http://x", TOKEN)
 
 
-def test_the_command_checks_and_rehearses_without_writing(
-    grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_and_dry_run_do_not_write(grafana: GrafanaServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAFANA_TOKEN", TOKEN)
     push = ["dashboards", "push", "--url", grafana.url]
     rehearsed = CliRunner().invoke(command_line(), [*push, "--dry-run"])
@@ -129,7 +127,7 @@ def test_the_command_checks_and_rehearses_without_writing(
 
 
 @pytest.mark.skipif(not os.environ.get("GRAFANA_URL"), reason="GRAFANA_URL names no Grafana to try")
-def test_a_real_grafana_takes_the_dashboards_and_a_second_push_writes_nothing() -> None:
+def test_a_real_grafana_accepts_the_dashboards_and_a_second_push_writes_nothing() -> None:
     pusher = Pusher(os.environ["GRAFANA_URL"], os.environ.get("GRAFANA_TOKEN"), "http://localhost:9090")
     pusher.push()
     assert set(actions(pusher)) == {"unchanged"}

@@ -1,4 +1,4 @@
-"""The alerts fire when they should and are quiet when they should: Prometheus's own promtool says so."""
+"""Alerts fire and stay quiet as expected, checked by promtool."""
 
 import json
 import re
@@ -65,16 +65,16 @@ def write_course(path: Path, name: str, series: Series, alerts: list[dict[str, o
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_fires_in_its_bad_course_with_its_labels_and_words(name: str, told: dict[str, str]) -> None:
+def test_an_alert_fires_on_its_bad_series_with_its_labels_and_text(name: str, told: dict[str, str]) -> None:
     assert told[f"{name}-fires"] == "SUCCESS"
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_is_quiet_in_its_good_course(name: str, told: dict[str, str]) -> None:
+def test_an_alert_is_quiet_on_its_good_series(name: str, told: dict[str, str]) -> None:
     assert told[f"{name}-quiet"] == "SUCCESS"
 
 
-def test_what_a_node_exports_is_as_prometheus_likes_it() -> None:
+def test_the_exported_metrics_pass_promtools_linter() -> None:
     tables = {f"{role}-0": WorkerTable.create(role, f"{role}-0", SloSection()) for role in METRICS}
     text = render(NodeCollector(tables, constant={"node": "n", "model_name": "m"}))
     for table in tables.values():

@@ -40,7 +40,7 @@ ROWS, COLUMNS = 44, 150
 
 
 class Source:
-    """A node's /metrics: every look finds ten generations more, one of them late."""
+    """A node's /metrics: each scrape has ten more generations, one of them late."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -96,7 +96,7 @@ def questions(*, written: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source, written: bool) -> None:
+def test_the_screen_has_the_overviews_panels_in_order(source: Source, written: bool) -> None:
     if written:
         source.write()
     live = MetricWindow()
@@ -107,7 +107,7 @@ def test_the_screen_asks_the_overviews_questions_in_its_order(source: Source, wr
         assert (found["segments"], found["log"]) == ("3", "1 MiB")
 
 
-def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
+def test_the_screen_is_computed_from_two_scrapes(source: Source) -> None:
     live = MetricWindow()
     for at_s in (0.0, 2.0):
         live.add(Snapshot.parse(at_s, source()))
@@ -122,7 +122,7 @@ def test_what_the_screen_says_follows_from_two_looks(source: Source) -> None:
     assert decode == ("decode-0", "cpu", "backoff", "2", "0 s", "100 MiB", "3", "20")
 
 
-def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source: Source) -> None:
+def test_an_unreachable_node_is_reported_and_the_last_values_stay(source: Source) -> None:
     moments = iter(range(0, 100, 2))
     fails = False
 
@@ -155,7 +155,7 @@ def test_a_node_that_no_longer_answers_is_said_and_the_last_figures_stay(source:
 
 
 def lines_of(screenshot: str) -> list[str]:
-    """The text of a screen, from top to bottom."""
+    """Return the text of a screen, from top to bottom."""
     lines: dict[int, str] = {}
     for number, text in re.findall(r"<text [^>]*-line-(\d+)\)[^>]*>([^<]*)</text>", screenshot):
         lines[int(number)] = lines.get(int(number), "") + html.unescape(text).replace("\xa0", " ")
@@ -163,7 +163,7 @@ def lines_of(screenshot: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "written"), [((80, 24), False), ((COLUMNS, ROWS), False), ((80, 34), True)], ids=str)
-def test_every_worker_and_every_figure_is_on_the_screen(source: Source, size: tuple[int, int], written: bool) -> None:
+def test_every_worker_and_every_metric_is_on_the_screen(source: Source, size: tuple[int, int], written: bool) -> None:
     if written:
         source.write()
     moments = iter(range(0, 100, 2))
@@ -215,7 +215,7 @@ def url(source: Source) -> Iterator[str]:
     server.server_close()
 
 
-def test_in_a_real_terminal_the_whole_screen_is_there_and_q_ends_it(url: str) -> None:
+def test_a_real_terminal_shows_the_whole_screen_and_q_quits(url: str) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     without_size = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}

@@ -9,7 +9,7 @@ import pytest
 
 
 def tool(name: str) -> str:
-    """The program's path."""
+    """Return the program's path, or skip the test."""
     found = shutil.which(name)
     if found is None:
         reason = f"{name} is not installed (Debian's package prometheus)"

@@ -1,4 +1,4 @@
-"""A node that most tests share, and the parts to start one of a test's own."""
+"""Fixtures: a node shared by most tests, and a factory of separate nodes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -57,7 +57,7 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents() -> list[Document]:
-    """What `collection` is built of."""
+    """Return the documents of `collection`."""
     return [replace(document, attributes={"source": "python"}) for document in python_documents()[:200]]
 
 
@@ -66,7 +66,7 @@ StartNode = Callable[..., Node]
 
 @pytest.fixture(scope="session")
 def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> StartNode:
-    """Starts a node with these times, and `more` in its configuration; who starts it stops it."""
+    """Start a node with the given timeouts and additional configuration `more`; the caller stops it."""
 
     def start(drain_s: float = 20.0, more: str = "", heartbeat_s: float = 30.0, spares: int = 0) -> Node:
         home = tmp_path_factory.mktemp("node")
@@ -82,7 +82,7 @@ def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def start_node(new_node: StartNode) -> Iterator[StartNode]:
-    """The same; all are stopped at the end of the file."""
+    """Like `new_node`; all nodes are stopped at the end of the test file."""
     started: list[Node] = []
 
     def start(**options: Any) -> Node:
@@ -96,7 +96,7 @@ def start_node(new_node: StartNode) -> Iterator[StartNode]:
 
 @pytest.fixture(scope="package")
 def node(new_node: StartNode) -> Iterator[Node]:
-    """For the tests of this folder: a node costs a few percent of a core as long as it runs, asked or not."""
+    """The node shared by this folder's tests: even an idle node costs a few percent of a core."""
     node = new_node()
     yield node
     node.stop()

@@ -1,4 +1,4 @@
-"""Steady load on a node: generations with probes, and searches, until it is told to end."""
+"""Steady load on a node: generations with probes and searches, until the context ends."""
 
 import os
 import signal
@@ -26,14 +26,14 @@ SEARCH = {"query": "the with statement", "collection": "docs", "k": 3}
 
 
 def prompts(count: int) -> Iterator[str]:
-    """Different short questions."""
+    """Yield distinct short questions."""
     for number in range(count):
         yield f"question {number}: how does a with statement call __exit__?"
 
 
 @contextmanager
 def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counter[int]]:
-    """Answers by status, as they come."""
+    """Run the load; yield the counts of answers by status."""
     answers: Counter[int] = Counter()
 
     def ask(path: str, body: dict[str, Any]) -> None:
@@ -48,14 +48,14 @@ def load(node: Node, searchers: int = 4, generators: int = 1) -> Iterator[Counte
 
 
 def wait_for_more(answers: Counter[int], count: int) -> None:
-    """Until more than `count` good answers have come since now."""
+    """Wait until more than `count` further answers have status 200."""
     before = answers[200]
     eventually(lambda: answers[200] > before + count, 60, f"{count} answers more")
 
 
 @contextmanager
 def slowed(pid: int, stopped_s: float, running_s: float = 0.05) -> Iterator[None]:
-    """A process that is stopped most of the time."""
+    """Slow a process down by stopping it most of the time."""
     ended = threading.Event()
 
     def pump() -> None:

@@ -1,4 +1,4 @@
-"""What a node's processes take of the memory, as if nothing else ran on the machine."""
+"""Memory of a node's processes, as if no other process ran on the machine."""
 
 import re
 from collections import Counter, defaultdict

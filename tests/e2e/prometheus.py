@@ -25,7 +25,7 @@ scrape_configs:
 
 
 class Prometheus:
-    """One that has just started. `close` ends it."""
+    """A Prometheus process; `close` ends it."""
 
     def __init__(self, home: Path, target: str, rules: str, interval_ms: int = 500) -> None:
         with socket.socket() as free:
@@ -62,7 +62,7 @@ class Prometheus:
             return False
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """An instant query's series: `metric` and `value`."""
+        """Return the series of an instant query: `metric` and `value`."""
         data = urllib.parse.urlencode({"query": expr}).encode()
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/query", data, timeout=60) as answer:
@@ -75,12 +75,12 @@ class Prometheus:
         return [float(series["value"][1]) for series in self.query(expr)]
 
     def names(self) -> set[str]:
-        """Every metric it has seen."""
+        """Return the names of all scraped metrics."""
         with urllib.request.urlopen(f"{self.url}/api/v1/label/__name__/values", timeout=60) as answer:
             return set(json.loads(answer.read())["data"])
 
     def firing(self, name: str) -> list[dict[str, str]]:
-        """The labels of this alert's instances that fire now."""
+        """Return the labels of the alert's firing instances."""
         with urllib.request.urlopen(f"{self.url}/api/v1/alerts", timeout=60) as answer:
             alerts = json.loads(answer.read())["data"]["alerts"]
         return [a["labels"] for a in alerts if a["state"] == "firing" and a["labels"]["alertname"] == name]

@@ -1,4 +1,4 @@
-"""Workers are added, restarted, flipped and drained under load: every request that was sent is answered."""
+"""Workers are added, restarted, flipped and drained under load: every request is answered."""
 
 import subprocess
 import sys
@@ -31,19 +31,19 @@ path = "{collection}"
 
 
 def trinity(*words: str) -> str:
-    """What a command says."""
+    """Run a command and return its output."""
     command = [sys.executable, "-m", "launchers.main", *words]
     run = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     return run.stdout.strip() if run.returncode == 0 else run.stderr.strip()
 
 
 def workers(node: Node, *words: str) -> str:
-    """What `trinity workers` says."""
+    """Run `trinity workers` and return its output."""
     return trinity("workers", *words, "--node", str(node.run_dir))
 
 
 @pytest.mark.timeout(900)
-def test_workers_come_restart_and_go_under_load_and_no_request_is_lost(
+def test_adding_restarting_and_draining_workers_under_load_loses_no_request(
     tmp_path: Path, model: Path, collection: Path
 ) -> None:
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
@@ -80,9 +80,7 @@ def test_workers_come_restart_and_go_under_load_and_no_request_is_lost(
 
 
 @pytest.mark.timeout(600)
-def test_a_gpu_with_a_pool_worker_is_drained_and_comes_back_under_load_and_no_search_is_lost(
-    tmp_path: Path, collection: Path
-) -> None:
+def test_draining_and_restoring_a_gpu_under_load_loses_no_search(tmp_path: Path, collection: Path) -> None:
     config, run_dir = tmp_path / "node.toml", tmp_path / "run"
     config.write_text(TWO_POOLS.format(run_dir=run_dir, collection=collection))
     node = Node(config, "--simulate-gpus", "2")

@@ -1,4 +1,4 @@
-"""What a user can do wrong on the command line: one line that says what, a non-zero exit, never a traceback."""
+"""User errors on the command line: a one-line message and a non-zero exit code, never a traceback."""
 
 import socket
 import subprocess
@@ -27,7 +27,7 @@ def trinity(*arguments: str | Path, timeout: float = 90) -> subprocess.Completed
 
 
 def refused(run: subprocess.CompletedProcess[str], *words: str) -> None:
-    """One line, non-zero, and it says the words."""
+    """Assert a non-zero exit code and one line that contains the words."""
     assert run.returncode != 0
     assert "Traceback" not in run.stdout + run.stderr
     lines = run.stderr.strip().splitlines()
@@ -60,7 +60,7 @@ def test_a_missing_index_is_named(config: Path, collection: Path) -> None:
     refused(trinity("serve", "--config", config), "/no/such/index")
 
 
-def test_a_directory_that_is_no_index_is_named(config: Path, collection: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_an_index_is_named(config: Path, collection: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     config.write_text(config.read_text().replace(str(collection), str(tmp_path / "foreign")))
     refused(trinity("serve", "--config", config), "foreign")
@@ -80,7 +80,7 @@ def test_a_taken_port_is_named(config: Path) -> None:
         refused(trinity("serve", "--config", config), f"http.port = {port}", "in use")
 
 
-def test_status_and_stop_of_a_node_that_does_not_run_say_so(tmp_path: Path) -> None:
+def test_status_and_stop_of_a_stopped_node_are_errors(tmp_path: Path) -> None:
     refused(trinity("status", tmp_path / "nothing"), "no node runs in")
     refused(trinity("stop", tmp_path / "nothing"), "no node runs in")
 
@@ -113,7 +113,7 @@ def test_a_node_started_with_its_parent_drains_when_that_is_killed(config: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_node_whose_parent_has_ended_before_it_looked_does_not_start(config: Path, tmp_path: Path) -> None:
+def test_a_node_whose_parent_has_already_ended_does_not_start(config: Path, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     serve = [sys.executable, "-m", "launchers.main", "serve", "--config", str(config), "--with-parent", str(gone.pid)]

@@ -1,4 +1,4 @@
-"""The whole 8-GPU layout, on a machine without a GPU: every process runs, each on a GPU that is a name alone."""
+"""The complete 8-GPU layout on a machine without GPUs: every process runs on a simulated GPU."""
 
 import subprocess
 import sys
@@ -83,7 +83,7 @@ def test_all_nine_processes_run_and_answer(node8: Node) -> None:
     assert node8.metric("trinity_worker_info", device="cuda:7", role="pool") == 1
 
 
-def test_a_lost_gpu_process_comes_back_on_its_own_gpu(node8: Node) -> None:
+def test_a_lost_gpu_process_restarts_on_its_gpu(node8: Node) -> None:
     node8.kill("pool-1")
     eventually(lambda: node8.status().ready, START_S, "the pool worker to be back")
     assert node8.metric("trinity_worker_restarts_total", worker="pool-1") == 1

@@ -1,4 +1,4 @@
-"""Every script of docs/examples runs as its first lines say."""
+"""Every script of docs/examples runs as described in its first lines."""
 
 import re
 import subprocess

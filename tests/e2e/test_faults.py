@@ -1,4 +1,4 @@
-"""What happens to a node and its requests when processes die: nothing is lost silently, nothing is left behind."""
+"""Process deaths in a node: no request is lost silently and nothing is leaked."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ time.time_ns = lambda: int(time.time() * 1e9)
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[list[Node]]:
-    """Nodes that were started for `mortal`, the latest last."""
+    """Nodes started for `mortal`, the latest last."""
     started: list[Node] = []
     yield started
     for node in started:
@@ -47,14 +47,14 @@ def mortals() -> Iterator[list[Node]]:
 
 @pytest.fixture
 def mortal(new_node: StartNode, mortals: list[Node]) -> Node:
-    """A node that a test may end: who needs it next has another."""
+    """A node that a test may end; the next test gets another one."""
     if not mortals or mortals[-1].process.poll() is not None:
         mortals.append(new_node(heartbeat_s=6.0))
     return mortals[-1]
 
 
 def answer_of(node: Node, body: dict[str, Any]) -> tuple[str, list[int]]:
-    """How a streamed request ended, by its finish reason or its error's code, and its tokens."""
+    """The end of a streamed request: its finish reason or error code, and its tokens."""
     reason = ""
     tokens: list[int] = []
     try:
@@ -67,12 +67,12 @@ def answer_of(node: Node, body: dict[str, Any]) -> tuple[str, list[int]]:
 
 
 def end_of(node: Node, body: dict[str, Any]) -> str:
-    """How a streamed request ended."""
+    """Return the end of a streamed request."""
     return answer_of(node, body)[0]
 
 
 @pytest.mark.parametrize("worker", ["pool-0", "prefill-0", "decode-0"])
-def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Node, worker: str) -> None:
+def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, worker: str) -> None:
     # A probe that is out when its pool dies may be left out, and what follows differs: none there.
     retrieval = False if worker == "pool-0" else BODY["retrieval"]
     bodies = [BODY | {"prompt": prompt, "retrieval": retrieval, "max_tokens": 200} for prompt in prompts(12)]
@@ -93,7 +93,7 @@ def test_a_killed_worker_costs_no_request_and_no_token_and_comes_back(node: Node
 
 
 @pytest.mark.timeout(400)
-def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(node: Node, start_node: StartNode) -> None:
+def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, start_node: StartNode) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
     with ThreadPoolExecutor(12) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(node, body), bodies))
@@ -115,7 +115,7 @@ def test_standby_workers_take_the_places_of_killed_ones_and_no_token_changes(nod
 
 
 @pytest.mark.timeout(400)
-def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_go_on_to_their_end(mortal: Node) -> None:
+def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mortal: Node) -> None:
     bodies = [BODY | {"prompt": prompt, "max_tokens": 150} for prompt in prompts(8)]  # that some are there to be seen
     with ThreadPoolExecutor(8) as threads:
         undisturbed = list(threads.map(lambda body: answer_of(mortal, body), bodies))
@@ -140,7 +140,7 @@ def test_a_wall_clock_that_jumps_by_days_in_every_process_changes_no_answer(
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(4)]
     assert [answer_of(jumping, body) for body in bodies] == [answer_of(node, body) for body in bodies]
     created = [jumping.post("/v1/completions", BODY | {"prompt": "when?"})[1]["created"] for _ in range(8)]
-    assert max(created) - min(created) > 80_000, "the clock did jump"
+    assert max(created) - min(created) > 80_000, "the clock did not jump"
     jumping.kill("pool-0")
     jumping.wait_ready()
     assert answer_of(jumping, bodies[0])[0] == "length"
@@ -155,7 +155,7 @@ def test_a_killed_pool_delays_searches_instead_of_failing_them(node: Node) -> No
     assert len(answer["passages"]) == 3
 
 
-def test_a_pool_beside_each_worker_has_that_ones_queries_and_another_has_them_while_it_is_down(
+def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_is_down(
     node: Node, start_node: StartNode
 ) -> None:
     coupled = start_node(more='\n[pool]\nplacement = "coupled"\n')
@@ -178,7 +178,7 @@ def test_a_pool_beside_each_worker_has_that_ones_queries_and_another_has_them_wh
     assert coupled.stop() == 0
 
 
-def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: Node) -> None:
+def test_a_killed_frontend_ends_its_streams_and_workers_drop_the_requests(node: Node) -> None:
     ended = threading.Event()
 
     def read() -> None:
@@ -189,7 +189,7 @@ def test_a_killed_frontend_ends_its_streams_and_workers_drop_their_part(node: No
     reader.start()
     eventually(lambda: node.metric("trinity_num_requests_running") >= 1, 60, "a running row")
     node.kill("frontend-0")
-    assert ended.wait(60), "the client must see the end of its connection"
+    assert ended.wait(60), "the client must see its connection close"
     node.wait_ready()
     eventually(lambda: node.metric("trinity_num_requests_running") == 0, 60, "the row to be dropped")
     assert end_of(node, BODY | {"prompt": "again"}) == "length"
@@ -201,12 +201,12 @@ def test_a_killed_supervisor_takes_everything_down_with_it(mortal: Node, mortals
     mortal.process.wait(timeout=60)
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60, "all processes to be gone")
     left = leftovers(token, pids, mortal.run_dir)
-    assert left == [f"directory {mortal.run_dir}"], "only the stale directory: nobody was left to remove it"
+    assert left == [f"directory {mortal.run_dir}"], "only the stale run directory may remain"
     mortals.append(Node(mortal.config))
     assert end_of(mortals[-1], BODY | {"prompt": "x"}) == "length"
 
 
-def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(mortal: Node) -> None:
+def test_sigint_drains_requests_in_flight_and_leaks_nothing(mortal: Node) -> None:
     pids, token = mortal.pids().values(), token_of(mortal.info)
     with ThreadPoolExecutor(4) as threads:
         bodies = [BODY | {"prompt": prompt, "max_tokens": 400} for prompt in prompts(4)]  # all are there to be seen
@@ -217,7 +217,7 @@ def test_sigint_drains_what_is_in_flight_and_leaves_nothing_behind(mortal: Node)
     assert leftovers(token, pids, mortal.run_dir) == []
 
 
-def test_what_is_not_finished_when_the_drain_ends_gets_a_typed_error(start_node: StartNode) -> None:
+def test_unfinished_requests_at_the_end_of_a_drain_get_a_typed_error(start_node: StartNode) -> None:
     node = start_node(drain_s=1)
     body = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
     with ThreadPoolExecutor(6) as threads:
@@ -232,7 +232,7 @@ def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
         Node(node.config)
 
 
-def test_the_check_for_what_is_left_behind_sees_processes_sockets_and_directories(tmp_path: Path) -> None:
+def test_the_leak_check_detects_processes_sockets_and_directories(tmp_path: Path) -> None:
     token = new_token()
     with bind(zmq.PULL, private_endpoint(token, "left"), max_message_bytes=64):
         left = leftovers(token, [os.getpid()], tmp_path)

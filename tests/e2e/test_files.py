@@ -1,4 +1,4 @@
-"""From a folder of files to a cited passage that changes when its file does, through a whole node."""
+"""Cited passages from a folder of files follow changes of the files, through a whole node."""
 
 import importlib.util
 from pathlib import Path

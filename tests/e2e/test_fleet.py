@@ -35,7 +35,7 @@ path = "{notes}"
 
 
 def other_version(copy: Path) -> Path:
-    """A copy of the product, compiled as it is by now, that says it has another version."""
+    """A copy of the product, including compiled code, with another version number."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, copy / package)
     (copy / "trinity_runtime-99.0.dist-info").mkdir()
@@ -46,7 +46,7 @@ def other_version(copy: Path) -> Path:
 
 @pytest.fixture
 def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts the node of a number, again and again at the same port."""
+    """Starts the node with a given number, always at the same port."""
     started: list[Node] = []
     ports = {number: free_port() for number in (1, 2)}
     for number in ports:
@@ -70,7 +70,7 @@ def start(model: Path, collection: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def is_free(url: str) -> bool:
-    """Whether nobody listens there."""
+    """Return whether no process listens on the port."""
     with socket.socket() as made:
         return made.connect_ex((urlsplit(url).hostname, urlsplit(url).port)) != 0
 
@@ -94,10 +94,10 @@ def _write(node: Node, text: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_nodes_are_replaced_by_another_version_without_a_loss_and_a_kill_is_accounted_for(
+def test_replacing_nodes_by_another_version_loses_no_request_and_kills_are_accounted_for(
     name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
-    """`--fleet-rounds` has it do so again and again; `-s` shows the account."""
+    """`--fleet-rounds` repeats the test; `-s` shows the outcomes."""
     program(name)
     with ThreadPoolExecutor() as both:
         first, second = both.map(start, (1, 2))

@@ -1,4 +1,4 @@
-"""A frontend that dies under load: what is asked after its death waits for the next one, and is answered."""
+"""A frontend that dies under load: later requests wait for the next frontend and are answered."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ SEARCH: dict[str, Any] = {"query": "the with statement", "collection": "docs", "
 
 
 def ask(node: Node, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    """Status and body, over a connection of its own."""
+    """Return status and body, over a new connection."""
     parts = urlsplit(node.info.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
     try:
@@ -32,7 +32,7 @@ def ask(node: Node, method: str, path: str, body: dict[str, Any] | None = None) 
         connection.close()
 
 
-def test_requests_that_come_after_the_death_of_a_frontend_are_answered_by_the_next_one(node: Node) -> None:
+def test_requests_sent_after_a_frontends_death_are_answered_by_the_next_one(node: Node) -> None:
     bodies = [ANSWER | {"prompt": prompt, "retrieval": {"collection": "docs", "k": 1}} for prompt in prompts(8)]
     stop = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A node in front of a server that runs already: here another node, which is asked directly too."""
+"""A gateway node in front of a running server: another node, which is also queried directly."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ path = "{collection}"
 
 @pytest.fixture(scope="module")
 def gateway(node: Node, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A node without a model of its own, in front of `node`."""
+    """A node without a model, in front of `node`."""
     home = tmp_path_factory.mktemp("gateway")
     config = home / "node.toml"
     config.write_text(CONFIG.format(home=home, url=node.info.url, collection=collection))
@@ -70,14 +70,14 @@ def chat(node: Node, text: str, **body: Any) -> Json:
     return answer
 
 
-def test_greedy_tokens_through_the_gateway_are_the_servers_for_50_prompts(node: Node, gateway: Node) -> None:
+def test_greedy_tokens_through_the_gateway_equal_the_servers_for_50_prompts(node: Node, gateway: Node) -> None:
     asked = ragged_prompts(259, count=50, longest=300, seed=2)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda prompt: node_tokens(gateway.info.url, "tiny", prompt, 10), asked))
         assert found == list(threads.map(lambda prompt: node_tokens(node.info.url, "tiny", prompt, 10), asked))
 
 
-def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(node: Node, gateway: Node) -> None:
+def test_greedy_tokens_with_passages_equal_the_servers_for_50_prompts_with_them(node: Node, gateway: Node) -> None:
     def both(text: str) -> tuple[Json, Json]:
         through = chat(gateway, text, retrieval={"collection": "docs", "k": 3})
         status, found = gateway.post("/v1/retrieval", {"collection": "docs", "query": text, "k": 3})
@@ -94,7 +94,7 @@ def test_greedy_tokens_with_passages_are_the_servers_for_50_prompts_with_them(no
             assert through["usage"] == direct["usage"]
 
 
-def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_50_prompts(node: Node) -> None:
+def test_greedy_tokens_with_two_probes_equal_the_servers_over_the_same_tokens_for_50_prompts(node: Node) -> None:
     async def test() -> None:
         section = OpenAiSection(name="tiny", url=f"{node.info.url}/v1")
         servers = LoadBalancer([Server(f"{node.info.url}/v1")], partial(detect_capabilities, section=section))
@@ -135,7 +135,7 @@ def test_greedy_tokens_with_two_probes_are_the_servers_over_the_same_tokens_for_
     asyncio.run(test())
 
 
-def test_an_answer_with_probes_names_its_passages_and_its_times(gateway: Node) -> None:
+def test_an_answer_with_probes_contains_passages_and_timings(gateway: Node) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 110}  # the second asks with words of the answer alone
     answer = chat(gateway, "How does a with statement call __exit__?", max_tokens=240, retrieval=retrieval)
     places = {passage["at_token"] for passage in answer["retrieval"]["passages"]}
@@ -167,7 +167,7 @@ def test_the_openai_client_works_through_the_gateway(gateway: Node) -> None:
             )
 
 
-def test_a_client_that_goes_away_frees_the_servers_slot(node: Node, gateway: Node) -> None:
+def test_a_client_disconnect_frees_the_servers_slot(node: Node, gateway: Node) -> None:
     body = json.dumps(GREEDY | {"prompt": "x", "max_tokens": 1500, "stream": True}).encode()
     request = urllib.request.Request(
         f"{gateway.info.url}/v1/completions", body, {"Content-Type": "application/json"}, method="POST"
@@ -179,7 +179,7 @@ def test_a_client_that_goes_away_frees_the_servers_slot(node: Node, gateway: Nod
     assert gateway.metric("trinity_requests_total", outcome="cancelled") >= 1
 
 
-def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: Node, gateway: Node) -> None:
+def test_killing_the_servers_frontend_loses_no_request_or_token(node: Node, gateway: Node) -> None:
     asked = [f"Question {number}: what does a with statement do?" for number in range(6)]
     expected = [chat(node, text, max_tokens=400)["choices"][0]["token_ids"] for text in asked]
     with ThreadPoolExecutor(len(asked)) as threads:
@@ -194,7 +194,7 @@ def test_a_kill_of_the_servers_frontend_costs_no_request_and_no_token(node: Node
     node.wait_ready()
 
 
-def test_the_gateway_measures_what_passes_through_it(gateway: Node) -> None:
+def test_the_gateway_exports_metrics_of_its_requests(gateway: Node) -> None:
     chat(gateway, "one more")
     assert gateway.metric("trinity_time_to_first_token_seconds_count") > 0
     assert gateway.metric("trinity_generation_tokens_total") > 0

@@ -18,7 +18,7 @@ def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kill
     assert told.acknowledged >= 120
 
 
-def test_a_search_client_writes_and_finds_and_what_it_has_deleted_is_found_no_more(tmp_path: Path) -> None:
+def test_a_search_client_writes_finds_and_deletes_documents(tmp_path: Path) -> None:
     vectors = np.eye(DIM, dtype=np.float32)
     with Live(tmp_path), SearchClient.connect(tmp_path / "run") as client:
         documents = [{"id": str(n), "text": "t", "vector": vectors[n], "attributes": {"n": n}} for n in range(8)]
@@ -30,7 +30,7 @@ def test_a_search_client_writes_and_finds_and_what_it_has_deleted_is_found_no_mo
         assert sorted(client.search(vectors[3], 8).ids) == [4, 5, 6, 7]
 
 
-def test_an_attribute_can_be_asked_for_as_soon_as_a_document_that_has_it_was_stored(tmp_path: Path) -> None:
+def test_a_new_attribute_can_be_filtered_by_at_once(tmp_path: Path) -> None:
     with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
         for name in ("first", "second", "third"):
             document = {"id": name, "text": name, "attributes": {name: "yes"}}

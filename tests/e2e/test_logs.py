@@ -1,4 +1,4 @@
-"""A node's logs: a request can be followed through every process by its id, and a full disk harms nobody."""
+"""A node's logs: requests can be followed through every process by id, and a full disk affects only logs."""
 
 import json
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_a_request_is_followed_through_every_process_by_its_id(node: Node, direc
     assert trinity_logs(str(node.run_dir), "--request", "cmpl-0") == ""
 
 
-def test_a_search_has_its_line_in_the_log_by_its_id(node: Node, directory: Path) -> None:
+def test_a_search_is_logged_with_its_id(node: Node, directory: Path) -> None:
     status, answer = node.post("/v1/retrieval", SEARCH)
     assert status == 200
 
@@ -65,7 +65,7 @@ def test_a_search_has_its_line_in_the_log_by_its_id(node: Node, directory: Path)
     assert event.startswith("search ended: 3 passages, ")
 
 
-def test_a_full_disk_costs_log_lines_that_are_counted_and_nothing_else(node: Node) -> None:
+def test_a_full_disk_only_loses_log_lines_which_are_counted(node: Node) -> None:
     assert node.post("/v1/retrieval", SEARCH)[0] == 200
     eventually(lambda: node.metric("trinity_log_lines_lost_total", worker="pool-0") >= 1, 60, "lost lines")
     assert node.metric("trinity_log_lines_lost_total", worker="decode-0") == 0

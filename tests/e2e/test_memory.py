@@ -1,4 +1,4 @@
-"""What `serve --dry-run` says that a process needs is what it takes."""
+"""The memory estimate of `serve --dry-run` matches the processes' memory."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.e2e.memory import proportional_bytes
 TOLERANCE = 0.15  # of each process
 
 
-def test_every_worker_takes_what_was_said_within_fifteen_percent(node: Node) -> None:
+def test_every_workers_memory_is_within_fifteen_percent_of_the_estimate(node: Node) -> None:
     restart_node(node.status().info, "", 300.0)  # who has compiled code in its first life holds the compiler's memory
     needed = estimate_device_bytes(lay_out(load_config(node.config)))
     pids = {worker.name: worker.pid for worker in node.status().workers}

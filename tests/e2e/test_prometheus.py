@@ -68,7 +68,7 @@ def watched(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def concrete(expr: str) -> str:
-    """A panel's expression with Grafana's variables filled in."""
+    """Return a panel's expression with Grafana's variables substituted."""
     known = {"$__rate_interval": "30s", "$node": ".*", "$model": ".*", "$slo": "all"}
     for name, value in known.items():
         expr = expr.replace(name, value)
@@ -80,7 +80,7 @@ def without_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
 
 
 def never_with_data(prometheus: Prometheus, exprs: list[str]) -> list[str]:
-    """What has no data for a minute: after one late scrape, all of a target's series are stale until the next."""
+    """Return the expressions without data for a minute: a late scrape makes a target's series stale until the next."""
     missing = exprs
 
     def all_seen() -> bool:
@@ -106,14 +106,14 @@ def test_every_panel_shows_data(watched: tuple[Node, Prometheus]) -> None:
     assert never_with_data(prometheus, exprs) == []
 
 
-def test_every_alert_watches_something(watched: tuple[Node, Prometheus]) -> None:
+def test_every_alert_selects_existing_series(watched: tuple[Node, Prometheus]) -> None:
     _, prometheus = watched
     values = [condition.value for alert in alerts(SCALE) if not alert.needs_gpu for condition in alert.conditions]
     # Windows of three seconds may hold no request of one kind: ask with longer ones.
     assert never_with_data(prometheus, [re.sub(r"\[\d+ms\]", "[30s]", value) for value in values]) == []
 
 
-def test_every_metric_that_is_asked_for_is_there(watched: tuple[Node, Prometheus]) -> None:
+def test_every_queried_metric_exists(watched: tuple[Node, Prometheus]) -> None:
     _, prometheus = watched
     exprs = [target["expr"] for panel in overview()["panels"] for target in panel.get("targets", [])]
     exprs += [alert.expr for alert in alerts()]
@@ -121,13 +121,13 @@ def test_every_metric_that_is_asked_for_is_there(watched: tuple[Node, Prometheus
     assert {name for name in asked if not name.startswith("trinity_gpu_")} <= prometheus.names()
 
 
-def test_promtool_finds_nothing_to_say_about_the_metrics(watched: tuple[Node, Prometheus]) -> None:
+def test_promtool_accepts_the_metrics_without_warnings(watched: tuple[Node, Prometheus]) -> None:
     node, _ = watched
     run = promtool("check", "metrics", stdin=node.metrics_text())
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_a_slowdown_makes_a_burn_rate_alert_fire_and_its_end_lets_it_clear(
+def test_a_slowdown_fires_a_burn_rate_alert_which_clears_afterwards(
     watched: tuple[Node, Prometheus],
 ) -> None:
     node, prometheus = watched

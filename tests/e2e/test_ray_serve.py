@@ -31,7 +31,7 @@ LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 1500, "stream": Tr
 
 
 def running() -> list[NodeInfo]:
-    """The nodes of replicas."""
+    """Return the replicas' nodes."""
     found = []
     for path in nodes_dir().glob("ray-*"):
         with suppress(Unavailable):  # it was killed there
@@ -40,13 +40,13 @@ def running() -> list[NodeInfo]:
 
 
 def replicas() -> int:
-    """Those that Ray sends requests to."""
+    """Return the replicas that Ray sends requests to."""
     deployment = serve.status().applications["default"].deployments["trinity"]
     return int(deployment.replica_states.get("RUNNING", 0))
 
 
 def start_ray() -> None:
-    """Ray's own processes, or a skipped test: what a machine has against them says nothing about what runs in them."""
+    """Start Ray, or skip the test if Ray cannot run on this machine."""
     for again in (True, False):
         try:
             ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -59,7 +59,7 @@ def start_ray() -> None:
 
 @pytest.fixture(scope="module")
 def url(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One node behind Ray, two while there is work for them."""
+    """One node behind Ray, scaled to two under load."""
     home, port = tmp_path_factory.mktemp("ray"), free_port()
     config = home / "node.toml"
     text = CONFIG.format(name="fleet", run_dir="", model=model, collection=collection, drain_s=20.0)
@@ -88,7 +88,7 @@ def client(url: str) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_what_a_node_says_goes_through_as_it_comes(client: httpx.Client) -> None:
+def test_a_nodes_stream_passes_through_unbuffered(client: httpx.Client) -> None:
     assert client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     refused = client.post("/v1/completions", json={"model": "none", "prompt": "p"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
@@ -144,7 +144,7 @@ def asked(nodes: int, waiting: list[float], in_flight: list[float], queued: floa
     )[0]
 
 
-def test_there_are_as_many_nodes_as_have_the_target_in_flight_and_one_more_while_all_have_requests_waiting() -> None:
+def test_the_number_of_nodes_follows_the_target_in_flight_plus_one_while_all_queue() -> None:
     assert asked(1, [0], [8]) == 1
     assert asked(1, [0], [9]) == 2
     assert asked(1, [0], [8], queued=1) == 2
@@ -155,7 +155,7 @@ def test_there_are_as_many_nodes_as_have_the_target_in_flight_and_one_more_while
     assert asked(2, [4], [8]) == 1  # of the other nothing is known yet
 
 
-def test_a_configuration_that_no_node_would_start_with_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_invalid_node_configuration_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text("[node]\nname = 3\n")
     with pytest.raises(ConfigError, match=r"node\.toml: .*name"):
         nodes(Fleet(config=str(tmp_path / "node.toml")))

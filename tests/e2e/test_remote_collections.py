@@ -1,4 +1,4 @@
-"""A node without documents of its own in front of two that have half of them each."""
+"""A node with only remote documents in front of two nodes with half of them each."""
 
 import json
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ QUERIES = ["How does a with statement call __exit__?", "comparison chaining", "d
 
 
 def _part(home: Path, name: str, some: list[Document]) -> Path:
-    """The configuration of a node that has some of the documents."""
+    """Return the configuration of a node with a part of the documents."""
     Collection.build(some, home / name, embedder="hashing-128")
     config = home / f"{name}.toml"
     config.write_text(PART.format(home=home, name=name))
@@ -40,7 +40,7 @@ def _part(home: Path, name: str, some: list[Document]) -> Path:
 
 
 def _front(home: Path, model: Path, nodes: list[str]) -> Path:
-    """The configuration of a node that is as the shared one, but has its documents on others."""
+    """Return the shared node's configuration with the documents on remote nodes."""
     text = CONFIG.format(name="front", run_dir=home / "run-front", model=model, collection="", drain_s=20.0)
     config = home / "front.toml"
     config.write_text(text.partition("[[collections]]")[0] + REMOTE.format(nodes=json.dumps(nodes)))
@@ -54,7 +54,7 @@ def _chat(query: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_a_collection_on_two_nodes_is_found_as_on_one_and_partly_when_one_has_gone(
+def test_a_collection_on_two_nodes_equals_one_and_is_partial_without_one(
     node: Node, model: Path, tmp_path: Path
 ) -> None:
     with ExitStack() as nodes:

@@ -77,9 +77,7 @@ def test_the_openai_client_searches_the_collection_and_has_texts_embedded(node: 
         assert result.content[0].text == passage["text"]
 
 
-def test_an_answer_names_its_passages_as_exact_search_finds_them_and_its_stage_times(
-    node: Node, collection: Path
-) -> None:
+def test_an_answer_contains_the_passages_of_exact_search_and_stage_timings(node: Node, collection: Path) -> None:
     status, answer = node.post("/v1/chat/completions", CHAT | {"retrieval": {"collection": "docs", "k": 4}})
     assert status == 200
     with Collection.open(collection) as opened:
@@ -119,7 +117,7 @@ def test_probes_append_new_passages_and_the_answer_equals_a_fresh_run_on_the_sam
     assert node.post("/v1/chat/completions", body)[1]["choices"] == answer["choices"]
 
 
-def test_a_chat_and_its_probes_find_passages_by_words_too(node: Node) -> None:
+def test_a_chat_and_its_probes_support_hybrid_search(node: Node) -> None:
     question = CHAT["messages"][0]["content"]  # type: ignore[index]
     asked = {"collection": "docs", "query": question, "k": 2}
     by_words, by_vectors = (
@@ -135,7 +133,7 @@ def test_a_chat_and_its_probes_find_passages_by_words_too(node: Node) -> None:
     assert answer["usage"]["completion_tokens"] == 24
 
 
-def test_an_answer_that_prefetches_stands_still_for_embedding_its_probes_alone(node: Node) -> None:
+def test_a_prefetching_answer_stalls_only_for_embedding_its_probes(node: Node) -> None:
     retrieval = {"collection": "docs", "k": 2, "every_tokens": 32, "probe_mode": "prefetch", "probe_tokens": 64}
     status, answer = node.post("/v1/chat/completions", CHAT | {"max_tokens": 384, "retrieval": retrieval})
     assert status == 200
@@ -163,7 +161,7 @@ def test_a_seeded_answer_is_reproducible_and_a_stop_string_ends_it(node: Node) -
     assert stopped["message"]["content"] == text[: text.index(stop)]
 
 
-def test_retrieval_alone_answers_texts_and_vectors_like_the_index(node: Node, collection: Path) -> None:
+def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node, collection: Path) -> None:
     with Collection.open(collection) as opened:
         assert opened.documents is not None
         assert opened.embedder is not None
@@ -188,7 +186,7 @@ def test_a_process_of_the_same_user_searches_through_the_ring(node: Node, collec
             assert found.ids.tolist() == ids.tolist()
 
 
-def test_a_client_that_goes_away_mid_stream_leaves_nothing_behind(node: Node) -> None:
+def test_a_client_disconnect_mid_stream_leaks_nothing(node: Node) -> None:
     cancelled = node.metric("trinity_requests_total", outcome="cancelled")
     body = CHAT | {"max_tokens": 1000, "retrieval": {"collection": "docs", "k": 2, "every_tokens": 16}}
     for _ in range(3):
@@ -239,7 +237,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.replace(" ", "-"))
-def test_bad_input_is_refused_in_openai_format_and_the_node_serves_on(node: Node, case: str) -> None:
+def test_bad_input_is_refused_in_openai_format_and_the_node_keeps_serving(node: Node, case: str) -> None:
     body, status, code, param = BAD[case]
     found, answer = node.post("/v1/chat/completions", body)
     assert (found, answer["error"]["code"], answer["error"]["param"]) == (status, code, param), answer
@@ -261,7 +259,7 @@ def test_a_bad_vector_is_refused(node: Node, value: list[float]) -> None:
     assert answer["error"]["param"].startswith("vector")
 
 
-def test_metrics_count_what_was_served(node: Node) -> None:
+def test_metrics_count_served_requests(node: Node) -> None:
     before = {
         name: node.metric(name)
         for name in ("trinity_generation_tokens_total", "trinity_e2e_request_latency_seconds_count")
@@ -279,7 +277,7 @@ def test_metrics_count_what_was_served(node: Node) -> None:
 
 
 def test_streams_interleave(node: Node) -> None:
-    """Two long answers at once: the second begins before the first has ended."""
+    """Run two long answers concurrently: the second begins before the first ends."""
     order: list[str] = []
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A node that serves a split collection from two pool workers: answers are whole, also when a worker dies."""
+"""A node that serves a sharded collection from two pool workers, also when a worker dies."""
 
 import asyncio
 from pathlib import Path
@@ -37,7 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_dies(home: Path) -> None:
+def test_a_sharded_collection_is_searched_as_one_and_recovers_from_a_dead_worker(home: Path) -> None:
     (home / "node.toml").write_text(CONFIG.format(home=home, shards=2))
     node = Node(home / "node.toml")
     try:
@@ -61,7 +61,7 @@ def test_a_split_collection_is_whole_for_its_clients_and_heals_when_a_worker_die
         assert node.stop() == 0
 
 
-def test_a_node_whose_configuration_says_another_number_of_shards_does_not_start(home: Path) -> None:
+def test_a_node_configured_with_another_number_of_shards_does_not_start(home: Path) -> None:
     (home / "other.toml").write_text(CONFIG.format(home=home, shards=1))
     with pytest.raises(RuntimeError, match=r"shards = 1, but .* was built with 2: set shards = 2"):
         Node(home / "other.toml")

@@ -1,4 +1,4 @@
-"""Stored answers on a whole node: given after the death of the frontend that stored them, and gone with the node."""
+"""The answer cache on a whole node: it survives its frontend and is removed with the node."""
 
 from runtime.node.placement.plan import ANSWERS_FOLDER
 from runtime.testing.waiting import eventually
@@ -12,7 +12,7 @@ embedder = "hashing-128"
 """
 
 
-def test_an_answer_is_given_again_after_its_frontend_was_killed(start_node: StartNode) -> None:
+def test_a_cached_answer_survives_its_frontend(start_node: StartNode) -> None:
     node = start_node(more=CACHE)
     first = node.post("/v1/completions", BODY)[1]
     eventually(lambda: "cached" in node.post("/v1/completions", BODY)[1], 60, "a hit")

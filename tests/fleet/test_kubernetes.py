@@ -58,7 +58,7 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def test_every_file_is_named_by_the_kustomization_and_is_there() -> None:
+def test_every_file_is_in_the_kustomization_and_exists() -> None:
     found = manifest("kustomization")
     named = [*found["resources"], *(file for made in found["configMapGenerator"] for file in made["files"])]
     own = {"kustomization.yaml", "Containerfile"}
@@ -69,7 +69,7 @@ def test_every_file_is_named_by_the_kustomization_and_is_there() -> None:
     assert CONTAINER["image"] in {image["name"] for image in found["images"]}
 
 
-def test_all_selectors_find_the_pods_and_all_ports_are_the_nodes() -> None:
+def test_all_selectors_match_the_pods_and_all_ports_match_the_node() -> None:
     labels, service = POD["metadata"]["labels"], manifest("service")
     pool, monitor = manifest("inferencepool")["spec"], manifest("servicemonitor")["spec"]
     for selector in (
@@ -87,7 +87,7 @@ def test_all_selectors_find_the_pods_and_all_ports_are_the_nodes() -> None:
     assert [(one["port"], one["path"]) for one in monitor["endpoints"]] == [(exposed["name"], "/metrics")]
 
 
-def test_foreign_kinds_have_what_their_reference_requires() -> None:
+def test_custom_resources_have_their_required_fields() -> None:
     pool, monitor = manifest("inferencepool"), manifest("servicemonitor")
     assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
     assert set(pool["spec"]) == {"selector", "targetPorts", "endpointPickerRef"}
@@ -116,7 +116,7 @@ def test_the_pod_has_the_gpus_the_files_and_the_keys_that_its_node_uses() -> Non
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {one["name"] for one in POD["spec"]["volumes"]}
 
 
-def test_the_picker_is_told_of_metrics_that_the_node_exports_once() -> None:
+def test_the_endpoint_picker_uses_metrics_that_the_node_exports_once() -> None:
     assert CONFIG.http.vllm_metrics
     assert POD["metadata"]["labels"]["llm-d.ai/engine-type"] == picker_engine()["name"]
     figures = (VllmMetrics.WAITING, VllmMetrics.RUNNING, VllmMetrics.KV_USED)

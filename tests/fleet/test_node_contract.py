@@ -1,4 +1,4 @@
-"""What a node promises whoever stands in front of it: docs/fleet.md has it as a table."""
+"""The contract between a node and its balancer, the table in docs/fleet.md."""
 
 import http.client
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_a_node_that_drains_fails_its_health_and_goes_on_to_answer(cluster: Cluster, path: str) -> None:
+def test_a_draining_node_fails_health_checks_and_continues_to_answer(cluster: Cluster, path: str) -> None:
     with cluster.http() as http:
         assert http.get(path).json()["status"] == "ready"
         assert http.post("/drain").json() == {"draining": True, "in_flight": 0}
@@ -44,14 +44,14 @@ def test_a_node_that_drains_fails_its_health_and_goes_on_to_answer(cluster: Clus
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_a_node_without_workers_fails_its_health_and_says_who_is_missing(path: str) -> None:
+def test_a_node_without_workers_fails_health_checks_and_lists_missing_workers(path: str) -> None:
     with Cluster(prefills=0, decodes=0) as cluster, cluster.http() as http:
         answer = http.get(path)
         assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
         assert answer.json()["missing"] == ["prefill", "decode"]
 
 
-def test_the_answers_of_a_node_that_drains_end_their_connections(cluster: Cluster) -> None:
+def test_a_draining_nodes_answers_close_their_connections(cluster: Cluster) -> None:
     connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc)
     connection.request("GET", "/v1/models")
     kept = connection.getresponse()
@@ -70,7 +70,7 @@ def test_the_answers_of_a_node_that_drains_end_their_connections(cluster: Cluste
 
 
 @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Via"])
-def test_a_drain_that_comes_through_a_proxy_is_refused(cluster: Cluster, header: str) -> None:
+def test_a_drain_request_through_a_proxy_is_refused(cluster: Cluster, header: str) -> None:
     with cluster.http() as http:
         answer = http.post("/drain", headers={header: "127.0.0.1"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_direct")
@@ -100,7 +100,7 @@ def at(clock: Clock) -> Readiness:
     return Readiness(5.0, lambda: clock() / 1e9)
 
 
-def test_a_node_that_is_watched_takes_requests_until_its_watchers_have_seen_it_drain() -> None:
+def test_a_health_checked_node_accepts_requests_until_its_checkers_have_seen_the_drain() -> None:
     clock = Clock()
     readiness = at(clock)
     readiness.record_ready()
@@ -116,7 +116,7 @@ def test_a_node_that_is_watched_takes_requests_until_its_watchers_have_seen_it_d
 
 
 @pytest.mark.parametrize("looks", [0, 1])
-def test_a_node_that_nobody_watches_closes_its_port_at_once(looks: int) -> None:
+def test_a_node_without_health_checks_closes_its_port_at_once(looks: int) -> None:
     readiness = at(Clock())
     for _ in range(looks):
         readiness.record_ready()
@@ -124,7 +124,7 @@ def test_a_node_that_nobody_watches_closes_its_port_at_once(looks: int) -> None:
     assert readiness.notice_elapsed
 
 
-def test_looks_of_long_ago_are_no_watch() -> None:
+def test_old_health_checks_do_not_count() -> None:
     clock = Clock()
     readiness = at(clock)
     readiness.record_ready()
@@ -134,7 +134,7 @@ def test_looks_of_long_ago_are_no_watch() -> None:
     assert readiness.notice_elapsed
 
 
-def test_a_drain_that_was_taken_back_gives_its_notice_again() -> None:
+def test_a_drain_after_a_cancelled_one_gives_notice_again() -> None:
     clock = Clock()
     readiness = at(clock)
     readiness.record_ready()
@@ -152,7 +152,7 @@ def test_a_drain_that_was_taken_back_gives_its_notice_again() -> None:
 # ---- what passes through
 
 
-def test_a_refusal_for_load_says_when_to_come_back() -> None:
+def test_an_overload_error_has_retry_after() -> None:
     with Cluster(max_in_flight=1) as cluster, cluster.http() as http:
         body = {"model": "tiny", "prompt": "hang=1", "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as held:
@@ -162,21 +162,21 @@ def test_a_refusal_for_load_says_when_to_come_back() -> None:
             assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_a_stream_is_told_to_be_neither_cached_nor_buffered(cluster: Cluster) -> None:
+def test_a_stream_has_headers_against_caching_and_buffering(cluster: Cluster) -> None:
     with cluster.http() as http, http.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}) as answer:
         assert answer.headers["cache-control"] == "no-cache"
         assert answer.headers["x-accel-buffering"] == "no"
         assert answer.headers["transfer-encoding"] == "chunked"
 
 
-def test_a_connection_is_kept_over_requests_and_streams(cluster: Cluster) -> None:
+def test_a_connection_is_reused_for_requests_and_streams(cluster: Cluster) -> None:
     with cluster.http() as http:
         for stream in (True, False, True):
             assert http.post("/v1/completions", json=COMPLETION | {"stream": stream}).status_code == 200
         assert cluster.connections == 1
 
 
-def test_a_request_keeps_the_id_that_the_balancer_gave_it(cluster: Cluster) -> None:
+def test_a_request_keeps_the_balancers_id(cluster: Cluster) -> None:
     with cluster.http() as http:
         answer = http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "edge-17"})
         assert answer.headers["x-request-id"] == "edge-17"
@@ -192,16 +192,14 @@ def test_a_request_keeps_the_id_that_the_balancer_gave_it(cluster: Cluster) -> N
         ({}, {}),
     ],
 )
-def test_the_trace_context_goes_on_to_the_server_that_writes_the_answer(
-    sent: dict[str, str], passed: dict[str, str]
-) -> None:
+def test_the_trace_context_is_forwarded_to_the_engines_server(sent: dict[str, str], passed: dict[str, str]) -> None:
     async def test() -> None:
         async with client() as (http, stand):
             answer = await http.post("/v1/chat/completions", json=CHAT, headers=sent)
             assert answer.status_code == 200
             asked = stand.fakes[0].headers[-1]
             assert {name: asked[name] for name in ("traceparent", "tracestate") if name in asked} == passed
-            assert asked["x-request-id"] == answer.json()["id"]  # the node's own, which is nobody else's
+            assert asked["x-request-id"] == answer.json()["id"]  # the node's own span
             assert (await http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
     run(test())
@@ -224,7 +222,7 @@ def test_the_trace_context_goes_on_to_the_server_that_writes_the_answer(
         ),
     ],
 )
-def test_a_body_with_what_vllm_router_writes_into_it_is_taken(cluster: Cluster, path: str, more: Any) -> None:
+def test_a_body_with_vllm_routers_fields_is_accepted(cluster: Cluster, path: str, more: Any) -> None:
     """The fields that vllm-router 0.1.17 sends to its workers beside those of the client."""
     added = {"stream": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True}
     with cluster.http() as http:

@@ -1,4 +1,4 @@
-"""What the supervisor keeps of a drain, and what /metrics says for those who route by it."""
+"""Drain state kept by the supervisor, and load metrics in /metrics for routers."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def metrics(node: TinyNode) -> str:
     return admin_request(node.info.control, "metrics").decode()
 
 
-def test_a_node_that_drains_does_so_too_when_its_frontend_has_died(node: TinyNode) -> None:
+def test_a_drain_survives_a_frontend_restart(node: TinyNode) -> None:
     frontend = worker(node.ready(), "frontend-0")
     assert 'trinity_node_draining{model_name="",node="tiny"} 0.0' in metrics(node)
     admin_request(node.info.control, "draining on")
@@ -60,7 +60,7 @@ def shown(tables: dict[str, WorkerTable]) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples}
 
 
-def test_the_load_of_all_workers_is_told_under_vllms_names_as_that_of_one_engine(
+def test_the_load_of_all_workers_is_exported_under_vllms_names_as_one_engine(
     tables: dict[str, WorkerTable],
 ) -> None:
     tables["prefill-0"].set(PrefillMetrics.WAITING, 3)
@@ -76,7 +76,7 @@ def test_the_load_of_all_workers_is_told_under_vllms_names_as_that_of_one_engine
     }
 
 
-def test_a_node_in_front_of_other_servers_runs_what_it_has_taken(tables: dict[str, WorkerTable]) -> None:
+def test_a_gateway_node_exports_its_requests_as_running(tables: dict[str, WorkerTable]) -> None:
     frontend = {"frontend-0": tables["frontend-0"]}
     frontend["frontend-0"].set(FrontendMetrics.IN_FLIGHT, 9)
     assert shown(frontend) == {"vllm:num_requests_waiting": 0, "vllm:num_requests_running": 9}

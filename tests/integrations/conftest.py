@@ -23,11 +23,11 @@ from tests.frontend.cluster import Cluster
 HASHING = HashingEmbedder(64)
 KEY = "a-key"
 RARE = {"id": "rare", "text": "E1042", "vector": (-HASHING.embed(["E1042"], "query")[0]).tolist()}
-"""A document that its text's vector is farthest from: only words find it."""
+"""A document with the vector opposite to its text's: only keyword search finds it."""
 
 
 class Notes:
-    """The collection `notes`: its searches, its embedder, what it is."""
+    """The collection `notes`: search, embedder and summary."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,7 +69,7 @@ class Notes:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """Of a node with an empty live collection `notes` that wants `KEY`."""
+    """The URL of a node with an empty live collection `notes` that requires `KEY`."""
     create(tmp_path / "notes", 64, degree=8)
     notes = Notes(tmp_path / "notes")
     writes = WriterService({"notes": tmp_path / "notes"}, notes.embed, lambda name: HASHING)

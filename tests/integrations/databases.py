@@ -1,4 +1,4 @@
-"""Databases to follow, with one face: a fake in memory, Qdrant's local mode, Milvus Lite."""
+"""Databases to follow behind one interface: an in-memory fake, Qdrant's local mode, Milvus Lite."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ class Database(Protocol):
     def remove(self, key: int) -> None: ...
 
     def source(self, least_n: int | None = None) -> Source:
-        """All of it, or what has an `n` of at least this."""
+        """Return a source of all points, or of those with `n` >= `least_n`."""
 
 
 class FakeDatabase:
-    """In memory. `read`: how many points with how many fields each were handed out; `failures`: of the next pages."""
+    """In-memory database. `read`: the number of fields of each point read; `failures`: errors of the next pages."""
 
     dim, metric = DIM, "cosine"
 

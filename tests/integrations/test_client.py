@@ -1,4 +1,4 @@
-"""The client that the frameworks' classes stand on."""
+"""The client under the framework integrations."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.integrations.conftest import KEY, RARE
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-def test_documents_are_stored_found_and_deleted_wherever_the_url_ends(url: str, end: str) -> None:
+def test_documents_are_stored_found_and_deleted_with_and_without_v1_in_the_url(url: str, end: str) -> None:
     client = CollectionClient(url + end, "notes", KEY)
     assert client.upsert([{"id": "a", "text": "cats purr", "title": "Cats", "attributes": {"n": 1}}]) == 1
     (found,) = client.search("cats purr", 3)
@@ -18,7 +18,7 @@ def test_documents_are_stored_found_and_deleted_wherever_the_url_ends(url: str, 
     client.close()
 
 
-def test_more_documents_than_one_request_may_hold_go_in_several(url: str) -> None:
+def test_documents_beyond_the_request_limit_are_sent_in_several_requests(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
     vector = [1.0] + [0.0] * 63
     assert client.upsert([{"id": str(n), "text": "x" * 200_000, "vector": vector} for n in range(12)]) == 12
@@ -28,7 +28,7 @@ def test_more_documents_than_one_request_may_hold_go_in_several(url: str) -> Non
     client.close()
 
 
-def test_what_the_node_refuses_is_its_own_error(url: str) -> None:
+def test_errors_of_the_node_are_raised_as_its_typed_errors(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
     with pytest.raises(InvalidDocument, match="contains the id 'a' twice"):
         client.upsert([{"id": "a"}, {"id": "a"}])
@@ -39,7 +39,7 @@ def test_what_the_node_refuses_is_its_own_error(url: str) -> None:
     stranger.close()
 
 
-def test_a_node_that_is_not_there_is_unavailable() -> None:
+def test_an_unreachable_node_is_unavailable() -> None:
     nobody = CollectionClient("http://127.0.0.1:1", "notes")
     with pytest.raises(Unavailable, match=r"http://127.* does not respond"):
         nobody.search("a", 1)
@@ -47,7 +47,7 @@ def test_a_node_that_is_not_there_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize("hybrid", [True, 0.9])
-def test_words_are_looked_for_only_where_that_is_asked_for(url: str, hybrid: Hybrid) -> None:
+def test_hybrid_search_is_used_only_on_request(url: str, hybrid: Hybrid) -> None:
     client = CollectionClient(url, "notes", KEY)
     client.upsert([RARE, {"id": "cats", "text": "cats purr"}, {"id": "birds", "text": "birds sing"}])
     assert "rare" not in [one.id for one in client.search("E1042", 2)]

@@ -1,4 +1,4 @@
-"""A live collection follows a collection of another database: fake, Qdrant's and Milvus' own local ones alike."""
+"""A live collection follows a collection of another database: the fake, local Qdrant and Milvus Lite."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,9 +51,7 @@ def _nearest(writer: LiveWriter, vector: Any, **options: Any) -> list[str]:
     return [one.id for one in writer.state.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
 
 
-def test_what_is_new_changed_or_gone_is_taken_and_nothing_else_is_written(
-    database: Database, writer: LiveWriter
-) -> None:
+def test_only_new_changed_and_deleted_documents_are_written(database: Database, writer: LiveWriter) -> None:
     for key in range(5):
         database.put(key, UP if key else RIGHT, text=f"text {key}", n=key)
     follower = Follower(database.source(), writer, FieldMapping(), batch=2)
@@ -74,9 +72,7 @@ def test_what_is_new_changed_or_gone_is_taken_and_nothing_else_is_written(
     assert _nearest(writer, UP, filter=parse_filter({"type": "eq", "key": "n", "value": 22})) == ["2"]
 
 
-def test_a_vector_that_changes_alone_is_taken_from_the_log_and_from_a_segment(
-    database: Database, writer: LiveWriter
-) -> None:
+def test_a_changed_vector_is_detected_in_the_log_and_in_a_segment(database: Database, writer: LiveWriter) -> None:
     for key in range(40):
         database.put(key, UP, text="text", n=key)
     follower = Follower(database.source(), writer, FieldMapping())
@@ -91,7 +87,7 @@ def test_a_vector_that_changes_alone_is_taken_from_the_log_and_from_a_segment(
     assert _nearest(writer, BACK)[0] == "40"
 
 
-def test_of_a_filter_what_does_not_pass_any_more_is_deleted(database: Database, writer: LiveWriter) -> None:
+def test_documents_that_no_longer_match_the_filter_are_deleted(database: Database, writer: LiveWriter) -> None:
     for key in range(4):
         database.put(key, UP, text="text", n=key)
     follower = Follower(database.source(least_n=2), writer, FieldMapping())
@@ -101,7 +97,7 @@ def test_of_a_filter_what_does_not_pass_any_more_is_deleted(database: Database, 
     assert list(contents(writer)) == ["3"]
 
 
-def test_by_a_version_only_what_changed_is_read(database: Database, writer: LiveWriter) -> None:
+def test_with_a_version_field_only_changed_points_are_read(database: Database, writer: LiveWriter) -> None:
     for key in range(4):
         database.put(key, UP, text=f"text {key}", n=1, other="x")
     follower = Follower(database.source(), writer, FieldMapping(attributes=("other",)), version="n", batch=3)
@@ -117,7 +113,7 @@ def test_by_a_version_only_what_changed_is_read(database: Database, writer: Live
         assert database.read == [1, 1, 1, 3]
 
 
-def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_out_and_told(
+def test_objects_are_flattened_and_unsupported_attributes_are_dropped_and_reported(
     database: Database, writer: LiveWriter
 ) -> None:
     told: list[str] = []
@@ -139,7 +135,7 @@ def test_objects_become_names_with_dots_and_what_cannot_be_an_attribute_is_left_
     assert len(told) == 2
 
 
-def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Database, tmp_path: Path) -> None:
+def test_texts_are_embedded_on_request(database: Database, tmp_path: Path) -> None:
     hashing = HashingEmbedder(64)
     create(tmp_path / "made", 64, degree=8, embedder="hashing-64")
     with LiveWriter(tmp_path / "made", background=False, embedder=hashing) as writer:
@@ -154,7 +150,7 @@ def test_vectors_are_made_of_the_texts_where_that_is_asked_for(database: Databas
 # --- what goes wrong
 
 
-def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: LiveWriter) -> None:
+def test_a_failed_pass_deletes_nothing_and_the_next_one_continues(writer: LiveWriter) -> None:
     fake, told, result = FakeDatabase(), list[str](), list[SyncResult]()
     for key in range(6):
         fake.put(key, UP, text=f"text {key}")
@@ -176,7 +172,7 @@ def test_a_pass_that_fails_deletes_nothing_and_the_next_one_goes_on(writer: Live
     ]
 
 
-def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_again(writer: LiveWriter) -> None:
+def test_a_failed_first_pass_is_an_error_and_its_documents_are_not_written_again(writer: LiveWriter) -> None:
     fake = FakeDatabase()
     for key in range(4):
         fake.put(key, UP, text="text")
@@ -194,7 +190,7 @@ def test_the_first_pass_that_fails_is_an_error_and_what_it_stored_is_not_stored_
     assert follower.sync() == SyncResult(stored=2, unchanged=2, complete=True)
 
 
-def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
+def test_a_stopped_pass_ends_after_its_batch_and_deletes_nothing(writer: LiveWriter) -> None:
     fake = FakeDatabase()
     for key in range(6):
         fake.put(key, UP, text="text")
@@ -206,7 +202,7 @@ def test_a_pass_that_is_stopped_ends_behind_its_batch_and_deletes_nothing(writer
     assert len(contents(writer)) == 6
 
 
-def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: LiveWriter) -> None:
+def test_an_invalid_document_is_reported_and_blocks_no_other(writer: LiveWriter) -> None:
     fake, told = FakeDatabase(), list[str]()
     fake.put(1, UP, text="fine")
     fake.put(2, (1.0, 2.0), text="two numbers")
@@ -219,7 +215,7 @@ def test_a_document_that_cannot_be_stored_is_told_and_holds_up_no_other(writer: 
     assert len(told) == 3
 
 
-def test_a_backlog_of_rows_to_seal_is_sealed_and_then_gone_on_with(tmp_path: Path) -> None:
+def test_a_backlog_of_rows_is_sealed_before_continuing(tmp_path: Path) -> None:
     create(tmp_path / "small", DIM, degree=8)
     fake = FakeDatabase()
     for key in range(80):
@@ -229,7 +225,7 @@ def test_a_backlog_of_rows_to_seal_is_sealed_and_then_gone_on_with(tmp_path: Pat
         assert writer.state.count == 80
 
 
-def test_a_client_is_asked_again_until_it_answers_but_not_when_it_refuses() -> None:
+def test_a_client_is_retried_on_failures_but_not_on_refusals() -> None:
     slept: list[float] = []
     answers: list[Any] = ["fine", OSError("reset"), OSError("reset")]
 
@@ -257,7 +253,7 @@ def test_a_client_is_asked_again_until_it_answers_but_not_when_it_refuses() -> N
 
 
 @needs_qdrant
-def test_a_vector_of_several_in_qdrant_is_named(tmp_path: Path, writer: LiveWriter) -> None:
+def test_one_of_several_qdrant_vectors_must_be_named(tmp_path: Path, writer: LiveWriter) -> None:
     from qdrant_client.models import Distance, PointStruct, VectorParams
 
     from runtime.integrations.follow.qdrant import Qdrant
@@ -279,7 +275,7 @@ def test_a_vector_of_several_in_qdrant_is_named(tmp_path: Path, writer: LiveWrit
 
 
 @needs_milvus
-def test_a_field_that_milvus_does_not_have_or_that_holds_no_vectors_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_or_non_vector_milvus_field_is_refused(tmp_path: Path) -> None:
     from runtime.integrations.follow.milvus import Milvus
 
     database = MilvusDatabase(tmp_path)
@@ -306,7 +302,7 @@ def trinity(tmp_path: Path) -> Callable[..., Any]:
 
 
 @needs_qdrant
-def test_the_command_follows_and_does_not_take_a_collection_that_has_other_documents(
+def test_the_command_follows_and_refuses_a_collection_with_other_documents(
     tmp_path: Path, trinity: Callable[..., str]
 ) -> None:
     database = QdrantDatabase(tmp_path)
@@ -339,7 +335,7 @@ def test_the_command_follows_and_does_not_take_a_collection_that_has_other_docum
         trinity(*follow, "a")
 
 
-def test_a_database_whose_package_is_missing_is_named_with_the_command_that_installs_it(
+def test_a_missing_database_package_is_named_with_its_install_command(
     tmp_path: Path, trinity: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -34,7 +34,7 @@ def test_documents_come_back_with_their_ids_and_metadata(store: TrinityVectorSto
     assert (document.id, score) == ("birds", pytest.approx(1.0, abs=1e-3))
 
 
-def test_a_filter_holds_and_a_wrong_one_is_the_node_s_error(store: TrinityVectorStore) -> None:
+def test_a_filter_is_applied_and_an_invalid_one_is_the_nodes_error(store: TrinityVectorStore) -> None:
     two_legs = {"type": "eq", "key": "legs", "value": 2}
     assert [one.id for one in store.similarity_search("dogs bark", k=3, filter=two_legs)] == ["birds"]
     assert [one.id for one in store.as_retriever(search_kwargs={"filter": two_legs}).invoke("dogs")] == ["birds"]
@@ -42,7 +42,7 @@ def test_a_filter_holds_and_a_wrong_one_is_the_node_s_error(store: TrinityVector
         store.similarity_search("dogs", filter={"type": "eq", "key": "feet", "value": 2})
 
 
-def test_texts_without_ids_get_new_ones_and_a_new_text_takes_an_old_one_s_place(store: TrinityVectorStore) -> None:
+def test_texts_without_ids_get_new_ones_and_existing_ids_are_replaced(store: TrinityVectorStore) -> None:
     (fresh,) = store.add_texts(["fish swim"])
     assert store.similarity_search("fish swim", k=1) == [Document("fish swim", id=fresh)]
     store.add_texts(["fish are silent"], ids=[fresh])
@@ -51,7 +51,7 @@ def test_texts_without_ids_get_new_ones_and_a_new_text_takes_an_old_one_s_place(
     assert fresh not in [one.id for one in store.similarity_search("fish swim", k=5)]
 
 
-def test_what_cannot_be_is_refused(store: TrinityVectorStore, url: str) -> None:
+def test_unsupported_operations_are_refused(store: TrinityVectorStore, url: str) -> None:
     with pytest.raises(ValueError, match="the node embeds"):
         TrinityVectorStore.from_texts(["a"], object(), url=url, collection="notes")
     with pytest.raises(ValueError, match="ids are required"):
@@ -60,7 +60,7 @@ def test_what_cannot_be_is_refused(store: TrinityVectorStore, url: str) -> None:
         store.add_texts(["a", "b"], [{}])
 
 
-def test_a_retriever_takes_k_and_a_filter_when_made_and_when_asked(store: TrinityVectorStore, url: str) -> None:
+def test_a_retriever_accepts_k_and_a_filter_at_construction_and_per_query(store: TrinityVectorStore, url: str) -> None:
     retriever = TrinityRetriever(url=url, collection="notes", api_key=KEY, k=2)
     nearest, _ = retriever.invoke("cats purr")
     assert nearest.id == "cats"
@@ -71,7 +71,7 @@ def test_a_retriever_takes_k_and_a_filter_when_made_and_when_asked(store: Trinit
     retriever.close()
 
 
-def test_words_are_looked_for_where_that_is_asked_for(store: TrinityVectorStore, url: str) -> None:
+def test_hybrid_search_is_used_on_request(store: TrinityVectorStore, url: str) -> None:
     CollectionClient(url, "notes", KEY).upsert([RARE])
     retriever = TrinityRetriever(url=url, collection="notes", api_key=KEY, k=2, hybrid=True)
     for found, by_words in (

@@ -22,7 +22,7 @@ def filled(url: str) -> None:
     client.close()
 
 
-def test_passages_come_as_nodes_with_scores_ids_and_metadata(url: str) -> None:
+def test_passages_are_returned_as_nodes_with_scores_ids_and_metadata(url: str) -> None:
     retriever = TrinityRetriever(url, "notes", KEY, k=2)
     first, second = retriever.retrieve("cats purr")
     assert (first.node.node_id, first.node.get_content()) == ("cats", "cats purr")
@@ -32,7 +32,7 @@ def test_passages_come_as_nodes_with_scores_ids_and_metadata(url: str) -> None:
     retriever.close()
 
 
-def test_a_filter_holds_and_a_wrong_one_is_the_node_s_error(url: str) -> None:
+def test_a_filter_is_applied_and_an_invalid_one_is_the_nodes_error(url: str) -> None:
     retriever = TrinityRetriever(url, "notes", KEY, filter={"type": "eq", "key": "legs", "value": 2})
     assert [one.node_id for one in retriever.retrieve("cats purr")] == ["birds"]
     retriever.close()
@@ -42,7 +42,7 @@ def test_a_filter_holds_and_a_wrong_one_is_the_node_s_error(url: str) -> None:
     wrong.close()
 
 
-def test_words_are_looked_for_where_that_is_asked_for(url: str) -> None:
+def test_hybrid_search_is_used_on_request(url: str) -> None:
     CollectionClient(url, "notes", KEY).upsert([RARE])
     for hybrid in (False, True):
         retriever = TrinityRetriever(url, "notes", KEY, k=2, hybrid=hybrid)

@@ -1,4 +1,4 @@
-"""The MCP server, asked by the package's own client: in this process, and as `trinity mcp` over a pipe."""
+"""The MCP server with the package's own client: in-process, and as `trinity mcp` over a pipe."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def found(answer: Any) -> list[dict[str, Any]]:
     return [{name: one[name] for name in BIRDS} for one in answer.structured_content["result"]]
 
 
-def test_its_one_tool_searches_the_collection_with_a_filter(url: str) -> None:
+def test_the_search_tool_applies_a_filter(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
     server = mcp_server(client, "notes")
     names, answer = asyncio.run(asked(server, query="birds sing", k=1))
@@ -50,7 +50,7 @@ def test_its_one_tool_searches_the_collection_with_a_filter(url: str) -> None:
     client.close()
 
 
-def test_what_the_node_refuses_is_said_to_the_model(url: str) -> None:
+def test_errors_of_the_node_are_returned_to_the_model(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
     server = mcp_server(client, "notes")
     wanted = {"type": "eq", "key": "feet", "value": 2}
@@ -61,14 +61,14 @@ def test_what_the_node_refuses_is_said_to_the_model(url: str) -> None:
     client.close()
 
 
-def test_the_command_serves_it_over_a_pipe(url: str) -> None:
+def test_the_command_serves_mcp_over_a_pipe(url: str) -> None:
     words = ["-m", "launchers.entry", "mcp", "notes", "--url", url]
     command = StdioServerParameters(command=sys.executable, args=words, env=os.environ | {"TRINITY_API_KEY": KEY})
     names, answer = asyncio.run(asked(command, query="birds sing", k=1))
     assert (names, found(answer)) == (["search"], [BIRDS])
 
 
-def test_a_model_may_have_words_looked_for(url: str) -> None:
+def test_the_search_tool_supports_hybrid_search(url: str) -> None:
     client = CollectionClient(url, "notes", KEY)
     client.upsert([RARE])
     server = mcp_server(client, "notes")

@@ -1,4 +1,4 @@
-"""What is asked of the bootstrap, or wrong with it, is answered with Python alone and before anything is installed."""
+"""The bootstrap handles help and usage errors with the standard library, before anything is installed."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from launchers.main import command_line
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """Where the environment would be made."""
+    """The path of the environment to create."""
     return tmp_path / "venv"
 
 
@@ -56,7 +56,7 @@ def test_a_wrong_command_line_is_refused_and_nothing_is_installed(
         (("index", "build", "--help"), "The options of 'index' are available once `test` or `demo` has created"),
     ],
 )
-def test_help_is_given_and_nothing_is_installed(environment: Path, arguments: tuple[str, ...], text: str) -> None:
+def test_help_is_printed_and_nothing_is_installed(environment: Path, arguments: tuple[str, ...], text: str) -> None:
     ended = bootstrapped(environment, *arguments)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert text in " ".join(ended.stdout.split())
@@ -64,7 +64,7 @@ def test_help_is_given_and_nothing_is_installed(environment: Path, arguments: tu
 
 
 @pytest.mark.parametrize("arguments", [["test", "tests/gpu", "-k", "recall"], ["demo", "--max-tokens", "24", "--keep"]])
-def test_what_is_right_is_let_through(arguments: list[str]) -> None:
+def test_valid_arguments_are_accepted(arguments: list[str]) -> None:
     bootstrap.check(arguments)
 
 
@@ -73,7 +73,7 @@ def test_the_bootstrap_knows_the_commands() -> None:
     assert {*MAIN_COMMANDS, *LAZY_COMMANDS} == set(commands)
 
 
-def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_test_go_to_pytest_after_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "PYTHON", Path("/bin/true"))  # what compiles beside the checks
     monkeypatch.setattr(bootstrap, "install", lambda: None)
@@ -90,7 +90,7 @@ def test_what_follows_test_goes_to_pytest_after_the_other_checks(monkeypatch: py
         (["--no-such"], 2, "unrecognized arguments: --no-such"),
     ],
 )
-def test_the_demo_itself_reads_its_options_as_the_bootstrap_does(
+def test_the_demo_and_the_bootstrap_parse_the_same_options(
     capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""`trinity demo`: what it prepares before its node starts."""
+"""`trinity demo`: preparation before its node starts."""
 
 import os
 from pathlib import Path

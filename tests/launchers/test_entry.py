@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a command's begin: no traceback, and the exit code that shells expect."""
+"""Ctrl-C at any time during startup of a command: no traceback, and the exit code shells expect."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def trinity(*arguments: str | Path, tells: bool) -> Iterator[tuple["subprocess.P
 
 
 def imported(errors: IO[str], module: str) -> None:
-    """Returns when the process has imported it."""
+    """Wait until the process has imported the module."""
     for line in errors:
         if line.split()[-1] == module:
             return
@@ -51,7 +51,7 @@ def imported(errors: IO[str], module: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["signal", "typer", "numpy", "gpu.index.storage", "msgspec", "launchers.progress"])
-def test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word(moment: str) -> None:
+def test_ctrl_c_during_imports_exits_with_130_silently(moment: str) -> None:
     with trinity("index", "--help", tells=True) as (process, errors):
         imported(errors, moment)
         process.send_signal(signal.SIGINT)
@@ -62,10 +62,10 @@ def test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word(moment: str) 
 
 def test_these_tests_hold_where_sigint_is_ignored_as_in_a_script_s_background() -> None:
     with sigint(signal.SIG_IGN):
-        test_ctrl_c_during_imports_ends_it_with_130_and_without_a_word("signal")
+        test_ctrl_c_during_imports_exits_with_130_silently("signal")
 
 
-def test_ctrl_c_once_a_command_runs_lets_it_tidy_up(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_command_runs_its_cleanup(tmp_path: Path) -> None:
     source, out = long_source(tmp_path), tmp_path / "parent" / "docs"
     with trinity("index", "build", source, "--out", out, "--embedder", "hashing-64", tells=False) as (process, errors):
         wait_until_it_reads(out)

@@ -1,4 +1,4 @@
-"""Scripts of docs/examples that are started wrongly, or without a node, say so in one line."""
+"""Scripts of docs/examples report usage errors and a missing node in one line."""
 
 import runpy
 import sys
@@ -21,7 +21,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def said(fork_server: ForkServer, script: Path, *arguments: str) -> tuple[int, list[str]]:
-    """Exit code, and the lines of standard error."""
+    """Return the exit code and the lines of standard error."""
     done = fork_server.run(str(script), *arguments)
     assert not done.stdout
     return done.returncode, done.stderr.splitlines()
@@ -43,7 +43,7 @@ def test_an_example_with_too_few_or_too_many_arguments_shows_its_usage(
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
-def test_an_example_without_a_node_says_so(script: Path, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_an_example_without_a_node_prints_an_error(script: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     np.save(tmp_path / "queries.npy", np.ones((2, 8), np.float32))
     rings = (str(tmp_path / "nowhere"), str(tmp_path / "queries.npy"))
     url = "http://127.0.0.1:1/v1"
@@ -54,7 +54,7 @@ def test_an_example_without_a_node_says_so(script: Path, fork_server: ForkServer
 
 @pytest.mark.parametrize("name", RINGS)
 @pytest.mark.parametrize("content", [None, b"", b"no array", b"\x93NUMPY\x01\x00"])
-def test_an_example_whose_queries_are_no_array_names_the_file(
+def test_an_example_with_invalid_queries_names_the_file(
     name: str, content: bytes | None, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "queries.npy"

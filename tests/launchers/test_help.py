@@ -1,4 +1,4 @@
-"""What commands say of themselves is what was written, and the version is there to be reported."""
+"""Help texts are rendered literally, and the version is available."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from launchers.main import command_line
 
 
 def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
-    """The texts of a command, its parameters and all commands below it."""
+    """Return the help texts of a command, its parameters and all subcommands."""
     yield name, command.help or ""
     for parameter in command.params:
         yield f"{name} {parameter.name}", getattr(parameter, "help", "") or ""
@@ -24,7 +24,7 @@ def helps(command: Any, name: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("where", "text"), [pytest.param(*pair, id=pair[0]) for pair in helps(get_command(command_line()), "")]
 )
-def test_no_word_in_brackets_is_taken_for_markup(where: str, text: str) -> None:
+def test_words_in_brackets_are_not_parsed_as_markup(where: str, text: str) -> None:
     assert Text.from_markup(text).plain == text.replace("\\[", "["), where
 
 
@@ -33,7 +33,7 @@ def test_the_extra_that_a_gpu_build_needs_is_named() -> None:
     assert "of the extra [cuvs], or torch." in shown
 
 
-def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "node_version", lambda: "1.2.3")
     told = CliRunner().invoke(command_line(), ["--version"])
     assert (told.exit_code, told.stdout) == (0, "trinity 1.2.3\n")

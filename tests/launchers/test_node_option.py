@@ -1,4 +1,4 @@
-"""Every command that is about a node takes the only one that runs, and names them where there are several."""
+"""Commands use the only running node by default; with several, the error lists them."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def only(home: Path) -> Iterator[RunDir]:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words))
-def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str], only: RunDir, home: Path) -> None:
+def test_with_several_nodes_the_error_lists_them(words: Sequence[str], only: RunDir, home: Path) -> None:
     other = RunDir.acquire(home / "trinity" / "other")
     other.write(NodeInfo("other", 1, "http://127.0.0.1:1", NOWHERE, (), ()))
     refused = CliRunner().invoke(command_line(), list(words)).exception
@@ -42,12 +42,12 @@ def test_several_nodes_are_named_instead_of_one_being_chosen(words: Sequence[str
 
 
 @pytest.mark.parametrize("words", [["trace", "an-id"], ["top"]], ids=["trace", "top"])
-def test_the_only_node_is_asked_whatever_its_name(words: Sequence[str], only: RunDir) -> None:
+def test_the_only_node_is_the_default_whatever_its_name(words: Sequence[str], only: RunDir) -> None:
     assert "http://127.0.0.1:1" in str(CliRunner().invoke(command_line(), list(words)).exception)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words))
-def test_every_command_takes_the_node_in_the_same_form(words: Sequence[str]) -> None:
+def test_every_command_has_the_same_node_option(words: Sequence[str]) -> None:
     refused = CliRunner().invoke(command_line(), [*words, "--node", "there-is-none"]).exception
     assert isinstance(refused, Unavailable)
     assert "there-is-none" in refused.message

@@ -1,4 +1,4 @@
-"""The systemd unit is one that systemd takes, and agrees with what the commands in it do."""
+"""The systemd unit is valid and agrees with the exit codes of its commands."""
 
 import configparser
 import shlex
@@ -46,7 +46,7 @@ def service() -> configparser.SectionProxy:
     return parser["Service"]
 
 
-def test_its_commands_are_commands(service: configparser.SectionProxy) -> None:
+def test_the_units_commands_exist(service: configparser.SectionProxy) -> None:
     known = typer.main.get_command(command_line()).commands  # type: ignore[attr-defined]
     for key in ("ExecStartPre", "ExecStart"):
         program, command, *options = shlex.split(service[key].lstrip("-"))
@@ -55,15 +55,15 @@ def test_its_commands_are_commands(service: configparser.SectionProxy) -> None:
         assert {option for option in options if option.startswith("--")} <= named
 
 
-def test_it_gives_a_drain_its_time(service: configparser.SectionProxy) -> None:
+def test_the_units_stop_timeout_covers_the_drain(service: configparser.SectionProxy) -> None:
     assert float(service["TimeoutStopSec"]) > NodeSection().drain_s
 
 
-def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
+def test_the_unit_restarts_on_every_error_but_a_configuration_error(
     service: configparser.SectionProxy, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     assert service["Restart"] == "on-failure"
-    assert service["ExecStartPre"].startswith("-"), "its exit code counts as a failure to be tried again"
+    assert service["ExecStartPre"].startswith("-"), "its exit code must count as a failure that is restarted"
     assert service["RestartPreventExitStatus"].split() == [str(EXIT_CONFIG)]
 
     def code_of(*words: str) -> int:
@@ -88,7 +88,7 @@ def test_a_configuration_that_cannot_run_is_not_tried_again_and_all_else_is(
         ("search", "none", "--queries", "none.npy"),
     ],
 )
-def test_a_file_that_is_missing_is_78_whatever_the_command(
+def test_a_missing_file_exits_with_78_for_every_command(
     tmp_path: Path, fork_server: ForkServer, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "node.toml").write_text('[model]\nname = "smollm2-135m-instruct"\n')
@@ -111,7 +111,7 @@ def test_a_file_that_is_missing_is_78_whatever_the_command(
         ("search", "none", "--queries", "none.npy", "--k", "9", "--top-m", "8"),
     ],
 )
-def test_what_a_command_line_says_wrongly_is_2_in_one_line(fork_server: ForkServer, words: tuple[str, ...]) -> None:
+def test_a_usage_error_exits_with_2_and_one_line(fork_server: ForkServer, words: tuple[str, ...]) -> None:
     if words[0] == "mcp":
         pytest.importorskip("mcp", reason="mcp is not installed: [mcp]")
     run = fork_server.run("-c", "from launchers.main import main; main()", *words)
@@ -119,7 +119,7 @@ def test_what_a_command_line_says_wrongly_is_2_in_one_line(fork_server: ForkServ
     assert run.stderr.startswith("trinity: error: ")
 
 
-def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
+def test_temporary_errors_exit_with_a_code_that_is_restarted(
     service: configparser.SectionProxy,
 ) -> None:
     assert ResourceBusy.exit_code == EXIT_BUSY
@@ -127,12 +127,12 @@ def test_what_passes_by_itself_has_a_code_that_a_service_manager_tries_again(
     assert error_from_code("resource_busy", "taken").exit_code == EXIT_BUSY
 
 
-def test_compiled_code_and_models_are_kept_where_the_user_needs_no_home(service: configparser.SectionProxy) -> None:
+def test_caches_work_for_a_user_without_a_home_directory(service: configparser.SectionProxy) -> None:
     assert service["CacheDirectory"] == "trinity"
     assert "Environment=NUMBA_CACHE_DIR=%C/trinity XDG_CACHE_HOME=%C/trinity" in UNIT.read_text().splitlines()
 
 
-def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:
+def test_systemd_analyze_verifies_the_unit_without_warnings(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd is not installed")
@@ -143,7 +143,7 @@ def test_systemd_finds_nothing_to_say_about_it(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout + run.stderr) == (0, "")
 
 
-def test_the_command_ends_with_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_with_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(error: TrinityError) -> int:
         def fail(**options: object) -> None:
             raise error

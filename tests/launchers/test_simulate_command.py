@@ -1,4 +1,4 @@
-"""`trinity simulate` says what it counts; `trinity calibrate` looks at its output before it measures for a minute."""
+"""`trinity simulate` describes its counts; `trinity calibrate` checks its output path before measuring."""
 
 import re
 from collections.abc import Callable
@@ -13,9 +13,7 @@ from launchers.main import command_line
 from runtime.simulator.times.service import ServiceTimes
 
 
-def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_folder_is_created_before_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "folder" / "times.json"
     (tmp_path / "node.toml").write_text("")
 
@@ -31,7 +29,7 @@ def test_the_folder_of_measured_times_is_there_before_anything_is_measured(
 
 @pytest.fixture
 def simulated(tmp_path: Path) -> Callable[..., str]:
-    """What the command prints about a small trace for a node with these promises."""
+    """Return the command's output for a small trace on a node with the given SLOs."""
 
     def run(promises: str, *options: str) -> str:
         (tmp_path / "node.toml").write_text(promises)
@@ -44,7 +42,7 @@ def simulated(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: Callable[..., str]) -> None:
+def test_the_files_slos_are_used_unless_overridden(simulated: Callable[..., str]) -> None:
     strict = "[slo]\nttft_s = 1e-6\ntpot_s = 0.5"
     assert "first token within 1e-06 s, 500 ms per later token" in simulated(strict)
     assert "TTFT (s) │ 0.0%" in simulated(strict)
@@ -53,7 +51,7 @@ def test_the_promises_are_those_of_the_file_unless_others_are_given(simulated: C
     assert "TTFT (s) │ 100.0%" in told
 
 
-def test_the_load_and_the_time_at_work_are_told_apart(simulated: Callable[..., str]) -> None:
+def test_load_and_busy_time_are_reported_separately(simulated: Callable[..., str]) -> None:
     told = simulated("")
     assert re.search(r"\w+ is the bottleneck: its capacity with full batches is [\d.]+ requests/s", told)
     assert re.search(r"busy, with the actual batches: .* decode \d+% of the time with \d+% of its slots", told)

@@ -1,4 +1,4 @@
-"""`trinity status` on any terminal: whole names, whatever else has to go."""
+"""`trinity status` on any terminal: names are never truncated."""
 
 import asyncio
 import io
@@ -52,7 +52,7 @@ def pool_row(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("device", ["cpu", "GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69"])
 @pytest.mark.parametrize("width", [30, 60, 80])
-def test_every_name_and_state_is_whole_and_no_line_is_wider_than_the_terminal(width: int, device: str) -> None:
+def test_names_and_states_are_complete_and_lines_fit_the_terminal(width: int, device: str) -> None:
     lines = shown(width, device=device, cores=range(0, 64, 2))
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
@@ -60,13 +60,13 @@ def test_every_name_and_state_is_whole_and_no_line_is_wider_than_the_terminal(wi
         assert [line.split()[:2] for line in lines].count([name, "starting"]) == 1
 
 
-def test_eighty_columns_have_room_for_every_column_of_a_node_without_gpus() -> None:
+def test_every_column_of_a_node_without_gpus_fits_in_eighty_characters() -> None:
     lines = shown(80)
     assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "any", "12", "0.1", "s", "12345", "MiB"]
     assert not [line for line in lines if "no room" in line]
 
 
-def test_what_is_left_out_on_a_narrow_terminal_is_named_the_least_important_first() -> None:
+def test_columns_omitted_on_a_narrow_terminal_are_listed_least_important_first() -> None:
     lines = shown(60)
     assert lines[-1] == "hidden columns: cores, memory"
     assert pool_row(lines) == ["pool-0", "starting", "4194303", "cpu", "12", "0.1", "s"]
@@ -77,7 +77,7 @@ def test_a_pipe_gets_every_column() -> None:
     assert pool_row(lines)[3:5] == ["GPU-7d9e2c51-0a52-4c0e-8a5e-3f3d1c2b4a69", "0-7"]
 
 
-def test_what_people_should_know_of_a_worker_is_below_the_table() -> None:
+def test_notes_about_workers_are_below_the_table() -> None:
     lines = shown(80, note="cannot run: no such directory: /data/[docs]")
     assert lines[-len(NAMES) :] == [f"{name}: cannot run: no such directory: /data/[docs]" for name in NAMES]
 
@@ -89,7 +89,7 @@ def test_standby_workers_are_shown_below_the_workers() -> None:
     assert lines[-2].split()[0] == "pool-0"
 
 
-def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
+def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None:
     create(tmp_path / "notes", 8, metric="l2", degree=8)
     writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embed, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
@@ -108,7 +108,7 @@ def test_what_is_written_is_what_the_frontend_tells(tmp_path: Path) -> None:
     table.close()
 
 
-def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
+def test_a_running_build_is_shown_with_its_progress() -> None:
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
     states = {
         name: WriterState(0, 1, 0, 0, 64, 0, 0, done)
@@ -117,7 +117,7 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
     report_live_collections(table, states)
     found = LiveCollectionsStatus.read(table)
     assert found is not None
-    assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the one that is least far"
+    assert (found.building, found.built) == (2, (1.0, 0.25, 0.0)), "of the build with the least progress"
     report_live_collections(table, {"b": states["b"]})
     found = LiveCollectionsStatus.read(table)
     assert found is not None
@@ -126,7 +126,7 @@ def test_a_build_that_runs_is_told_with_what_is_done_of_it() -> None:
 
 
 @pytest.mark.parametrize(("building", "told"), [(0, ""), (1, ", 1 building (rows 100%, graph 45%, written 0%)")])
-def test_live_collections_that_are_written_to_are_below_the_table(building: int, told: str) -> None:
+def test_live_collections_are_below_the_table(building: int, told: str) -> None:
     lines = shown(200, written=LiveCollectionsStatus(12_345, 3, 120, 45, 5 << 19, building, (1.0, 0.45, 0.0)))
     assert lines[-1] == (
         f"live collections: 12,345 documents in 3 segments{told}; 120 growing rows in the log (2.5 MiB); 45 tombstones"

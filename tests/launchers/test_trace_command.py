@@ -1,4 +1,4 @@
-"""`trinity trace` shows a request's life: every stage in its place, readable at 80 columns."""
+"""`trinity trace` shows every stage of a request on a timeline, readable at 80 columns."""
 
 import io
 
@@ -44,12 +44,12 @@ def test_each_stage_has_a_line_with_its_begin_its_length_and_its_share() -> None
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_bars_are_proportional_to_time_and_stand_where_it_passed(width: int) -> None:
+def test_bars_are_proportional_to_time_and_start_at_their_offset(width: int) -> None:
     lines = shown(trace(), width)
     prefill, decode = line(lines, "prefill "), line(lines, "decode")
     assert abs(2 * prefill.count("█") - decode.count("█")) <= 1
     assert decode.index("█") == prefill.index("█") + prefill.count("█")
-    assert "▏" in line(lines, "queue"), "what took any time is seen"
+    assert "▏" in line(lines, "queue"), "a stage of any duration is visible"
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:
@@ -58,7 +58,7 @@ def test_no_line_is_wider_than_the_terminal() -> None:
         assert len(text) <= 80, text
 
 
-def test_probes_have_lines_of_their_own_and_a_sum() -> None:
+def test_probes_have_one_line_each_and_a_total() -> None:
     probes = (
         ProbeTime(16, 0.6, 0.61, 0.01, 2, "answered"),
         ProbeTime(32, 0.7, 0.75, 0.001, 0, "late"),
@@ -71,7 +71,7 @@ def test_probes_have_lines_of_their_own_and_a_sum() -> None:
     )
 
 
-def test_of_many_probes_the_longest_are_shown_and_the_others_counted() -> None:
+def test_the_longest_of_many_probes_are_shown_and_the_others_counted() -> None:
     probes = tuple(ProbeTime(n, 0.5, 0.5 + n / 1000, 0.0, 0, "answered") for n in range(1, 41))
     text = "\n".join(shown(trace(probes=probes)))
     assert "probe @40" in text
@@ -79,16 +79,16 @@ def test_of_many_probes_the_longest_are_shown_and_the_others_counted() -> None:
     assert "16 shorter probes not shown" in text
 
 
-def test_a_running_request_shows_the_time_since_what_is_known_of_it() -> None:
+def test_a_running_request_shows_the_time_since_its_last_stage() -> None:
     lines = shown(trace(state="running", stages=STAGES[:2], first_token_s=None, completion_tokens=0))
     assert line(lines, "… until now").split()[3:6] == ["250.0", "750.0", "75.0%"]
 
 
-def test_an_id_with_markup_is_shown_as_it_is() -> None:
+def test_an_id_with_markup_is_shown_literally() -> None:
     assert shown(trace(id="[red]x"))[0].startswith("[red]x")
 
 
-def test_a_search_alone_shows_its_stages_and_what_it_found() -> None:
+def test_a_search_shows_its_stages_and_results() -> None:
     embed, retrieval = StageTime("embed", 0.0, 0.004), StageTime("retrieval", 0.004, 0.01)
     lines = shown(
         trace(id="ret-1-2", kind="search", state="found", passages=4, client_id="[b]mine", stages=(embed, retrieval),

@@ -1,4 +1,4 @@
-"""vLLM's contract run is left out, with a reason in a line, where vLLM cannot be installed; else it runs."""
+"""The vLLM contract run: skipped with a one-line reason where vLLM cannot be installed."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ MEMORY = "MemTotal: 16384000 kB\nMemAvailable: 9384000 kB\n"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the environment would be; in a folder that is not there yet."""
+    """The path of the environment, in a folder that does not exist yet."""
     home = tmp_path / "cache" / "vllm"
     monkeypatch.setattr(vllm_environment, "HOME", home)
     return home
@@ -28,7 +28,7 @@ def obstacle(tmp_path: Path, cpu: str = CPU, memory: str = MEMORY) -> str:
 
 
 def made(home: Path, text: str) -> None:
-    """What an installation leaves."""
+    """Create the files of an installed environment."""
     library = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     for folder in (home / "bin", library):
         folder.mkdir(parents=True)
@@ -36,7 +36,7 @@ def made(home: Path, text: str) -> None:
     (home / "trinity-requirements.sha256").write_text(text)
 
 
-def test_what_the_machine_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_the_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=9 << 30))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert obstacle(tmp_path) == ""
@@ -48,7 +48,7 @@ def test_what_the_machine_lacks_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert "this is aarch64" in obstacle(tmp_path)
 
 
-def test_an_environment_of_other_requirements_or_another_python_is_made_anew(
+def test_an_environment_with_other_requirements_or_python_is_recreated(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not vllm_environment.is_complete()
@@ -72,7 +72,7 @@ def test_an_installation_that_fails_leaves_no_stamp(home: Path, monkeypatch: pyt
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """What the bootstrap would run."""
+    """The commands that the bootstrap would run."""
     run: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "install", lambda: None)
     monkeypatch.setattr(bootstrap, "run", lambda *command: run.append(tuple(map(str, command[1:]))))
@@ -82,7 +82,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return run
 
 
-def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_contract_run_starts_where_vllm_is_installed(
+    run: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_environment, "is_complete", lambda: True)
     bootstrap.main(["vllm-contract"])
     assert run == [bootstrap.CONTRACT]
@@ -98,7 +100,7 @@ def test_the_contract_is_asked_where_vllm_is_there(run: list[tuple[str, ...]], m
         ("sleep 600", "was not created within"),
     ],
 )
-def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
+def test_where_vllm_cannot_be_installed_one_line_is_printed_and_nothing_fails(
     run: list[tuple[str, ...]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -115,6 +117,6 @@ def test_where_vllm_cannot_be_installed_a_line_says_so_and_nothing_fails(
     assert reason in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_the_bootstrap_s_part_for_vllm_uses_the_standard_library_alone() -> None:
+def test_the_bootstraps_vllm_part_uses_only_the_standard_library() -> None:
     command = [sys.executable, "-S", "-c", "import launchers.vllm_environment"]
     subprocess.run(command, cwd=bootstrap.ROOT, check=True, timeout=60)

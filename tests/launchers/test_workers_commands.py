@@ -1,4 +1,4 @@
-"""`trinity workers`: what is said twice must agree, and a GPU must be one, before a node is asked."""
+"""`trinity workers`: options are validated before the node is contacted."""
 
 import pytest
 from typer.testing import CliRunner
@@ -19,13 +19,13 @@ from runtime.errors import UsageError
         (["drain"], "give either a role"),
     ],
 )
-def test_what_contradicts_itself_is_refused_before_a_node_is_asked(words: list[str], trouble: str) -> None:
+def test_contradictory_options_are_refused_before_a_node_is_contacted(words: list[str], trouble: str) -> None:
     refused = CliRunner().invoke(workers_app, words).exception
     assert isinstance(refused, UsageError)
     assert trouble in refused.message
 
 
-def test_a_gpu_and_a_worker_of_the_role_are_asked_of_the_node() -> None:
+def test_a_gpu_and_a_role_are_sent_to_the_node() -> None:
     for words in (["drain", "--gpu", "GPU-1"], ["drain", "decode", "--name", "decode-1"], ["flip", "decode"]):
         refused = CliRunner().invoke(workers_app, [*words, "--node", "there-is-none"]).exception
         assert "no node runs in" in str(refused)
