@@ -26,6 +26,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -225,6 +226,11 @@ def _read_meta(directory: Path) -> dict[str, Any]:
     return meta
 
 
+# numpy parses headers with `ast`, which fails in CPython 3.11 if two threads use it at once and a garbage collection
+# switches between them: "AST constructor recursion depth mismatch".
+_HEADERS = threading.Lock()
+
+
 def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     try:
         length = _regular_size(path)
@@ -233,9 +239,8 @@ def _map(path: Path, facts: dict[str, Any], shape: tuple[int, ...], dtype: npt.D
     if length != facts["bytes"]:
         raise IndexFormatError(f"{path} has {length} bytes, not {facts['bytes']}: it is truncated or was altered")
     try:
-        array: npt.NDArray[Any] = np.lib.format.open_memmap(
-            path, mode="r"
-        )  # plain arrays only: no pickles, no archives
+        with _HEADERS:
+            array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # no pickles, no archives
     except Exception as error:  # numpy parses the header with Python's parser: any error is possible
         raise IndexFormatError(f"{path} is not an array: {error}") from None
     expected = shape

@@ -1,7 +1,10 @@
 """Tests of an index's storage: saving, loading and rejection of damaged files."""
 
+import gc
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +47,27 @@ def test_rows_are_memory_mapped(saved: Path) -> None:
     data = GraphIndex.load(saved).data
     assert isinstance(data.graph, np.memmap)
     assert isinstance(data.rows.codes, np.memmap)
+
+
+def test_several_threads_can_load_indexes_at_once(saved: Path) -> None:
+    """Garbage collections that release the GIL make CPython's parser, which numpy uses for headers, fail in threads."""
+
+    def load(frames: int) -> None:
+        if frames:
+            load(frames - 1)
+        else:
+            for _ in range(20):
+                GraphIndex.load(saved)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: time.sleep(0))
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(load, range(0, 40, 10)))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.pop()
 
 
 def test_saving_again_replaces_the_index_and_leaves_no_other_files(index: GraphIndex, saved: Path) -> None:
