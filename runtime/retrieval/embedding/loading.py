@@ -187,7 +187,8 @@ def read_key(path: str, whose: str = "the embedder's") -> str:
         with Path(path).open(encoding="utf-8") as file:
             key = file.readline(8192).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{whose} key cannot be read from {path}: {error}") from error
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{whose} key cannot be read from {path}: {reason}") from error
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(f"the first line of {path} is not a key: printable ASCII is required")
     return key

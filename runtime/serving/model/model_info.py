@@ -89,7 +89,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {directory / 'config.json'}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"cannot read {directory / 'config.json'}: {reason}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{directory / 'config.json'} is not a JSON object")
     return config
