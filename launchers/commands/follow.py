@@ -75,7 +75,7 @@ def follow(
     every: Annotated[float, typer.Option(help="Seconds between two passes.", min=0.1)] = 30.0,
     once: Annotated[bool, typer.Option("--once", help="Run one pass.")] = False,
     batch: Annotated[int, typer.Option(help="Points read in a batch.", min=1, max=4096)] = BATCH,
-    threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="Threads that embed texts and build segments.", min=1)] = 1,
 ) -> None:
     """Replicate a collection of Qdrant or Milvus into a live collection until Ctrl-C: changed points are stored,
     removed ones are deleted. A node may serve the collection at the same time."""

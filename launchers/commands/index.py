@@ -48,7 +48,7 @@ def build(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The collection's new directory.")],
-    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="The distance.")] = "cosine",
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="Distance metric.")] = "cosine",
     passage_tokens: Annotated[
         int, typer.Option(help="Maximum tokens of a passage of a file. 0: 192, or the embedder's limit.")
     ] = 0,
@@ -61,8 +61,8 @@ def build(
             show_default=False,
         ),
     ] = None,
-    embedder_model: Annotated[str, typer.Option(help="Of a server: the name of its model.")] = "",
-    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    embedder_model: Annotated[str, typer.Option(help="Model name, if the embedder is a server.")] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="File with the API key, if the embedder is a server.")] = "",
     query_prefix: Annotated[
         str | None, typer.Option(help="Prefix of each query. Default: from the model's files.")
     ] = None,
@@ -70,10 +70,10 @@ def build(
         str | None, typer.Option(help="Prefix of each passage. Default: from the model's files.")
     ] = None,
     vectors: Annotated[
-        Path | None, typer.Option(help="Precomputed vectors of the texts: .npy, one row a text.")
+        Path | None, typer.Option(help="Precomputed vectors of the texts: .npy, one row per text.")
     ] = None,
     ids: Annotated[Path | None, typer.Option(help="Ids of .npy vectors: .npy integers. Default: row numbers.")] = None,
-    degree: Annotated[int, typer.Option(help="Edges a node of the graph, 2 to 512.")] = 32,
+    degree: Annotated[int, typer.Option(help="Edges per node of the graph, 2 to 512.")] = 32,
     dtype: Annotated[
         Literal["float32", "float16", "int8"],
         typer.Option(help="Type of stored vectors; int8 also stores float32."),
@@ -86,9 +86,9 @@ def build(
         ),
     ] = None,
     code_bits: Annotated[
-        int, typer.Option(help="Bits a dimension of neighbour codes, 1 to 4. 0: 2 up to 256 dimensions, else 1.")
+        int, typer.Option(help="Bits per dimension of neighbour codes, 1 to 4. 0: 2 up to 256 dimensions, else 1.")
     ] = 0,
-    shards: Annotated[int, typer.Option(help="Number of shards, one a pool worker, 1 to 8.")] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the graph's random choices, from 0.")] = 0,
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
     device: Annotated[
@@ -147,7 +147,7 @@ def add(
     ],
     out: Annotated[Path, typer.Option(help="The collection's directory.")],
     embedder_at: Annotated[str, typer.Option(help="The directory or URL of its embedder, if it has moved.")] = "",
-    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="File with the API key, if the embedder is a server.")] = "",
     threads: Annotated[int, typer.Option(help="Cores to use, up to 1024; 0: all that this process may use.")] = 0,
 ) -> None:
     """Update a collection from files: only new and changed files are read and embedded; removed ones are deleted."""

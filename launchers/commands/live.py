@@ -43,16 +43,14 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 def create(
     directory: Directory,
     embedder: Annotated[str, typer.Option(help="The embedder of texts; see `trinity index build`.")] = "",
-    embedder_model: Annotated[str, typer.Option(help="Of a server: the name of its model.")] = "",
-    embedder_key_file: Annotated[str, typer.Option(help="Of a server: a file with its key.")] = "",
+    embedder_model: Annotated[str, typer.Option(help="Model name, if the embedder is a server.")] = "",
+    embedder_key_file: Annotated[str, typer.Option(help="File with the API key, if the embedder is a server.")] = "",
     dim: Annotated[int, typer.Option(help="Dimensions of the vectors, without an embedder.")] = 0,
-    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="The distance.")] = "cosine",
-    dtype: Annotated[
-        Literal["float32", "float16", "int8"], typer.Option(help="The type of stored vectors.")
-    ] = "float32",
-    degree: Annotated[int, typer.Option(help="Edges a node of a segment's graph, 2 to 512.")] = 32,
+    metric: Annotated[Literal["cosine", "l2", "ip"], typer.Option(help="Distance metric.")] = "cosine",
+    dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="Type of stored vectors.")] = "float32",
+    degree: Annotated[int, typer.Option(help="Edges per node of a segment's graph, 2 to 512.")] = 32,
     demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
-    shards: Annotated[int, typer.Option(help="Number of shards, one a pool worker, 1 to 8.")] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
 ) -> None:
     """Create an empty live collection."""
     if bool(dim) == bool(embedder) and dim:
@@ -72,7 +70,7 @@ def upsert(
     directory: Directory,
     source: Annotated[Path, typer.Argument(help='JSON lines of id, text, title, attributes, vector; or "-".')],
     batch: Annotated[int, typer.Option(help="Documents stored in a batch.", min=1, max=4096)] = 256,
-    threads: Annotated[int, typer.Option(help="Cores to embed with, and to build segments.", min=1)] = 1,
+    threads: Annotated[int, typer.Option(help="Threads that embed texts and build segments.", min=1)] = 1,
 ) -> None:
     """Store documents, and replace those with the same ids. Stored batches stay stored if a later one is refused."""
     begin, stored = time.monotonic(), 0
