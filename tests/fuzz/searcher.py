@@ -1,7 +1,7 @@
 """Subprocess that opens and searches collections, so that a crash in compiled code does not end the test process.
 
 It reads one directory per line and answers each with a JSON line: `{"answer": [[ids], …], "verified": bool}`,
-`{"refused": class, "says": message}` for a typed error, `{"fault": traceback}` for anything else.
+`{"refused": class, "message": message}` for a typed error, `{"fault": traceback}` for anything else.
 """
 
 import json
@@ -45,7 +45,7 @@ def answered(directory: Path) -> dict[str, Any]:
     try:
         Collection.verify(directory)
     except TrinityError as error:
-        return {"answer": answer, "texts": texts, "verified": False, "says": error.message}
+        return {"answer": answer, "texts": texts, "verified": False, "message": error.message}
     return {"answer": answer, "texts": texts, "verified": True}
 
 
@@ -53,7 +53,7 @@ def outcome(directory: Path) -> dict[str, Any]:
     try:
         return answered(directory)
     except (TrinityError, GpuError) as error:
-        return {"refused": type(error).__name__, "says": str(error)}
+        return {"refused": type(error).__name__, "message": str(error)}
     except Exception:
         return {"fault": traceback.format_exc()}
 

@@ -116,7 +116,7 @@ def test_verify_detects_a_flipped_bit_anywhere(
     found = searcher.ask(bad)
     assert "fault" not in found, found["fault"]
     assert "refused" in found or not found["verified"] or found == searcher.right[kind]
-    assert path.name in found["says"] or bad.name in found["says"]
+    assert path.name in found["message"] or bad.name in found["message"]
 
 
 def test_a_pickled_array_is_never_unpickled(good: list[Path], searcher: Searcher, bad: Path, tmp_path: Path) -> None:

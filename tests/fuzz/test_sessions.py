@@ -81,7 +81,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.endpoint = endpoint()
-        self.says = b""
+        self.reply = b""
         self._socket = bind(zmq.ROUTER, self.endpoint, max_message_bytes=MAX_MESSAGE_BYTES)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -91,7 +91,7 @@ class FakePool:
         while not self._ended.is_set():
             self._socket.poll(20)
             for frames in receive_all(self._socket):
-                self._socket.send_multipart([frames[0], self.says])
+                self._socket.send_multipart([frames[0], self.reply])
 
     def close(self) -> None:
         self._ended.set()
@@ -141,10 +141,10 @@ def test_any_answer_of_a_pool_is_a_session_or_a_typed_error(
                     inner = {}
             if fits(value) and isinstance(inner, dict):
                 inner[path[-1]] = value
-        fake.says = msgspec.msgpack.encode(fields)
+        fake.reply = msgspec.msgpack.encode(fields)
         if cut is not None:
-            at = cut[0] % len(fake.says)
-            fake.says = fake.says[:at] + cut[2] + fake.says[at + cut[1] :]
+            at = cut[0] % len(fake.reply)
+            fake.reply = fake.reply[:at] + cut[2] + fake.reply[at + cut[1] :]
         try:
             client = RingClient(fake.endpoint, "lured", doorbell="zeromq", timeout_ms=60_000.0, arena=True)
         except AttachTimeout:

@@ -138,8 +138,8 @@ def test_a_replaced_collection_is_served_after_a_reload(
     client = attached(make_client(plan))
     before = client.identities("notes")
     shutil.move(writer.directory, writer.directory.with_name("old"))
-    with new_writer(writer.directory) as anew:
-        anew.upsert(documents(range(3)))
+    with new_writer(writer.directory) as replacement:
+        replacement.upsert(documents(range(3)))
         assert len(client.search(QUERY, 50, collection="notes").ids) == 40
         pool.table.set_knob("reload", 1.0)
         until(lambda: client.identities("notes") != before, lambda: client.poll())
@@ -167,8 +167,8 @@ def test_a_restored_earlier_state_replaces_the_served_one(
     shutil.rmtree(writer.directory)
     shutil.copytree(writer.directory.with_name("backup"), writer.directory)
     until(lambda: answers() == 40)
-    with open_writer(writer.directory) as anew:
-        anew.upsert(documents(range(90, 93)))
+    with open_writer(writer.directory) as replacement:
+        replacement.upsert(documents(range(90, 93)))
         until(lambda: answers() == 43)
 
 

@@ -14,7 +14,7 @@ SIZE = 512  # a square layer of this size is large enough to be packed
 
 
 @pytest.fixture(autouse=True)
-def _looked_anew() -> Iterator[None]:
+def _reset_support_check() -> Iterator[None]:
     """Support for packing is detected once per process; here once per test."""
     for known in (linear.packing_works, linear.int8_works):
         known.cache_clear()
