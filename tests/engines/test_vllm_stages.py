@@ -14,7 +14,7 @@ from runtime.node.placement.machine import Machine
 from runtime.node.supervisor.admin import restart_node, stop_node
 from runtime.testing.waiting import eventually
 from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python
-from tests.engines.test_vllm_parts import section
+from tests.engines.test_vllm_setup import section
 
 CONFIG = """
 [node]
