@@ -207,6 +207,7 @@ def _print_examples(info: NodeInfo, config: Path) -> None:
         "model": smollm.NAME,
         "messages": [{"role": "user", "content": BUILT_IN_QUESTIONS[0]}],
         "max_tokens": 64,
+        "temperature": 0,
         "stream": True,
         "retrieval": {"collection": "docs", "k": 4},
     }
@@ -221,7 +222,8 @@ With the OpenAI client (python -m pip install openai):
   from openai import OpenAI
   client = OpenAI(base_url="{info.url}/v1", api_key="none")
   answer = client.chat.completions.create(
-      model="{smollm.NAME}", max_tokens=64, messages=[{{"role": "user", "content": "{BUILT_IN_QUESTIONS[0]}"}}],
+      model="{smollm.NAME}", max_tokens=64, temperature=0,
+      messages=[{{"role": "user", "content": "{BUILT_IN_QUESTIONS[0]}"}}],
       extra_body={{"retrieval": {{"collection": "docs", "k": 4}}}},
   )
   print(answer.choices[0].message.content, answer.model_extra["retrieval"])
