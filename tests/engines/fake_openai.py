@@ -1,7 +1,7 @@
 """An in-process OpenAI server that replaces the network; each token of its model is a function of all tokens before.
 
 Tokens are bytes, and the next one is a digest of the whole sequence: so an answer that goes on in another request is
-right exactly if that request had the right sequence. `Behaviour` says what kind of server it is, and what goes wrong.
+right exactly if that request had the right sequence. `Behaviour` selects the kind of server and its faults.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ Json = dict[str, Any]
 
 URL = "http://fake/v1"
 MODEL = "fake-model"
-ENDLESS = 2000  # tokens of a server that heeds no limit
+ENDLESS = 2000  # tokens of a server that ignores limits
 END = 0  # the token that ends an answer
 
 
 @dataclass
 class Behaviour:
-    """`kv_role`: takes what vLLM's connectors take of `kv_transfer_params` in that role, and refuses all else;
-    `token_ids`: tells and takes them, and tokenizes (vLLM); `goes_on`: continues a chat's last turn (SGLang);
-    `renders`: shows a chat as text (llama.cpp); `strict`: refuses what OpenAI does not have.
+    """`kv_role`: accepts the `kv_transfer_params` that vLLM's connectors accept in that role, and refuses others;
+    `token_ids`: returns and accepts them, and tokenizes (vLLM); `goes_on`: continues a chat's last turn (SGLang);
+    `renders`: renders a chat as text (llama.cpp); `strict`: refuses fields that OpenAI does not have.
 
     `refuses`: status and body of every POST; `breaks_after`: each stream's connection is lost after so many chunks;
-    `hangs_after`: or it falls silent; `down`: nobody listens; `leaves`: it takes nothing
-    new; `ends`: the model ends its answer after so many tokens; `endless`: it heeds no limit.
+    `hangs_after`: or it stops responding; `down`: nothing listens; `leaves`: it accepts nothing
+    new; `ends`: the model ends its answer after so many tokens; `endless`: it ignores limits.
     """
 
     token_ids: bool = True
@@ -71,7 +71,7 @@ class FakeServer:
     pulled: int = 0
     closed: bool = False
     says: list[Json] = field(default_factory=list)  # the chunks of every answer, instead of the model's
-    whole: Any = None  # what an answer that is not streamed is, instead
+    whole: Any = None  # the body of an answer that is not streamed, instead
     on_chunk: Callable[[int], None] = lambda count: None
 
     def generations(self) -> list[Json]:

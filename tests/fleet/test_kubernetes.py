@@ -47,7 +47,7 @@ def test_a_manifest_follows_the_published_definition_of_its_kind(name: str) -> N
 
 
 def _closed(schema: Any) -> Any:
-    """What a schema does not name is not there: kubectl tells of such fields."""
+    """Fields that a schema does not name are forbidden, as kubectl warns of them."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

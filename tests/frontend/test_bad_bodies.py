@@ -71,7 +71,7 @@ def test_after_a_body_over_the_limit_only_its_rest_is_awaited(messages: list[tup
 
 
 def raw(cluster: Cluster, data: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes or the answer is whole."""
+    """Return the server's answer to the bytes, until it closes or the answer is complete."""
     with socket.create_connection(("127.0.0.1", int(cluster.url.rsplit(":", 1)[1])), WAIT) as connection:
         connection.sendall(data)
         answer = b""

@@ -30,7 +30,7 @@ def cells(title: str) -> Iterator[list[str]]:
 
 
 def named(title: str) -> set[str]:
-    """What the first column names."""
+    """Return the names in the first column."""
     return {name for row in cells(title) for name in re.findall(r"`([^`]+)`", row[0])}
 
 

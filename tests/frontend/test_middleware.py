@@ -97,7 +97,7 @@ def test_cors_allows_no_other_origin(guarded: Cluster, http: httpx.Client) -> No
         answer = asking.options("/v1/chat/completions", headers=PREFLIGHT | {"Origin": "https://evil.example"})
         assert answer.status_code == 400
         assert "access-control-allow-origin" not in answer.headers
-    answer = http.options("/v1/chat/completions", headers=PREFLIGHT)  # nobody is named: the default
+    answer = http.options("/v1/chat/completions", headers=PREFLIGHT)  # no origin is configured: the default
     assert answer.status_code == 405
     assert "access-control-allow-origin" not in answer.headers
 

@@ -135,7 +135,7 @@ def test_a_deadline_during_a_nodes_summary_names_that_node() -> None:
 
         async def iter_any(self) -> AsyncIterator[bytes]:
             loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + 0.01
-            while loop.time() < until:  # the deadline is over, and nobody could say so yet
+            while loop.time() < until:  # block the loop past the deadline, before its timer can fire
                 pass
             yield STORE
 

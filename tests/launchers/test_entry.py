@@ -18,7 +18,7 @@ IMPORTED = "import time:"  # how `-X importtime` begins each line, which it prin
 
 @contextmanager
 def sigint(handler: Any) -> Iterator[None]:
-    """What is started within begins with this: exec keeps an ignored signal ignored, and makes a caught one default."""
+    """Signal state of child processes: exec keeps an ignored signal ignored and resets a caught one to the default."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

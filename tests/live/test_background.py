@@ -91,7 +91,7 @@ def test_threads_write_seal_and_merge_concurrently(tmp_path: Path) -> None:
 
 
 def test_a_flush_at_the_segment_limit_merges_first(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "a") as writer:  # nobody merges beside it
+    with new_writer(tmp_path / "a") as writer:  # no background process merges
         for number in range(MAX_SEGMENTS_PER_SHARD + 8):
             writer.upsert([document(str(number), number)])
             writer.flush()

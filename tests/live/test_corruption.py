@@ -148,7 +148,7 @@ def test_any_corrupt_file_raises_a_typed_error(tmp_path: Path) -> None:
                 except CollectionError:
                     continue
                 if use is verify and name.parts[0] != "log":
-                    pytest.fail(f"{name} was damaged, and nobody said so")
+                    pytest.fail(f"the corruption of {name} was not detected")
             shutil.rmtree(damaged)
     with open_writer(whole) as writer:
         assert contents(writer) == expected

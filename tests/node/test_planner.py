@@ -143,12 +143,12 @@ def test_prompts_beyond_both_roles_capacity_move_a_worker_to_prefill() -> None:
     assert node.planner.loads["prefill"] == pytest.approx(1.26, abs=0.02)
 
 
-# ---- what the supervisor makes of it
+# ---- the supervisor's use of the planner
 
 
 def restless(planner: Planner, now_s: float, work: Work) -> Move | None:
     """Always propose to move a decode worker."""
-    return Move("decode", "it wants it")
+    return Move("decode", "it always moves")
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ def test_a_directory_that_others_could_replace_is_refused_and_ignored(
             ConfigError, match=rf"{holder}, the parent of run, can be written by others .*mode {mode:o}"
         ):
             use(holder / "run")
-    holder.chmod(mode | stat.S_ISVTX)  # as /tmp: there nobody touches what is another's
+    holder.chmod(mode | stat.S_ISVTX)  # like /tmp: users cannot touch each other's files
     RunDir.acquire(holder / "run").release()
 
 

@@ -80,7 +80,7 @@ class Docs:
         shutil.copytree(self.kept, self.path)
 
     def text(self, registry: CollectionRegistry, row: int = 7) -> str:
-        """What a row's answer says, as the pools' clients ask; "" if that build is not accepted."""
+        """Return the text of a row as the pools' clients read it; "" if the build is not accepted."""
         if not registry.accept("docs")(self.identity):
             return ""
         result = SearchResult(1, np.array([row]), np.array([0.5], np.float32), identity=self.identity)
@@ -121,7 +121,7 @@ def test_modified_documents_are_not_verified_repeatedly(docs: Docs, monkeypatch:
 def test_a_file_that_was_put_back_is_opened_anew_when_the_pools_serve_it_again(docs: Docs) -> None:
     registry = docs.registry("never")
     docs.alter()
-    assert docs.text(registry) == "text 8"  # nobody has looked, and the pools do not know either
+    assert docs.text(registry) == "text 8"  # not verified yet, by the registry or the pools
     registry.follow("docs", [])  # now they do
     docs.put_back()
     until(lambda: docs.text(registry) == "text 7", lambda: registry.follow("docs", [docs.identity]))
