@@ -24,7 +24,7 @@ class Interrupt:
             try:
                 os.kill(os.getpid(), 2)
             except KeyboardInterrupt:
-                if name == "signal":
+                if name in ("signal", "launchers.progress"):  # imported by the project's own modules
                     raise
                 raise ImportError("third-party modules, which come after it, may do this")
 
