@@ -18,8 +18,8 @@ from gpu.index.rows import FloatArray, aligned_empty
 _i32, _i64 = ir.IntType(32), ir.IntType(64)
 _AT_ONCE = 4096  # nodes per task of a thread
 _TINY = np.float32(1e-30)
-_STEPS = np.array([0, 1.596, 0.9957, 0.586, 0.3352], np.float32)
-"""Optimal quantiser steps by number of bits, 1 … 4, for a standard Gaussian (J. Max, IRE Trans. IT-6, 1960)."""
+_STEPS = np.array([0, 1.596, 0.9957], np.float32)
+"""Optimal quantiser steps by number of bits, 1 and 2, for a standard Gaussian (J. Max, IRE Trans. IT-6, 1960)."""
 
 
 def make_codes(

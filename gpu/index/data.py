@@ -40,7 +40,7 @@ from gpu.index.rows import Rows, padded
 
 GROUP = 32  # neighbours estimated together
 ROUNDS = 4  # of the rotation
-MAX_CODE_BITS = 4
+MAX_CODE_BITS = 2
 _DIM_STEP = 64
 _TWO_BITS_UP_TO = 256
 FACTOR_BYTES = 2 * 4 * GROUP

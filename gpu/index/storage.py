@@ -201,7 +201,10 @@ def _read_meta(directory: Path) -> dict[str, Any]:
             f"{path} has version {meta.get('version')}; this program reads versions {OLDEST_VERSION} to {VERSION}: "
             "build it anew"
         )
-    meta.setdefault("code_bits", 1)
+    if meta.setdefault("code_bits", 1) in (3, 4):
+        raise IndexFormatError(
+            f"{path} has neighbour codes of {meta['code_bits']} bits, which no longer exist: build it anew"
+        )
     limits = {
         "size": (1, (1 << 31) - 1),
         "degree": (2, MAX_DEGREE),

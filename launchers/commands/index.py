@@ -86,7 +86,7 @@ def build(
         ),
     ] = None,
     code_bits: Annotated[
-        int, typer.Option(help="Bits per dimension of neighbour codes, 1 to 4. 0: 2 up to 256 dimensions, else 1.")
+        int, typer.Option(help="Bits per dimension of neighbour codes, 1 or 2. 0: 2 up to 256 dimensions, else 1.")
     ] = 0,
     shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the graph's random choices, from 0.")] = 0,

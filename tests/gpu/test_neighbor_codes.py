@@ -82,7 +82,7 @@ def test_the_rotation_preserves_lengths_and_angles_and_spreads_every_direction(
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("dim", [20, 100, 1536])  # the last one's sums are computed in two parts
-@pytest.mark.parametrize(("bits", "least", "most"), [(1, 0.3, 1.0), (2, 0.15, 0.45), (4, 0.03, 0.2)])
+@pytest.mark.parametrize(("bits", "least", "most"), [(1, 0.3, 1.0), (2, 0.15, 0.45)])
 def test_estimates_are_unbiased_within_a_bound_that_shrinks_with_more_bits(
     random: np.random.Generator, dim: int, metric: Metric, bits: int, least: float, most: float
 ) -> None:
@@ -103,7 +103,7 @@ def test_estimates_are_unbiased_within_a_bound_that_shrinks_with_more_bits(
     assert least < np.std(errors) < most
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2])
 def test_the_kernel_and_the_reference_decode_a_block_alike(random: np.random.Generator, bits: int) -> None:
     data = random_data(random, 200, "l2", bits=bits)
     assert data.codes is not None
@@ -302,7 +302,7 @@ def test_a_code_has_the_requested_number_of_bits_or_the_fastest(
     random: np.random.Generator, tmp_path: Path, dim: int, fastest: int
 ) -> None:
     vectors = random.standard_normal((60, dim))
-    for code_bits, bits in ((0, fastest), (1, 1), (3, 3)):
+    for code_bits, bits in ((0, fastest), (1, 1), (2, 2)):
         index = GraphIndex.build(vectors, metric="l2", neighbor_codes=True, code_bits=code_bits)
         index.save(tmp_path / "index")
         loaded = GraphIndex.load(tmp_path / "index")
@@ -311,8 +311,8 @@ def test_a_code_has_the_requested_number_of_bits_or_the_fastest(
         assert loaded.data.codes.bits == index.data.codes.bits == bits
         assert loaded.data.codes.blocks.shape[1] == block_bytes(dim, 32, bits)
         np.testing.assert_array_equal(loaded.search(vectors, 10, 32)[0], index.search(vectors, 10, 32)[0])
-    with pytest.raises(InvalidParams, match=r"code_bits is 5, outside 0\.\.4"):
-        GraphIndex.build(vectors, neighbor_codes=True, code_bits=5)
+    with pytest.raises(InvalidParams, match=r"code_bits is 3, outside 0\.\.2"):
+        GraphIndex.build(vectors, neighbor_codes=True, code_bits=3)
 
 
 def test_codes_cannot_be_combined_with_int8(random: np.random.Generator) -> None:

@@ -103,6 +103,13 @@ def test_an_index_of_an_older_version_returns_the_same_results(tmp_path: Path, v
         np.testing.assert_array_equal(found, expected)
 
 
+def test_an_index_with_codes_of_more_bits_than_exist_says_to_build_it_anew(tmp_path: Path) -> None:
+    GraphIndex.build(clustered(np.random.default_rng(1), 300, 48), neighbor_codes=True).save(tmp_path / "index")
+    change(tmp_path / "index", code_bits=4)
+    with pytest.raises(IndexFormatError, match="codes of 4 bits, which no longer exist: build it anew"):
+        GraphIndex.load(tmp_path / "index")
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
