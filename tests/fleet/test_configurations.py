@@ -1,106 +1,71 @@
-"""`trinity fleet`: its output is accepted by each balancer, and invalid input is refused by name."""
+"""The examples of docs/examples/fleet: accepted by each balancer, and requests go where docs/fleet.md says."""
 
 import http.server
 import json
-import shlex
 import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import httpx
 import pytest
 
-from benchmarks.fleet.balancers import balancing, free_port
-from launchers.fleet.haproxy import Sticky
-from launchers.fleet.nodes import listen_address, node_addresses
-from runtime.errors import InvalidRequest
+from benchmarks.fleet.balancers import EXAMPLES, Affinity, balancing, configuration, free_port
 from runtime.testing.waiting import eventually
-from tests.fleet.balancers import printed, program
+from tests.fleet.balancers import program
 
-NODES = ("--node", "http://127.0.0.1:8081", "--node", "http://[::1]:8082", "--node", "http://node-3.internal:8080")
+NODES = ("http://127.0.0.1:8081", "http://[::1]:8082")
+LISTEN = "127.0.0.1:9000"
 WAIT = 60.0
 
 
-@pytest.mark.parametrize("sticky", ["none", "conversation", "prefix"])
-def test_haproxy_accepts_its_configuration_without_warnings(tmp_path: Path, sticky: str) -> None:
-    found, file = program("haproxy"), tmp_path / "haproxy.cfg"
-    file.write_text(printed("haproxy", *NODES[:4], "--sticky", sticky))  # it looks names up: without the third
-    told = subprocess.run([found, "-c", "-f", str(file)], capture_output=True, text=True, timeout=WAIT, check=False)
+def haproxy_accepts(file: Path) -> None:
+    told = subprocess.run(
+        [program("haproxy"), "-c", "-f", str(file)], capture_output=True, text=True, timeout=WAIT, check=False
+    )
     assert told.returncode == 0, told.stderr
     assert "WARNING" not in told.stderr
 
 
-@pytest.mark.parametrize("sticky", ["none", "conversation"])
-def test_envoy_accepts_its_configuration(tmp_path: Path, sticky: str) -> None:
-    found, file = program("envoy"), tmp_path / "envoy.yaml"
-    file.write_text(printed("envoy", *NODES, "--sticky", sticky))
-    command = [found, "--mode", "validate", "-c", str(file)]
+def envoy_accepts(file: Path) -> None:
+    command = [program("envoy"), "--mode", "validate", "-c", str(file)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False)
     assert told.returncode == 0, told.stderr
 
 
-def test_vllm_router_has_every_option_that_its_commands_name() -> None:
+def test_haproxy_accepts_the_example_without_warnings() -> None:
+    haproxy_accepts(EXAMPLES / "haproxy.cfg")
+
+
+@pytest.mark.parametrize("affinity", ["none", "conversation", "prefix"])
+def test_haproxy_accepts_each_affinity_of_the_example(tmp_path: Path, affinity: Affinity) -> None:
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(configuration("haproxy", NODES, LISTEN, affinity))
+    assert all(node.removeprefix("http://") in file.read_text() for node in NODES)
+    haproxy_accepts(file)
+
+
+def test_envoy_accepts_the_example() -> None:
+    envoy_accepts(EXAMPLES / "envoy.yaml")
+
+
+@pytest.mark.parametrize("affinity", ["none", "conversation"])
+def test_envoy_accepts_each_affinity_of_the_example(tmp_path: Path, affinity: Affinity) -> None:
+    file = tmp_path / "envoy.yaml"
+    file.write_text(configuration("envoy", NODES, LISTEN, affinity))
+    assert all(f'address: "{host}"' in file.read_text() for host in ("127.0.0.1", "::1"))
+    envoy_accepts(file)
+
+
+def test_vllm_router_has_every_option_and_policy_of_the_example() -> None:
     shown = subprocess.run([program("vllm-router"), "--help"], capture_output=True, text=True, timeout=WAIT, check=True)
-    for sticky in ("none", "conversation", "prefix"):
-        command = shlex.split(printed("vllm-router", *NODES, "--sticky", sticky))
+    for affinity in get_args(Affinity):
+        command = configuration("vllm-router", NODES, LISTEN, affinity).split("exec ")[1].split()
         assert {word for word in command if word.startswith("--")} <= set(shown.stdout.replace(",", " ").split())
         assert command[command.index("--policy") + 1] in shown.stdout
-
-
-def test_every_node_is_in_the_printed_configuration() -> None:
-    for name in ("haproxy", "vllm-router"):
-        assert all(node.removeprefix("http://") in printed(name, *NODES) for node in NODES[1::2])
-    assert all(f'address: "{host}"' in printed("envoy", *NODES) for host in ("127.0.0.1", "::1", "node-3.internal"))
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["https://n:8080", "n:8080", "http://n", "http://n:0", "http://n:70000", "http://n:80/v1", "http://u@n:80",
-     "http://n:80\n    server evil 1.2.3.4:80", "http://n:80 check", "", 'http://n"},x:{y:80', "http://n;m:80",
-     "http://nöde:80", "http://[::1%lo]:80", "http://[::g]:80", "http://::1:80"],
-)  # fmt: skip
-def test_an_invalid_node_address_is_refused_with_the_expected_format(url: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^--node is .*: expected http://HOST:PORT$"):
-        node_addresses([url])
-
-
-def test_duplicate_nodes_and_an_empty_list_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="n:80 is given twice"):
-        node_addresses(["http://n:80", "http://N:80/"])
-    with pytest.raises(InvalidRequest, match="no node"):
-        node_addresses([])
-    with pytest.raises(InvalidRequest, match=r"^--listen is .*HOST:PORT$"):
-        listen_address("9000")
-
-
-@pytest.mark.parametrize("listen", ["n:80", "[::1]:8082", "localhost:81", "0.0.0.0:81", "[::]:81"])
-def test_a_balancer_on_a_nodes_address_is_refused(listen: str) -> None:
-    nodes = node_addresses(["http://n:80", "http://[::1]:8082", "http://127.0.0.1:81"])
-    with pytest.raises(InvalidRequest, match=r"^--listen is .*: the node http://.* already listens there$"):
-        listen_address(listen, nodes)
-    assert listen_address("m:80", nodes).host == "m"
-
-
-@pytest.mark.parametrize("listen", ["0.0.0.0:9000", "[::]:9000", "localhost:9000"])
-def test_the_listen_address_has_the_balancers_format(listen: str, tmp_path: Path) -> None:
-    file, options = tmp_path / "made.yaml", (*NODES[:4], "--listen", listen)
-    file.write_text(printed("haproxy", *options))
-    subprocess.run([program("haproxy"), "-c", "-q", "-f", str(file)], check=True, timeout=WAIT)
-    if listen.startswith("localhost"):
-        with pytest.raises(InvalidRequest, match=r"^--listen is localhost:9000: Envoy requires an IP .*127\.0\.0\.1"):
-            printed("envoy", *options)
-        return
-    file.write_text(printed("envoy", *options))
-    subprocess.run([program("envoy"), "--mode", "validate", "-c", str(file)], check=True, timeout=WAIT)
-
-
-def test_body_based_routing_is_refused_for_envoy() -> None:
-    with pytest.raises(InvalidRequest, match="--sticky conversation, or HAProxy"):
-        printed("envoy", *NODES, "--sticky", "prefix")
 
 
 # ---- where requests go: nodes that answer with their own name
@@ -148,11 +113,11 @@ def named_nodes(count: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def asked_through(name: str, home: Path, sticky: Sticky = "none") -> Iterator[httpx.Client]:
+def asked_through(name: str, home: Path, affinity: Affinity = "none") -> Iterator[httpx.Client]:
     program(name)
     with (
         named_nodes(3) as nodes,
-        balancing(name, nodes, home, sticky) as url,
+        balancing(name, nodes, home, affinity) as url,
         httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as client,
     ):
         yield client

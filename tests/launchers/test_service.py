@@ -100,8 +100,6 @@ def test_a_missing_file_exits_with_78_for_every_command(
 @pytest.mark.parametrize(
     "words",
     [
-        ("fleet", "haproxy", "--node", "n"),
-        ("fleet", "envoy", "--node", "http://n:1", "--sticky", "prefix"),
         ("live", "delete", "none"),
         ("workers", "drain", "--gpu", "three"),
         ("status", "a", "--node", "b"),
