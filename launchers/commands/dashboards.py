@@ -1,17 +1,13 @@
 """`trinity dashboards`: Grafana dashboards and Prometheus alerts, exported as files or pushed."""
 
 import os
-import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from dashboards import provisioning
-from dashboards.preview import Prometheus, load_panels
-from dashboards.provisioning import Credential, Pusher, all_dashboards
-from dashboards.svg import render_page
+from dashboards.provisioning import Credential, Pusher
 
 dashboards_app = typer.Typer(help="Export or push Grafana dashboards and Prometheus alerts.", no_args_is_help=True)
 
@@ -55,21 +51,6 @@ def push(
     for change in changes:
         print(f"{change.action:11} {change.item}")
     raise typer.Exit(1 if check and any(change.needed for change in changes) else 0)
-
-
-@dashboards_app.command()
-def draw(
-    prometheus_url: Annotated[str, typer.Option(help="URL of the Prometheus that scrapes the node.")],
-    out: Annotated[Path, typer.Option(help="HTML file to write; self-contained, without scripts.")],
-    dashboard: Annotated[Literal["overview", "fleet"], typer.Option(help="Dashboard to draw.")] = "overview",
-    minutes: Annotated[float, typer.Option(help="Time range in minutes.", min=0.5, max=1440)] = 5.0,
-) -> None:
-    """Render a dashboard with Prometheus data to an HTML file, without Grafana."""
-    now = time.time()
-    caption = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC, the last {minutes:g} minutes"
-    panels = load_panels(all_dashboards()[f"trinity-{dashboard}"], Prometheus(prometheus_url).query, now, 60 * minutes)
-    out.write_text(render_page(panels, caption), encoding="utf-8")
-    print(out)
 
 
 def _credential() -> Credential:
