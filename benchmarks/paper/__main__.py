@@ -12,10 +12,9 @@ from benchmarks.common.report import write
 from benchmarks.paper.figure1 import figure1
 from benchmarks.paper.planner import planner
 from benchmarks.paper.pool import Result, batching, placements, reserve
-from benchmarks.paper.splits import chunks, splits
 
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], Result]] = {
-    run.__name__: run for run in (figure1, batching, placements, reserve, splits, chunks, planner)
+    run.__name__: run for run in (figure1, batching, placements, reserve, planner)
 }
 
 
