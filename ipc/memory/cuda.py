@@ -42,6 +42,8 @@ class CudaMemory:
         self._address, self.size, self._exported = address, size, exported
         self._open = True
         self._staged: list[int] = []
+        self._modules: list[Any] = []
+        self._kernels: dict[str, Any] = {}
         flag = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value
         self.stream = int(_call(cuda, "cuStreamCreate", flag))
         self._aside = int(_call(cuda, "cuStreamCreate", flag))
@@ -78,6 +80,11 @@ class CudaMemory:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3}
 
     @property
+    def address(self) -> int:
+        """Device address of the memory's first byte in this process."""
+        return self._address
+
+    @property
     def reference(self) -> CudaReference:
         if not self._exported or not self._open:
             raise MemoryRefused("only the creator of a memory has a reference to it, until it closes it")
@@ -97,13 +104,26 @@ class CudaMemory:
             else:
                 _call(cuda, "cuMemcpyHtoDAsync", target, source.ctypes.data, source.nbytes, self.stream)
 
-    def read(self, offset: int, target: Source) -> None:
-        cuda, source = self._cuda, self._address + offset
+    def read(self, offset: int, target: npt.NDArray[Any]) -> None:
+        source = self._address + offset
         with self._here():
-            if isinstance(target, DeviceSpan):
-                _call(cuda, "cuMemcpyDtoDAsync", target.address, source, target.nbytes, self.stream)
-            else:
-                _call(cuda, "cuMemcpyDtoHAsync", target.ctypes.data, source, target.nbytes, self.stream)
+            _call(self._cuda, "cuMemcpyDtoHAsync", target.ctypes.data, source, target.nbytes, self.stream)
+
+    def load(self, image: bytes, name: str) -> None:
+        """Load the kernel `name` of a cubin for `launch`. Raises MemoryRefused."""
+        with self._here():
+            module = _call(self._cuda, "cuModuleLoadData", image)
+            self._modules.append(module)
+            kernel = self._kernels[name] = _call(self._cuda, "cuModuleGetFunction", module, name.encode())
+            _call(self._cuda, "cuFuncLoad", kernel)  # not at the first launch, which would wait for it
+
+    def launch(self, name: str, blocks: int, threads: int, argument: ctypes.Structure) -> None:
+        """Queue a loaded kernel, with one argument that is passed by value."""
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(argument))  # ends with a null pointer
+        shape = (blocks, 1, 1, threads, 1, 1, 0)
+        with self._here():
+            address = ctypes.addressof(pointers)
+            _call(self._cuda, "cuLaunchKernel", self._kernels[name], *shape, self.stream, address, 0)
 
     def store_word(self, offset: int, value: int) -> None:
         # SYNC POINT: arena word. With the default flag it is a system-wide barrier for the stream's earlier writes.
@@ -154,12 +174,28 @@ class CudaMemory:
                 _call(self._cuda, "cuStreamSynchronize", self.stream)
             for stream in (self.stream, self._aside):
                 _call(self._cuda, "cuStreamDestroy", stream)
+            for module in self._modules:
+                _call(self._cuda, "cuModuleUnload", module)
             for address in self._staged:
                 _call(self._cuda, "cuMemFreeHost", address)
             if self._exported:
                 _call(self._cuda, "cuMemFree", self._address)
             else:
                 _call(self._cuda, "cuIpcCloseMemHandle", self._address)
+
+
+def architecture(device: str, cuda: Any = _cuda) -> str:
+    """Return what to compile kernels for on a device, such as "sm_90". Raises MemoryRefused."""
+    handle = _call(cuda, "cuDeviceGet", _primary(cuda, device)[0])
+    attribute = cuda.CUdevice_attribute
+    numbers = (
+        int(_call(cuda, "cuDeviceGetAttribute", which, handle))
+        for which in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    )
+    return "sm_{}{}".format(*numbers)
 
 
 @contextlib.contextmanager

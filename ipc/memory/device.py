@@ -73,8 +73,8 @@ class DeviceMemory(Protocol):
     def write(self, offset: int, source: Source) -> None:
         """Queue a copy into the memory."""
 
-    def read(self, offset: int, target: Source) -> None:
-        """Queue a copy out of the memory."""
+    def read(self, offset: int, target: npt.NDArray[Any]) -> None:
+        """Queue a copy out of the memory to host memory."""
 
     def store_word(self, offset: int, value: int) -> None:
         """Queue a store that becomes visible after everything queued before."""
@@ -124,7 +124,7 @@ class HostMemory:
         raw = _host(source)
         self._bytes[offset : offset + raw.nbytes] = raw
 
-    def read(self, offset: int, target: Source) -> None:
+    def read(self, offset: int, target: npt.NDArray[Any]) -> None:
         raw = _host(target)
         raw[:] = self._bytes[offset : offset + raw.nbytes]
 
@@ -162,5 +162,5 @@ def reached(word: int, value: int) -> bool:
 
 def _host(array: Source) -> npt.NDArray[np.uint8]:
     if isinstance(array, DeviceSpan):
-        raise MemoryRefused(f"{array.nbytes} bytes of GPU memory cannot be copied to or from an arena in host memory")
+        raise MemoryRefused(f"{array.nbytes} bytes of GPU memory cannot be copied to an arena in host memory")
     return array.reshape(-1).view(np.uint8)

@@ -117,7 +117,7 @@ int cuLaunchKernel(word f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, u
                    word stream, void **arguments, void **extra) {
     LOG("cuLaunchKernel %lu grid %u %u %u block %u %u %u shared %u stream %lu arguments %lu %u extra %d\n",
         (unsigned long)f, gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, *(unsigned long *)arguments[0],
-        stub_launched ? 0 : *(unsigned *)arguments[1], extra != NULL);
+        stub_launched || !arguments[1] ? 0 : *(unsigned *)arguments[1], extra != NULL);
     if (stub_launched) stub_launched(f, gx, arguments);
     return fails("cuLaunchKernel");
 }
@@ -205,6 +205,7 @@ TAKES(cuCtxSetCurrent)
 TAKES(cuCtxPushCurrent_v2)
 MAKES(cuCtxPopCurrent_v2)
 TAKES(cuFuncLoad)
+TAKES(cuModuleUnload)
 TAKES(cuFuncSetAttribute)
 TAKES(cuStreamDestroy_v2)
 TAKES(cuStreamSynchronize)

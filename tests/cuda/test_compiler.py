@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpu.cuda import compiler, layout
+from gpu.cuda.block_copy import KERNEL, THREADS
 from gpu.cuda.compiler import Usage, compile_kernels, compile_source, kernel_source, usage_of
 from gpu.errors import DeviceError, DeviceUnavailable
 from tests.cuda.build_cache import compiled as kept_compiled
@@ -53,6 +54,13 @@ def test_kernels_stay_within_their_registers_and_shared_memory(
         assert usage[name].shared_bytes == 0  # all shared memory is dynamic: see layout.BatchShape
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_copy_of_kv_blocks_keeps_its_chunks_in_registers(arch: str) -> None:
+    _, usage = kept_compiled(kernel_source(["copy.cu"]), arch)
+    assert usage[KERNEL].spill_bytes == usage[KERNEL].stack_bytes == 0
+    assert usage[KERNEL].registers * THREADS * 2 <= 65536, "beside the blocks of other kernels"
+
+
 def test_register_spills_are_parsed_from_the_report() -> None:
     report = (
         "ptxas info    : Compiling entry function 'merge' for 'sm_90'\n"
@@ -92,7 +100,7 @@ def test_an_image_is_compiled_once_for_each_source_and_architecture(
     assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 1"
     assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 1"
     assert compile_kernels("sm_80", tmp_path / "cache") == b"sm_80 2"
-    monkeypatch.setattr(compiler, "kernel_source", lambda: "another text")
+    monkeypatch.setattr(compiler, "kernel_source", lambda units: "another text")
     assert compile_kernels("sm_90", tmp_path / "cache") == b"sm_90 3"
     assert len(list((tmp_path / "cache").iterdir())) == 3  # and no partial files
 

@@ -179,7 +179,8 @@ def test_an_arena_in_gpu_memory_uses_the_real_bindings(stub: Stub) -> None:
 import numpy as np
 from ipc.memory.cuda import CudaMemory
 from ipc.session.device_arena import DeviceArena, LeasedSlots, arena_bytes
-from ipc.memory.device import CudaReference, DeviceSpan
+from ipc.memory.device import CudaReference
+from gpu.cuda.block_copy import BlockCopy
 owner = CudaMemory.create(arena_bytes(2, 64), "cuda:0")
 arena = DeviceArena(owner, 2, 64, 1)
 number, lease = arena.lease(2)
@@ -193,16 +194,18 @@ owner.flush()
 out = arena.copied(place).view(np.float32)
 print(out.tolist() == list(range(16)), peer.word(64), peer.word(128), peer.idle())
 named = CudaMemory.create(64, "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
-peer.read(arena._offset, DeviceSpan(named.__cuda_array_interface__["data"][0], 64))
-seen = np.zeros(16, np.float32)
-named.read(0, seen)
-print(seen.tolist() == out.tolist())
+peer.load(b"image", "copy_blocks")
+copy = BlockCopy.of(peer.address, named.address, (9, 8), 64, 6, [7, 2], [1, 5])
+peer.launch("copy_blocks", copy.grid, 512, copy)
+print(peer.stream)
 print(named.reference.device, named.__cuda_array_interface__["shape"])
 client.close()
 arena.close()
 """
     out, calls = stub.run(script)
-    assert out == ["True 1 1 True", "True", "cuda:1 (64,)"]
+    assert (out[0], out[2]) == ("True 1 1 True", "cuda:1 (64,)")
+    (launched,) = [call for call in calls if call.startswith("cuLaunchKernel")]
+    assert f"grid 1 1 1 block 512 1 1 shared 0 stream {out[1]} " in launched
     words = [call for call in calls if "Value32" in call]
     assert words == ["cuStreamWriteValue32 1 0", "cuStreamWriteValue32 1 0"]
     allocated = [int(call.split()[1]) for call in calls if call.startswith("cuMemAlloc")]

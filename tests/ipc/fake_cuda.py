@@ -2,7 +2,8 @@
 open by its handle, and every call is recorded. Enumerations and handles are those of the real package.
 
 Streams complete at once or, with `lazy`, on demand: by `run`, by a synchronisation, or `copies_per_query` copies per
-stream query.
+stream query. The image of a module is the path of a shared library, whose function `launch_<kernel>(blocks, threads,
+argument)` runs a kernel.
 """
 
 import ctypes
@@ -30,6 +31,8 @@ class FakeCuda:
         self._real = driver
         self._memory: dict[int, SharedMemory] = {}
         self._pinned: dict[int, Any] = {}
+        self._modules: dict[int, ctypes.CDLL] = {}
+        self._kernels: dict[int, Any] = {}
         self._next = 100
         self.lazy, self.copies_per_query = lazy, copies_per_query
         self._queued: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)
@@ -150,11 +153,46 @@ class FakeCuda:
     def _copy(self, kind: str, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
         assert self.contexts == [1]
         self.calls.append((kind, stream, size))
+        return self._queue(stream, lambda: ctypes.memmove(target, source, size))
+
+    def _queue(self, stream: int, work: Callable[[], Any]) -> tuple[Any, ...]:
         if self.lazy:
-            self._queued[stream].append(lambda: ctypes.memmove(target, source, size))
+            self._queued[stream].append(work)
         else:
-            ctypes.memmove(target, source, size)
+            work()
         return self._done()
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:  # noqa: N802
+        assert self.contexts == [1]
+        self.calls.append(("load", image))
+        number = self._number()
+        self._modules[number] = ctypes.CDLL(image.decode())
+        return self._done(number)
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:  # noqa: N802
+        number = self._number()
+        self._kernels[number] = self._modules[module][f"launch_{name.decode()}"]
+        return self._done(number)
+
+    def cuFuncLoad(self, kernel: int) -> tuple[Any, ...]:  # noqa: N802
+        return self._done()
+
+    def cuModuleUnload(self, module: int) -> tuple[Any, ...]:  # noqa: N802
+        self.calls.append(("unload", module))
+        del self._modules[module]
+        return self._done()
+
+    def cuLaunchKernel(  # noqa: N802
+        self, kernel: int, x: int, y: int, z: int, threads: int, threads_y: int, threads_z: int, shared_bytes: int,
+        stream: int, parameters: int, extra: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert self.contexts == [1]
+        assert (y, z, threads_y, threads_z, shared_bytes, extra) == (1, 1, 1, 1, 0, 0)
+        self.calls.append(("launch", stream, x, threads))
+        launch = self._kernels[kernel]
+        # The driver copies the argument before it returns.
+        argument = ctypes.create_string_buffer(ctypes.string_at(ctypes.c_uint64.from_address(parameters).value, 4096))
+        return self._queue(stream, lambda: launch(x, threads, argument))
 
     def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:  # noqa: N802
         assert self.contexts == [1]

@@ -20,9 +20,9 @@ through CUDA IPC. Workers on CPUs use the first, workers on GPUs the second. Bot
 ensures it. The protocol (offers, leases, withdrawal, staleness) is the same for both: `ipc.handover.messages`.
 
 KV arrays are [layers, 2, blocks, kv_heads, block_tokens, head_dim], float32 in host memory and of the model's type on a
-GPU: the tensor of a model, of another process, or of a tier. A `Transfer` copies layer by layer, in the model's layout,
-and within a layer in slices of at most 1 MiB, so that the caller can do other work in between. Blocks of a slice that
-are adjacent on both sides are copied at once.
+GPU: the tensor of a model or of another process. Copies are in slices, so that the caller can do other work in between.
+A `Transfer` through host memory copies layer by layer, at most 1 MiB a slice; blocks of a slice that are adjacent on
+both sides are copied at once. A `DeviceTransfer` launches one kernel a slice.
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu import DeviceError
+from gpu.cuda import block_copy
 from ipc import HandoverSink, HandoverSource, IpcError, KvArena, Offer
-from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan
+from ipc.memory.device import CudaReference, DeviceMemory
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+    from ipc.memory.cuda import CudaMemory
     from runtime.serving.model.model_info import Kernels
 
 _SLICE_BYTES = 1 << 20
+_DEVICE_SLICE_BYTES = 32 << 20  # 16 µs of an H200's memory; .1 ms of NVLink
 
 
 # ---- block copies in slices
@@ -101,12 +106,20 @@ class Transfer:
     def __init__(
         self, source: KvArray, source_blocks: Sequence[int], target: KvArray, target_blocks: Sequence[int]
     ) -> None:
-        self._source, self._target = source, target
         if source.itemsize != target.itemsize:
             raise ValueError(f"cannot copy KV of {source.itemsize}-byte numbers to {target.itemsize}-byte numbers")
-        self._plan(tuple(source.shape), source_blocks, target, target_blocks)
+        self._check(tuple(source.shape), source_blocks, target, target_blocks)
+        self._source, self._target = source, target
+        slice_blocks = max(1, _SLICE_BYTES // (2 * self._side_bytes))
+        parts = [
+            list(_runs(source_blocks[begin : begin + slice_blocks], target_blocks[begin : begin + slice_blocks]))
+            for begin in range(0, len(source_blocks), slice_blocks)
+        ]
+        self._slices: list[Callable[[], None]] = [
+            partial(self._copy_runs, layer, runs) for layer in range(target.shape[0]) for runs in parts
+        ]
 
-    def _plan(
+    def _check(
         self, source_shape: tuple[int, ...], source_blocks: Sequence[int], target: KvArray, target_blocks: Sequence[int]
     ) -> None:
         shape = tuple(target.shape)
@@ -117,15 +130,9 @@ class Transfer:
         for name, blocks, count in (("source", source_blocks, source_shape[2]), ("target", target_blocks, shape[2])):
             if blocks and not 0 <= min(blocks) <= max(blocks) < count:
                 raise ValueError(f"{name} blocks must be within 0..{count - 1}, got {sorted(blocks)}")
-        block_bytes = target.itemsize * int(np.prod([2, *shape[3:]]))  # of one layer
-        slice_blocks = max(1, _SLICE_BYTES // block_bytes)
-        parts = [
-            list(_runs(source_blocks[begin : begin + slice_blocks], target_blocks[begin : begin + slice_blocks]))
-            for begin in range(0, len(source_blocks), slice_blocks)
-        ]
-        self._slices = [(layer, runs) for layer in range(shape[0]) for runs in parts]
+        self._side_bytes = target.itemsize * int(np.prod(shape[3:]))  # K or V of a block in one layer
         self._next = 0
-        self.bytes = len(source_blocks) * block_bytes * shape[0]
+        self.bytes = len(source_blocks) * 2 * self._side_bytes * shape[0]
         self.busy_ns = 0
 
     @property
@@ -148,14 +155,14 @@ class Transfer:
         """
         begin_ns = clock()
         while self._next < len(self._slices):
-            self._copy(*self._slices[self._next])
+            self._slices[self._next]()
             self._next += 1
             if for_ns is not None and clock() - begin_ns >= for_ns:
                 break
         self.busy_ns += clock() - begin_ns
         return self.done
 
-    def _copy(self, layer: int, runs: Sequence[Run]) -> None:
+    def _copy_runs(self, layer: int, runs: Sequence[Run]) -> None:
         source, target = self._source[layer], self._target[layer]
         for first_source, first_target, count in runs:
             for side in (0, 1):  # K and V: each is contiguous in source and target
@@ -171,25 +178,40 @@ def _runs(source: Sequence[int], target: Sequence[int]) -> Iterator[Run]:
 
 
 class DeviceTransfer(Transfer):
-    """A `Transfer` by the GPU's copy engines: `step` enqueues slices, polls for completion and never blocks.
+    """A `Transfer` by a kernel: `step` launches one for each slice, polls for completion and never blocks.
+
+    A slice is at most 32 MiB and 256 blocks, whose list is the kernel's argument, in as many layers as fit. The floor
+    is one read and one write of each byte, and a launch for each slice, whatever the number of layers and however the
+    blocks are scattered: four for 128 MiB, plus a query for each step. A driver call for each run of blocks, layer and
+    side took 26 times as long as a plain copy for blocks in order and 82 times for scattered ones (H200, 128 MiB), all
+    of it host time. `cuMemcpyBatchAsync` would need no kernel, but reportedly it does not merge copies within one GPU
+    (NVIDIA/nccl#1932), and copy engines have a twentieth of a kernel's bandwidth there (NVIDIA/nccl#2177).
 
     It uses `memory`'s own stream, concurrently with the model's kernels. The streams need no ordering: no kernel uses
     the target blocks when a copy starts (a forward pass is complete when it returns) or before the copy is seen to be
     complete, and the owner of an aborted copy keeps its blocks until it is `settled`.
-
-    A run of blocks is two copies per layer, K and V, of some microseconds of host time each.
     """
 
     def __init__(
-        self, memory: DeviceMemory, source_blocks: Sequence[int], target: torch.Tensor, target_blocks: Sequence[int]
+        self, memory: CudaMemory, source_blocks: Sequence[int], target: torch.Tensor, target_blocks: Sequence[int]
     ) -> None:
+        """`memory` has the kernel loaded. Also raises ValueError for blocks that are no multiple of 16 bytes."""
         source = kv_shape(memory.size, target.shape, target.itemsize)
         if not target.is_contiguous():
             raise ValueError(f"the KV tensor of shape {tuple(target.shape)} is not contiguous")
+        self._check(source, source_blocks, target, target_blocks)
+        if self._side_bytes % block_copy.CHUNK_BYTES:
+            raise ValueError(f"a KV block of {self._side_bytes} bytes is no multiple of {block_copy.CHUNK_BYTES} bytes")
         self._memory, self._address = memory, target.data_ptr()
-        self._plan(source, source_blocks, target, target_blocks)
         self._strides = source[2], int(target.shape[2])
-        self._side_bytes = target.itemsize * int(np.prod(target.shape[3:]))
+        self._blocks, planes = (source_blocks, target_blocks), 2 * int(target.shape[0])
+        count = block_copy.MAX_BLOCKS
+        at_once = max(1, _DEVICE_SLICE_BYTES // (self._side_bytes * min(count, max(1, len(source_blocks)))))
+        self._slices = [
+            partial(self._launch, first, min(at_once, planes - first), slice(begin, begin + count))
+            for begin in range(0, len(source_blocks), count)
+            for first in range(0, planes, at_once)
+        ]
         self._began_ns: int | None = None
 
     @property
@@ -207,20 +229,22 @@ class DeviceTransfer(Transfer):
             self._memory.flush()
 
     def step(self, for_ns: int | None = None, clock: Callable[[], int] = time.monotonic_ns) -> bool:
-        """Enqueue for about `for_ns`; return whether the copy is complete. `busy_ns` counts from the first step."""
+        """Launch for about `for_ns`; return whether the copy is complete. `busy_ns` counts from the first step."""
         if self._began_ns is None:
             self._began_ns = clock()
         done = super().step(for_ns, clock)
         self.busy_ns = clock() - self._began_ns
         return done
 
-    def _copy(self, layer: int, runs: Sequence[Run]) -> None:
-        size, (source_blocks, target_blocks) = self._side_bytes, self._strides
-        for side in (2 * layer, 2 * layer + 1):
-            source, target = side * source_blocks, self._address + side * target_blocks * size
-            for first_source, first_target, count in runs:
-                span = DeviceSpan(target + first_target * size, count * size)
-                self._memory.read((source + first_source) * size, span)
+    def _launch(self, first_plane: int, planes: int, part: slice) -> None:
+        size, strides = self._side_bytes, self._strides
+        source, target = (
+            base + first_plane * blocks * size
+            for base, blocks in zip((self._memory.address, self._address), strides, strict=True)
+        )
+        source_blocks, target_blocks = (blocks[part] for blocks in self._blocks)
+        copy = block_copy.BlockCopy.of(source, target, strides, size, planes, source_blocks, target_blocks)
+        self._memory.launch(block_copy.KERNEL, copy.grid, block_copy.THREADS, copy)
 
 
 # ---- sinks and transports
@@ -232,7 +256,8 @@ class KvSink(HandoverSink):
     def pull(self, offer: Offer, source_blocks: Sequence[int], kv: Any, target_blocks: Sequence[int]) -> Transfer:
         """Return a copy of the offered memory's blocks to blocks of `kv`. Raises IpcError, ValueError."""
         if self.on_device:
-            return DeviceTransfer(self.device_memory(offer), source_blocks, kv, target_blocks)
+            memory = cast("CudaMemory", self.device_memory(offer))  # opened by `CudaTransport`
+            return DeviceTransfer(memory, source_blocks, kv, target_blocks)
         return Transfer(kv_array(self.memory(offer), kv.shape), source_blocks, kv, target_blocks)
 
 
@@ -302,7 +327,20 @@ class CudaTransport:
         return HandoverSource(name, arena, lease_ms=lease_ms)
 
     def sink(self, endpoint: str) -> KvSink:
-        return KvSink(endpoint, self._open)
+        """Also raises ConfigError if the kernel that copies blocks cannot be compiled."""
+        try:
+            image = self._compile()
+        except (DeviceError, IpcError) as error:
+            raise ConfigError(f"KV hand-over to {self.device!r}: {error}") from error
 
-    def _open(self, reference: CudaReference) -> DeviceMemory:
-        return self._memory.open(reference, self.device)
+        def open_with_kernel(reference: CudaReference) -> DeviceMemory:
+            memory = self._memory.open(reference, self.device)
+            memory.load(image, block_copy.KERNEL)
+            return memory
+
+        return KvSink(endpoint, open_with_kernel)
+
+    def _compile(self) -> bytes:
+        from ipc.memory.cuda import architecture
+
+        return block_copy.compile_block_copy(architecture(self.device))
