@@ -22,7 +22,7 @@ from runtime.node.metrics.worker_metrics import Tier as TierName
 from runtime.node.placement.plan import NodePlan
 from runtime.serving.kv.blocks import BlockManager, BlockTable
 from runtime.serving.kv.file_tier import FileTier, Tier
-from runtime.serving.kv.transport import KvArray, Transfer
+from runtime.serving.kv.transport import KvArray
 
 WRITERS = 16  # most prefill and decode workers of a node, including those added later
 LOAD_NS = 20_000_000  # time that prefill loads a prompt's KV between two passes
@@ -106,7 +106,7 @@ class Tiers:
         for number, tier in enumerate(self._tiers):
             if tier.load(key, self._bytes):
                 if self._kv is not None and self._block is not None:
-                    Transfer(self._block, [0], self._kv, [block]).step()
+                    self._kv[:, :, block : block + 1] = self._block
                 self._load_ns = _moving_average(self._load_ns, self._clock() - begin_ns)
                 for faster in self._tiers[:number]:
                     faster.store(key, self._bytes)
@@ -140,7 +140,7 @@ class Tiers:
     def _store(self, key: bytes, block: int) -> None:
         missing = [tier for tier in self._tiers if not tier.has(key)]
         if missing and self._kv is not None and self._block is not None:
-            Transfer(self._kv, [block], self._block, [0]).step()
+            self._block[:] = self._kv[:, :, block : block + 1]
         for tier in missing:
             tier.store(key, self._bytes)
 
@@ -212,6 +212,7 @@ def _one_block(kv: KvArray) -> tuple[KvArray, memoryview]:
     import torch
 
     assert isinstance(kv, torch.Tensor)
-    # Page-locked, so that the GPU copies by DMA. torch waits for each copy, in stream order with the model's work.
+    # Page-locked, so that the GPU copies by DMA. A block is contiguous here and not in `kv`: torch gathers or scatters
+    # its layers on the GPU, so that it is one copy. torch waits for it, in stream order with the model's work.
     pinned = torch.empty(shape, dtype=kv.dtype, pin_memory=torch.cuda.is_available())
     return pinned, pinned.view(-1).view(torch.uint8).numpy().data
