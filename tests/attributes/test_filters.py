@@ -12,6 +12,7 @@ from runtime.retrieval.attributes.filters import (
     MAX_COMPARISONS,
     MAX_DEPTH,
     MAX_VALUES,
+    AttributeBinding,
     binds,
     both_filters,
     canonical,
@@ -100,6 +101,16 @@ def test_a_filter_matches_a_plain_python_reference(documents: list[dict[str, Any
     assert columns.matching(parsed).tolist() == expected
     assert parse_filter(filter_json(parsed)) == parsed
     assert Columns.decode(columns.encode(), SCHEMA).matching(parsed).tolist() == expected
+
+
+@given(documents=_DOCUMENTS, key=some.sampled_from(["name", "year", "tags", "missing"]), value=_WORDS)
+def test_an_owner_holds_the_same_documents_stored_as_it_may_write(
+    documents: list[dict[str, Any]], key: str, value: str
+) -> None:
+    owner, stored = AttributeBinding(key, value), Columns.from_documents(documents, SCHEMA)
+    assert stored.held_by(owner).tolist() == [owner.holds(document) for document in documents]
+    shared = [document for document in documents if len(set(document.get("tags", ()))) > 1]
+    assert not any(AttributeBinding("tags", value).holds(document) for document in shared)
 
 
 def test_equivalent_filters_have_one_canonical_form() -> None:

@@ -167,6 +167,28 @@ def test_writes_are_restricted_to_the_keys_documents(cluster: Cluster, directory
         assert acme.put("/v1/collections/others/documents", json={"documents": [{"id": "m"}]}).status_code == 403
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_documents_shared_with_another_tenant_are_changed_by_neither(
+    cluster: Cluster, directory: Path, sealed: bool
+) -> None:
+    documents = "/v1/collections/notes/documents"
+    shared = {"id": "shared", "text": "both's", "attributes": {"tenant": ["acme", "blue"], "year": 2024}}
+    own = {"id": "own", "text": "acme's", "attributes": {"tenant": ["acme"], "year": 2024}}
+    year = {"type": "eq", "key": "year", "value": 2024}
+    with asking(cluster, ALL) as all_, asking(cluster) as acme:
+        assert all_.put(documents, json={"documents": [shared, own]}).json()["count"] == 2
+        if sealed:
+            assert all_.post("/v1/collections/notes/flush").status_code == 200
+        replaced = acme.put(documents, json={"documents": [{"id": "shared", "attributes": {"tenant": ["acme"]}}]})
+        assert (replaced.status_code, replaced.json()["error"]["code"]) == (403, "forbidden")
+        assert acme.request("DELETE", documents, json={"ids": ["shared"]}).json()["count"] == 0
+        for wanted in (OWN, {"type": "and", "filters": [year, OWN]}, eq("nobody", "tenant") | {"type": "ne"}, year):
+            deleted = acme.request("DELETE", documents, json={"filter": wanted})
+            assert deleted.json()["count"] == (wanted is OWN)
+            assert held(directory / "notes") == {"shared": "both's"}
+        assert all_.request("DELETE", documents, json={"filter": year}).json()["count"] == 1
+
+
 def test_statistics_of_all_documents_need_an_unrestricted_key(cluster: Cluster) -> None:
     with asking(cluster) as acme, asking(cluster, ALL) as all_:
         for http, status in ((acme, 403), (all_, 200)):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.filters import AllOf, AnyOf, Comparison, Filter, Not
+from runtime.retrieval.attributes.filters import AllOf, AnyOf, AttributeBinding, Comparison, Filter, Not
 from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.passages import Attributes
 
@@ -82,6 +82,15 @@ class Column:
         out[rows[hit]] = True
         return out
 
+    def only(self, value: str, size: int) -> Bits:
+        """Return, for each of `size` rows, whether it has this string and no other value."""
+        out = np.zeros(size, bool)
+        if self.kind in (AttributeType.STRING, AttributeType.STRINGS):
+            rows, own = self._rows[: self._count], self._values[: self._count] == self._codes.get(value, -1)
+            out[rows[own]] = True
+            out[rows[~own]] = False
+        return out
+
     def to_stored(self) -> _Stored:
         return _Stored(
             self.kind, self._rows[: self._count].tobytes(), self._values[: self._count].tobytes(), self.strings
@@ -146,6 +155,11 @@ class Columns:
                 column = self._columns[name] = Column(schema[name])
             column.append(self.size, value)
         self.size += 1
+
+    def held_by(self, owner: AttributeBinding) -> Bits:
+        """Return whether each row belongs to an owner, bool [size], as `AttributeBinding.holds`."""
+        column = self._columns.get(owner.key)
+        return np.zeros(self.size, bool) if column is None else column.only(owner.value, self.size)
 
     def matching(self, filter: Filter) -> Bits:
         """Return whether each row passes a filter, bool [size]. An attribute that no row has counts as missing."""

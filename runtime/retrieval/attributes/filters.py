@@ -155,7 +155,11 @@ def binds(filter: Filter | None, key: str) -> bool:
 
 
 class AttributeBinding(NamedTuple):
-    """Restriction of documents to those with one value of an attribute (a string, or a list of strings)."""
+    """An owner: restriction to documents with one value of an attribute (a string, or a list of strings).
+
+    The owner finds all documents that pass `filter`, and may write only those that it `holds`, which it shares with no
+    other owner.
+    """
 
     key: str
     value: str
@@ -166,7 +170,9 @@ class AttributeBinding(NamedTuple):
 
     def holds(self, attributes: Mapping[str, Any]) -> bool:
         """Return whether a document with these attributes has this value and no other."""
-        return attributes.get(self.key) in (self.value, [self.value], (self.value,))
+        found = attributes.get(self.key)
+        values = found if isinstance(found, list | tuple) else [found]
+        return len(values) > 0 and all(value == self.value for value in values)
 
 
 def excludes(filter: Filter, bound: AttributeBinding) -> bool:

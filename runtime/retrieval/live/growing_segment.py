@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from gpu.index.rows import Rows, aligned_empty, code_shape
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
-from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.operations import Upsert, decode_vectors
@@ -76,6 +76,9 @@ class GrowingSegment:
 
     def passing(self, filter: Filter) -> Bits:
         return self._columns.matching(filter)
+
+    def held_by(self, owner: AttributeBinding) -> Bits:
+        return self._columns.held_by(owner)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""

@@ -6,7 +6,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 import hashlib
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
+from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
@@ -177,18 +178,24 @@ class State:
                         found[name] = row
         return found
 
-    def rows_passing(self, filter: Filter) -> list[int]:
-        """Return the rows that are not deleted and pass a filter. Raises `InvalidFilter`."""
+    def rows_passing(self, filter: Filter) -> Rows:
+        """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
         with self.lock:
             check_filter(filter, self.schema)
             parts = [segment.rows[segment.passing(filter) & segment.alive] for segment in self.segments]
             growing = np.flatnonzero(self.growing.passing(filter) & self.growing.alive) + self.growing.first
-            return [int(row) for row in np.concatenate([*parts, growing])]
+            return np.concatenate([*parts, growing])
 
-    def owned(self, rows: Mapping[str, int], owner: AttributeBinding) -> dict[str, int]:
-        """Return those of some rows, by id, whose documents belong to an owner."""
-        found = zip(rows.items(), self.documents(list(rows.values())), strict=True)
-        return {name: row for (name, row), one in found if one is not None and owner.holds(one.attributes)}
+    def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
+        """Return which of some rows an owner may replace and delete: see `AttributeBinding`. Bool [rows]."""
+        with self.lock:
+            held = np.zeros(len(rows), bool)
+            growing = np.flatnonzero(rows >= self.growing.first)
+            held[growing] = self.growing.held_by(owner)[rows[growing] - self.growing.first]
+            for segment in self.segments:
+                here, at = locate_rows(segment.rows, rows)
+                held[here] = segment.held_by(owner)[at]
+        return held
 
     def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
         """Return the documents of rows; None for a row that is not here, for example because it was merged away."""

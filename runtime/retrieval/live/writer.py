@@ -21,7 +21,7 @@ from runtime.retrieval.live import build as building
 from runtime.retrieval.live.build import BuildJob, SegmentProgress, progress_of_stage
 from runtime.retrieval.live.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.live.search import search
-from runtime.retrieval.live.state import Loaded, WriterState, close, replay, tombstones_content, writer_state
+from runtime.retrieval.live.state import Loaded, Rows, WriterState, close, replay, tombstones_content, writer_state
 from runtime.retrieval.live.storage.delete_barrier import DeleteBarrier
 from runtime.retrieval.live.storage.disk import Disk, acquire_lock, lock_is_current, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
@@ -135,12 +135,13 @@ class LiveWriter:
             PendingWrite(lambda group: self._prepare_delete(group, ids, owner), exclusive=owner is not None)
         )
 
-    def delete_where(self, filter: Filter) -> int:
-        """Delete the documents that pass a filter. Returns and raises as `delete`, and `InvalidFilter`."""
+    def delete_where(self, filter: Filter, owner: AttributeBinding | None = None) -> int:
+        """Delete the documents that pass a filter, except those of other owners. Returns and raises as `delete`, and
+        `InvalidFilter`."""
 
         def prepare(group: WriteGroup) -> int:
-            rows = self.state.rows_passing(filter)
-            group.operations += [Delete(rows)] if rows else []
+            rows = self._own(self.state.rows_passing(filter), owner)
+            group.operations += [Delete(rows.tolist())] if len(rows) else []
             return len(rows)
 
         return self._write_and_wait(PendingWrite(prepare, exclusive=True))
@@ -323,7 +324,8 @@ class LiveWriter:
             schema = extend_schema(schema, document.attributes)
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
-        if owner is not None and len(self.state.owned(replaced, owner)) < len(replaced):
+        rows = np.array([*replaced.values()], np.int64)
+        if len(self._own(rows, owner)) < len(rows):
             raise Forbidden("one of these ids belongs to a document of another owner; nothing was stored", "id")
         operation = Upsert(
             group.next_row,
@@ -344,11 +346,15 @@ class LiveWriter:
         return len(ids)
 
     def _prepare_delete(self, group: WriteGroup, ids: Sequence[str], owner: AttributeBinding | None) -> int:
-        rows = self._rows_of(group, list(dict.fromkeys(ids)))
-        rows = rows if owner is None else self.state.owned(rows, owner)
-        group.operations += [Delete(sorted(rows.values()))] if rows else []
-        group.rows |= dict.fromkeys(rows)
+        found = self._rows_of(group, list(dict.fromkeys(ids)))
+        rows = self._own(np.array(sorted(found.values()), np.int64), owner)
+        group.operations += [Delete(rows.tolist())] if len(rows) else []
+        group.rows |= {name: None for name, row in found.items() if row in rows}
         return len(rows)
+
+    def _own(self, rows: Rows, owner: AttributeBinding | None) -> Rows:
+        """Return those of the rows that the owner may replace and delete; without an owner, all."""
+        return rows if owner is None else rows[self.state.held_by(owner, rows)]
 
     def _rows_of(self, group: WriteGroup, ids: list[str]) -> dict[str, int]:
         stored = self.state.rows_of([name for name in ids if name not in group.rows])

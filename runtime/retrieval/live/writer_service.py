@@ -75,9 +75,9 @@ class WriterService:
         """Delete documents by id. Returns how many were deleted. Raises as `upsert`."""
         return await self._write(name, lambda writer, _: writer.delete(ids, owner))
 
-    async def delete_where(self, name: str, filter: Filter) -> int:
+    async def delete_where(self, name: str, filter: Filter, owner: AttributeBinding | None = None) -> int:
         """Delete the documents that pass a filter. Returns how many. Raises as `upsert`, and `InvalidFilter`."""
-        return await self._write(name, lambda writer, _: writer.delete_where(filter))
+        return await self._write(name, lambda writer, _: writer.delete_where(filter, owner))
 
     async def flush(self, name: str) -> None:
         """Seal the growing rows, and wait for it; `states` has the progress. Raises as `upsert`.

@@ -21,7 +21,7 @@ from gpu import GpuError, GraphIndex
 from gpu.build.params import Checkpoint
 from runtime.errors import CollectionError, NoRoom
 from runtime.retrieval.attributes.columns import Bits, Columns
-from runtime.retrieval.attributes.filters import Filter
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
 from runtime.retrieval.collections.sources import Progress, no_progress
@@ -72,6 +72,8 @@ class Segment:
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
         self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.matching)
         """Returns whether each row passes a filter; an LRU cache of the last filters."""
+        self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_FILTERS_KEPT)(columns.held_by)
+        """Returns whether each row belongs to an owner; an LRU cache of the last owners."""
 
     @classmethod
     def load(cls, directory: Path, info: SegmentInfo, description: Description, schema: Schema) -> "Segment":

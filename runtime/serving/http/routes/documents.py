@@ -91,12 +91,13 @@ class DocumentRoutes:
         body = parse(DeleteBody, await self._read(http))
         if (body.ids is None) == (body.filter is None):
             raise InvalidRequest("set either ids or filter", "ids")
+        owner = access_of(http).restriction(name)
         if body.ids is not None:
-            count = await self._writes.delete(name, body.ids, access_of(http).restriction(name))
+            count = await self._writes.delete(name, body.ids, owner)
         else:
             wanted = access_of(http).restrict(name, body.filter)
             assert wanted is not None, "there is a filter"
-            count = await self._writes.delete_where(name, wanted)
+            count = await self._writes.delete_where(name, wanted, owner)
         return json_response({"object": "documents.deleted", "collection": name, "count": count})
 
     async def flush(self, http: Request) -> Response:
