@@ -49,6 +49,20 @@ def test_a_killed_worker_is_restarted_with_the_next_epoch(start_tiny: StartTiny)
     assert 'trinity_worker_restarts_total{model_name="",node="tiny",worker="pool-0"} 1.0' in text
 
 
+@pytest.mark.parametrize("life", ["serve", "real serve"])
+def test_signals_that_nothing_uses_end_neither_the_node_nor_a_worker(start_tiny: StartTiny, life: str) -> None:
+    node = start_tiny({"pool-0": [life]})
+    before = worker(node.ready())
+    others = [signal.SIGPROF, signal.SIGIO, signal.SIGPWR, signal.SIGRTMIN, signal.SIGRTMAX]
+    for kind in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, *others):
+        os.kill(before.pid, kind)
+        node.signal(kind)
+    os.kill(worker(node.ready(), "frontend-0").pid, signal.SIGKILL)  # noticed after anything that ended before
+    node.eventually(lambda status: status.ready and worker(status, "frontend-0").epoch == 2, "a new frontend")
+    after = worker(node.ready())
+    assert (after.pid, after.restarts) == (before.pid, 0)
+
+
 def test_a_worker_that_exits_is_restarted(start_tiny: StartTiny) -> None:
     node = start_tiny()
     os.kill(worker(node.ready()).pid, signal.SIGTERM)

@@ -47,6 +47,11 @@ from runtime.node.worker import WorkerSpec
 
 _STOP_ORDER = ("frontend", "engine", "prefill", "decode", "pool")  # clients stop before their servers
 _POLL_S = 0.1
+_UNUSED_SIGNALS = (
+    signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO, signal.SIGPWR,
+    signal.SIGSTKFLT, *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+)  # fmt: skip
+"""Signals that would end a process although nobody means to end a node with them: ignored."""
 
 log = logging.getLogger("supervisor")
 
@@ -273,6 +278,8 @@ class Supervisor:
         signal.signal(signal.SIGINT, stop)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the node outlives its terminal
             signal.signal(signal.SIGHUP, hang_up)
+        for unused in _UNUSED_SIGNALS:
+            signal.signal(unused, signal.SIG_IGN)  # by workers, too: an ignored signal stays ignored across exec
 
     def _stop_all(self, control: AdminServer) -> None:
         """Drain role by role within `drain_s` in all; a second signal, or the deadline, kills the rest."""
