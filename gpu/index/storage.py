@@ -265,5 +265,6 @@ def _regular_size(path: Path) -> int:
 
 
 def _sha256(path: Path) -> str:
+    _regular_size(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,6 +14,7 @@ import typer
 
 from launchers.progress import BuildProgress
 from runtime.errors import CollectionError, ConfigError
+from runtime.files import read_regular
 from runtime.integrations.follow.document_mapper import FieldMapping
 from runtime.integrations.follow.follower import BATCH, Follower, SyncResult
 from runtime.integrations.follow.source import Source
@@ -151,8 +152,7 @@ def _check_followed(writer: LiveWriter, followed: _Followed) -> None:
     """Record the source of an empty collection. Raises `ConfigError` if it has other documents or another source."""
     path = writer.directory / _FOLLOWED
     try:
-        with path.open("rb") as file:
-            before = msgspec.json.decode(file.read(1 << 16), type=_Followed)
+        before = msgspec.json.decode(read_regular(path, 1 << 16), type=_Followed)
     except FileNotFoundError:
         if writer.state.count:
             raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ipc.memory.compiled import can_cache
-from runtime.checks import preflight, remote, vllm
+from runtime.checks import permissions, preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
@@ -77,6 +77,7 @@ def diagnose(
         yield from _embedders(config)
         if config.remote:
             yield from remote.findings(config)
+        yield from permissions.findings(config)
         yield from _port(config)
         yield _files(config, machine)
         for line in preflight.unverified_collections(config):

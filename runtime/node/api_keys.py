@@ -10,10 +10,10 @@ K3 notes/tenant="acme inc" manuals    the same, and all of collection manuals
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
+from runtime.files import read_regular
 from runtime.node.config import NodeConfig
 
 _GRANT = re.compile(r"(?P<collection>[^/=]+)(/(?P<attribute>[^/=]+)=(?P<value>.+))?", re.DOTALL)
@@ -34,7 +34,7 @@ def read_api_keys(config: NodeConfig) -> tuple[ApiKey, ...]:
     if not path:
         return ()
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"http.api_keys_file: cannot read {path}: {reason}") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError
+from runtime.files import read_regular
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.engine_config import ModelSection, OpenAiSection, VllmSection
 
@@ -20,7 +21,7 @@ def load_config(path: Path, name: str = "", port: int | None = None) -> NodeConf
     name, port: override those of the file, so that several nodes can run from one file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:

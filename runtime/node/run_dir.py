@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import ConfigError, InvalidRequest, ResourceBusy, Unavailable
+from runtime.files import read_regular
 from runtime.node.config import Doorbell
 from runtime.node.placement.plan import ANSWERS_FOLDER, KV_FOLDER, default_run_dir, nodes_dir
 from runtime.node.remote_config import RemoteSection
@@ -248,7 +249,7 @@ def _read(path: Path) -> NodeInfo:
     try:
         _check_private(path, os.fstat(fd))
         ended = _lock(fd, fcntl.LOCK_SH)  # before reading: the file may be replaced by a successor's
-        info = msgspec.json.decode((path / "node.json").read_bytes(), type=NodeInfo)
+        info = msgspec.json.decode(read_regular(path / "node.json"), type=NodeInfo)
         if ended:
             raise Unavailable(f"no node runs in {path} (the one of pid {info.pid} has died)")
     except (OSError, msgspec.DecodeError) as error:

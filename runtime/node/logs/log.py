@@ -19,6 +19,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from runtime.files import open_regular
 from runtime.node.config import LogSection
 from runtime.node.placement.plan import NodePlan
 from runtime.node.run_dir import LOGS
@@ -132,7 +133,7 @@ class LogFile:
 
     def _open(self) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
 
     def _rotate(self) -> None:

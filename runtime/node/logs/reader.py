@@ -7,6 +7,7 @@ from os import fstat
 from pathlib import Path
 from typing import BinaryIO
 
+from runtime.files import open_regular
 from runtime.node.logs.log import LogLine, parse, rotated
 
 
@@ -42,7 +43,7 @@ class Tail:
 
     def _open(self, number: int) -> BinaryIO | None:
         try:
-            return rotated(self._path, number).open("rb")
+            return open(open_regular(rotated(self._path, number)), "rb")
         except FileNotFoundError:
             return None
 

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from runtime.files import read_regular
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, FrontendMetrics, Gauge, Histogram, PrefillMetrics
 from runtime.node.supervisor_metrics import SupervisorMetric
@@ -75,6 +76,7 @@ def render(collector: NodeCollector) -> str:
 # ---- metrics of external engines, labelled with their worker
 
 
+_MAX_SCRAPE_BYTES = 64 << 20
 _PREFIX = "vllm:"  # other metrics of the process (garbage collection, HTTP) are skipped
 
 
@@ -84,7 +86,7 @@ def engine_families(files: Mapping[str, Path]) -> Iterator[Metric]:
     families: dict[str, Metric] = {}
     for worker, file in files.items():
         with contextlib.suppress(OSError, ValueError):  # ValueError: malformed text
-            parsed = text_string_to_metric_families(file.read_text())
+            parsed = text_string_to_metric_families(read_regular(file, _MAX_SCRAPE_BYTES).decode())
             for family in [
                 found for found in parsed if found.name.startswith(_PREFIX)
             ]:  # parsed completely before any is merged

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from runtime.errors import ConfigError
+from runtime.files import read_regular
 from runtime.node.api_keys import read_api_keys
 from runtime.node.config import CollectionSection, NodeConfig, Role, WorkerSection
 from runtime.node.engine_config import OpenAiSection, ServedSection, Stage, VllmSection
@@ -331,7 +332,7 @@ def read_engine_key(section: OpenAiSection) -> str:
     if not section.api_key_file:
         return ""
     try:
-        lines = Path(section.api_key_file).read_text(encoding="utf-8").split("\n")
+        lines = read_regular(section.api_key_file).decode().split("\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"model.api_key_file: cannot read {section.api_key_file}: {reason}") from error

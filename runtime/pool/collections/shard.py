@@ -9,6 +9,7 @@ import numpy as np
 from gpu import GraphIndex
 from ipc import Served
 from runtime.errors import CollectionError
+from runtime.files import read_regular
 from runtime.node.config import CollectionSection
 from runtime.pool.collections.scopes import FilterableCollection, Part, part_of
 from runtime.retrieval.attributes.columns import Columns
@@ -118,7 +119,7 @@ def _columns(directory: Path, manifest: Manifest) -> Columns | None:
         return None
     path = directory / ATTRIBUTES
     try:
-        columns = Columns.decode(path.read_bytes())
+        columns = Columns.decode(read_regular(path, manifest.files[ATTRIBUTES].bytes))
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
     if columns.size != manifest.size:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.manifest import FileChecksum, Manifest, checksum_file, read_manifest
+from runtime.files import open_regular
+from runtime.retrieval.collections.manifest import FileChecksum, Manifest, has_checksum, read_manifest
 
 Throttle = Callable[[int], None]
 """Called with the number of bytes that were just read; may sleep to limit the read rate."""
@@ -36,7 +37,7 @@ class Checksums:
         self.read_bytes = 0
         try:
             for path in files:
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[path] = open_regular(path)
         except OSError as error:
             self.close()
             raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
@@ -123,7 +124,7 @@ def open_consistent(directory: Path, open_files: Callable[[Manifest], _T], close
 def _damaged_description(directory: Path, manifest: Manifest, directory_id: tuple[int, int]) -> Path | None:
     """Return a description that differs from its sealed checksum although the directory was not replaced."""
     for name, checksum in manifest.files.items():
-        damaged = name.endswith(".json") and checksum_file(directory / name) != checksum
+        damaged = name.endswith(".json") and not has_checksum(directory / name, checksum)
         if damaged and _directory_id(directory) == directory_id:
             return directory / name
     return None

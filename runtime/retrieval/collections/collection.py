@@ -33,6 +33,7 @@ from runtime.retrieval.collections.manifest import (
     MAX_SHARDS,
     Manifest,
     checksum_file,
+    has_checksum,
     index_folders,
     read_manifest,
     write_manifest,
@@ -185,7 +186,7 @@ class Collection:
         """Read every file and compare its checksum. Raises `CollectionError` that names the damaged file."""
         manifest = read_manifest(directory)
         for name, checksum in manifest.files.items():
-            if checksum_file(directory / name) != checksum:
+            if not has_checksum(directory / name, checksum):
                 raise CollectionError(f"{directory / name} is damaged: its checksum is not the one it was built with")
         with index_errors():
             for folder in manifest.indexes:

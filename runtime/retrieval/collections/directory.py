@@ -8,10 +8,12 @@ import re
 import secrets
 import shutil
 import sqlite3
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
+from runtime.files import set_modes
 from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, KEYWORDS, MANIFEST, is_collection
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
@@ -75,7 +77,7 @@ def _error_class(error: OSError | sqlite3.Error) -> type[CollectionError]:
 def _create_locked(building: Path) -> int:
     """Create a directory and lock it; return the descriptor. The lock ends with this process."""
     while True:
-        building.mkdir(exist_ok=True)
+        building.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = _open_directory(building)
         except FileNotFoundError:  # another build removed it as a leftover before it was locked
@@ -153,8 +155,11 @@ def _foreign_files(directory: Path, index_name: re.Pattern[str]) -> list[Path]:
 
 
 def _rename_into_place(building: Path, out: Path) -> None:
-    """Rename into place. A reader that opens `out` between the two renames fails; open files stay valid."""
+    """Rename into place, private or with the permissions of the directory that is replaced.
+
+    A reader that opens `out` between the two renames fails; open files stay valid."""
     old = _sibling(out, "replaced") if out.exists() else None
+    set_modes(building, stat.S_IMODE(out.stat().st_mode) if old else 0o700)
     try:
         if old is not None:
             out.rename(old)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
 from runtime.errors import CollectionError
+from runtime.files import open_regular
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.collection import gather_vectors
@@ -31,7 +32,7 @@ class KeywordSearch:
         try:
             self._shards = [GraphIndex.load(directory / folder) for folder in manifest.indexes]
             if ATTRIBUTES in manifest.files:  # opened now: the path may lead to another build later
-                self._attributes = os.open(directory / ATTRIBUTES, os.O_RDONLY | os.O_CLOEXEC)
+                self._attributes = open_regular(directory / ATTRIBUTES)
         except GpuError as error:
             self.close()
             raise CollectionError(str(error)) from error

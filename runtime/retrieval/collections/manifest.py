@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from runtime.errors import CollectionError
+from runtime.files import open_regular, read_regular
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
@@ -77,11 +78,22 @@ def index_folders(shards: int) -> tuple[str, ...]:
 def checksum_file(path: Path) -> FileChecksum:
     """Read a file and return its size and checksum. Raises `CollectionError`."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return FileChecksum(file.tell(), digest)
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def checksum_of(content: bytes) -> FileChecksum:
+    """Return the size and checksum of a file with this content."""
+    return FileChecksum(len(content), hashlib.sha256(content).hexdigest())
+
+
+def has_checksum(path: Path, known: FileChecksum) -> bool:
+    """Return whether a file has this size, which is compared first, and checksum. Raises `CollectionError`."""
+    status = _status(path)
+    return status is not None and status.st_size == known.bytes and checksum_file(path) == known
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -177,12 +189,6 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could block forever
-            raise CollectionError(f"{path.parent} is not a collection: {path} is not a regular file")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
+        return read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
-    if len(content) > _MAX_BYTES:
-        raise CollectionError(f"{path.parent} is not a collection: {path} is longer than {_MAX_BYTES} bytes")
-    return content

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
+from runtime.files import check_regular
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.passages import Attributes
 
@@ -142,8 +143,10 @@ def explain_decode_error(line: bytes, error: Exception) -> str:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    with _opened(path):
-        pass
+    try:
+        check_regular(path)
+    except OSError as error:
+        raise CollectionError(f"{path}: {error.strerror or error}") from error
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # numpy parses the header with Python's parser, so a damaged one may raise any error

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.errors import ConfigError, ModelError
+from runtime.files import read_regular
 from runtime.node.config import CollectionSection
 from runtime.retrieval.embedding.embedder import (
     MAX_HASHING_DIM,
@@ -184,8 +185,7 @@ def read_key(path: str, whose: str = "the embedder's") -> str:
     if not path:
         return ""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            key = file.readline(8192).strip()
+        key = read_regular(path).decode().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"{whose} key cannot be read from {path}: {reason}") from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
+from runtime.files import open_regular, read_regular
 from runtime.retrieval.embedding.onnx_model import Encoding, Pooling
 
 MAX_TOKENS = 2048
@@ -56,7 +57,7 @@ class ModelDirectory:
         digest = hashlib.sha256()
         for name in self.files:
             try:
-                with (self.directory / name).open("rb") as file:
+                with open(open_regular(self.directory / name), "rb") as file:
                     digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
             except OSError as error:
                 raise ModelError(f"{self.directory / name}: {error.strerror}") from error
@@ -201,11 +202,7 @@ def _json(directory: Path, name: str) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_JSON_BYTES + 1)
-        if len(content) > _MAX_JSON_BYTES:
-            raise ModelError(f"{path} is longer than {_MAX_JSON_BYTES:,} bytes")
-        return json.loads(content)
+        return json.loads(read_regular(path, _MAX_JSON_BYTES))
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

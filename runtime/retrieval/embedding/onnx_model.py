@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import ModelError
+from runtime.files import check_regular
 from runtime.retrieval.embedding.embedder import TextKind, Vectors, normalize, truncate_text
 
 Pooling = Literal["mean", "cls", "last"]
@@ -51,8 +52,9 @@ class OnnxEmbedder:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
-            self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-            self._tokenizer = Tokenizer.from_file(str(tokenizer))
+            path = str(check_regular(model))
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            self._tokenizer = Tokenizer.from_file(str(check_regular(tokenizer)))
         except Exception as error:  # both libraries have exception classes of their own
             raise ModelError(f"the embedder {name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
         self._tokenizer.no_padding()

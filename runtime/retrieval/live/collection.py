@@ -75,14 +75,14 @@ def create(
         known.setdefault(demanded, AttributeType.STRING)
     identity = new_identity()
     try:
-        directory.mkdir(parents=True)
+        directory.mkdir(mode=0o700, parents=True)
     except FileExistsError as error:
         raise OutputRefused(f"{directory} already exists") from error
     except OSError as error:
         raise storage_error(error, f"{directory} cannot be made") from error
     try:
         for folder in ("log", "segments", "tombstones"):
-            (directory / folder).mkdir()
+            (directory / folder).mkdir(mode=0o700)
         LogWriter(disk, log_path(directory, 0), identity, 0).close()
         write_with_checksum(disk, directory / MANIFEST, Manifest(0, [], 0, 0, 0, known))
         description = Description(

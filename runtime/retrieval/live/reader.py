@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, InvalidFilter
+from runtime.files import open_regular
 from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.documents import Document
@@ -67,7 +68,7 @@ class LiveReader:
         self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
         self.description = read_description(directory)
         try:
-            self._description_fd = os.open(directory / DESCRIPTION, os.O_RDONLY | os.O_CLOEXEC)  # detects copies
+            self._description_fd = open_regular(directory / DESCRIPTION)  # detects copies
         except OSError as error:
             raise storage_error(error, f"{directory / DESCRIPTION} cannot be read") from error
         try:

@@ -3,7 +3,6 @@
 The writer and every reader hold a `State` each, and apply the same log records to it.
 """
 
-import hashlib
 import io
 import threading
 from collections.abc import Sequence
@@ -14,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
+from runtime.files import read_regular
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, extend_schema
-from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
+from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
 from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.log import log_files, read_log
@@ -242,7 +242,7 @@ def tombstones_content(rows: Rows) -> tuple[bytes, FileChecksum]:
     file = io.BytesIO()
     np.save(file, np.sort(rows), allow_pickle=False)
     content = file.getvalue()
-    return content, FileChecksum(len(content), hashlib.sha256(content).hexdigest())
+    return content, checksum_of(content)
 
 
 def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
@@ -250,10 +250,11 @@ def read_tombstones(directory: Path, manifest: Manifest) -> Rows:
     if manifest.tombstones is None:
         return np.empty(0, np.int64)
     path = manifest.tombstones_path(directory)
-    if checksum_file(path) != manifest.tombstones:
-        raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
     try:
-        rows = np.lib.format.read_array(io.BytesIO(path.read_bytes()), allow_pickle=False)
+        content = read_regular(path, manifest.tombstones.bytes)
+        if checksum_of(content) != manifest.tombstones:
+            raise CollectionError(f"{path} is damaged: its checksum differs from the manifest's")
+        rows = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (OSError, ValueError) as error:
         raise CollectionError(f"{path} is damaged: {error}") from error
     if rows.ndim != 1 or rows.dtype != np.int64:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from runtime.errors import ConfigError, ModelError
+from runtime.files import read_regular
 from runtime.serving.model import smollm
 
 # RoPE variants whose angles depend on a token's position only. In the others (dynamic, longrope) they depend on the
@@ -77,7 +78,7 @@ def model_identity(
     Weight files contribute their names, sizes and modification times: hashing gigabytes at every start is too slow.
     """
     digest = blake2b(f"kv {kv} {block_tokens} of {weights}".encode(), digest_size=16)
-    digest.update((directory / "config.json").read_bytes())
+    digest.update(read_regular(directory / "config.json"))
     for path in sorted(directory.glob("*.safetensors")):
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
@@ -87,7 +88,7 @@ def model_identity(
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a model directory's `config.json`. Raises `ModelError` for a missing or damaged file."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular(directory / "config.json"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"cannot read {directory / 'config.json'}: {reason}") from error

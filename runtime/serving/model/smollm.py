@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
+from runtime.files import open_regular
 from runtime.serving.model.packages import require_packages
 
 NAME = "smollm2-135m-instruct"
@@ -113,7 +114,7 @@ def ensure_converted(progress: Progress | None = None) -> Path:
     """
     source = source_file()
     digest = hashlib.sha256()
-    with source.open("rb") as file:
+    with open(open_regular(source), "rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
     models = models_directory()

@@ -15,7 +15,10 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.errors import InvalidRequest, ModelError
+from runtime.files import check_regular, read_regular
 from runtime.serving.messages import Message
+
+_MAX_FILE_BYTES = 256 << 20
 
 
 class Tokenizer:
@@ -52,13 +55,14 @@ class Tokenizer:
         Raises `ModelError` when a file is missing or damaged.
         """
         try:
-            tokens = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+            path = check_regular(directory / "tokenizer.json", _MAX_FILE_BYTES)
+            tokens = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
             raise ModelError(f"cannot read {directory / 'tokenizer.json'}: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
         template = config.get("chat_template")
         if (path := directory / "chat_template.jinja").is_file():
-            template = path.read_text(encoding="utf-8")
+            template = _read(path).decode(errors="replace")
         special = {key: _content(value) for key, value in config.items() if key.endswith("_token") and value}
         eos = _read_json(directory / "generation_config.json").get("eos_token_id")
         if eos is None:
@@ -200,11 +204,16 @@ def _content(token: Any) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read a file's JSON object; empty if the file does not exist."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+        value = json.loads(_read(path)) if path.exists() else {}
+    except ValueError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
     return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn.functional import embedding, silu
 
 from runtime.errors import ModelError
+from runtime.files import check_regular, read_regular
 from runtime.serving.model.model_info import ModelInfo, WeightsType
 from runtime.serving.network.cpu_kernels import compiled_kernel
 from runtime.serving.network.linear import Linear, linear_layer
@@ -28,6 +29,7 @@ from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
+_MAX_INDEX_BYTES = 256 << 20
 
 
 class WeightFiles:
@@ -39,7 +41,7 @@ class WeightFiles:
         self._file_of: dict[str, Path] = {}
         try:
             for path in self._paths():
-                with safe_open(path, framework="pt") as file:
+                with safe_open(check_regular(path), framework="pt") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ModelError(f"cannot load the model in {directory}: {error}") from error
@@ -48,7 +50,7 @@ class WeightFiles:
         index = self._directory / _INDEX
         if not index.is_file():
             return [self._directory / _WHOLE]
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"].values())
         return [self._directory / Path(name).name for name in sorted(names)]
 
     def require(self, names: list[str]) -> None:

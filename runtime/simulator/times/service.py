@@ -49,6 +49,7 @@ import msgspec
 from msgspec import Meta
 
 from runtime.errors import ConfigError
+from runtime.files import read_regular
 from runtime.simulator.times.roofline import Roofline
 
 _Cost = Annotated[float, Meta(ge=0, le=3600)]
@@ -121,12 +122,9 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def load(cls, path: Path) -> "ServiceTimes":
         """Read a file written by `save`; missing fields have their defaults. Raises `ConfigError`."""
         try:
-            with path.open("rb") as file:
-                text = file.read(_MAX_FILE_BYTES + 1)
+            text = read_regular(path, _MAX_FILE_BYTES)
         except OSError as error:
             raise ConfigError(f"{path}: cannot read the service times: {error.strerror}") from error
-        if len(text) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {_MAX_FILE_BYTES} bytes: not a service times file")
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:

@@ -38,8 +38,8 @@ class ReaderPosition:
         temporary = folder / f".{name}"
         self._path = folder / name
         try:
-            folder.mkdir(exist_ok=True)
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             if error.errno in _READ_ONLY:
                 return

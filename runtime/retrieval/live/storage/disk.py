@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.errors import CollectionBusy, CollectionError, NoRoom
+from runtime.files import open_regular
 from runtime.retrieval.collections.directory import NO_ROOM
 
 _OWNER = "process "
@@ -41,7 +42,7 @@ class Disk:
         """Write a file durably and atomically: after a crash it is the new file or the old one."""
         part = path.with_name(f".{path.name}.part")
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            fd = open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 self.write(fd, content)
                 self.sync(fd)
@@ -60,7 +61,7 @@ class Disk:
             if path.is_dir():
                 self.sync_directory(path)
             else:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(path)
                 try:
                     self.sync(fd)
                 finally:
@@ -95,7 +96,7 @@ def acquire_lock(directory: Path, sleep: Callable[[float], None] = time.sleep) -
     """
     path = directory / LOCK
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be opened") from error
     tries = int(_INHERITED_S / _RETRY_S)

@@ -11,13 +11,15 @@ records is an error.
 
 import contextlib
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from runtime.errors import CollectionError
+from runtime.files import open_regular
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 
 MAGIC = b"TRNYLOG1"
@@ -25,6 +27,8 @@ MAX_PAYLOAD = 256 << 20
 HEADER = struct.Struct("<8s16sQI")
 RECORD = struct.Struct("<IIQI")
 MARK = 0x43455254  # "TREC"
+MAX_LOG_BYTES = 1 << 40  # of one file, which is read record by record
+_SCANNED_BYTES = 1 << 20
 _MARK_BYTES = struct.pack("<I", MARK)
 
 
@@ -61,33 +65,40 @@ def _checksum(identity: str, sequence: int, payload: bytes | memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(bytes.fromhex(identity) + sequence.to_bytes(8, "little")))
 
 
-def complete_records(content: bytes, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
-    """Yield the complete records at the start of `content`, numbered from `sequence`, and the end of each."""
-    offset = 0
-    while (record := _record_at(content, offset, identity, sequence)) is not None:
-        offset += RECORD.size + len(record.payload)
+def complete_records(file: BinaryIO, size: int, identity: str, sequence: int) -> Iterator[tuple[Record, int]]:
+    """Yield the complete records from the position of `file` on, numbered from `sequence`, and the end of each.
+
+    Only the first `size` bytes of the file count: a record may be appended meanwhile.
+    """
+    end = file.tell()
+    while (record := _record_at(file, end, size, identity, sequence)) is not None:
+        end += RECORD.size + len(record.payload)
         sequence += 1
-        yield record, offset
+        yield record, end
 
 
-def _record_at(content: bytes, offset: int, identity: str, sequence: int | None) -> Record | None:
-    if len(content) - offset < RECORD.size:
+def _record_at(file: BinaryIO, begin: int, end: int, identity: str, sequence: int | None) -> Record | None:
+    if end - begin < RECORD.size:
         return None
-    mark, size, number, checksum = RECORD.unpack_from(content, offset)
-    begin = offset + RECORD.size
-    if mark != MARK or size > min(MAX_PAYLOAD, len(content) - begin) or (sequence is not None and number != sequence):
+    file.seek(begin)
+    mark, size, number, checksum = RECORD.unpack(file.read(RECORD.size).ljust(RECORD.size, b"\0"))
+    begin += RECORD.size
+    if mark != MARK or size > min(MAX_PAYLOAD, end - begin) or (sequence is not None and number != sequence):
         return None
-    payload = content[begin : begin + size]
+    payload = file.read(size)
     return Record(number, payload) if _checksum(identity, number, payload) == checksum else None
 
 
-def contains_record(content: bytes, identity: str) -> bool:
+def contains_record(file: BinaryIO, begin: int, end: int, identity: str) -> bool:
     """Return whether any complete record of this collection follows: then the bytes before it are damaged, not torn."""
-    at = content.find(_MARK_BYTES)
-    while at >= 0:
-        if _record_at(content, at, identity, None) is not None:
-            return True
-        at = content.find(_MARK_BYTES, at + 1)
+    while end - begin >= RECORD.size:
+        file.seek(begin)
+        if not (content := file.read(min(_SCANNED_BYTES, end - begin))):
+            return False  # it was cut
+        for found in re.finditer(_MARK_BYTES, content):
+            if _record_at(file, begin + found.start(), end, identity, None) is not None:
+                return True
+        begin += max(len(content) - len(_MARK_BYTES), 0) + 1  # a mark may begin in the last bytes
     return False
 
 
@@ -105,23 +116,31 @@ def read_log(path: Path, identity: str, first: int, *, last: bool) -> LogFile:
     A torn header has no records behind it: then `end` is 0.
     """
     try:
-        content = path.read_bytes()
+        with open(_open(path), "rb") as file:
+            return _read_log(file, path, identity, first, last)
     except OSError as error:
         raise storage_error(error, f"{path} cannot be read") from error
-    if content[: HEADER.size] != header_of(identity, first):
-        if not last or contains_record(content, identity) or len(content) > HEADER.size:
+
+
+def _read_log(file: BinaryIO, path: Path, identity: str, first: int, last: bool) -> LogFile:
+    size = os.fstat(file.fileno()).st_size
+    if file.read(HEADER.size) != header_of(identity, first):
+        if not last or size > HEADER.size or contains_record(file, 0, size, identity):
             raise CollectionError(f"{path} is damaged: its header does not match this collection and record")
-        return LogFile([], 0, len(content))
+        return LogFile([], 0, size)
     found, end = [], HEADER.size
-    for record, offset in complete_records(content[HEADER.size :], identity, first):
+    for record, end in complete_records(file, size, identity, first):  # noqa: B007  # its last value is used
         found.append(record)
-        end = HEADER.size + offset
-    torn = len(content) - end
+    torn = size - end
     if torn and not last:
         raise CollectionError(f"{path} is damaged at byte {end}, and is not the last file of the log")
-    if torn and contains_record(content[end:], identity):
+    if torn and contains_record(file, end, size, identity):
         raise CollectionError(f"{path} is damaged at byte {end}: complete records follow; nothing was cut")
     return LogFile(found, end, torn)
+
+
+def _open(path: Path) -> int:
+    return open_regular(path, max_bytes=MAX_LOG_BYTES)
 
 
 class LogWriter:
@@ -131,7 +150,7 @@ class LogWriter:
         """Append at `end` of an existing file, cutting the bytes behind it, or create a file (0). Raises `OSError`."""
         self._disk, self._identity = disk, identity
         self.path, self.end = path, end
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(self._fd, end)
             os.lseek(self._fd, end, os.SEEK_SET)
@@ -181,7 +200,7 @@ class LogFollower:
         self.sequence = first  # number of the next record
         self.first, self._offset = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
-        self._fd = os.open(log_path(directory, first), os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = _open(log_path(directory, first))
 
     def poll(self) -> list[Record]:
         """Return the records since the last call; two system calls if there are none.
@@ -201,7 +220,7 @@ class LogFollower:
             found += self._read()  # records that were written before the next file was created
             if log_path(self._directory, self.sequence) == following:
                 try:
-                    fd = os.open(following, os.O_RDONLY | os.O_CLOEXEC)
+                    fd = _open(following)
                 except FileNotFoundError:  # sealed in the meantime: the manifest has the next position
                     return found
                 os.close(self._fd)
@@ -227,15 +246,15 @@ class LogFollower:
         self._torn = size > self._offset
         if not self._torn:
             return []
-        content = os.pread(self._fd, size - self._offset, self._offset)
-        found, end = [], 0
-        for record, offset in complete_records(content, self._identity, self.sequence):
-            found.append(record)
-            end = offset
-        self._torn = end < len(content)
-        if self._torn and contains_record(content[end:], self._identity):
-            raise self._damaged(self._offset + end, ": complete records follow")
-        self._offset += end
+        found, end = [], self._offset
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(end)
+            for record, end in complete_records(file, size, self._identity, self.sequence):  # noqa: B007
+                found.append(record)
+            self._torn = end < size
+            if self._torn and contains_record(file, end, size, self._identity):
+                raise self._damaged(end, ": complete records follow")
+        self._offset = end
         self.sequence += len(found)
         return found
 

@@ -10,6 +10,7 @@ import msgspec
 
 from gpu.index.rows import DTYPES, MAX_DIM, METRICS
 from runtime.errors import CollectionError
+from runtime.files import read_regular
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.collections.manifest import (
     LIVE_FORMAT,
@@ -104,8 +105,7 @@ def write_with_checksum(disk: Disk, path: Path, content: Description | Manifest)
 def is_live(directory: Path) -> bool:
     """Return whether the directory is a live collection, intact or damaged."""
     try:
-        with (directory / DESCRIPTION).open("rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(_MAX_BYTES)
+        return f'"{FORMAT}"'.encode() in read_regular(directory / DESCRIPTION, _MAX_BYTES)
     except OSError:
         return False
 
@@ -140,10 +140,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _read(path: Path, struct: type[_T]) -> _T:
     try:
-        if not path.is_file():
-            raise CollectionError(f"{path.parent} is not a live collection: it has no file {path.name}")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
+        content = read_regular(path, _MAX_BYTES)
+    except FileNotFoundError as error:
+        raise CollectionError(f"{path.parent} is not a live collection: it has no file {path.name}") from error
     except OSError as error:
         raise storage_error(error, f"{path} cannot be read") from error
     try:

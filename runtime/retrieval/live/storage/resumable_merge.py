@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.files import open_regular, read_regular
 from runtime.retrieval.live.storage.disk import Disk
 from runtime.retrieval.live.storage.log import log_files
 from runtime.retrieval.live.storage.manifest import Manifest, SegmentInfo
@@ -41,7 +42,7 @@ class ResumableMerge:
         job = _Job(_VERSION, list(merged))
         if _job_at(self._path) != job:
             disk.remove(self._path)
-            self._path.mkdir()
+            self._path.mkdir(mode=0o700)
             disk.write_file(self._path / _JOB, msgspec.json.encode(job))
 
     def get_or_compute(self, name: str, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -101,15 +102,14 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
 
 def _job_at(path: Path) -> _Job | None:
     try:
-        with (path / _JOB).open("rb") as file:
-            job = msgspec.json.decode(file.read(_MAX_BYTES), type=_Job)
+        job = msgspec.json.decode(read_regular(path / _JOB, _MAX_BYTES), type=_Job)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return job if job.version == _VERSION else None
 
 
 def _read(path: Path) -> NDArray[Any] | None:
-    with contextlib.suppress(OSError, ValueError, EOFError), path.open("rb") as file:
+    with contextlib.suppress(OSError, ValueError, EOFError), open(open_regular(path), "rb") as file:
         array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
         if file.read() == _digest(array):
             return array

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from gpu import GpuError, GraphIndex
 from gpu.build.params import Checkpoint
 from runtime.errors import CollectionError, NoRoom
+from runtime.files import read_regular, set_modes
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.manifest import FileChecksum, checksum_file
+from runtime.retrieval.collections.manifest import FileChecksum, checksum_file, checksum_of, has_checksum
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.live.storage.disk import Disk, storage_error
 from runtime.retrieval.live.storage.documents import SegmentDocuments, StoredDocument
@@ -91,9 +92,7 @@ class Segment:
             raise CollectionError(f"{path / _INDEX} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
             raise CollectionError(f"{path / _INDEX} is not an index of this collection")
-        if checksum_file(path / _ATTRIBUTES) != contents.files[_ATTRIBUTES]:
-            raise CollectionError(f"{path / _ATTRIBUTES} is damaged: its checksum is not the one it was sealed with")
-        columns = Columns.decode((path / _ATTRIBUTES).read_bytes(), schema)
+        columns = Columns.decode(_attributes(path / _ATTRIBUTES, contents.files[_ATTRIBUTES]), schema)
         if columns.size != info.size:
             raise CollectionError(f"{path / _ATTRIBUTES} has {columns.size} rows, not {info.size}")
         return cls(info, index, columns, SegmentDocuments(path / DOCUMENTS), {**contents.files, **arrays})
@@ -149,7 +148,7 @@ def write_segment(
     path = segment_path(directory, number)
     try:
         disk.remove(building)
-        building.mkdir()
+        building.mkdir(mode=0o700)
         SegmentDocuments.write(building / DOCUMENTS, documents)
         columns = Columns.from_documents((document.attributes for document in documents), schema)
         (building / _ATTRIBUTES).write_bytes(columns.encode())
@@ -170,6 +169,7 @@ def write_segment(
         contents = _Contents(len(documents), {name: checksum_file(building / name) for name in _FILES})
         text = msgspec.json.encode(contents)
         (building / _DESCRIPTION).write_bytes(text)
+        set_modes(building)
         disk.sync_tree(building)
         disk.remove(path)  # of a build that was not installed
         os.rename(building, path)
@@ -191,7 +191,7 @@ def verify_segment(directory: Path, info: SegmentInfo, description: Description,
     """Verify all files of a segment. Raises `CollectionError` that names the damaged one."""
     path = segment_path(directory, info.number)
     for name, known in _contents(path, info).files.items():
-        if checksum_file(path / name) != known:
+        if not has_checksum(path / name, known):
             raise CollectionError(f"{path / name} is damaged: its checksum is not the one it was sealed with")
     segment = Segment.load(directory, info, description, schema)
     try:
@@ -204,10 +204,19 @@ def verify_segment(directory: Path, info: SegmentInfo, description: Description,
         segment.documents.close()
 
 
+def _attributes(path: Path, known: FileChecksum) -> bytes:
+    try:
+        content = read_regular(path, known.bytes)
+    except OSError as error:
+        raise storage_error(error, f"{path} cannot be read") from error
+    if checksum_of(content) != known:
+        raise CollectionError(f"{path} is damaged: its checksum is not the one it was sealed with")
+    return content
+
+
 def _contents(path: Path, info: SegmentInfo) -> _Contents:
     try:
-        with (path / _DESCRIPTION).open("rb") as file:
-            text = file.read(_MAX_BYTES)
+        text = read_regular(path / _DESCRIPTION, _MAX_BYTES)
         if hashlib.sha256(text).hexdigest() != info.sha256:
             raise CollectionError(f"{path / _DESCRIPTION} is damaged: its checksum differs from the manifest's")
         contents = msgspec.json.decode(text, type=_Contents)
