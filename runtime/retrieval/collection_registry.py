@@ -312,15 +312,19 @@ class CollectionRegistry:
     # ---- documents
 
     def has_attributes(self, collection: str, filter: bytes) -> bool:
-        """Return whether a live collection's documents, as of now, have the attributes that a filter compares."""
+        """Return whether a live collection's documents, as of now, have the attributes that a filter compares.
+
+        Raises `InvalidFilter` if a live collection lacks one, or has it with another type.
+        """
         build = self.builds_of(collection).current
         documents = None if build is None else build.documents
+        if not filter or not isinstance(documents, LiveDocumentStore):
+            return False
         try:
-            if not filter or not isinstance(documents, LiveDocumentStore):
-                return False
-            return documents.accepts_filter(decode_filter(filter))
+            documents.check_filter(decode_filter(filter))
         except CollectionError:
             return False
+        return True
 
     def keyword_query(
         self, collection: str, text: str, k: int, filter: bytes, deadline_ns: int, identity: str = ""

@@ -355,8 +355,11 @@ class Retriever:
             self._search(retrieval, vector)
         except InvalidFilter as error:
             until = min(retrieval.deadline_ns, retrieval.embedded_ns + NEW_ATTRIBUTE_WAIT_NS)
-            if now >= until or not self.registry.has_attributes(retrieval.collection, retrieval.filter):
-                return [RetrievalResult(retrieval.ticket, error=error)]
+            try:
+                if now >= until or not self.registry.has_attributes(retrieval.collection, retrieval.filter):
+                    return [RetrievalResult(retrieval.ticket, error=error)]
+            except InvalidFilter as present:  # the pools' schema is older than the documents
+                return [RetrievalResult(retrieval.ticket, error=present)]
             self._awaiting_attributes.append((retrieval, vector))
         except TrinityError as error:
             return self._retry(retrieval, error)

@@ -174,6 +174,7 @@ def test_retrieval_of_texts_and_vectors_equals_a_search_of_the_index(node: Node,
         trace = json.loads(get_json(node.info.url, f"/v1/traces/{answer['id']}"))
         assert (trace["kind"], trace["state"], trace["passages"]) == ("search", "found", 5)
         assert [stage["name"] for stage in trace["stages"]] == ["embed", "retrieval"]
+    assert node.metric("trinity_request_embed_time_seconds_count", worker="frontend-0") >= 1
 
 
 def test_a_process_of_the_same_user_searches_through_the_ring(node: Node, collection: Path) -> None:

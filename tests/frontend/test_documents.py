@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
-from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded
+from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded, Unavailable
+from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
@@ -38,7 +40,7 @@ def embedder_of(name: str) -> Embedder:
 def directory(tmp_path: Path) -> Path:
     create(tmp_path / "notes", DIM, metric="l2", degree=8)
     create(tmp_path / "bare", DIM, metric="l2", degree=8)
-    (tmp_path / "sealed").mkdir()
+    Collection.build(np.eye(DIM, dtype=np.float32), tmp_path / "sealed", degree=2)
     return tmp_path
 
 
@@ -161,6 +163,25 @@ def test_writes_to_a_read_only_collection_are_refused_with_the_reason(http: http
     assert put(http, {"id": "a"}).status_code == 200  # it is free again
 
 
+@pytest.mark.parametrize("damaged", ["collection.json", "MANIFEST", "log"])
+def test_a_damaged_collection_is_unavailable_to_writes_as_to_searches(
+    http: httpx.Client, directory: Path, damaged: str
+) -> None:
+    with LiveWriter(directory / "notes", embedder=HASHING, background=False) as writer:
+        writer.upsert([UpsertDocument("b", "stored before")])
+    path = directory / "notes" / damaged
+    if path.is_dir():
+        (path,) = path.iterdir()
+    path.write_bytes(b"\0" * 30 + path.read_bytes()[30:])
+    for refused in (
+        put(http, {"id": "a", "text": "t"}),
+        delete(http, ids=["a"]),
+        http.post("/v1/collections/notes/flush"),
+    ):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert refused.headers["retry-after"]
+
+
 def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
     for asked in ({}, {"ids": ["a"], "filter": {"type": "eq", "key": "n", "value": 1}}):
         assert delete(http, **asked).json()["error"]["message"] == "set either ids or filter"
@@ -196,7 +217,7 @@ def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
         await writes.upsert("notes", [UpsertDocument("a", "t")])
         with monkeypatch.context() as patch:
             patch.setattr(LiveWriter, "upsert", fails)
-            with pytest.raises(CollectionError):
+            with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
                 await writes.upsert("notes", [UpsertDocument("b", "t")])
         assert ("notes" in writes.states()) == kept
         assert await writes.upsert("notes", [UpsertDocument("b", "t")]) == 1

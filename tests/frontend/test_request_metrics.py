@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -11,9 +12,12 @@ from runtime.node.config import SloSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import FrontendMetrics, Slo
 from runtime.serving import stages
-from runtime.serving.frontend.observability import RequestMetrics
+from runtime.serving.frontend.observability import RequestMetrics, Traces
 from runtime.serving.frontend.requests import ClientDisconnected, RequestOutcome
-from runtime.serving.http.middleware import RequestContextMiddleware
+from runtime.serving.http.api_types import RetrievalBody
+from runtime.serving.http.middleware import FULL_ACCESS, RequestContextMiddleware
+from runtime.serving.http.service import Searches
+from tests.frontend.cluster import FakeSearch
 
 SLO = SloSection(ttft_s=1.0, tpot_s=0.1, search_s=0.05)
 SECOND = 1_000_000_000
@@ -123,3 +127,11 @@ def test_a_health_check_of_a_draining_node_violates_no_slo(table: WorkerTable, p
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 0
     RequestMetrics(table, SLO).record_response("/v1/models", 503, 0.001)
     assert table.value(FrontendMetrics.HTTP_RESPONSES["5xx"]) == 1
+
+
+@pytest.mark.parametrize(("asked", "observed"), [({"query": "text"}, 1), ({"vector": [1.0, 0.0]}, 0)])
+def test_a_search_of_a_text_records_the_time_of_its_embedding(asked: dict[str, Any], observed: int) -> None:
+    seconds: list[float] = []
+    searches = Searches(FakeSearch(), Traces(8, lambda: 0), 1, 60.0, seconds.append)
+    asyncio.run(searches.run(RetrievalBody(**asked), "docs", FULL_ACCESS, "ret-1"))
+    assert len(seconds) == observed

@@ -107,6 +107,7 @@ def test_collections_are_listed_as_vector_stores(client: openai.OpenAI) -> None:
 def test_lists_are_paginated(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [store.id for store in client.vector_stores.list(limit=1)] == ["docs", "bare"]
     assert [store.id for store in client.vector_stores.list(order="asc")] == ["bare", "docs"]
+    assert [store.id for store in client.vector_stores.list(limit=1).data] == ["docs"]  # iterating gets all pages
     page = http.get("/v1/vector_stores?limit=1").json()
     assert (page["has_more"], page["first_id"], page["last_id"]) == (True, "docs", "docs")
     assert [store.id for store in client.vector_stores.list(before="bare").data] == ["docs"]

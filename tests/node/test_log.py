@@ -185,12 +185,26 @@ def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "x.log").read_bytes() == b"first\nthird\n"
 
 
-def test_a_full_device_is_an_error_and_logging_continues() -> None:
-    file = LogFile(Path("/dev/full"), max_bytes=1 << 20, files=1)
-    for _ in range(2):
-        with pytest.raises(OSError, match="No space left"):
-            file.write(b"line\n")
+def test_a_full_disk_is_an_error_and_logging_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = LogFile(tmp_path / "x.log", max_bytes=1 << 20, files=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                file.write(b"line\n")
+    file.write(b"line\n")
     file.close()
+
+
+def test_lines_are_written_to_regular_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.log")  # opening it would block
+    (tmp_path / "device.log").symlink_to("/dev/full")
+    for name, kind in (("pipe.log", "No such device"), ("device.log", "it is a device, not a regular file")):
+        with pytest.raises(OSError, match=kind):
+            LogFile(tmp_path / name, max_bytes=1 << 20, files=1).write(b"line\n")
 
 
 def test_warnings_and_exceptions_of_threads_are_logged(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ class Registry:
         self.lengths, self.stored = Embedder(), b""
 
     def has_attributes(self, collection: str, wanted: bytes) -> bool:
+        if wanted == b"wrong type":
+            raise InvalidFilter("it is an integer", "filter")
         return wanted == self.stored
 
     def follow(self, collection: str, offered: Sequence[str]) -> None:
@@ -253,6 +255,12 @@ def test_an_unknown_attribute_is_refused_at_once_and_a_cancelled_wait_ends(harne
     harness.retriever.cancel(cancelled)
     harness.client.known = b"new"
     assert (harness.retriever.poll(), harness.client.submitted) == ([], [])
+
+
+def test_a_value_of_the_wrong_type_for_a_new_attribute_is_refused_as_such(harness: RetrieverHarness) -> None:
+    harness.ask("four", wanted=b"wrong type")  # the pools say that there is no such attribute
+    (found,) = harness.until_embedded()
+    assert str(found.error) == "it is an integer"
 
 
 def test_queued_texts_are_bounded() -> None:

@@ -221,7 +221,7 @@ class PrefillMetrics(KvMetrics):
     QUEUE_TIME = Histogram(
         "trinity_request_queue_time_seconds", "Time from the frontend to the start in a prefill worker", _WAITS
     )
-    EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Time of embedding a prompt's query", _WAITS)
+    EMBED_TIME = Histogram("trinity_request_embed_time_seconds", "Time of embedding a query", _WAITS)
     RETRIEVAL_TIME = Histogram(
         "trinity_request_retrieval_time_seconds", "Time from the query vector to its passages", _WAITS
     )

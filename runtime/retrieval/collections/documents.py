@@ -67,7 +67,7 @@ class DocumentStore:
         """Use `create` or `open`."""
         self.path = path
         self.size = size
-        self.file_count = 0  # number of files in `sources`
+        self.file_count = 0  # files in `sources`; each document of one that has one document a line counts
         self._lock = threading.Lock()  # a row takes microseconds, so a connection a thread would not be faster
         self._connection: sqlite3.Connection | None = None
         self._owner = 0
@@ -120,7 +120,7 @@ class DocumentStore:
                 raise CollectionError(f"{path} is damaged: its tables have another schema")
             store._version = version
             if version > 1:
-                (store.file_count,) = connection.execute("SELECT count(*) FROM files").fetchone()
+                (store.file_count,) = connection.execute(_COUNT_FILES).fetchone()
             (last,) = connection.execute("SELECT max(row) FROM documents").fetchone()
             return -1 if last is None else int(last)
 
@@ -242,6 +242,10 @@ _SELECT = {
     2: "SELECT id, title, text, coalesce(attributes, ''), coalesce(path, '') "
     "FROM documents LEFT JOIN files ON file = number WHERE row = ?",
 }
+_COUNT_FILES = """
+WITH lines AS (SELECT number FROM files WHERE path GLOB '*.jsonl' OR path GLOB '*.jsonl.gz')
+SELECT (SELECT count(*) FROM files) - (SELECT count(*) FROM lines)
+     + CASE WHEN EXISTS (SELECT 1 FROM lines) THEN (SELECT count(*) FROM documents WHERE file IN lines) ELSE 0 END"""
 _decode_attributes = msgspec.json.Decoder(Attributes).decode
 
 

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError, InvalidFilter
+from runtime.errors import CollectionError
 from runtime.files import open_regular
 from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collections.background_task import BackgroundTask
@@ -268,15 +268,11 @@ class LiveDocumentStore:
         """Number of documents."""
         return self._reader.state.count
 
-    def accepts_filter(self, filter: Filter) -> bool:
-        """Return whether the current schema has the attributes of a filter. Raises `CollectionError`."""
+    def check_filter(self, filter: Filter) -> None:
+        """Check a filter against the current schema. Raises `InvalidFilter`, `CollectionError`."""
         with self._lock:
             self._reader.poll()
-            try:
-                check_filter(filter, self._reader.state.schema)
-            except InvalidFilter:
-                return False
-        return True
+            check_filter(filter, self._reader.state.schema)
 
     def get(self, rows: Sequence[int]) -> list[Document | None]:
         """Return the documents of these rows, in order; None for a deleted one. Raises `CollectionError`."""

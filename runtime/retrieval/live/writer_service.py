@@ -24,6 +24,7 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.collections.manifest import is_collection
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
@@ -66,7 +67,8 @@ class WriterService:
     ) -> int:
         """Store documents, atomically, and replace those with the same ids. Returns how many.
 
-        Raises as `LiveWriter.upsert`, `InvalidRequest` for a collection that is not a live one, `Overloaded`.
+        Raises as `LiveWriter.upsert`, but `Unavailable` for a damaged collection or a failed disk, as searches do;
+        `InvalidRequest` for a collection that is not a live one, `Overloaded`.
         """
         check_batch(documents)
         return await self._write(name, lambda writer, given: writer.upsert(given, owner), documents)
@@ -127,9 +129,9 @@ class WriterService:
             return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
         except (NoRoom, CollectionBusy):
             raise
-        except CollectionError:  # close the writer: reopening it checks its log
+        except CollectionError as error:  # close the writer: reopening it checks its log
             await self._drop(name)
-            raise
+            raise _unavailable(name, error) from error
 
     async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
         missing = [number for number, document in enumerate(documents) if document.vector is None]
@@ -154,12 +156,14 @@ class WriterService:
     def _check_live(self, name: str) -> str:
         """Return the name of a live collection.
 
-        Raises `InvalidRequest` for another collection, `Unavailable` if the directory does not exist.
+        Raises `InvalidRequest` for another collection, `Unavailable` if the directory is missing or damaged.
         """
         directory = self._directories.get(name)
         if directory is not None and not directory.exists():
             raise Unavailable(f"collection {name!r} is unavailable: {directory} does not exist")
         if directory is None or not is_live(directory):
+            if directory is not None and not is_collection(directory):
+                raise Unavailable(f"collection {name!r} is unavailable: {directory} is not a collection, or damaged")
             raise InvalidRequest(f"collection {name!r} is not a live collection: rebuild it to change it", "collection")
         return name
 
@@ -173,6 +177,10 @@ class WriterService:
                     writer = await loop.run_in_executor(self._threads, LiveWriter, directory)
                 except RuntimeError as error:  # the executor is shut down
                     raise Unavailable("the node is stopping") from error
+                except (NoRoom, CollectionBusy):
+                    raise
+                except CollectionError as error:
+                    raise _unavailable(name, error) from error
                 self._writers[name] = writer
             return writer
 
@@ -181,3 +189,7 @@ class WriterService:
             writer = self._writers.pop(name, None)
             if writer is not None:
                 await asyncio.get_running_loop().run_in_executor(self._threads, writer.close)
+
+
+def _unavailable(name: str, error: CollectionError) -> Unavailable:
+    return Unavailable(f"collection {name!r} is unavailable: {error.message}")

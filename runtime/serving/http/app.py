@@ -142,7 +142,7 @@ class _Routes:
         self._created = int(now())
         self._seeds = seeds
         self._searches = Searches(
-            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s
+            service.search, service.engine.traces, settings.max_searches, settings.search_timeout_s, service.on_embedded
         )
 
     # ---- completions

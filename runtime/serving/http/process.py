@@ -145,7 +145,7 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
         answers = _open_answer_cache(worker, client)
     service = Service(
         engine, source, supervisor.metrics_text, answers, tokens, source, writes, readiness,
-        supervisor.drain, metrics.record_response,
+        supervisor.drain, metrics.record_response, partial(worker.table.observe, FrontendMetrics.EMBED_TIME),
     )  # fmt: skip
     app = create_app(service, settings, new_id)
     _raise_descriptor_limit(config.http.max_connections)

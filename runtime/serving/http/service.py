@@ -4,6 +4,7 @@ number and time, traced and logged.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,13 +76,24 @@ class NoCollections:
 
 
 class Searches:
-    """Runs searches without generation: at most `limit` at a time, each for at most `timeout_s`."""
+    """Runs searches without generation: at most `limit` at a time, each for at most `timeout_s`.
 
-    def __init__(self, source: SearchSource, traces: Traces, limit: int, timeout_s: float) -> None:
+    `on_embedded` is called with the seconds until the vector of a text was ready.
+    """
+
+    def __init__(
+        self,
+        source: SearchSource,
+        traces: Traces,
+        limit: int,
+        timeout_s: float,
+        on_embedded: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self._source = source
         self._traces = traces
         self._limit = limit
         self._timeout_s = timeout_s
+        self._on_embedded = on_embedded
         self._running = 0
 
     async def run(
@@ -116,8 +128,12 @@ class Searches:
             log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
     async def _search(self, query: PassageQuery, request_id: str) -> list[Passage]:
+        begin = time.monotonic()
+
         def on_embedded() -> None:
             self._traces.stamp(request_id, stages.EMBEDDED)
+            if query.query is not None:
+                self._on_embedded(time.monotonic() - begin)
 
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -153,6 +169,7 @@ class Service:
     readiness: Readiness = field(default_factory=Readiness)
     drain: Callable[[bool], Awaitable[None]] | None = None  # stores the drain state in the supervisor
     on_response: Callable[[str, int, float], None] = lambda path, status, seconds: None
+    on_embedded: Callable[[float], None] = lambda seconds: None  # called with the time until a search's vector is ready
 
 
 @dataclass(frozen=True, slots=True)
