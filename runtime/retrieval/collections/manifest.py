@@ -9,6 +9,7 @@ index/*.npy
 index-0/ …          instead of index/ in a sharded collection: one index a shard
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -191,4 +192,6 @@ def _bytes(path: Path) -> bytes:
     try:
         return read_regular(path, _MAX_BYTES)
     except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EFBIG):
+            raise CollectionError(f"{path.parent} is not a collection: {path}: {error.strerror}") from error
         raise CollectionError(f"{path} cannot be read: {error.strerror}") from error
