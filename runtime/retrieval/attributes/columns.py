@@ -1,12 +1,15 @@
 """Columnar storage of documents' attributes, for vectorized evaluation of filters.
 
-Strings are dictionary-encoded, in order of first appearance. A column may end before the last row: later rows lack the
-attribute.
+Strings are dictionary-encoded: in order of first appearance while rows are appended, in ascending order in files, so
+that a stored code is the string's rank. A column may end before the last row: later rows lack the attribute.
 """
 
-import math
 import operator
-from collections.abc import Callable, Iterable
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable
+from heapq import merge
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -14,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError
-from runtime.retrieval.attributes.filters import AllOf, AnyOf, AttributeBinding, Comparison, Filter, Not
+from runtime.retrieval.attributes.evaluation import BoundedWork, Work, evaluate
+from runtime.retrieval.attributes.filters import AttributeBinding, Filter
+from runtime.retrieval.attributes.ordered import Bits, OrderedValues
 from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.passages import Attributes
 
-Bits = NDArray[np.bool_]
+__all__ = ["Bits", "Column", "Columns"]
+
 _DTYPES: dict[AttributeType, Any] = {
     AttributeType.INTEGER: np.int64,
     AttributeType.FLOAT: np.float64,
@@ -26,32 +32,34 @@ _DTYPES: dict[AttributeType, Any] = {
     AttributeType.STRING: np.int32,
     AttributeType.STRINGS: np.int32,
 }
-_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "eq": operator.eq,
-    "gt": operator.gt,
-    "gte": operator.ge,
-    "lt": operator.lt,
-    "lte": operator.le,
-}
+_STRINGS = (AttributeType.STRING, AttributeType.STRINGS)
+_SORTED_AT_ONCE = 8192  # strings: the interpreter's lock is held meanwhile, about 5 ms
 
 
 class _Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     kind: AttributeType
     rows: bytes  # int64: the row of each value, ascending; lists have several values per row
     values: bytes
-    words: list[str]  # the dictionary
+    words: list[str]  # the dictionary, ascending; in files of earlier versions in any order
 
 
 class Column:
-    """The values of one attribute: rows int64 [n], ascending, and values [n]; a list has one entry per string."""
+    """The values of one attribute: rows int64 [n], ascending, and values [n]; a list has one entry per string.
+
+    Rows may be appended by one thread while others evaluate filters over the rows before.
+    """
 
     def __init__(self, kind: AttributeType) -> None:
         self.kind = kind
-        self.strings: list[str] = []
+        self._strings: list[str] = []  # by code
         self._codes: dict[str, int] = {}
+        self._ascending: list[str] = []  # the strings seen by `ordered`
+        self._ascending_codes = np.empty(0, np.int32)
         self._rows = np.empty(16, np.int64)
         self._values = np.empty(16, _DTYPES[kind])
         self._count = 0
+        self._ordered: OrderedValues | None = None
+        self._lock = threading.Lock()  # of the order
 
     def append(self, row: int, value: Any) -> None:
         """Append the value of a row, which must be greater than the last one."""
@@ -61,26 +69,19 @@ class Column:
         else:
             self._put(row, self._code(value) if self.kind is AttributeType.STRING else value)
 
-    def matching(self, comparison: Comparison, size: int) -> Bits:
-        """Return, for each of `size` rows, whether one of its values satisfies the comparison."""
-        rows, values = self._rows[: self._count], self._values[: self._count]
-        hit = np.zeros(len(rows), bool)
-        if self.kind in (AttributeType.STRING, AttributeType.STRINGS):
-            compare = _COMPARE["eq" if comparison.operator == "in" else comparison.operator]
-            if comparison.operator in ("eq", "in"):
-                codes = (self._codes.get(str(value), -1) for value in comparison.values)
-                matches = np.zeros(len(self.strings), bool)
-                matches[[code for code in codes if code >= 0]] = True
-            else:
-                matches = np.array([compare(string, comparison.values[0]) for string in self.strings], bool)
-            hit = matches[values] if len(matches) else hit
-        elif comparison.operator == "in":
-            hit = np.isin(values, _exact(comparison.values, values.dtype))
-        else:
-            hit = _compared(values, comparison.operator, comparison.values[0])
-        out = np.zeros(size, bool)
-        out[rows[hit]] = True
-        return out
+    def ordered(self, size: int) -> OrderedValues:
+        """Return the values of the first `size` rows in order; computed once for each size."""
+        with self._lock:
+            if self._ordered is None or self._ordered.size != size:
+                rows, values = self._upto(size)
+                if self.kind in _STRINGS:
+                    codes = self._ranks()[values]
+                    self._ordered = OrderedValues(self.kind, self._ascending, codes, rows, size)
+                else:
+                    ascending = np.unique(values)
+                    codes = np.searchsorted(ascending, values).astype(np.int32) + np.int32(1)
+                    self._ordered = OrderedValues(self.kind, ascending, codes, rows, size)
+            return self._ordered
 
     def only(self, value: str, size: int) -> Bits:
         """Return, for each of `size` rows, whether it has this string and no other value."""
@@ -92,9 +93,12 @@ class Column:
         return out
 
     def to_stored(self) -> _Stored:
-        return _Stored(
-            self.kind, self._rows[: self._count].tobytes(), self._values[: self._count].tobytes(), self.strings
-        )
+        rows, values = self._upto(1 << 62)
+        words: list[str] = []
+        if self.kind in _STRINGS:
+            values = (self._ranks()[values] - 1).astype(np.int32)
+            words = self._ascending
+        return _Stored(self.kind, rows.tobytes(), values.tobytes(), words)
 
     @classmethod
     def from_stored(cls, stored: _Stored, size: int) -> "Column":
@@ -106,17 +110,48 @@ class Column:
             raise ValueError("its rows are out of range")
         if (np.diff(rows) < (0 if lists else 1)).any():
             raise ValueError("its rows are not ascending")
-        strings = stored.kind in (AttributeType.STRING, AttributeType.STRINGS) and len(values) > 0
-        if strings and not 0 <= int(values.min()) <= int(values.max()) < len(stored.words):
-            raise ValueError("a string code is out of range")
+        if stored.kind in _STRINGS:
+            if len(values) > 0 and not 0 <= int(values.min()) <= int(values.max()) < len(stored.words):
+                raise ValueError("a string code is out of range")
+            column._order_words(stored.words)
         column._rows, column._values, column._count = rows, values, len(rows)
-        column.strings, column._codes = stored.words, {string: code for code, string in enumerate(stored.words)}
         return column
 
+    def _upto(self, size: int) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the rows before `size` and their values. The arrays are replaced when they grow, never moved."""
+        rows = self._rows[: self._count]
+        count = int(np.searchsorted(rows, size))
+        return rows[:count], self._values[:count]
+
+    def _ranks(self) -> NDArray[np.int32]:
+        """Return the code in the order (from 1 on) of each string's own code; `_ascending` are the strings in order."""
+        known = len(self._ascending)
+        fresh = sorted((string, code) for code, string in enumerate(self._strings[known:], known))
+        if fresh:
+            places = [bisect_left(self._ascending, string) for string, _ in fresh] if known else 0
+            codes = np.array([code for _, code in fresh], np.int32)
+            self._ascending_codes = np.insert(self._ascending_codes, places, codes)
+            self._ascending = sorted(self._ascending + [string for string, _ in fresh])  # merges two runs
+        ranks = np.empty(len(self._ascending_codes), np.int32)
+        ranks[self._ascending_codes] = np.arange(1, len(ranks) + 1, dtype=np.int32)
+        return ranks
+
+    def _order_words(self, words: list[str]) -> None:
+        """Install a stored dictionary, sorting one of an earlier version."""
+        self._strings = words
+        if all(map(operator.lt, words, islice(words, 1, None))):
+            self._ascending, self._ascending_codes = words, np.arange(len(words), dtype=np.int32)
+            return
+        chunks = (
+            range(first, min(first + _SORTED_AT_ONCE, len(words))) for first in range(0, len(words), _SORTED_AT_ONCE)
+        )
+        order = list(merge(*(sorted(chunk, key=words.__getitem__) for chunk in chunks), key=words.__getitem__))
+        self._ascending, self._ascending_codes = [words[code] for code in order], np.array(order, np.int32)
+
     def _code(self, string: str) -> int:
-        code = self._codes.setdefault(string, len(self.strings))
-        if code == len(self.strings):
-            self.strings.append(string)
+        code = self._codes.setdefault(string, len(self._strings))
+        if code == len(self._strings):
+            self._strings.append(string)
         return code
 
     def _put(self, row: int, value: Any) -> None:
@@ -161,20 +196,19 @@ class Columns:
         column = self._columns.get(owner.key)
         return np.zeros(self.size, bool) if column is None else column.only(owner.value, self.size)
 
-    def matching(self, filter: Filter) -> Bits:
-        """Return whether each row passes a filter, bool [size]. An attribute that no row has counts as missing."""
-        match filter:
-            case Comparison():
-                column = self._columns.get(filter.key)
-                return np.zeros(self.size, bool) if column is None else column.matching(filter, self.size)
-            case Not():
-                return ~self.matching(filter.filter)
-            case AllOf():
-                every: Bits = np.all([self.matching(part) for part in filter.filters], axis=0)
-                return every
-            case AnyOf():
-                some: Bits = np.any([self.matching(part) for part in filter.filters], axis=0)
-                return some
+    def matching(self, filter: Filter, work: Work | None = None, size: int | None = None) -> Bits:
+        """Return whether each of the first `size` rows (default: of all) passes a filter, bool [size].
+
+        An attribute that no row has counts as missing. Raises `InvalidFilter` if that is too much work.
+        """
+        count = self.size if size is None else size
+        absent = OrderedValues.absent(count)
+
+        def ordered(name: str) -> OrderedValues:
+            column = self._columns.get(name)
+            return absent if column is None else column.ordered(count)
+
+        return evaluate(filter, ordered, count, work or BoundedWork())
 
     def encode(self) -> bytes:
         """Return the content for `decode`."""
@@ -193,36 +227,3 @@ class Columns:
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CollectionError(f"the attributes of a segment are damaged: {error}") from error
         return columns
-
-
-def _exact(values: tuple[Any, ...], dtype: Any) -> NDArray[Any]:
-    """Return the numbers that are exactly representable in this dtype."""
-    if dtype.kind == "i":
-        return np.array([int(v) for v in values if v == int(v) and -(1 << 63) <= v < 1 << 63], np.int64)
-    return np.array([float(value) for value in values if float(value) == value], np.float64)
-
-
-def _compared(values: NDArray[Any], name: str, value: Any) -> Bits:
-    """Compare as Python does, without rounding one number to the other's type."""
-    if values.dtype == np.int8:
-        value = int(value)
-    elif values.dtype.kind == "i" and isinstance(value, float):
-        value, name = _exact_bound(value, math.floor(value), name)
-        if not -(1 << 63) <= value < 1 << 63:
-            return np.full(len(values), name != "eq" and (value > 0) == (name in ("lt", "lte")))
-    elif values.dtype.kind == "f" and isinstance(value, int):
-        value, name = _exact_bound(value, float(value), name)
-    if name == "no":
-        return np.zeros(len(values), bool)
-    found: Bits = _COMPARE[name](values, value)
-    return found
-
-
-def _exact_bound(value: float, near: float, name: str) -> tuple[float, str]:
-    """Replace a comparison with `value` by one with `near`, for numbers that cannot lie between; "no" for never."""
-    if near == value:
-        return near, name
-    if name == "eq":
-        return near, "no"
-    above = name in ("gt", "gte")
-    return near, ("gt" if above else "lte") if near < value else ("gte" if above else "lt")

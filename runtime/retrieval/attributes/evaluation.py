@@ -1,0 +1,119 @@
+"""Evaluation of filters: which rows pass.
+
+A filter is first reduced: negations move to the comparisons, and comparisons of one attribute are combined to one set
+of its values. So the work, which is known before it begins, is a pass over the rows for each attribute of each `and`
+and `or`, not for each comparison.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from runtime.errors import InvalidFilter
+from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not
+from runtime.retrieval.attributes.ordered import Bits, Edges, OrderedValues, combine
+
+MAX_COMPARED = 1 << 29
+"""Values that one filter may compare in one collection; more are refused."""
+
+
+class Work(Protocol):
+    """The work of evaluating one filter."""
+
+    def reserve(self, values: int) -> None:
+        """Account for so many more values. Raises `InvalidFilter` if they are too many."""
+
+    def check(self) -> None:
+        """Called before each pass over the rows. May raise to end the evaluation."""
+
+
+class BoundedWork:
+    """Work up to MAX_COMPARED. check: called before each pass over the rows."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None, limit: int = MAX_COMPARED) -> None:
+        self.check, self._limit = check, limit
+        self._reserved = 0
+
+    def reserve(self, values: int) -> None:
+        self._reserved += values
+        if self._reserved > self._limit:
+            raise InvalidFilter(
+                f"the filter compares {self._reserved:,} values; the limit is {self._limit:,}: use fewer comparisons",
+                "filter",
+            )
+
+
+class _Values(NamedTuple):
+    """The rows with a value in a set; `negated` (of lists only): the other rows."""
+
+    column: OrderedValues
+    edges: Edges
+    negated: bool = False
+
+
+class _Joint(NamedTuple):
+    """The rows that pass every part, or any of them."""
+
+    every: bool
+    parts: "list[_Values | _Joint]"
+
+
+def evaluate(filter: Filter, column: Callable[[str], OrderedValues], size: int, work: Work) -> Bits:
+    """Return whether each row passes, bool [size]. column: returns the values of an attribute.
+
+    Raises `InvalidFilter` before it begins if that is too much work.
+    """
+    reduced = _reduced(filter, column, False)
+    work.reserve(_cost(reduced, size))
+    return _passing(reduced, work)
+
+
+def _reduced(filter: Filter, column: Callable[[str], OrderedValues], negated: bool) -> _Values | _Joint:
+    if isinstance(filter, Comparison):
+        values = column(filter.key)
+        edges = values.edges(filter)
+        return (
+            _Values(values, values.complement(edges)) if negated and values.single else _Values(values, edges, negated)
+        )
+    if isinstance(filter, Not):
+        return _reduced(filter.filter, column, not negated)
+    every = isinstance(filter, AllOf) != negated
+    return _joined(every, [_reduced(part, column, negated) for part in filter.filters])
+
+
+def _joined(every: bool, parts: "Sequence[_Values | _Joint]") -> _Values | _Joint:
+    """Join parts; combine the sets of each attribute where the result is a set again."""
+    flat: list[_Values | _Joint] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, _Joint) and part.every == every else [part]
+    joined: list[_Values | _Joint] = []
+    sets: dict[int, list[_Values]] = {}
+    for part in flat:
+        if isinstance(part, _Values) and (part.column.single or part.negated == every):
+            sets.setdefault(id(part.column), []).append(part)
+        else:
+            joined.append(part)
+    for same in sets.values():
+        values, edges = same[0], [part.edges for part in same]
+        needed = len(edges) if every and values.column.single else 1  # not a and not b: not (a or b)
+        joined.append(values._replace(edges=combine(edges, needed)))
+    return joined[0] if len(joined) == 1 else _Joint(every, joined)
+
+
+def _cost(node: _Values | _Joint, size: int) -> int:
+    if isinstance(node, _Values):
+        return node.column.cost(node.edges)
+    return sum(_cost(part, size) + size // 8 for part in node.parts)  # combining bits is fast
+
+
+def _passing(node: _Values | _Joint, work: Work) -> Bits:
+    if isinstance(node, _Values):
+        work.check()
+        found = node.column.passing(node.edges)
+        return np.logical_not(found, out=found) if node.negated else found
+    join = np.logical_and if node.every else np.logical_or
+    found = _passing(node.parts[0], work)
+    for part in node.parts[1:]:
+        join(found, _passing(part, work), out=found)
+    return found
