@@ -37,7 +37,7 @@ class DeviceError(GpuError):
 
 
 class DeviceUnavailable(DeviceError):
-    """The device, its driver or the required Python packages are missing."""
+    """The device, its driver or the required Python packages are missing, or cannot be used."""
 
 
 class OutOfDeviceMemory(DeviceError):

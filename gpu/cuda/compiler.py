@@ -5,9 +5,11 @@ atomically to a directory that no other user can write to.
 """
 
 import hashlib
-import io
 import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpu.cuda import layout
+from gpu.cuda import layout, nvrtc
 from gpu.errors import DeviceError, DeviceUnavailable
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
@@ -59,8 +61,9 @@ _CONSTANTS = (
 _C_TYPES = {"u4": "uint32", "u8": "uint64"}
 _INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d{2,3}[af]?\Z")
-_OPTIONS = {"std": "c++17", "fma": False, "ptxas_options": ["-v"]}
-"""fma is off, so that results do not depend on the compiler: products are fused only by explicit fmaf."""
+_ERROR = re.compile(r"\b(error|fatal)\b")
+TESTED = "nvidia-cuda-nvrtc>=13.0.88,<=13.5.37"
+"""The versions of NVRTC that CI compiles with: the oldest, which builds of torch for CUDA 13.0 pin, and the newest."""
 
 
 class Usage(NamedTuple):
@@ -93,22 +96,22 @@ def kernel_source(units: Sequence[str] = UNITS) -> str:
 
 
 def c_header() -> str:
-    """Return the records and constants as C, with static assertions of their sizes and offsets."""
+    """Return the records and constants as C, with static assertions of the records' sizes.
+
+    The records here are packed. A C struct of the same fields and size has no padding either, so its offsets are equal.
+    """
     lines = ["// Written by gpu/cuda/compiler.py.", "#pragma once"]
     lines += ["using uint32 = unsigned int;", "using uint64 = unsigned long long;"]
     lines += [f"constexpr uint32 {name} = {getattr(layout, name)};" for name in _CONSTANTS]
     for name in _STRUCTS:
         dtype: np.dtype[Any] = getattr(layout, name.upper())
+        assert sum(part.itemsize for part, *_ in (dtype.fields or {}).values()) == dtype.itemsize, f"{name} is padded"
         lines.append(f"struct {name} {{")
         for field in dtype.names or ():
             part, offset = dtype.fields[field][:2]  # type: ignore[index]
             count = f"[{part.shape[0]}]" if part.shape else ""
             lines.append(f"    {_C_TYPES[part.base.str[1:]]} {field}{count};  // {offset}")
         lines += ["};", f'static_assert(sizeof({name}) == {dtype.itemsize}, "{name}");']
-        lines += [
-            f'static_assert(__builtin_offsetof({name}, {field}) == {dtype.fields[field][1]}, "{name}.{field}");'  # type: ignore[index]
-            for field in dtype.names or ()
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -117,7 +120,7 @@ def compile_kernels(arch: str, cache: Path | None = None, units: Sequence[str] =
     possible.
 
     cache: directory of images; default: `trinity/kernels` in the user's cache.
-    Raises DeviceUnavailable without the extra [cuda], DeviceError with the compiler's messages.
+    Raises DeviceUnavailable, in one line, without the extra [cuda] and if the kernels do not compile.
     """
     source = kernel_source(units)
     directory = _private_directory(default_cache() if cache is None else cache)
@@ -137,19 +140,29 @@ def compile_kernels(arch: str, cache: Path | None = None, units: Sequence[str] =
     return image
 
 
-def compile_source(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
-    """Compile a source text. Returns the cubin and its kernels' resource usage. Raises as `compile_kernels`."""
+def compile_source(source: str, arch: str, cpu_limit_s: float = nvrtc.CPU_LIMIT_S) -> tuple[bytes, dict[str, Usage]]:
+    """Compile a source text. Returns the cubin and its kernels' resource usage. Raises as `compile_kernels`.
+
+    It takes place in a process of its own, which ends after `cpu_limit_s` of processor time.
+    """
     if not _ARCH.match(arch):
         raise DeviceError(f"architecture {arch!r} is invalid; expected a name such as sm_90")
-    nvrtc_version()
-    from cuda.core import Program, ProgramOptions
-
-    log = io.StringIO()
-    try:
-        code = Program(source, "c++", ProgramOptions(arch=arch, **_OPTIONS)).compile("cubin", logs=log)
-    except Exception as error:
-        raise DeviceError(f"the kernels do not compile for {arch}: {error}\n{log.getvalue()}") from None
-    return bytes(code.code), usage_of(log.getvalue())
+    version, library = nvrtc_version(), nvrtc_path()
+    done = subprocess.run(
+        [sys.executable, "-P", nvrtc.__file__, arch, library, str(cpu_limit_s)],
+        input=source.encode(), capture_output=True, check=False,
+    )  # fmt: skip
+    report = done.stderr.decode(errors="replace")
+    if done.returncode == 0:
+        return done.stdout, usage_of(report)
+    if done.returncode == -signal.SIGPROF:
+        reason = f"no end after {cpu_limit_s:g} s of processor time"
+    else:
+        reason = _first_error(report) or f"the compiler's process ended with exit code {done.returncode}"
+    raise DeviceUnavailable(
+        f"the kernels do not compile for {arch} with NVRTC {version} ({library}): {reason}; "
+        f"tested versions: pip install '{TESTED}'"
+    )
 
 
 def usage_of(report: str) -> dict[str, Usage]:
@@ -168,14 +181,22 @@ def usage_of(report: str) -> dict[str, Usage]:
 def nvrtc_version() -> str:
     """Return NVRTC's version. Raises DeviceUnavailable if it is not installed."""
     try:
-        from cuda.bindings import nvrtc
+        from cuda.bindings import nvrtc as bindings
 
-        _, major, minor = nvrtc.nvrtcVersion()
+        _, major, minor = bindings.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
         raise DeviceUnavailable(
-            f"compiling kernels needs the extra [cuda] ({error}): pip install 'trinity-runtime[cuda]'"
+            f"compiling kernels needs the extra [cuda] ({reason}): pip install 'trinity-runtime[cuda]'"
         ) from None
     return f"{major}.{minor}"
+
+
+def nvrtc_path() -> str:
+    """Return the path of the NVRTC library that this process uses."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    return str(load_nvidia_dynamic_lib("nvrtc").abs_path)
 
 
 def default_cache() -> Path:
@@ -183,8 +204,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "kernels"
 
 
+def _first_error(report: str) -> str:
+    """Return the first line that reports an error, else the last line, "" without one."""
+    lines = [line.strip() for line in report.splitlines() if line.strip()]
+    return next((line for line in lines if _ERROR.search(line)), lines[-1] if lines else "")
+
+
 def _digest(source: str, arch: str) -> str:
-    parts = (source, arch, repr(sorted(_OPTIONS.items())), nvrtc_version())
+    parts = (source, arch, repr(sorted(nvrtc.OPTIONS.items())), nvrtc_version())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

@@ -34,23 +34,24 @@ __device__ inline void clear_visited(uint32* visited, uint32 bits) {
         sectors[i] = make_uint4(NO_NODE, NO_NODE, NO_NODE, NO_NODE);
 }
 
-// A snapshot of the words of a node's set.
+// A snapshot of the words of a node's set, which begins at visited[first]. An index, since NVRTC 13.0 does not end on an
+// array of pointers of which some are not set.
 struct Set {
-    uint32* words;
+    uint32 first;
     uint4 lower, upper;
 };
 
 __device__ inline uint32 hash_of(uint32 node) { return node * 2654435761u; }
 
-__device__ inline Set set_of(uint32* visited, uint32 bits, uint32 node) {
-    const uint32 offset = hash_of(node) >> (30 - bits) & ~(4 * WAYS - 1);  // in bytes, of the highest `bits` bits
-    uint4* words = reinterpret_cast<uint4*>(reinterpret_cast<unsigned char*>(visited) + offset);
-    return {reinterpret_cast<uint32*>(words), words[0], words[1]};
+__device__ inline Set set_of(const uint32* visited, uint32 bits, uint32 node) {
+    const uint32 first = hash_of(node) >> (32 - bits) & ~(WAYS - 1);  // of the highest `bits` bits
+    const uint4* words = reinterpret_cast<const uint4*>(visited + first);
+    return {first, words[0], words[1]};
 }
 
 // Insert a node into the table. Returns whether it is new. SYNC POINT: if several threads insert a node at once, it is new
 // for the one whose compare-and-swap wins.
-__device__ inline bool mark_visited(Slot* slot, const Set& set, uint32 node) {
+__device__ inline bool mark_visited(Slot* slot, uint32* visited, const Set& set, uint32 node) {
     const uint32 words[WAYS] = {set.lower.x, set.lower.y, set.lower.z, set.lower.w,
                                 set.upper.x, set.upper.y, set.upper.z, set.upper.w};
     uint32 way = WAYS;  // the first free one: all before it are checked already
@@ -62,12 +63,12 @@ __device__ inline bool mark_visited(Slot* slot, const Set& set, uint32 node) {
     }
     if (seen) return false;
     for (; way < WAYS; way++) {
-        const uint32 held = atomicCAS(set.words + way, NO_NODE, node);
+        const uint32 held = atomicCAS(visited + set.first + way, NO_NODE, node);
         if (held == NO_NODE) return true;
         if (held == node) return false;
     }
     slot->forgot = 1;
-    return atomicExch(set.words + hash_of(node) % WAYS, node) != node;
+    return atomicExch(visited + set.first + hash_of(node) % WAYS, node) != node;
 }
 
 // Write the new ones of `count` nodes, bring(0..), to `nodes`, in any order, and their number to *node_count. Returns the
@@ -88,7 +89,7 @@ __device__ inline uint32 gather(Slot* slot, uint32 bits, uint32 size, uint32 cou
             if (brought[j] < size) sets[j] = set_of(visited, bits, brought[j]);
 #pragma unroll
         for (uint32 j = 0; j < AT_ONCE; j++)
-            if (brought[j] < size && mark_visited(slot, sets[j], brought[j]))
+            if (brought[j] < size && mark_visited(slot, visited, sets[j], brought[j]))
                 nodes[atomicAdd(node_count, 1u)] = brought[j];
     }
     wait_for_block<ONE_WARP>();

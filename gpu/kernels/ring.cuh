@@ -62,22 +62,22 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     const uint32 stride = (LONG || chunks > SLOT_TEAM ? PIECE : 1) * WARP;
     const uint32 half = LONG ? PIECE * WARP : ring.places / 2 * WARP;
     const bool two = !LONG || ring.places >= 2 * PIECE;  // halves
-    uint4* next = ring.chunks + thread / WARP * ring.places * WARP + thread % WARP;  // the half to fill next
-    uint4* last = two ? next + half : next;
+    // The half to fill next, and the other. Indices, since NVRTC 13.0 does not end on pointers that alternate.
+    uint32 next = thread / WARP * ring.places * WARP + thread % WARP, last = two ? next + half : next;
     Sum sums[2][PAIR] = {};  // of a pair's lanes, and of the next pair's
     const auto fetch = [&] {
 #pragma unroll 1
-        for (uint4 *place = next, *end = next + half; place != end && fetched.row < count; place += stride) {
+        for (uint32 place = next; place != next + half && fetched.row < count; place += stride) {
             const uint32 i = fetched.row + team, left = i < count ? chunks : 0;
             const unsigned char* row = rows + static_cast<uint64>(nodes[min(i, count - 1)]) * (chunks * CHUNK_BYTES);
             const uint4* piece = reinterpret_cast<const uint4*>(row + fetched.piece * CHUNK_BYTES);
 #pragma unroll
             for (uint32 j = 0; j < PIECE; j++)
-                if (fetched.piece + j * SLOT_TEAM + lane < left) copy_row(place + j * WARP, piece + j * SLOT_TEAM);
+                if (fetched.piece + j * SLOT_TEAM + lane < left) copy_row(ring.chunks + place + j * WARP, piece + j * SLOT_TEAM);
             fetched.step(chunks);
         }
         commit_copies();
-        uint4* filled = next;
+        const uint32 filled = next;
         next = last;
         last = filled;
     };
@@ -89,18 +89,18 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
         else
             wait_for_copies<0>();
 #pragma unroll 1
-        for (const uint4 *place = next, *end = next + half; place != end && added.row < count; place += stride) {
+        for (uint32 place = next; place != next + half && added.row < count; place += stride) {
             const uint32 i = added.row + team, left = i < count ? chunks : 0;
             uint4 chunk;
-            const uint4 *now = place, *part = LONG ? query + added.piece * QUERY_CHUNKS : kept;
-            uint32 number = added.piece + lane;
+            uint32 number = added.piece + lane, now = place;
 #pragma unroll 1
             for (uint32 n = 0; n < PIECE / PAIR; n++) {  // not unrolled: too few registers
 #pragma unroll
                 for (uint32 j = 0; j < PAIR; j++)
                     if (number + j * SLOT_TEAM < left) {
-                        chunk = now[j * WARP];
-                        sums[0][j] = add_chunk<KIND>(sums[0][j], chunk, part + (LONG ? j * SLOT_TEAM : j) * QUERY_CHUNKS);
+                        chunk = ring.chunks[now + j * WARP];
+                        const uint4* part = LONG ? query + (number - lane + j * SLOT_TEAM) * QUERY_CHUNKS : kept + j * QUERY_CHUNKS;
+                        sums[0][j] = add_chunk<KIND>(sums[0][j], chunk, part);
                     }
                 if (!LONG) continue;
 #pragma unroll
@@ -111,7 +111,6 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
                 }
                 number += PAIR * SLOT_TEAM;
                 now += PAIR * WARP;
-                part += PAIR * SLOT_TEAM * QUERY_CHUNKS;
             }
             if (!added.step(chunks)) continue;
             const Sum lanes = (sums[0][0] + sums[1][0]) + (sums[0][1] + sums[1][1]);

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gpu import DeviceError
 from ipc.memory.compiled import can_cache
 from runtime.checks import permissions, preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
@@ -36,24 +37,25 @@ _MEMLOCK = 1 << 30  # order of magnitude of a node's pinned host buffers
 _MORE_LOCKED = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: the driver may refuse to pin memory"
 _SHM = 1 << 30
 _MORE_SHM = "mount -o remount,size=2G /dev/shm (docker: --shm-size=2g); Trinity itself does not use it"
-_PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-ml-py")
+_PACKAGES = ("numpy", "numba", "pyzmq", "msgspec", "torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-ml-py")
 _NEEDED = _PACKAGES[:4]
 _PROBE_S = 60.0
 _TORCH = "import torch; one = torch.eye(8, device='cuda:0'); assert torch.equal((one @ one).cpu(), one.cpu())"
 
 
 Probe = Callable[[Gpu, Gpu], str]
-TorchProbe = Callable[[Gpu], str]
+GpuProbe = Callable[[Gpu], str]
 
 
 def diagnose(
     config: NodeConfig | None = None,
     gpus: Gpus | None = None,
     probe: Probe | None = None,
-    torch_probe: TorchProbe | None = None,
+    torch_probe: GpuProbe | None = None,
+    kernel_probe: GpuProbe | None = None,
 ) -> Iterator[Finding]:
     """Yield all findings, cheap checks first. `probe` tests CUDA IPC from one GPU to another, `torch_probe` tests torch
-    on a GPU; both return "" on success, else the error."""
+    on a GPU, `kernel_probe` compiles the search's kernels for it; all return "" on success, else the error."""
     gpus = gpus or Gpus()
     machine = Machine.read(gpus)
     yield from _versions()
@@ -68,6 +70,7 @@ def diagnose(
     models = config is not None and any(device != "cpu" for role in _model_roles(config) for device in role.devices)
     yield from _pairs(gpus, machine, probe or cuda_ipc, models)
     if config is not None:
+        yield from _kernels(config, machine, kernel_probe or kernels_compile)
         if models:
             yield from _torch(config, machine, torch_probe or torch_works)
         if isinstance(config.model, OpenAiSection):
@@ -169,7 +172,7 @@ def _model_roles(config: NodeConfig) -> tuple[KvWorkerSection, ...]:
     return (config.prefill, config.decode) if config.own_model is not None else ()
 
 
-def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[Finding]:
+def _torch(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Finding]:
     """Check that torch can compute on the model's GPUs."""
     advice = "install a build of torch for this driver's CUDA: https://pytorch.org/get-started/locally"
     try:
@@ -186,6 +189,15 @@ def _torch(config: NodeConfig, machine: Machine, probe: TorchProbe) -> Iterator[
         if any(gpu.matches(name) for name in named):
             failure = probe(gpu)
             yield Finding.of(not failure, f"GPU {gpu.index} torch", failure or "works", advice, "error")
+
+
+def _kernels(config: NodeConfig, machine: Machine, probe: GpuProbe) -> Iterator[Finding]:
+    """Check that the search's kernels compile for the pool's GPUs, once for each architecture."""
+    advice = 'install a tested version of NVRTC, or search on the CPU (pool.devices = ["cpu"])'
+    used = [gpu for gpu in machine.gpus if any(gpu.matches(name) for name in config.pool.devices)]
+    for arch, gpu in {gpu.arch: gpu for gpu in used}.items():
+        failure = probe(gpu)
+        yield Finding.of(not failure, f"kernels for {arch}", failure or "compile, and are cached", advice, "error")
 
 
 def _pairs(gpus: Gpus, machine: Machine, probe: Probe, models: bool) -> Iterator[Finding]:
@@ -305,6 +317,17 @@ def torch_works(gpu: Gpu) -> str:
     except subprocess.TimeoutExpired:
         return f"no answer within {_PROBE_S:.0f} s"
     return "" if done.returncode == 0 else _last_line(done.stderr)
+
+
+def kernels_compile(gpu: Gpu) -> str:
+    """Compile the search's kernels for a GPU, which caches them."""
+    from gpu.cuda.compiler import compile_kernels  # loads numba
+
+    try:
+        compile_kernels(gpu.arch)
+    except (DeviceError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def _seeing(gpu: Gpu) -> dict[str, str]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu.cuda import compiler
+from gpu.cuda import compiler, nvrtc
 from gpu.cuda.compiler import Usage
 
 _FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "compiled"
@@ -35,7 +35,8 @@ def compiled(source: str, arch: str) -> tuple[bytes, dict[str, Usage]]:
         (folder / "image").write_bytes(image)
         (folder / "usage").write_text(json.dumps(usage))
 
-    tools = (Path(compiler.__file__).read_text(), compiler.nvrtc_version(), importlib.metadata.version("cuda-core"))
+    code = (Path(file).read_text() for file in (compiler.__file__, nvrtc.__file__))
+    tools = (*code, compiler.nvrtc_version(), importlib.metadata.version("cuda-core"))
     folder = build_once(make, source, arch, *tools)
     usage = json.loads((folder / "usage").read_text())
     return (folder / "image").read_bytes(), {kernel: Usage(*taken) for kernel, taken in usage.items()}

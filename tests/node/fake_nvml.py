@@ -25,6 +25,7 @@ class Card:
     instances: list[str] = field(default_factory=list)  # UUIDs of MIG instances
     power_mw: int | None = 350_000  # None: not supported
     parent: "Card | None" = None
+    capability: tuple[int, int] = (9, 0)
 
 
 class FakeNvml:
@@ -83,6 +84,9 @@ class FakeNvml:
 
     def nvmlDeviceGetPciInfo(self, card: Card) -> Any:  # noqa: N802
         return SimpleNamespace(busId=card.bus)
+
+    def nvmlDeviceGetCudaComputeCapability(self, card: Card) -> tuple[int, int]:  # noqa: N802
+        return card.capability
 
     def nvmlDeviceGetName(self, card: Card) -> str:  # noqa: N802
         return card.name

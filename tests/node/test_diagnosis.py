@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launchers.main import command_line
-from runtime.checks.diagnosis import Probe, TorchProbe, cuda_ipc, diagnose, torch_works
+from runtime.checks.diagnosis import GpuProbe, Probe, cuda_ipc, diagnose, kernels_compile, torch_works
 from runtime.checks.finding import Finding
 from runtime.node.config import NodeConfig, parse_config
 from runtime.node.placement.gpus import Gpu, Gpus
@@ -28,10 +28,11 @@ def findings(
     config: NodeConfig | None = None,
     nvml: FakeNvml | None = None,
     probe: Probe = works,
-    torch: TorchProbe = works_too,
+    torch: GpuProbe = works_too,
+    kernels: GpuProbe = works_too,
 ) -> dict[str, Finding]:
     gpus = Gpus(nvml or FakeNvml([], broken="Driver Not Loaded"))
-    return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch)}
+    return {finding.subject: finding for finding in diagnose(config, gpus, probe, torch, kernels)}
 
 
 def test_every_problem_found_has_a_remedy() -> None:
@@ -76,6 +77,35 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda_that_works_there(monkeypatch: 
     assert (found["torch CUDA"].level, found["GPU 0 torch"].level) == ("ok", "ok")
     assert (found["GPU 1 torch"].level, found["GPU 1 torch"].text) == ("error", "driver too old")
     assert "GPU 1 torch" not in findings(None, FakeNvml(CARDS))
+
+
+def test_kernels_that_do_not_compile_for_a_gpu_of_the_pool_are_an_error_before_a_node_starts(tmp_path: Path) -> None:
+    cards = [*CARDS, Card("GPU-cccccccc", capability=(10, 0)), Card("GPU-dddddddd", capability=(8, 0))]
+    devices = ["cuda:0", "cuda:1", "cuda:2"]
+    config = parse_config({"pool": {"devices": devices}, "collections": [{"name": "d", "path": str(tmp_path)}]})
+    asked = []
+
+    def compiles(gpu: Gpu) -> str:
+        asked.append(gpu.arch)
+        return "" if gpu.arch == "sm_90" else "with NVRTC 13.0 they do not"
+
+    found = findings(config, FakeNvml(cards), kernels=compiles)
+    assert asked == ["sm_90", "sm_100"]  # each architecture of the pool once
+    assert found["kernels for sm_90"].level == "ok"
+    assert (found["kernels for sm_100"].level, found["kernels for sm_100"].text) == (
+        "error",
+        "with NVRTC 13.0 they do not",
+    )
+
+
+def test_the_kernels_are_compiled_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.cuda.compiler.compile_source", lambda source, arch: (arch.encode(), {}))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpu = Gpu("0", "GPU-aaaaaaaa", "none", "", 1, 1, arch="sm_90")
+    assert kernels_compile(gpu) == ""
+    assert [file.read_bytes() for file in (tmp_path / "trinity" / "kernels").iterdir()] == [b"sm_90"]
+    (tmp_path / "trinity" / "kernels").chmod(0o777)
+    assert "writable by other users" in kernels_compile(gpu)
 
 
 def test_a_model_on_gpus_without_cuda_ipc_is_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ SYSTEM_PCI = Path("/sys/bus/pci/devices")
 class Gpu:
     """A GPU or a MIG instance. `numa_node` is None if the system does not report it.
 
-    `index` is NVML's (PCI order); "0:1" is instance 1 of GPU 0; `pci_bus` is like "0000:17:00.0".
+    `index` is NVML's (PCI order); "0:1" is instance 1 of GPU 0; `pci_bus` is like "0000:17:00.0"; `arch` is what
+    kernels are compiled for, like "sm_90".
     """
 
     index: str
@@ -32,6 +33,7 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     numa_node: int | None = None
+    arch: str = ""
 
     @property
     def is_mig(self) -> bool:
@@ -113,6 +115,7 @@ class Gpus:
     def _describe(self, index: str, handle: Any, parent: Any) -> Gpu:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         bus = _bus(self._nvml.nvmlDeviceGetPciInfo(parent).busId)
+        major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(parent)
         return Gpu(
             index=index,
             uuid=self._uuid(handle),
@@ -121,6 +124,7 @@ class Gpus:
             memory_bytes=int(memory.total),
             free_bytes=int(memory.free),
             numa_node=numa_node_of(bus, self._system),
+            arch=f"sm_{major}{minor}",
         )
 
     def _uuid(self, handle: Any) -> str:
