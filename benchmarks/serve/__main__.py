@@ -21,11 +21,11 @@ from benchmarks.serve.report import Section, about, markdown, write
 from benchmarks.serve.sections import (
     agreement,
     changes,
-    control,
     curves,
     disaggregation,
     goodput,
     handover,
+    orders,
     placements,
     probes,
     step,
@@ -46,8 +46,7 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "placements": placements.shipped,
     "placements-dear": placements.dear,
     "changes": changes.run,
-    "orders": control.orders,
-    "link": control.link,
+    "orders": orders.run,
     "agreement": agreement.run,
 }
 

@@ -306,45 +306,14 @@ class ControlSection(Section, frozen=True):
     planner, which flips workers to the other role.
 
     - `enabled`: whether the loop adjusts r and τ_pre.
-    - `interval_s`: time between two updates.
-    - `step`: maximum change of r per update; `reserve_min` ("auto": 0.1) and `reserve_max` bound it.
-    - `prefill_wait_target_s`: target of prefill's P95 wait for a pool slot; "auto" is `pool.prefill_target_s`.
-    - `decode_stall_target`: target of the share of decode rows' time that is spent on waiting for probes: 0.8 of what
-      `slo.tpot_s` leaves beside a step, but at least this value.
-    - `link_target`: target of the KV link's use.
-    - `dwell_s`: time for which the signals must point in one direction before a change.
-    - `hysteresis`: share by which a signal must exceed its target to count.
     - `planner`: "act" flips prefill or decode workers by load, "advise" only logs what it would do.
 
-    While decode stalls too much, `pool.flush_prefill_s` is set to half of `slo.ttft_s` (or to `prefill_wait_target_s`,
-    if that is configured). When no query waits, both return to their configured values.
+    While decode stalls too much, τ_pre is set to half of `slo.ttft_s`. When no query waits, both return to
+    `pool.reserve` and `pool.flush_prefill_s`.
     """
 
     enabled: bool = True
     planner: Literal["off", "advise", "act"] = "off"
-    interval_s: Annotated[float, Meta(ge=0.2, le=0.5)] = 0.25
-    prefill_wait_target_s: Literal["auto"] | Annotated[float, Meta(gt=0, le=60)] = "auto"
-    decode_stall_target: Annotated[float, Meta(gt=0, le=1)] = 0.25
-    link_target: Annotated[float, Meta(ge=0, le=1)] = 0.05
-    reserve_min: Literal["auto"] | Annotated[float, Meta(ge=0, le=1)] = "auto"
-    reserve_max: Annotated[float, Meta(ge=0, le=1)] = 0.9
-    step: Annotated[float, Meta(gt=0, le=0.5)] = 0.1
-    dwell_s: Annotated[float, Meta(ge=0.2, le=600)] = 1.0
-    hysteresis: Annotated[float, Meta(ge=0.01, le=0.9)] = 0.2
-
-    def __post_init__(self) -> None:
-        if self.reserve_min != "auto" and self.reserve_min > self.reserve_max:
-            raise ValueError(f"reserve_min = {self.reserve_min} is over reserve_max = {self.reserve_max}")
-
-    def wait_target_s(self, pool: PoolSection, slo: "SloSection") -> float:
-        """Return the target of prefill's P95 wait in seconds; a pool target below a millisecond counts as one."""
-        if self.prefill_wait_target_s != "auto":
-            return self.prefill_wait_target_s
-        return max(pool.prefill_target(slo), 1e-3)
-
-    def min_reserve(self, pool: PoolSection) -> float:
-        """Return the lower bound of r."""
-        return min(pool.reserve, self.reserve_max, 0.1) if self.reserve_min == "auto" else self.reserve_min
 
 
 class SloSection(Section, frozen=True):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from runtime.errors import TrinityError
 from runtime.node.config import KvWorkerSection
-from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Planner, Work
 from runtime.node.engine_config import ModelSection
 from runtime.node.metrics.worker_metrics import Stage
@@ -81,7 +81,7 @@ class Simulation:
         self.tiers = NodeTiers(config.kv, setup.times, self._block_tokens)
         self._build_workers()
         self._law = ControlLaw(config)
-        self._meter = SignalMeter(len(self.decodes), config.control.interval_s)
+        self._meter = SignalMeter(len(self.decodes))
 
     # ---- building
 
@@ -258,7 +258,7 @@ class Simulation:
         now_s = self.events.now_ns / 1e9
         if self._law.update(now_s, self._meter.update(now_s, self._readings())):
             self._set_knobs()
-        self.events.after(ns(self._setup.config.control.interval_s), self._control)
+        self.events.after(ns(INTERVAL_S), self._control)
 
     def _set_knobs(self) -> None:
         for pool in self.pools:

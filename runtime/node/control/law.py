@@ -4,7 +4,7 @@ The supervisor and the simulator run this same class on their own clocks. The ru
 priority:
 
 - **Decode stalls**: its rows wait for probes for more than a third of the time that they can spend on it with tokens
-  still within `slo.tpot_s`. r falls, down to `reserve_min`. If they stall for all of that time, τ_pre is first raised
+  still within `slo.tpot_s`. r falls, down to a tenth. If they stall for all of that time, τ_pre is first raised
   to the longest wait that prefill may have, half of the TTFT target, since a prompt that is computed sooner would only
   wait among decode's rows. Prefill gets the remaining slots, and serves queries that can still meet their TTFT first.
 - **Prefill waits too long**: the P95 wait of its queries for a slot exceeds its target. τ_pre is halved, and once it is
@@ -30,9 +30,19 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 Knob = Literal["reserve", "flush_prefill_s"]
 _WAIT = PoolMetrics.WAIT["prefill"]
 
+INTERVAL_S = 0.25  # between two updates; a metric's histogram is read for it, and a worker's knob is set at once
+STEP = 0.1  # the largest change of r in an update
+DWELL_S = 1.0  # for which the signals point in one direction before a change: signals are means over about a second
+HYSTERESIS = 0.2  # share by which a signal must exceed its target
+RESERVE_MIN = 0.1  # unless `pool.reserve` is less: prefill's queries keep a slot
+RESERVE_MAX = 0.9  # decode keeps a slot
+LINK_TARGET = 0.05  # use of the KV link below which decode may soon be idle
+DECODE_STALL_TARGET = 0.25  # least target of the share of rows' time that probes take, where `slo.tpot_s` leaves less
+_LEAST_WAIT_TARGET_S = 1e-3  # below a millisecond a P95 wait says little
+_HALF_LIFE_S = 4 * INTERVAL_S  # of a signal
 _STRAINED = 0.3  # pressure from which decode's stalls have priority over prefill's waits
 _TPOT_SHARE = 0.8  # share of a token's time beyond its step that stalls may take, as the mean of all rows
-_MIN_STEP_SHARE = 1 / 8  # lower limit of the step after reversals, as a share of the configured one
+_MIN_STEP_SHARE = 1 / 8  # lower limit of the step after reversals, as a share of STEP
 _IDLE = 0.1  # pressure below which no query waits noticeably
 _RELAXED = 0.5  # pressure below which τ_pre may grow
 
@@ -61,23 +71,25 @@ class Change:
     cause: str
 
 
+def wait_target_s(config: NodeConfig) -> float:
+    """Return the target of prefill's P95 wait for a pool slot: L_pre,max."""
+    return max(config.pool.prefill_target(config.slo), _LEAST_WAIT_TARGET_S)
+
+
 class ControlLaw:
     """State of the law: `reserve` and `flush_prefill_s`. Each `update` changes at most one of them, by at most one
     step."""
 
     def __init__(self, config: NodeConfig) -> None:
-        settings, pool = config.control, config.pool
-        self._settings = settings
-        self._wait_target_s = settings.wait_target_s(pool, config.slo)
-        self._longest_wait_s = self._wait_target_s  # limit of τ_pre while decode stalls too much
-        if settings.prefill_wait_target_s == "auto":
-            self._longest_wait_s = max(self._wait_target_s, config.slo.prefill_wait_s)
+        pool = config.pool
+        self._wait_target_s = wait_target_s(config)
+        self._longest_wait_s = max(self._wait_target_s, config.slo.prefill_wait_s)  # limit of τ_pre
         self._tpot_s = config.slo.tpot_s
-        self._reserve_min = settings.min_reserve(pool)
-        self.reserve = self._reserve_configured = min(max(pool.reserve, self._reserve_min), settings.reserve_max)
+        self._reserve_min = min(pool.reserve, RESERVE_MIN)
+        self.reserve = self._reserve_configured = min(pool.reserve, RESERVE_MAX)
         self.flush_prefill_s = self._flush_configured = pool.flush_prefill_s
         self.changes = 0
-        self._step = settings.step
+        self._step = STEP
         self._last_direction = 0  # direction of r's last change
         self._directions_held = 0, 0
         self._since_s = float("inf")  # since when `_directions_held` has held without a step
@@ -87,7 +99,7 @@ class ControlLaw:
         directions = self._directions(signals)
         if directions != self._directions_held or self._since_s > now_s:
             self._directions_held, self._since_s = directions, now_s
-        if now_s - self._since_s < self._settings.dwell_s:
+        if now_s - self._since_s < DWELL_S:
             return []
         cause = self._cause(signals)
         change = self._move(*directions, cause) if any(directions) else self._relax(signals, cause)
@@ -99,22 +111,21 @@ class ControlLaw:
 
     def pressures(self, signals: Signals) -> tuple[float, float]:
         """Return prefill's wait and decode's stall, each divided by its target."""
-        target = self._settings.decode_stall_target
+        target = DECODE_STALL_TARGET
         if signals.step_s > 0:
             target = max(target, _TPOT_SHARE * (1 - signals.step_s / self._tpot_s))
         return signals.prefill_wait_p95_s / self._wait_target_s, signals.decode_stall / target
 
     def _directions(self, signals: Signals) -> tuple[int, int]:
         """Return the directions of τ_pre and r: 1 up, -1 down, 0 unchanged."""
-        settings = self._settings
         prefill, decode = self.pressures(signals)
-        band = 1 + settings.hysteresis
+        band = 1 + HYSTERESIS
         waits = prefill > band
         if decode > _STRAINED:
             return (1 if decode > band else -waits), -1
         if decode > _STRAINED / band:
             return -waits, 0
-        starved = signals.link_use < settings.link_target * (1 - settings.hysteresis)
+        starved = signals.link_use < LINK_TARGET * (1 - HYSTERESIS)
         return (-1, 1) if waits or (starved and self._prefill_waits(signals)) else (0, 0)
 
     def _prefill_waits(self, signals: Signals) -> bool:
@@ -126,9 +137,8 @@ class ControlLaw:
         flush = {1: most, 0: self.flush_prefill_s, -1: self.flush_prefill_s / 2}[flush_direction]
         if (change := self._set_flush(flush, cause)) is not None:
             return change
-        settings = self._settings
         step = self._step * (0.5 if direction == -self._last_direction else 1.5)
-        self._step = min(max(step, settings.step * _MIN_STEP_SHARE), settings.step)
+        self._step = min(max(step, STEP * _MIN_STEP_SHARE), STEP)
         if (change := self._set_reserve(self.reserve + direction * self._step, cause)) is not None:
             self._last_direction = direction
         return change
@@ -138,8 +148,7 @@ class ControlLaw:
         enough."""
         prefill, decode = self.pressures(signals)
         if decode <= _IDLE and not self._prefill_waits(signals):
-            step = self._settings.step
-            towards = min(max(self._reserve_configured - self.reserve, -step), step)
+            towards = min(max(self._reserve_configured - self.reserve, -STEP), STEP)
             if (change := self._set_reserve(self.reserve + towards, cause)) is not None:
                 return change
             if self.flush_prefill_s > self._flush_configured:
@@ -151,7 +160,7 @@ class ControlLaw:
         return None
 
     def _set_reserve(self, value: float, cause: str) -> Change | None:
-        after = min(max(value, self._reserve_min), self._settings.reserve_max)
+        after = min(max(value, self._reserve_min), RESERVE_MAX)
         if after == self.reserve:
             return None
         change = Change("reserve", self.reserve, after, cause)
@@ -194,9 +203,8 @@ class Readings:
 class SignalMeter:
     """Converts readings to signals over about the last second: older values decay by half every four intervals."""
 
-    def __init__(self, links: int, interval_s: float) -> None:
+    def __init__(self, links: int) -> None:
         self.links = links
-        self._half_life_s = 4 * interval_s
         self._last: tuple[float, Readings] | None = None
         self._elapsed_s = self._link_busy_s = self._row_s = self._stall_s = self._tokens = 0.0
         self._waits = [0.0] * (len(_WAIT.buckets) + 1)
@@ -206,7 +214,7 @@ class SignalMeter:
         last_s, last = self._last or (now_s, readings)
         self._last = now_s, readings
         passed = now_s - last_s
-        keep = 0.5 ** (passed / self._half_life_s)
+        keep = 0.5 ** (passed / _HALF_LIFE_S)
         self._elapsed_s = self._elapsed_s * keep + passed
         self._link_busy_s = self._link_busy_s * keep + readings.link_busy_s - last.link_busy_s
         self._row_s = self._row_s * keep + readings.row_s - last.row_s

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, get_args
 
 from runtime.node.config import NodeConfig, Role
-from runtime.node.control.law import ControlLaw, Readings, SignalMeter
+from runtime.node.control.law import INTERVAL_S, ControlLaw, Readings, SignalMeter
 from runtime.node.control.planner import Move, Planner, Work
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import (
@@ -45,15 +45,15 @@ _ROLE_OF: dict[Counter, Role] = {counter: role for role, counters in _COUNTERS.i
 
 
 class ControlLoop:
-    """Control loop of one node. `step` may be called at any rate and acts once per `interval_s`."""
+    """Control loop of one node. `step` may be called at any rate and acts once per INTERVAL_S."""
 
     def __init__(self, config: NodeConfig, tables: Mapping[str, WorkerTable]) -> None:
-        settings = self._settings = config.control
+        self._settings = config.control
         self._reserve = config.pool.reserve
         self._tables: dict[Role, list[WorkerTable]] = {
             role: [table for table in tables.values() if table.role == role] for role in get_args(Role)
         }
-        self._meter = SignalMeter(len(self._tables["decode"]), settings.interval_s)
+        self._meter = SignalMeter(len(self._tables["decode"]))
         self.law, self._planner = ControlLaw(config), Planner.of(config, config.slo)
         self._advised: Stage | None = None
         self._moves: dict[Stage, int] = dict.fromkeys(get_args(Stage), 0)
@@ -91,7 +91,7 @@ class ControlLoop:
         """Update the law, and set the pools' knobs if it changed one; each change is logged with its cause."""
         if not self._settings.enabled or now_s < self._due_s:
             return
-        self._due_s = now_s + self._settings.interval_s
+        self._due_s = now_s + INTERVAL_S
         for change in self.law.update(now_s, self._meter.update(now_s, self.readings())):
             log.info("%s %.4g → %.4g: %s", change.knob, change.before, change.after, change.cause)
             for table in self._tables["pool"]:

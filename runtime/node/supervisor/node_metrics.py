@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runtime.node.config import NodeConfig
+from runtime.node.control import law
 from runtime.node.placement.plan import WorkerPlan
 from runtime.node.supervisor.admin import WorkerStatus
 from runtime.node.supervisor.supervised_worker import Phase
@@ -127,12 +128,12 @@ class NodeMetricsSource:
         yield ProcessMetrics.OPEN_FDS.of({name: usage.fds for name, usage in usages.items()})
 
     def _targets(self) -> "Iterator[Family]":
-        slo, control = self.config.slo, self.config.control
+        slo = self.config.slo
         yield NodeMetrics.SLO_LIMIT.of({"ttft": slo.ttft_s, "tpot": slo.tpot_s, "search": slo.search_s})
         yield NodeMetrics.SLO_OBJECTIVE.now(slo.objective)
-        yield ControlMetrics.LINK_TARGET.now(control.link_target)
-        yield ControlMetrics.STALL_TARGET.now(control.decode_stall_target)
-        yield ControlMetrics.WAIT_TARGET.now(control.wait_target_s(self.config.pool, slo))
+        yield ControlMetrics.LINK_TARGET.now(law.LINK_TARGET)
+        yield ControlMetrics.STALL_TARGET.now(law.DECODE_STALL_TARGET)
+        yield ControlMetrics.WAIT_TARGET.now(law.wait_target_s(self.config))
 
 
 def _states(statuses: Sequence[WorkerStatus]) -> "Iterator[Family]":
