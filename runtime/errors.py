@@ -57,6 +57,12 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class ResponseTooLarge(InvalidRequest):
+    """The response would be larger than its limit."""
+
+    code = "response_too_large"
+
+
 class UnknownCollection(InvalidRequest):
     """This node serves no collection of that name."""
 

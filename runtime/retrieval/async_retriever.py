@@ -12,7 +12,7 @@ from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import (
@@ -40,12 +40,12 @@ class AsyncRetriever:
         return [] if self.client.live else ["pool"]
 
     async def search(
-        self, request: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float
+        self, request: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> list[Passage]:
         """Return the passages, nearest first. Raises `TrinityError`.
 
-        `on_embedded` is called once, when the query's vector is ready. The pool's deadline is what is left of
-        `timeout_s`.
+        `on_embedded` is called once, when the query's vector is ready, and `on_read` with the size of the passages. The
+        pool's deadline is what is left of `timeout_s`.
         """
         if request.hybrid and request.query is None:
             raise InvalidRequest("hybrid requires a text: use query instead of vector", "hybrid")
@@ -80,7 +80,7 @@ class AsyncRetriever:
                         search, loop.run_in_executor(self._keywords, keywords.search, vector)
                     )
                     result = fuse_keywords(result, found, request.k, request.hybrid)
-                return list(self.registry.passages(request.collection, result))
+                return list(self.registry.passages(request.collection, result, on_read))
             except CollectionReplaced:
                 attempts += 1
                 if attempts == MAX_BUILD_ATTEMPTS:

@@ -29,9 +29,10 @@ from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name
 from runtime.retrieval.embedding.loading import EmbedderLocation, LazyEmbedder, embedder_location, load_embedder
 from runtime.retrieval.live.reader import LiveDocumentStore
+from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.neighbors import FUSION_DEPTH, Neighbors
 from runtime.retrieval.open_build import OpenBuild, directory_identity, documents_stamp, open_build
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.search.query import AcceptBuild, SearchResult
 
 _KEPT = 4  # builds that no pool serves any more, kept open for results that are still in flight
@@ -356,11 +357,14 @@ class CollectionRegistry:
 
         return KeywordQuery(build.identity, depth, search)
 
-    def passages(self, collection: str, result: SearchResult) -> tuple[Passage, ...]:
+    def passages(
+        self, collection: str, result: SearchResult, on_read: OnRead = lambda size: None
+    ) -> tuple[Passage, ...]:
         """Return the documents of a search result; without title and text for a collection of bare vectors.
 
         Documents that have been deleted since are left out. Raises `CollectionReplaced` for a result of a build that
-        is not open any more, `Unavailable` if documents cannot be read.
+        is not open any more, `Unavailable` if documents cannot be read, `ResponseTooLarge`, and the errors of
+        `on_read`.
         """
         builds = self.builds_of(collection)
         build = builds.by_identity.get(result.identity)
@@ -368,11 +372,19 @@ class CollectionRegistry:
             raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
         rows = [int(row) for row in result.ids if row >= 0]
         found: Sequence[Document | None]
+        size = 0
+
+        def count(one: Document | StoredDocument) -> None:
+            nonlocal size
+            size += size_of(one.id, one.title, one.text, one.attributes)
+            check_size(size, len(rows))
+            on_read(size)
+
         if build.documents is None:
             found = [Document(str(row), "", "") for row in rows]
         else:
             try:
-                found = build.documents.get(rows)
+                found = build.documents.get(rows, count)
             except CollectionError as error:  # only this collection fails, until its file is whole again
                 builds.discard(build, error.message)
                 raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error

@@ -1,9 +1,12 @@
 """A passage: a retrieved document."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from runtime.errors import ResponseTooLarge
+
+MAX_PASSAGES_BYTES = 32 << 20  # of one search, also as JSON: another node reads no more
 Attribute = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Attribute]
 """A document's metadata: of a passage from a file `source` (its path), `heading` and `page`."""
@@ -21,3 +24,26 @@ class Passage(msgspec.Struct, frozen=True):
 
 class PartialPassages(list[Passage]):
     """Passages of a collection on several nodes, some of which did not answer."""
+
+
+OnRead = Callable[[int], None]
+"""Called with the bytes of all passages of a search that were read so far, before the next one is read."""
+
+
+def ignore_size(size: int) -> None:
+    """An `OnRead` of a search whose passages are not sent to a client."""
+
+
+def size_of(id: str, title: str, text: str, attributes: Attributes) -> int:
+    """Return the bytes of a passage's texts and attributes."""
+    texts = (part if part.isascii() else part.encode(errors="replace") for part in (id, title, text))
+    return sum(map(len, texts)) + (len(msgspec.json.encode(attributes)) if attributes else 0)
+
+
+def check_size(size: int, wanted: int) -> None:
+    """Raise `ResponseTooLarge` if the first passages of `wanted` have too many bytes."""
+    if size > MAX_PASSAGES_BYTES:
+        raise ResponseTooLarge(
+            f"the {wanted} passages have {size:,} bytes or more, the limit is {MAX_PASSAGES_BYTES:,}: search for fewer",
+            "k",
+        )

@@ -21,13 +21,12 @@ from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import decode_filter, filter_bytes, filter_json
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.loading import read_key
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import MAX_PASSAGES_BYTES, PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 
 PROBE_EVERY_S = 2.0
 _MAX_SEARCH_S = 3600.0
 _KEEPALIVE_S = 30.0  # of an idle connection; shorter than the nodes' own
-MAX_RESPONSE_BYTES = 32 << 20
 log = logging.getLogger(__name__)
 
 
@@ -175,8 +174,8 @@ class RemoteCollection:
             content = bytearray()
             async for part in got.content.iter_any():
                 content += part
-                if len(content) > MAX_RESPONSE_BYTES:
-                    raise ValueError(f"its response is longer than {MAX_RESPONSE_BYTES} bytes")
+                if len(content) > MAX_PASSAGES_BYTES:
+                    raise ValueError(f"its response is longer than {MAX_PASSAGES_BYTES} bytes")
             if got.status == 200:
                 return bytes(content)
             with suppress(msgspec.MsgspecError):

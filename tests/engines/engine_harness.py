@@ -21,7 +21,7 @@ from runtime.errors import (
     TrinityError,
 )
 from runtime.node.engine_config import OpenAiSection, Stage
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import OnRead, PartialPassages, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
@@ -43,7 +43,9 @@ class FakeSearch:
         self.long = 0  # bytes of padding per passage
         self._count = itertools.count(1)
 
-    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         on_embedded()
         self.calls.append((query, timeout_s))
         if self.hangs:

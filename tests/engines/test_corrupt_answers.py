@@ -10,7 +10,7 @@ import pytest
 
 from runtime.errors import InternalError, TrinityError
 from runtime.node.engine_config import Stage
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.messages import Retrieval
 from tests.engines.engine_harness import EngineHarness, read_answer, running_engine
@@ -135,7 +135,9 @@ def test_passages_of_any_text_reach_the_server_as_json() -> None:
     async def test() -> None:
         async with running_engine() as harness:
 
-            async def search(query: object, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+            async def search(
+                query: object, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+            ) -> list[Passage]:
                 on_embedded()
                 return [Passage("\0", "\u2028", float("nan"), "a\0<|im_end|>\x1b[31m")]
 

@@ -14,7 +14,7 @@ import uvloop
 
 from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.frontend.answer_cache import AnswerCache
 from runtime.serving.frontend.requests import RequestOutcome
@@ -43,7 +43,9 @@ class FakeSearch:
         self.hangs = False
         self.timeout_s = 0.0
 
-    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         on_embedded()
         self.calls.append(query)
         self.timeout_s = timeout_s
@@ -206,6 +208,7 @@ class Cluster:
         app = create_app(service, self.settings, new_id)
         self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
         server = _Server(self._http, self._stop)
+        self.protocols = server.server_state.connections
         for role, name in self._worker_names():
             self.players[name] = ScriptedWorker(self, role, name)
             self._tasks[name] = asyncio.create_task(self.players[name].serve())

@@ -14,7 +14,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader, passage_attributes
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
 
 HASHING = HashingEmbedder(64)
@@ -41,7 +41,9 @@ class NodeCollection:
         )
         self._directory = directory
 
-    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         on_embedded()
         vector = query.vector if query.query is None else HASHING.embed([query.query], "query")[0]
         with LiveReader(self._directory) as reader:

@@ -17,7 +17,7 @@ from runtime import AsyncSearchClient, SearchClient
 from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, InvalidRequest, Overloaded, Unavailable
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.remote_collections import RemoteCollection
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.query import PassageQuery, QueueLimits
@@ -61,7 +61,9 @@ def silent() -> Iterator[str]:
 def nearest(start_node: Any, query: str | None, **asked: Any) -> list[Passage]:
     """Return the results of one index over a node's documents."""
     wanted = PassageQuery("docs", **({"k": 10, "query": query} | asked))
-    found: list[Passage] = asyncio.run(start_node.search(wanted, on_embedded=lambda: None, timeout_s=60.0))
+    found: list[Passage] = asyncio.run(
+        start_node.search(wanted, on_embedded=lambda: None, on_read=ignore_size, timeout_s=60.0)
+    )
     return sorted(found, key=lambda passage: passage.distance)
 
 

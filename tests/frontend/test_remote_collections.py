@@ -14,7 +14,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, InvalidFilter, Invalid
 from runtime.node.config import NodeConfig
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.remote_collections import CollectionRouter
 from runtime.serving.http.service import NoCollections, Settings
@@ -41,7 +41,7 @@ def ask(
 ) -> Awaitable[list[Passage]]:
     options: dict[str, Any] = {"collection": "all", "k": 10, "query": query} | changed
     found: Awaitable[list[Passage]] = search.search(
-        PassageQuery(**options), on_embedded=lambda: None, timeout_s=timeout_s
+        PassageQuery(**options), on_embedded=lambda: None, on_read=ignore_size, timeout_s=timeout_s
     )
     return found
 

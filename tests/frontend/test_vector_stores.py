@@ -12,7 +12,7 @@ import pytest
 from runtime.errors import EmbedderFailed, UnknownCollection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.routes.vector_stores import score_of
 from runtime.serving.http.service import Settings
@@ -56,7 +56,9 @@ class Stand:
             raise self.error
         return embedder.embed(texts, kind), sum(map(embedder.count_tokens, texts))
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, asked: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         on_embedded()
         self.asked.append(asked)
         return FOUND[asked.query or ""][: asked.k]

@@ -15,7 +15,7 @@ from runtime.retrieval.live.keyword_search import LiveKeywordSearch
 from runtime.retrieval.live.reader import LiveReader, passage_attributes
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.neighbors import fuse_ranks
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
@@ -32,7 +32,9 @@ class Notes:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    async def search(self, asked: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, asked: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         on_embedded()
         text = asked.query or ""
         wanted = decode_filter(filter_bytes(asked.filter)) if asked.filter else None

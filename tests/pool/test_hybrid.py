@@ -20,7 +20,7 @@ from runtime.retrieval.collection_registry import CollectionRegistry
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.manifest import KEYWORDS, read_manifest
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
@@ -161,7 +161,7 @@ def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: Mak
 
     async def found(**options: Any) -> list[str]:
         passage_query = PassageQuery("docs", 10, **({"query": "all of s7"} | options))
-        passages = await search.search(passage_query, on_embedded=lambda: None, timeout_s=60)
+        passages = await search.search(passage_query, on_embedded=lambda: None, on_read=ignore_size, timeout_s=60)
         return [passage.id for passage in passages]
 
     async def body() -> None:

@@ -217,9 +217,7 @@ def test_a_manifest_that_is_not_a_regular_file_is_refused(copy: Path) -> None:
     with pytest.raises(CollectionError, match=r"docs is not a collection: .*collection\.json is missing$"):
         Collection.open(copy)
     os.mkfifo(copy / "collection.json")
-    with pytest.raises(
-        CollectionError, match=r"docs is not a collection: .*collection\.json: it is a pipe, not a regular"
-    ):
+    with pytest.raises(CollectionError, match=r"docs is not a collection: .*json: it is a pipe"):
         Collection.open(copy)
 
 

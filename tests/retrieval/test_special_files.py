@@ -52,8 +52,10 @@ def test_only_regular_files_of_a_limited_size_are_opened(tmp_path: Path, replace
     path = tmp_path / "file"
     replace(path)
     reason: dict[Replace, str] = {
-        pipe: "it is a pipe, not", endless: "it is a device, not", sparse: "4,398,046,511,104 bytes, the limit"
-    }  # fmt: skip
+        pipe: "it is a pipe, not",
+        endless: "it is a device, not",
+        sparse: "4,398,046,511,104 bytes, the limit",
+    }
     for act in (
         lambda: open_regular(path, max_bytes=8),
         lambda: open_regular(path, os.O_RDWR | os.O_CREAT, max_bytes=8),

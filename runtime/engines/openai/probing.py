@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from runtime.errors import DeadlineExceeded, TrinityError
-from runtime.retrieval.passages import PartialPassages, Passage
+from runtime.retrieval.passages import PartialPassages, Passage, ignore_size
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import SearchSource
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieval, Retrieved
@@ -99,6 +99,7 @@ class Probing:
                         hybrid=retrieval.hybrid,
                     ),
                     on_embedded=_ignore,
+                    on_read=ignore_size,
                     timeout_s=_TIMEOUT_S,
                 )
         except TimeoutError:

@@ -26,7 +26,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.engine_config import ServedSection
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import Passage, ignore_size
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.engine import RestartLimits
@@ -118,6 +118,7 @@ class AnswerWriter:
         self._passages = await self._deps.search.search(
             PassageQuery(retrieval.collection, retrieval.k, text, filter=retrieval.filter, hybrid=retrieval.hybrid),
             on_embedded=on_embedded,
+            on_read=ignore_size,
             timeout_s=left_s,
         )
         stamps[stages.SEARCHED] = self._deps.clock()

@@ -133,9 +133,20 @@ class DocumentStore:
             raise
         return store
 
-    def get(self, rows: Rows) -> list[Document]:
-        """Return the documents of these rows, in order. Raises `CollectionError` for a row that does not exist."""
-        return self._read(lambda connection: [self._row(connection, int(row)) for row in rows])
+    def get(self, rows: Rows, on_read: Callable[[Document], None] = lambda document: None) -> list[Document]:
+        """Return the documents of these rows, in order; `on_read` is called with each before the next is read.
+
+        Raises `CollectionError` for a row that does not exist.
+        """
+
+        def read(connection: sqlite3.Connection) -> list[Document]:
+            found = []
+            for row in rows:
+                found.append(self._row(connection, int(row)))
+                on_read(found[-1])
+            return found
+
+        return self._read(read)
 
     def texts(self) -> Iterator[tuple[int, str, str]]:
         """Yield every row with its title and text. Raises `CollectionError`."""

@@ -274,15 +274,18 @@ class LiveDocumentStore:
             self._reader.poll()
             check_filter(filter, self._reader.state.schema)
 
-    def get(self, rows: Sequence[int]) -> list[Document | None]:
-        """Return the documents of these rows, in order; None for a deleted one. Raises `CollectionError`."""
+    def get(
+        self, rows: Sequence[int], on_read: Callable[[StoredDocument], None] = lambda document: None
+    ) -> list[Document | None]:
+        """Return the documents of these rows, in order; None for a deleted one. `on_read` is called with each that is
+        read, before the next. Raises `CollectionError`."""
         with self._lock:
             self._reader.poll()
             state = self._reader.state
             if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
                 self._reader.catch_up()
             deleted = state.deleted(rows)
-            found = state.documents(rows)
+            found = state.documents(rows, on_read)
         return [
             None if one is None or is_deleted else Document(one.id, one.title, one.text, passage_attributes(one))
             for one, is_deleted in zip(found, deleted, strict=True)

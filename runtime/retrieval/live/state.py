@@ -5,7 +5,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,17 +197,24 @@ class State:
                 held[here] = segment.held_by(owner)[at]
         return held
 
-    def documents(self, rows: Sequence[int]) -> list[StoredDocument | None]:
-        """Return the documents of rows; None for a row that is not here, for example because it was merged away."""
+    def documents(
+        self, rows: Sequence[int], on_read: Callable[[StoredDocument], None] = lambda document: None
+    ) -> list[StoredDocument | None]:
+        """Return the documents of rows; None for a row that is not here, for example because it was merged away.
+
+        `on_read` is called with each before the next is read.
+        """
         with self.lock:
             growing, segments = self.growing, self.segments
         found: list[StoredDocument | None] = []
         for row in rows:
             if growing.first <= row < growing.first + len(growing.documents):
                 found.append(growing.documents[row - growing.first])
-                continue
-            here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
-            found.append(here[0].documents.get([row])[0] if here else None)
+            else:
+                here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
+                found.append(here[0].documents.get([row])[0] if here else None)
+            if (document := found[-1]) is not None:
+                on_read(document)
         return found
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:

@@ -48,6 +48,7 @@ from runtime.serving.http.middleware import (
     request_id,
 )
 from runtime.serving.http.passthrough import PassthroughChat, PassthroughCompletion, is_cacheable, parse_passthrough
+from runtime.serving.http.response_memory import ResponseMemory, ResponseMemoryMiddleware, unsent_response
 from runtime.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -59,6 +60,7 @@ from runtime.serving.http.responses import (
     first_tokens,
     json_response,
     passage_json,
+    passages_response,
 )
 from runtime.serving.http.routes.documents import DocumentRoutes
 from runtime.serving.http.routes.drain import DrainRoute
@@ -101,6 +103,7 @@ def create_app(
             expose_headers=(REQUEST_ID_HEADER, "retry-after", "x-trinity-cache"),
         )
     new_id = new_id or id_source(service.engine.epoch)
+    app.add_middleware(ResponseMemoryMiddleware, memory=ResponseMemory(settings.max_unsent_bytes))
     app.add_middleware(
         RequestContextMiddleware,
         new_id=new_id,
@@ -267,10 +270,12 @@ class _Routes:
             raise InvalidRequest(
                 f"vector has {len(body.vector)} numbers, collection {collection!r} has dimension {dim}", "vector"
             )
-        passages = await self._searches.run(body, collection, access_of(http), request_id(http), client_id_of(http))
+        passages = await self._searches.run(
+            body, collection, access_of(http), request_id(http), client_id_of(http), unsent_response(http).reserve
+        )
         found = [passage_json(passage) | {"text": passage.text} for passage in passages]
         result: Json = {"id": request_id(http), "object": "retrieval", "collection": collection, "passages": found}
-        return json_response(result | {"partial": True} if isinstance(passages, PartialPassages) else result)
+        return passages_response(result | {"partial": True} if isinstance(passages, PartialPassages) else result)
 
     def add_collection_routes(self, app: Starlette) -> None:
         """Add the routes of collections, documents and embedders."""

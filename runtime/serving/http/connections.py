@@ -75,7 +75,7 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         assert isinstance(config, HttpConfig), "created with an HttpConfig"
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, app_state | {"disconnect": self._disconnect}, _loop)
         self.conn = _Parser(h11.SERVER, _HEADER_BYTES)
         self._config = config
         self._peer = ""
@@ -135,6 +135,10 @@ class BoundedConnection(H11Protocol):
     def resume_writing(self) -> None:
         self._send_timer.stop()
         super().resume_writing()
+
+    def _disconnect(self) -> None:
+        """Close the connection at once, with what its client has not read. May be called on any thread."""
+        self.loop.call_soon_threadsafe(lambda: self.transport.abort())
 
     # ---- refusals
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from runtime.node.remote_config import RemoteSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage, check_size, size_of
 from runtime.retrieval.remote_collections import RemoteCollections
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving.http.service import CollectionCatalogue, SearchSource
@@ -25,12 +25,18 @@ class CollectionRouter:
         self.remote = RemoteCollections(sections)
         self.dims: Mapping[str, int] = dict.fromkeys(self.remote.by_name, 0)  # 0: the remote nodes check the length
 
-    async def search(self, query: PassageQuery, *, on_embedded: Callable[[], None], timeout_s: float) -> list[Passage]:
+    async def search(
+        self, query: PassageQuery, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
+    ) -> list[Passage]:
         """See `SearchSource`. Queries of a remote collection are embedded by its nodes; the stage ends at once here."""
         if query.collection not in self.dims:
-            return await self._local.search(query, on_embedded=on_embedded, timeout_s=timeout_s)
+            return await self._local.search(query, on_embedded=on_embedded, on_read=on_read, timeout_s=timeout_s)
         on_embedded()
-        return await self.remote.search(query, timeout_s)
+        found = await self.remote.search(query, timeout_s)
+        size = sum(size_of(one.id, one.title, one.text, one.attributes) for one in found)
+        check_size(size, len(found))
+        on_read(size)
+        return found
 
     def missing(self) -> list[str]:
         return self._local.missing()

@@ -17,8 +17,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.errors import InternalError, TrinityError
-from runtime.retrieval.passages import Passage
+from runtime.errors import InternalError, ResponseTooLarge, TrinityError
+from runtime.retrieval.passages import MAX_PASSAGES_BYTES, Passage
 from runtime.serving.frontend.requests import Piece, Relayed, Request
 from runtime.serving.messages import Retrieval, Retrieved, Tokens
 from runtime.serving.stages import stage_seconds
@@ -34,6 +34,18 @@ to_json = msgspec.json.Encoder().encode
 def json_response(value: object, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """Return an HTTP response with a JSON body."""
     return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def passages_response(value: object) -> Response:
+    """Return a response with passages. Raises `ResponseTooLarge` beyond what other nodes read of one."""
+    response = json_response(value)
+    if len(response.body) > MAX_PASSAGES_BYTES:
+        raise ResponseTooLarge(
+            f"the response has {len(response.body):,} bytes, the limit is {MAX_PASSAGES_BYTES:,}: search for fewer "
+            "passages",
+            "k",
+        )
+    return response
 
 
 def event(value: Json) -> bytes:

@@ -22,7 +22,7 @@ from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
 from runtime.retrieval.live.writer_service import WriterService
-from runtime.retrieval.passages import Passage
+from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.answer_cache import AnswerCache
@@ -30,6 +30,7 @@ from runtime.serving.frontend.engine import Engine
 from runtime.serving.frontend.observability import Traces
 from runtime.serving.http.api_types import RetrievalBody
 from runtime.serving.http.middleware import BODY_TIMEOUT_S, MAX_BODY_BYTES, Access
+from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.routes.tokenize import Tokens
 from runtime.serving.messages import Retrieval
@@ -41,10 +42,11 @@ class SearchSource(Protocol):
     """Interface for searches in collections."""
 
     def search(
-        self, query: PassageQuery, /, *, on_embedded: Callable[[], None], timeout_s: float
+        self, query: PassageQuery, /, *, on_embedded: Callable[[], None], on_read: OnRead, timeout_s: float
     ) -> Awaitable[list[Passage]]:
-        """Return the passages, nearest first. `on_embedded` is called once, when the query's vector is computed; the
-        pool receives the remainder of `timeout_s`. Raises TrinityError."""
+        """Return the passages, nearest first. `on_embedded` is called once, when the query's vector is computed, and
+        `on_read` with the size of the passages so far; the pool receives the remainder of `timeout_s`. Raises
+        TrinityError, and the errors of `on_read`."""
 
     def missing(self) -> list[str]:
         """Return the names of missing roles; empty when searches are served."""
@@ -97,11 +99,18 @@ class Searches:
         self._running = 0
 
     async def run(
-        self, body: RetrievalBody, collection: str, access: Access, request_id: str, client_id: str = ""
+        self,
+        body: RetrievalBody,
+        collection: str,
+        access: Access,
+        request_id: str,
+        client_id: str = "",
+        reserve: Callable[[int], None] = lambda size: None,
     ) -> list[Passage]:
         """Return the passages from the part of `collection` that the key may access.
 
-        Raises Forbidden or Overloaded (before the search starts), DeadlineExceeded, or errors of the source.
+        `reserve`: see `UnsentResponse.reserve`. Raises Forbidden or Overloaded (before the search starts),
+        DeadlineExceeded, or errors of the source and of `reserve`.
         """
         wanted = access.restrict(collection, body.filter)
         query = PassageQuery(collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid)
@@ -111,7 +120,7 @@ class Searches:
         state, found = "internal_error", 0
         self._running += 1
         try:
-            passages = await self._search(query, request_id)
+            passages = await self._search(query, request_id, reserve)
             self._traces.stamp(request_id, stages.SEARCHED)
             state, found = "found", len(passages)
             return passages
@@ -127,7 +136,7 @@ class Searches:
             result = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})
 
-    async def _search(self, query: PassageQuery, request_id: str) -> list[Passage]:
+    async def _search(self, query: PassageQuery, request_id: str, reserve: Callable[[int], None]) -> list[Passage]:
         begin = time.monotonic()
 
         def on_embedded() -> None:
@@ -137,7 +146,12 @@ class Searches:
 
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._source.search(query, on_embedded=on_embedded, timeout_s=self._timeout_s)
+                return await self._source.search(
+                    query,
+                    on_embedded=on_embedded,
+                    on_read=lambda size: reserve(2 * size),  # the passages, and the response with them
+                    timeout_s=self._timeout_s,
+                )
         except TimeoutError:
             raise DeadlineExceeded(f"the search took longer than its limit of {self._timeout_s:g} s") from None
 
@@ -191,6 +205,7 @@ class Settings:
     open_paths: tuple[str, ...] = ("/health", "/ready", "/metrics")
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = MAX_BODY_BYTES
+    max_unsent_bytes: int = MAX_UNSENT_BYTES
     max_prompt_bytes: int = 256 << 10
     max_k: int = 64
     max_probe_tokens: int = 192

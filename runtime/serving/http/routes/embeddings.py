@@ -15,6 +15,7 @@ from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, field_error, parse
 from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import CollectionCatalogue
 
@@ -68,6 +69,8 @@ class EmbeddingsRoute:
             )
         if self._running >= self._limit:
             raise Overloaded(f"{self._running} requests are being embedded, the limit is {self._limit}")
+        per_number = 6 if body.encoding_format == "base64" else 22
+        unsent_response(http).reserve(len(body.input) * embedder.dim * per_number)
         self._running += 1
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -5,7 +5,7 @@ or the document itself.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -28,7 +28,8 @@ from runtime.serving.http.api_types import (
     without_null,
 )
 from runtime.serving.http.middleware import ReadBody, access_of, client_id_of, request_id
-from runtime.serving.http.responses import Json, json_response
+from runtime.serving.http.response_memory import UnsentResponse, unsent_response
+from runtime.serving.http.responses import Json, json_response, passages_response
 from runtime.serving.http.service import CollectionCatalogue, Searches
 
 MAX_QUERIES = 16
@@ -144,7 +145,8 @@ class StoreRoutes:
                 query=query, k=body.max_num_results, filter=body.filters, hybrid=hybrid
             )
             ids = (request_id(http), client_id_of(http)) if number == 0 else (f"{request_id(http)}-{number}", "")
-            passages = await self._searches.run(search, name, access_of(http), *ids)
+            reserve = _addition_to(unsent_response(http))
+            passages = await self._searches.run(search, name, access_of(http), *ids, reserve=reserve)
             partial |= isinstance(passages, PartialPassages)
             for rank, passage in enumerate(passages):
                 order = rank if hybrid else 0, -score_of(passage.distance, metric)
@@ -159,7 +161,7 @@ class StoreRoutes:
             "has_more": False,
             "next_page": None,
         }
-        return json_response(page | {"partial": True} if partial else page)
+        return passages_response(page | {"partial": True} if partial else page)
 
     def _name(self, http: Request) -> str:
         name = str(http.path_params["name"])
@@ -181,6 +183,12 @@ class StoreRoutes:
             "file_counts": counts | {"completed": summary.files, "total": summary.files},
             "metadata": {"embedder": summary.embedder, "dimensions": str(summary.dim), "metric": summary.metric},
         }
+
+
+def _addition_to(unsent: UnsentResponse) -> Callable[[int], None]:
+    """Return the `reserve` of one of several searches for a response."""
+    before = unsent.held_bytes
+    return lambda size: unsent.reserve(before + size)
 
 
 def _page(names: list[str], query: Mapping[str, str]) -> tuple[list[str], bool]:
