@@ -49,13 +49,16 @@ path = "plain"
 
 
 class Live:
-    """A node that serves the live collection `notes`, created if missing, and the collection `plain`, if it exists."""
+    """A node that serves the live collection `notes`, created if missing, and the collection `plain`, if it exists.
 
-    def __init__(self, home: Path, dim: int = DIM) -> None:
+    more: appended to the configuration.
+    """
+
+    def __init__(self, home: Path, dim: int = DIM, more: str = "") -> None:
         self.collection, self._config = home / "notes", home / "node.toml"
         if not self.collection.exists():
             create(self.collection, dim, embedder=f"hashing-{dim}")
-        self._config.write_text(_CONFIG + (_PLAIN if (home / "plain").exists() else ""))
+        self._config.write_text(_CONFIG + more + (_PLAIN if (home / "plain").exists() else ""))
         self.node = Node(self._config)
         self.url = self.node.info.url
 

@@ -1,0 +1,78 @@
+"""Clients that request the largest responses and read nothing: the frontend's memory stays within the stated bound, and
+others are served."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.collections.node import DIM, DOCUMENTS, Live
+from runtime.serving.http.response_memory import MAX_UNSENT_BYTES
+from runtime.testing.waiting import eventually
+
+DOCUMENT_BYTES = 900_000
+CLIENTS = 60
+ALLOWED_BYTES = MAX_UNSENT_BYTES + (64 << 20)  # beside it, what the transports and the allocator keep
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with Live(tmp_path_factory.mktemp("unread"), more="[pool]\nmax_k = 128\n") as live:
+        with httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+            for number in range(128):
+                vector = [1.0] * (DIM - 1) + [1.0 + number / 128]
+                document = {"id": str(number), "text": "x" * DOCUMENT_BYTES, "vector": vector}
+                http.put(DOCUMENTS, json={"documents": [document]}).raise_for_status()
+            http.put(DOCUMENTS, json={"documents": [{"id": "short", "text": "y", "vector": [-1.0] * DIM}]})
+        yield live
+
+
+def search(url: str, k: int, sign: float = 1.0) -> httpx.Response:
+    return httpx.post(f"{url}/v1/retrieval", json={"vector": [sign] * DIM, "k": k}, timeout=60, trust_env=False)
+
+
+def ask(live: Live, k: int) -> socket.socket:
+    """Send a search and read nothing."""
+    url = httpx.URL(live.url)
+    connection = socket.create_connection((url.host, url.port), timeout=60)
+    body = json.dumps({"vector": [1.0] * DIM, "k": k}).encode()
+    head = "POST /v1/retrieval HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("k", [128, 32])
+def test_the_memory_of_silent_clients_is_bounded_and_others_are_served(live: Live, k: int) -> None:
+    eventually(lambda: search(live.url, 32).status_code == 200, 60, "the documents to be served")
+    frontend = psutil.Process(live.node.pid("frontend-0"))
+    before, most = frontend.memory_info().rss, 0
+    with contextlib.ExitStack() as silent:
+        for number in range(CLIENTS):
+            silent.enter_context(ask(live, k))
+            most = max(most, frontend.memory_info().rss)
+            if number % 10 == 0:
+                found = search(live.url, 1, -1.0)
+                assert [passage["id"] for passage in found.json()["passages"]] == ["short"]
+                assert httpx.get(f"{live.url}/health", trust_env=False).status_code == 200
+
+        def large_response() -> bool:
+            """It finds room once silent clients are slow enough to be disconnected."""
+            nonlocal most
+            most = max(most, frontend.memory_info().rss)
+            return search(live.url, 32).status_code == 200
+
+        eventually(large_response, 60, "room for a large response")
+    print(f"k = {k}: the frontend grew by {(most - before) >> 20} MiB")
+    assert most - before < ALLOWED_BYTES
+    assert frontend.is_running()
+
+
+def test_more_than_a_response_may_have_is_refused_with_its_size_and_the_limit(live: Live) -> None:
+    refused = search(live.url, 128)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
+    assert "the 128 passages have 34,200," in refused.json()["error"]["message"]
+    assert "the limit is 33,554,432" in refused.json()["error"]["message"]
