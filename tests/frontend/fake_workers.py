@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from runtime.retrieval.passages import Passage
 from runtime.serving.messages import (
@@ -175,7 +176,11 @@ class ScriptedWorker(FakeWorker):
             await asyncio.Event().wait()
         generation = prefill.generation
         if generation.retrieval is not None:
-            await self.send(Retrieved(prefill.request_id, PASSAGES[: generation.retrieval.k]))
+            passages = PASSAGES[: generation.retrieval.k]
+            if "cite" in script:
+                long = {"notes": "x" * int(script["cite"])}
+                passages = tuple(replace(passage, attributes=long) for passage in passages)
+            await self.send(Retrieved(prefill.request_id, passages))
         self.cluster.players[prefill.decode_worker].start(prefill)
 
     async def _decode(self, prefill: Prefill) -> None:

@@ -1,5 +1,6 @@
 """Responses that nobody reads: their memory is bounded over all connections, and other clients are served."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,6 +14,7 @@ from runtime.errors import Overloaded, ResponseTooLarge
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import MAX_PASSAGES_BYTES, OnRead, Passage, check_size
 from runtime.retrieval.search.query import PassageQuery
+from runtime.serving.frontend.requests import MAX_UNREAD_PIECES, Request
 from runtime.serving.http.response_memory import (
     CONNECTION_BYTES,
     MAX_RESPONSE_BYTES,
@@ -21,6 +23,7 @@ from runtime.serving.http.response_memory import (
     UnsentResponse,
 )
 from runtime.serving.http.service import Settings
+from runtime.serving.messages import Generation, Sampling, Tokens
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.fake_workers import WAIT
@@ -199,3 +202,31 @@ def test_a_store_searched_for_several_texts_counts_them_all(cluster: Cluster) ->
         refused = http.post("/v1/vector_stores/docs/search", json=body).json()["error"]
         assert refused["code"] == "response_too_large"
         assert "the limit is 67,108,864: ask for less in one request" in refused["message"]
+
+
+# ---- answers
+
+
+def test_an_answer_whose_citations_are_too_long_is_refused_and_its_workers_are_free(cluster: Cluster) -> None:
+    with cluster.http() as http:
+        body = {"model": "tiny", "prompt": "cite=400000 say=3", "retrieval": {"collection": "docs", "k": 2}}
+        assert len(http.post("/v1/completions", json=body).content) > 800_000
+        refused = http.post("/v1/completions", json=body | {"prompt": "cite=600000 say=3"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
+        assert "bytes, the limit of an answer is 1,048,576" in refused.json()["error"]["message"]
+    cluster.wait(lambda: not cluster.held())
+
+
+def test_an_engine_waits_for_the_reader_of_its_pieces() -> None:
+    async def fill_and_read() -> None:
+        asked = Request("r", Generation(Sampling(16), 0, 1, prompt="x"))
+        for _ in range(MAX_UNREAD_PIECES + 1):
+            await asked.wait_for_reader()
+            asked.put(Tokens("r", "a", (1,)))
+        waiting = asyncio.create_task(asked.wait_for_reader())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert len(await asked.next_batch()) == MAX_UNREAD_PIECES + 1
+        await waiting
+
+    asyncio.run(fill_and_read())

@@ -233,6 +233,7 @@ class AnswerWriter:
         async with backend.server.stream(path, body | fields, self._request.id) as chunks:
             relay.begin(budget(body, self._context()))
             async for chunk in chunks:
+                await self._request.wait_for_reader()
                 if handover is not None:
                     self._deps.handovers.costs.record(handover.tokens, handover.prefill_ns, clock() - begin_ns)
                     handover = None

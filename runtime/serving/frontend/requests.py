@@ -7,11 +7,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.errors import TrinityError
+from runtime.errors import ResponseTooLarge, TrinityError
+from runtime.retrieval.passages import size_of
 from runtime.serving.frontend.router import UNPLACED, Placement
 from runtime.serving.messages import Generation, Prefill, Resume, Retrieved, Tokens
 
 Json = dict[str, Any]
+MAX_CITED_BYTES = 1 << 20  # of an answer's passages, without their texts
+MAX_UNREAD_PIECES = 1024
 
 
 class Relayed(Tokens, frozen=True, kw_only=True):
@@ -99,7 +102,8 @@ class Progress:
 class Request:
     """One request in flight: pieces in order, then its end.
 
-    The queue of pieces is bounded by the request's max_tokens or by the context, so a slow reader needs no other limit.
+    The queue of pieces is bounded by max_tokens or the context, and by `MAX_CITED_BYTES` for passages; an engine that
+    relays another server's pieces, whatever their size, awaits `wait_for_reader` before each.
     The passages of a request with retrieval come from the prefill worker over a connection of its own, so the first
     tokens of the decode worker can arrive before them: all pieces are `held` until both have arrived. Until then the
     request can be restarted from the beginning, afterwards (`opened`) it is resumed from what was `delivered`.
@@ -120,7 +124,9 @@ class Request:
     first_token_ns: int = 0
     delivered: Progress = field(default_factory=Progress)
     held: list[Piece] = field(default_factory=list)
+    cited_bytes: int = 0  # of all passages
     _pieces: asyncio.Queue[Piece | TrinityError] = field(default_factory=asyncio.Queue)
+    _was_read: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def attempt_id(self) -> str:
@@ -153,6 +159,7 @@ class Request:
     async def next(self) -> Piece:
         """Return the next piece; the last is a `Tokens` with a `finish_reason`. Raises the error of the request."""
         piece = await self._pieces.get()
+        self._was_read.set()
         if isinstance(piece, TrinityError):
             self._pieces.put_nowait(piece)  # further calls raise it too
             raise piece
@@ -168,6 +175,12 @@ class Request:
                 break
             pieces.append(piece)
         return pieces
+
+    async def wait_for_reader(self) -> None:
+        """Wait until at most `MAX_UNREAD_PIECES` are queued."""
+        while self._pieces.qsize() > MAX_UNREAD_PIECES:
+            self._was_read.clear()
+            await self._was_read.wait()
 
     def put(self, piece: Piece | TrinityError) -> None:
         """Queue a piece or the end; called by the table only."""
@@ -201,14 +214,25 @@ class RequestTable:
         request.prefilled = False
         request.held.clear()
         if not request.opened:
-            request.first_token_ns = 0
+            request.first_token_ns = request.cited_bytes = 0
         self._requests[request.attempt_id] = request
 
     def deliver(self, piece: Piece) -> bool:
-        """Deliver a piece to its request; a `finish_reason` ends it. Return False if the request is not in flight."""
+        """Deliver a piece to its request; a `finish_reason` ends it. Return False if the request is not in flight.
+
+        Raises `ResponseTooLarge`, with nothing delivered, for passages whose titles and attributes are too large.
+        """
         request = self._requests.get(piece.request_id)
         if request is None:
             return False
+        if isinstance(piece, Retrieved):
+            request.cited_bytes += sum(size_of(one.id, one.title, one.text, one.attributes) for one in piece.passages)
+            if request.cited_bytes > MAX_CITED_BYTES:
+                raise ResponseTooLarge(
+                    f"the ids, titles and attributes of the passages have {request.cited_bytes:,} bytes, the limit of "
+                    f"an answer is {MAX_CITED_BYTES:,}: use a smaller k, or fewer probes",
+                    "retrieval.k",
+                )
         if request.opened:
             self._forward(request, piece)
             return True

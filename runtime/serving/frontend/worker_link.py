@@ -26,7 +26,15 @@ import zmq.asyncio
 
 from ipc.endpoints import bind
 from ipc.errors import MALFORMED
-from runtime.errors import DeadlineExceeded, Overloaded, TrinityError, Unavailable, WorkerLost, error_from_code
+from runtime.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    ResponseTooLarge,
+    TrinityError,
+    Unavailable,
+    WorkerLost,
+    error_from_code,
+)
 from runtime.serving.frontend.engine import Engine, EngineStatistics, RestartLimits
 from runtime.serving.frontend.requests import Request, RequestOutcome
 from runtime.serving.frontend.router import Router, known_prefix, prefix_blocks
@@ -359,7 +367,10 @@ class WorkerLink(Engine):
                 request.first_token_ns = request.first_token_ns or self._clock()
                 self.router.prefilled(request.placement)
             self.traces.record(request, message)
-            self.requests.deliver(message)
+            try:
+                self.requests.deliver(message)
+            except ResponseTooLarge as error:
+                self._fail(request, error)
 
     def _evict_lost(self) -> None:
         for name, peer in list(self._peers.items()):
