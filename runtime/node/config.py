@@ -201,8 +201,9 @@ class PoolSection(WorkerSection, frozen=True):
 
     Scheduling (docs/scheduler.md):
 
-    - `slots`: maximum number of active queries. "auto" measures at start: the fewest with which an extend wastes at
-      most a tenth of its time (few on a CPU, hundreds on a GPU). The engine has as many slots again for paused queries.
+    - `slots`: maximum number of active queries. "auto" measures at start, for at most a second: the fewest with
+      which an extend wastes at most a tenth of its time, or whose rate is 95% of the best (few on a CPU, up to hundreds
+      on a GPU). The engine has as many slots again for paused queries.
     - `policy`: which queries are active. "paper", "fifo" and "static" exist for comparison.
     - `reserve`: share r of the slots that is reserved for prefill queries.
     - `prefill_target_s`: target latency L_pre,max of a prefill query; "auto" is a twentieth of `slo.ttft_s`.

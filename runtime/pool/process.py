@@ -19,7 +19,7 @@ from runtime.pool.collections.shard import OpenShard, Shard, collection_number, 
 from runtime.pool.collections.updater import CollectionUpdater
 from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
 from runtime.pool.settings import policy_of
-from runtime.pool.sizing import ExtendCost, fewest_slots, measure
+from runtime.pool.sizing import BUDGET_NS, ExtendCost, fewest_slots, measure
 from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
 
@@ -29,7 +29,7 @@ AUTO_SLOTS = {"cpu": 32}
 AUTO_GPU_SLOTS = 512
 """Most active slots that `slots = "auto"` considers."""
 DEFAULT_SLOTS = 4
-"""Of a pool without a collection to measure."""
+"""Of a pool without a collection that could be measured."""
 MakeArena = Callable[[Worker, int], DeviceArena | None]
 
 
@@ -134,8 +134,9 @@ class Pool:
     def _measure(self, indexes: Mapping[str, GraphIndex], most: int) -> list[list[ExtendCost]]:
         """Measure extends over every collection. This also compiles the engine and faults in memory at start."""
         limits, number = self._worker.plan.config.pool, self._backend.number
+        part_ns = BUDGET_NS // max(len(indexes), 1)
         return [
-            measure(self._backend, index.data, number(name), limits.top_m, limits.search_width, most)
+            measure(self._backend, index.data, number(name), limits.top_m, limits.search_width, most, budget_ns=part_ns)
             for name, index in indexes.items()
         ]
 
@@ -201,7 +202,7 @@ def slots_of(configured: int | str, measured: Sequence[Sequence[ExtendCost]]) ->
     """Return N: as configured, or the largest that any collection's measurement gives."""
     if isinstance(configured, int):
         return configured
-    return max((fewest_slots(costs) for costs in measured), default=DEFAULT_SLOTS)
+    return max((fewest_slots(costs) for costs in measured if costs), default=DEFAULT_SLOTS)
 
 
 def arena_of(worker: Worker, dim: int) -> DeviceArena | None:

@@ -13,7 +13,7 @@ from runtime.node.metrics.worker_metrics import PoolMetrics
 from runtime.pool import tables
 from runtime.pool.compiled import compiled
 from runtime.pool.settings import Policy
-from runtime.pool.sizing import ExtendCost, fewest_slots
+from runtime.pool.sizing import LOOP_NS, ExtendCost, fewest_slots
 from runtime.pool.tables import NEVER_NS, handle_of, learn_cost, new_tables, tables_at
 from runtime.simulator.events import NEXT, Events, ns
 from runtime.simulator.stages import pool_core as core
@@ -32,7 +32,7 @@ def slots_of(limits: PoolSection, times: ServiceTimes) -> int:
     if isinstance(limits.slots, int):
         return limits.slots
     sizes = [1 << power for power in range(_MOST_SLOTS.bit_length())]
-    return fewest_slots([ExtendCost(size, times.extend_time_s(size) * 1e9) for size in sizes])
+    return fewest_slots([ExtendCost(size, times.extend_time_s(size) * 1e9 + LOOP_NS) for size in sizes])
 
 
 @dataclass(frozen=True, slots=True)
