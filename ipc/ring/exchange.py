@@ -7,7 +7,8 @@ is also row i of the watch table over the request rings (`atomics.py`). A row wh
 
     find_request → ACCEPTED: copy the vector at VECTOR, then `release`; one `answer` is due
                    ARENA:    the vector is in the pool's arena: `accept` once it is copied, then as above
-                   FILTER:   the filter in FILTER_SLOT is not cached: cache it or refuse the request, then call again
+                   FILTER:   the filter in FILTER_SLOT is not cached: cache it, or refuse or set aside the request, then
+                             call again
                    CANCEL:   the client cancels REQUEST_ID, which may be outstanding or not
                    REFUSED:  the request was invalid or stale, and has been answered
                    EVICT:    the client at ROW violated the protocol
@@ -61,6 +62,7 @@ from ipc.ring.filters import FILTER_SLOTS
 # The current request: its client's row, its fields, the address of its vector, and its slot in the ring.
 # COLLECTION: the server's number of the collection whose code in the session is COLLECTION_CODE. FILTER_SLOT: where the
 # client has written the filter, from 1 on, 0 without one; FILTER_NUMBER: the server's number for that filter, or -1.
+# KIND: whether its vector is in the arena (`descriptors`).
 (
     ROW,
     REQUEST_ID,
@@ -78,8 +80,9 @@ from ipc.ring.filters import FILTER_SLOTS
     SLOT,
     FILTER_NUMBER,
     FILTER_SLOT,
-) = range(REQUEST, 26)
-TABLE_WORDS = 26
+    KIND,
+) = range(REQUEST, 27)
+TABLE_WORDS = 27
 
 # A client row. RESULT_END: address of the result ring's end (`atomics.py`); OUTSTANDING, LAST_ID, RECEIVED: of its
 # requests; COLLECTIONS: address of int64 [CODES, 2], by collection code the server's number and the dimension;
@@ -236,7 +239,7 @@ def _read(clients: Any, slot: int) -> Any:
     clients[STAGE], clients[COLLECTION_CODE], clients[COLLECTION] = stage, code, collection[0]
     clients[K], clients[TOP_M], clients[WIDTH], clients[PATIENCE], clients[DIM] = k, top_m, width, patience, dim
     clients[VECTOR] = slot + _PAYLOAD
-    clients[FILTER_SLOT], clients[FILTER_NUMBER] = filter_slot, -1
+    clients[FILTER_SLOT], clients[FILTER_NUMBER], clients[KIND] = filter_slot, -1, kind
     if filter_slot:
         cached = intrinsics.words(
             client[CACHED_FILTERS] + 8 * CACHED_FILTER_WORDS * (filter_slot - 1), CACHED_FILTER_WORDS

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Self
 
 from ipc.endpoints import new_token
@@ -18,6 +19,18 @@ from ipc.session.messages import VERSION, Attach, Attached, Catalogue, Refused, 
 RENEW_NS = 2_000_000_000  # time for a client to replace an idle session that is being renewed
 JOIN_NS = 10_000_000_000  # time for a client to open its rings; longer than the timeout of clients that retry
 _MAX_NAME = 100
+
+
+@dataclass(frozen=True, eq=False)
+class SetAside:
+    """A request that was set aside: the client table's words that describe it, and a copy of its vector."""
+
+    words: tuple[int, ...]
+    vector: Float32s
+
+    def word(self, name: int) -> int:
+        """Return a word of the client table, for example `exchange.ROW`."""
+        return self.words[name - exchange.REQUEST]
 
 
 class SessionServer:
@@ -121,6 +134,23 @@ class SessionServer:
         for client in self.client_table.clients:
             if client is not None:
                 client.invalidate_filter(number)
+
+    def set_aside(self) -> SetAside:
+        """Accept the current request and return it, for `resume` or an answer later; later requests go on meanwhile."""
+        client, words = self._requesting_client(), self.client_table.words
+        vector = client.vectors[words[exchange.SLOT], : words[exchange.DIM]].copy()
+        aside = SetAside(tuple(words[exchange.REQUEST :]), vector)
+        exchange.accept_request(self.client_table.address)
+        return aside
+
+    def set_aside_copied(self, vector: Float32s) -> SetAside:
+        """As `set_aside`, for the current request of `copied_vectors`, which is accepted already."""
+        return SetAside(tuple(self.client_table.words[exchange.REQUEST :]), vector.copy())
+
+    def resume(self, aside: SetAside) -> None:
+        """Make a request that was set aside the current request again."""
+        for word, value in enumerate(aside.words, exchange.REQUEST):
+            self.client_table.words[word] = value
 
     def refuse(self, status: str) -> None:
         """End the current request, which was not accepted, with this status."""

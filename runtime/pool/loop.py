@@ -40,6 +40,8 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
     t, clients = tables_at(handle), words(loop[layout.CLIENTS], TABLE_WORDS)
     now = _now(loop)
     while True:
+        if loop[layout.RESOLVED]:
+            return layout.FILTERS_RESOLVED
         if exchange.any_request(clients):
             stopped = _receive(loop, t, clients)
             if stopped >= 0:
@@ -71,10 +73,10 @@ def _now(loop: Any) -> Any:
 
 @compiled
 def _spin(loop: Any, clients: Any, until: int) -> Any:
-    """Poll for requests, yielding the core every few polls. Return whether there is one."""
+    """Poll for requests and resolved filters, yielding the core every few polls. Return whether there is one."""
     while True:
         for _ in range(_POLLS_PER_YIELD):
-            if exchange.any_request(clients):
+            if exchange.any_request(clients) or loop[layout.RESOLVED]:
                 return True
         if _now(loop) >= until:
             return False
@@ -96,7 +98,9 @@ def _receive(loop: Any, t: Any, clients: Any) -> Any:
             enqueue(loop, t, clients, clients[exchange.VECTOR], now)
             exchange.release(clients)
         elif found == exchange.CANCEL:
-            _cancel(loop, t, clients, clients[exchange.ROW], clients[exchange.REQUEST_ID])
+            cancelled = _cancel(loop, t, clients, clients[exchange.ROW], clients[exchange.REQUEST_ID])
+            if loop[layout.SET_ASIDE] and not cancelled:
+                return layout.CANCEL
         elif found == exchange.ARENA:
             return layout.ARENA_VECTOR
         elif found == exchange.EVICT:
@@ -145,8 +149,8 @@ def enqueue(loop: Any, t: Any, clients: Any, vector: int, now: int) -> None:
 
 
 @compiled
-def _cancel(loop: Any, t: Any, clients: Any, row: int, request_id: int) -> None:
-    """Cancel a client's request, if it has not ended yet."""
+def _cancel(loop: Any, t: Any, clients: Any, row: int, request_id: int) -> Any:
+    """Cancel a client's request. Return False if it is in no queue and no slot."""
     for which in range(5):
         length = t.words[tables.QUEUED + which]  # the queues, then the lists
         numbers = t.queues[which] if which < 2 else t.lists[which - 2]
@@ -156,7 +160,25 @@ def _cancel(loop: Any, t: Any, clients: Any, row: int, request_id: int) -> None:
                 _drop(loop, t, number)
                 _send_result(loop, clients, t.entries[number], _CANCELLED, 0, 0)
                 tables.free_entry(t, number)
-                return
+                return True
+    return False
+
+
+@compiled
+def end_set_aside(loop: Any, clients: Any, row: int, request_id: int, stage: int, received: int, status: int) -> None:
+    """End a request that was set aside, with a status other than ok."""
+    count(loop, layout.QUERIES + stage, 1.0)
+    if status != _CANCELLED:
+        count(loop, layout.REFUSED, 1.0)
+        count(loop, _reason(status), 1.0)
+    if exchange.answer(clients, row, request_id, status, 0, 0, received, 0) < 0:
+        _evict(loop, row)
+
+
+@compiled
+def _reason(status: int) -> Any:
+    """Return the counter of requests refused with a status."""
+    return layout.OVERLOADED if status == _OVERLOADED else layout.LATE if status == _LATE else layout.INVALID
 
 
 @compiled
@@ -316,8 +338,7 @@ def _publish_batch(loop: Any, t: Any, clients: Any, now: int) -> Any:
 def _reject(loop: Any, t: Any, clients: Any, number: int, status: int) -> None:
     """Reject a query whose entry is in no queue and no list."""
     count(loop, layout.REFUSED, 1.0)
-    reason = layout.OVERLOADED if status == _OVERLOADED else layout.LATE if status == _LATE else layout.INVALID
-    count(loop, reason, 1.0)
+    count(loop, _reason(status), 1.0)
     _send_result(loop, clients, t.entries[number], status, 0, 0)
     tables.free_entry(t, number)
 

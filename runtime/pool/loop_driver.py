@@ -8,6 +8,7 @@
 So a pool that queries wake, however often, enters Python no more often than a busy one.
 """
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,14 +21,16 @@ from ipc import SessionServer
 from ipc.memory import intrinsics
 from ipc.memory.intrinsics import words
 from ipc.ring import exchange
+from ipc.ring.descriptors import STATUS_CODES
 from ipc.ring.doorbell import SpinBudget, learn_wait, spin_ns
-from runtime.errors import Overloaded, TrinityError
 from runtime.node.metrics.table import WorkerTable
 from runtime.pool import loop_layout as layout
 from runtime.pool import tables
+from runtime.pool.collections.resolver import FilterResolver
 from runtime.pool.collections.scopes import InUse, Scopes
 from runtime.pool.compiled import compiled
-from runtime.pool.loop import drop_client, enqueue, run_loop
+from runtime.pool.filtered_requests import FilteredRequests, WaitingRequest
+from runtime.pool.loop import drop_client, end_set_aside, enqueue, run_loop
 from runtime.pool.policy import held_until
 from runtime.pool.settings import Policy
 from runtime.pool.sizing import ExtendCost
@@ -37,7 +40,7 @@ _ARENA_POLL_NS = 50_000  # how often copies out of the arena are polled
 _CALIBRATION_WEIGHT = 8  # of a measurement at start, in extends
 _MAX_EVICTIONS = 4096  # clients that can be pending for eviction at once
 
-SERVER_EVENT = layout.UNKNOWN_FILTER + 1
+SERVER_EVENT = layout.CANCEL + 1
 """Exit reason of `serve_loop` besides those of `run_loop`: the server's descriptor is readable, but not for a query."""
 
 # Words of `wait`. DESCRIPTOR: the server's, readable on any of its events. BELL: the eventfd that clients ring, one of
@@ -51,7 +54,8 @@ class PoolLoop:
     """A pool's loop over a server's client table, an engine and a worker's metrics table, which must all outlive it.
 
     max_dim: dimension of the longest vector; max_width: largest search_width of a query; spin_ns: longest spin before a
-    sleep; clock: address of a word with the time in ns, 0 for the machine's clock; scopes: the resolved filters.
+    sleep; clock: address of a word with the time in ns, 0 for the machine's clock; scopes: the resolved filters;
+    resolver: resolves them, by default on a thread of its own, which `close` stops.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class PoolLoop:
         spin_ns: int = 0,
         clock: int = 0,
         scopes: Scopes | None = None,
+        resolver: FilterResolver[WaitingRequest] | None = None,
     ) -> None:
         self.tables = new_tables(policy)
         self._server, self._backend, self._scopes = server, backend, scopes or Scopes()
@@ -100,6 +105,9 @@ class PoolLoop:
         self.words[layout.PART_RESULTS] = self._part_results.ctypes.data
         self.words[layout.PART_RESULT_BYTES] = self._part_results.strides[0]
         self.words[layout.MERGE_BUFFER] = self._merge_buffer.ctypes.data
+        self.filtered = FilteredRequests(
+            server, self._scopes, resolver or FilterResolver(self.wake), self._end_set_aside
+        )
         self.resize_vectors(max_dim)
 
     def resize_vectors(self, max_dim: int) -> None:
@@ -132,8 +140,8 @@ class PoolLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether any query is in the pool."""
-        return bool(self.tables.words[tables.FREE_ENTRIES] < self._entries)
+        """Whether any query is in the pool, or waits for its filter."""
+        return bool(self.tables.words[tables.FREE_ENTRIES] < self._entries) or bool(len(self.filtered))
 
     @property
     def padded(self) -> int:
@@ -161,6 +169,7 @@ class PoolLoop:
         serve_loop(self.words, self._handle, np.array([-1, -1, self._spin.address], np.int64), 0)
         drop_client(self.words, self._handle, -1)
         _enqueue.compile("void(int64[::1], int64[:, ::1], float32[::1], int64)")
+        _end_set_aside.compile("void(int64[::1], int64, int64, int64, int64, int64)")
 
     # ---- running
 
@@ -188,14 +197,20 @@ class PoolLoop:
         """Handle the loop's exits and resume it, until one is for the caller."""
         while True:
             if stopped == layout.ARENA_VECTOR:
-                self._server.accept_from_arena()
+                self.filtered.accept_from_arena()
                 self.drop_gone_clients()
                 until_ns = min(until_ns, time.monotonic_ns() + _ARENA_POLL_NS)  # other queries run meanwhile
                 spin_ns = 0
             elif stopped == layout.EVICTIONS:
                 self._evict()
             elif stopped == layout.UNKNOWN_FILTER:
-                self._resolve_filter()
+                self.filtered.receive(time.monotonic_ns())
+                self._after_set_aside()
+            elif stopped == layout.FILTERS_RESOLVED:
+                self._enqueue_resolved()
+            elif stopped == layout.CANCEL:
+                self.filtered.cancel()
+                self._after_set_aside()
             elif stopped == layout.ENGINE_FAILED:
                 self._backend.check()
                 raise RuntimeError("the engine failed without an error")
@@ -204,22 +219,41 @@ class PoolLoop:
                 return stopped
             stopped = int(run_loop(self.words, self._handle, until_ns, spin_ns))
 
-    def _resolve_filter(self) -> None:
-        """Resolve the current request's filter to a scope's number, or refuse the request."""
-        encoded = self._server.request_filter()
-        if encoded is None:
-            self.drop_gone_clients()
-            return
-        try:
-            number, evicted = self._scopes.resolve(
-                int(self._server.client_table.words[exchange.COLLECTION]), encoded, self.parts_in_use()
-            )
-        except TrinityError as error:
-            self._server.refuse("overloaded" if isinstance(error, Overloaded) else "invalid_request")
-            self.drop_gone_clients()
-            return
-        self.invalidate_filters(evicted)
-        self._server.cache_filter(number)
+    def wake(self) -> None:
+        """Make the loop return to `FilteredRequests`. Called by the resolver's thread."""
+        self.words[layout.RESOLVED] = 1  # before the bell: the loop looks after each sleep
+        os.eventfd_write(self._server.bell_fileno, 1)
+
+    def _enqueue_resolved(self) -> None:
+        """Enqueue the requests whose filters have been resolved."""
+        self.words[layout.RESOLVED] = 0  # first: what is resolved from now on sets it again
+        self.drop_gone_clients()
+        now = time.monotonic_ns()
+        for request in self.filtered.resolved(now, self.parts_in_use, self.invalidate_filters):
+            _enqueue(self.words, self._handle, request.aside.vector, now)
+        self._after_set_aside()
+
+    def expire_filtered(self, now_ns: int) -> None:
+        """End requests that have waited for their filters until their deadlines."""
+        if len(self.filtered):
+            self.filtered.expire(now_ns)
+            self._after_set_aside()
+
+    def _end_set_aside(self, request: WaitingRequest, status: str) -> None:
+        stage = request.aside.word(exchange.STAGE)
+        _end_set_aside(
+            self.words, request.row, request.request_id, stage, request.received_ns, STATUS_CODES[status]
+        )  # fmt: skip
+
+    def _after_set_aside(self) -> None:
+        self.words[layout.SET_ASIDE] = len(self.filtered)
+        self.drop_gone_clients()
+        self._server.client_table.ring_bells()
+
+    def filters_changed(self, collection: int, scopes: Iterable[int]) -> None:
+        """Invalidate the scopes of a changed collection's filters; filters in resolution are not shared."""
+        self.filtered.changed(collection)
+        self.invalidate_filters(scopes)
 
     def invalidate_filters(self, scopes: Iterable[int]) -> None:
         """Invalidate the clients' cached numbers of these scopes."""
@@ -228,8 +262,6 @@ class PoolLoop:
 
     def parts_in_use(self) -> InUse:
         """Return a predicate: whether queries in the pool search the parts at an address."""
-        if self._server.copying:  # queries whose vectors are still being copied have no entries yet
-            return lambda _: True
         used = self.tables.entries[:, tables.STATE] != tables.FREE
         return set(self.tables.entries[used, layout.PARTS].tolist()).__contains__
 
@@ -237,9 +269,11 @@ class PoolLoop:
         """Enqueue requests whose vectors have been copied out of the arena. Return whether there were any."""
         any_arrived = False
         for vector in self._server.copied_vectors():
-            _enqueue(self.words, self._handle, vector, time.monotonic_ns())
+            now = time.monotonic_ns()
+            if not self.filtered.hold_copied(vector, now):
+                _enqueue(self.words, self._handle, vector, now)
             any_arrived = True
-        self.drop_gone_clients()
+        self._after_set_aside()
         return any_arrived
 
     def _evict(self) -> None:
@@ -254,7 +288,14 @@ class PoolLoop:
         table = self._server.client_table
         if not table.has_vacated:
             return 0
-        return sum(int(drop_client(self.words, self._handle, row)) for row in table.take_vacated())
+        rows = table.take_vacated()
+        waiting = sum(map(self.filtered.drop_client, rows))
+        self.words[layout.SET_ASIDE] = len(self.filtered)
+        return waiting + sum(int(drop_client(self.words, self._handle, row)) for row in rows)
+
+    def close(self) -> None:
+        """Stop the thread that resolves filters."""
+        self.filtered.close()
 
 
 @compiled
@@ -263,6 +304,13 @@ def _enqueue(
 ) -> None:
     clients = words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
     enqueue(loop, tables_at(handle), clients, vector.ctypes.data, now)
+
+
+@compiled
+def _end_set_aside(
+    loop: npt.NDArray[np.int64], row: int, request_id: int, stage: int, received: int, status: int
+) -> None:
+    end_set_aside(loop, words(loop[layout.CLIENTS], exchange.TABLE_WORDS), row, request_id, stage, received, status)
 
 
 @compiled
@@ -294,7 +342,7 @@ def serve_loop(loop: Any, handle: Any, wait: Any, until: int) -> Any:
         rung = exchange.sleep(clients, wait[DESCRIPTOR], -(-limit // _MS))
         begin, now, slept = now, intrinsics.monotonic_ns(), True
         learn_wait(wait[BUDGET], now - begin)
-        if rung:
+        if rung or loop[layout.RESOLVED]:
             intrinsics.read_word(wait[BELL])  # silence the bell; other events of the server are polled at `until`
             rounds_until = max(until, now + _MS)
         elif now < held:

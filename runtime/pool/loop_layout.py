@@ -37,7 +37,8 @@ assert tables.CALLER_WORDS >= 16
 # LAST_END_NS: end of the last extend, 0 after a sleep. PADDED: slots beyond the active ones in the last extend.
 # UNREPORTED_NS: time spent since the engine last reported completed extends. SCOPES: address of their table.
 # PART_RESULTS: for each entry PART_RESULT_BYTES for the results of the parts searched so far.
-# MERGE_BUFFER: room for twice as many. METRICS: first word of the metrics, see below.
+# MERGE_BUFFER: room for twice as many. SET_ASIDE: number of requests that wait for their filters in Python; RESOLVED:
+# set by another thread once a filter is resolved. METRICS: first word of the metrics, see below.
 (
     CLIENTS,
     ADMIT,
@@ -64,8 +65,10 @@ assert tables.CALLER_WORDS >= 16
     PART_RESULTS,
     PART_RESULT_BYTES,
     MERGE_BUFFER,
+    SET_ASIDE,
+    RESOLVED,
     METRICS,
-) = range(26)
+) = range(28)
 # Addresses of counters in the worker's metrics table; a histogram has three words: the address of its first bucket, the
 # address of its edges, and the number of edges.
 COUNTERS = (
@@ -100,6 +103,7 @@ HISTOGRAMS = (*PoolMetrics.WAIT.values(), PoolMetrics.LATENCY, PoolMetrics.QUERY
 (WAIT, _, LATENCY, QUERY_EXTENDS) = range(METRICS + len(COUNTERS), METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS), 3)
 LOOP_WORDS = METRICS + len(COUNTERS) + 3 * len(HISTOGRAMS)
 
-IDLE, TIME_UP, ARENA_VECTOR, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER = range(6)
+IDLE, TIME_UP, ARENA_VECTOR, EVICTIONS, ENGINE_FAILED, UNKNOWN_FILTER, FILTERS_RESOLVED, CANCEL = range(8)
 """Exit reasons of `run_loop`: no query is active; `until` has passed; the current request's vector is in the arena;
-clients are to be evicted; the engine failed; the current request's filter has no number yet."""
+clients are to be evicted; the engine failed; the current request's filter has no number yet; RESOLVED is set; a request
+that may have been set aside is cancelled."""

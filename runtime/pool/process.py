@@ -1,6 +1,7 @@
 """Process of a vector-pool worker: drives the compiled loop, and between its runs the control work in Python."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from runtime.retrieval import answer_store
 from runtime.retrieval.embedding.loading import embedder_dim
 
 _SPIN_NS = 200_000  # how long a pool with cores of its own spins on its rings before it sleeps
+_SWITCH_S = 0.0005  # how long the thread that resolves filters keeps the interpreter's lock when the loop wants it
 _MAX_SEARCH_WIDTH = 8  # of a query, or the configured default if that is wider
 AUTO_SLOTS = {"cpu": 32}
 AUTO_GPU_SLOTS = 512
@@ -161,6 +163,7 @@ class Pool:
         self._table.beat()
         self.server.housekeep(now)
         self.loop.drop_gone_clients()
+        self.loop.expire_filtered(now)
         self._apply_knobs()
         if self._updater.step(now):
             self.loop.resize_vectors(self.catalogue.offer.max_dim)
@@ -192,6 +195,7 @@ class Pool:
 
     def close(self) -> None:
         self._updater.close()
+        self.loop.close()
         self.server.close()
         self.engine.close()  # first: freeing the GPU's memory would wait for a resident kernel
         if self.arena is not None:
@@ -265,6 +269,7 @@ def _device_errors(worker: Worker) -> Iterator[None]:
 def run(worker: Worker) -> None:
     """Run a pool worker: serve until it is stopped, then finish its queries (the supervisor bounds that time)."""
     pool = Pool(worker)
+    sys.setswitchinterval(_SWITCH_S)
     worker.ready()
     while not worker.stopping:
         pool.step()

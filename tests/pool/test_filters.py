@@ -1,6 +1,7 @@
 """Tests of filters in the pool: each query returns only rows that pass its own filter."""
 
 import ctypes
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.collections.scopes import PART_WORDS, PARTS, FilterableCollection, Scopes, part_of
+from runtime.pool.collections.scopes import PART_WORDS, PARTS, InUse, Scopes, part_of
 from runtime.retrieval.attributes.columns import Columns
-from runtime.retrieval.attributes.filters import filter_bytes, parse_filter
+from runtime.retrieval.attributes.filters import canonical, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.collections.documents import Document
@@ -195,34 +196,60 @@ def test_a_collection_cannot_require_an_attribute_that_no_document_has(docs: Pat
 # ---- scopes
 
 
-def scopes(**limits: int) -> Scopes:
-    schema = {"n": AttributeType.INTEGER}
-    columns = Columns.from_documents(({"n": number} for number in range(640)), schema)
-    made = Scopes(**limits)
-    made.register(0, FilterableCollection(lambda: schema, lambda wanted: [part_of(0, columns.matching(wanted))]))
-    return made
+class _Columns:
+    """The filters of one collection of 640 rows."""
+
+    def __init__(self, **limits: int) -> None:
+        schema = {"n": AttributeType.INTEGER}
+        self._columns = Columns.from_documents(({"n": number} for number in range(640)), schema)
+        self.scopes = Scopes(**limits)
+
+    def add(self, wanted: dict[str, Any], in_use: InUse = lambda _: False) -> tuple[int, list[int]]:
+        parsed = parse_filter(wanted)
+        return self.scopes.add(0, canonical(parsed), [part_of(0, self._columns.matching(parsed))], in_use)
 
 
 def test_scopes_beyond_the_byte_limit_are_evicted_unless_in_use() -> None:
-    made = scopes(max_bytes=3 * 80)
-    numbers = [made.resolve(0, filter_bytes(eq("n", n)), lambda _: False)[0] for n in range(3)]
+    made = _Columns(max_bytes=3 * 80)
+    numbers = [made.add(eq("n", n))[0] for n in range(3)]
     assert len(set(numbers)) == 3
-    table = made.table
+    table = made.scopes.table
     table[numbers[0], 2], table[numbers[1], 2], table[numbers[2], 2] = 5, 1, 9
     used = int(table[numbers[1], 0])
-    number, gone = made.resolve(0, filter_bytes(eq("n", 7)), lambda parts: parts == used)
+    number, gone = made.add(eq("n", 7), lambda parts: parts == used)
     assert gone == [numbers[0]]  # not the least recently used one: it is in use
     with pytest.raises(Overloaded, match="too many filters"):
-        made.resolve(0, filter_bytes(eq("n", 8)), lambda _: True)
-    assert made.resolve(0, filter_bytes(eq("n", 7)), lambda _: True) == (number, [])
+        made.add(eq("n", 8), lambda _: True)
+    assert made.scopes.number_of(0, filter_bytes(eq("n", 7))) == number
+    assert made.scopes.filter_of(number) == filter_bytes(eq("n", 7))
+    assert made.scopes.number_of(0, filter_bytes(eq("n", 0))) is None
+
+
+def test_scopes_beyond_their_number_are_evicted_and_their_numbers_used_again() -> None:
+    made = _Columns(max_scopes=2)
+    first, second = made.add(eq("n", 1))[0], made.add(eq("n", 2))[0]
+    made.scopes.table[first, 2] = 5
+    assert made.add(eq("n", 3)) == (second, [second])
+    made.scopes.retire(first)
+    assert made.add(eq("n", 4)) == (first, [])
+
+
+def test_parts_that_no_query_uses_any_more_are_freed_while_a_collection_keeps_changing() -> None:
+    made = _Columns()
+    parts = []
+    for number in range(200):
+        scope, _ = made.add(eq("n", number))
+        parts.append(weakref.ref(made.scopes.parts_of(scope)))
+        made.scopes.invalidate(0)
+    assert sum(one() is not None for one in parts) < 100
 
 
 def test_a_scope_of_all_rows_has_no_bitmap() -> None:
-    made = scopes()
-    number, _ = made.resolve(0, filter_bytes({"type": "gte", "key": "n", "value": 0}), lambda _: False)
-    assert words(int(made.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]
-    number, _ = made.resolve(0, filter_bytes(eq("n", 3)), lambda _: False)
-    _, address, passing = words(int(made.table[number, PARTS]), PART_WORDS)
+    made = _Columns()
+    number, _ = made.add({"type": "gte", "key": "n", "value": 0})
+    assert words(int(made.scopes.table[number, PARTS]), PART_WORDS)[1:] == [0, 640]
+    number, _ = made.add(eq("n", 3))
+    _, address, passing = words(int(made.scopes.table[number, PARTS]), PART_WORDS)
     assert (words(address, 10), passing) == (bitmap(np.arange(640) == 3, 640).tolist(), 1)
 
 

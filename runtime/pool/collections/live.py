@@ -16,8 +16,9 @@ import numpy.typing as npt
 from gpu import Engine, GpuError, GraphIndex
 from gpu.index.data import IndexData, bitmap
 from runtime.errors import CollectionError
-from runtime.pool.collections.scopes import LIVE, FilterableCollection, InUse, Part, Parts, Scopes, part_of
+from runtime.pool.collections.scopes import LIVE, FilterableCollection, Finish, InUse, Part, Parts, Scopes, part_of
 from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.growing_segment import GrowingSegment
@@ -33,8 +34,8 @@ PART_NS = 1_000_000
 _NEVER_NS = 1 << 62
 _SEEDS = 128  # as many as a search of a large index starts from
 
-Invalidate = Callable[[Iterable[int]], None]
-"""Drops clients' cached numbers of these scopes."""
+Invalidate = Callable[[int, Iterable[int]], None]
+"""Drops clients' cached numbers of the scopes of a collection, which has changed."""
 
 
 def growing_index(growing: GrowingSegment) -> GraphIndex:
@@ -96,7 +97,7 @@ class LiveIndexes:
         self.number = LIVE + self._scope
         """The collection's number in the client table."""
         self.filter_number = -2 - self.number if demanded else self.number
-        scopes.register(self.filter_number, FilterableCollection(lambda: self.schema, self._filtered_parts, demanded))
+        scopes.register(self.filter_number, FilterableCollection(lambda: self.schema, self._passing, demanded))
 
     @property
     def schema(self) -> Schema:
@@ -116,7 +117,7 @@ class LiveIndexes:
             else:
                 self._scopes.replace_live(self._scope, parts)
                 self._current = parts
-            invalidate(self._scopes.invalidate(self.filter_number))
+            invalidate(self.filter_number, self._scopes.invalidate(self.filter_number))
             self._stale = False
         self._position.publish(self.reader.state.sequence)
         if self._unloading:
@@ -160,7 +161,7 @@ class LiveIndexes:
     def close(self, invalidate: Invalidate) -> None:
         """Stop serving the collection, which no session offers any more."""
         self.close_position()
-        invalidate(self._scopes.unregister(self.filter_number))
+        invalidate(self.filter_number, self._scopes.unregister(self.filter_number))
         self._scopes.remove_live(self._scope)
         for loaded in (*self._segments.values(), *([self._growing] if self._growing else [])):
             self._unloading[loaded.key] = loaded.number
@@ -229,17 +230,31 @@ class LiveIndexes:
     def _loaded_index(self, key: str, index: GraphIndex, source: object) -> _LoadedIndex:
         return _LoadedIndex(key, self._number_of(key), index.size, source)
 
-    def _filtered_parts(self, condition: Filter) -> Sequence[Part]:
+    def _passing(self, condition: Filter, work: Work) -> Finish:
+        """Evaluate a filter over the collection as it is now, one state of all rows. On any thread."""
         state = self.reader.state
-        found = [
-            part_of(self._segments[segment.info.number].number, segment.alive & segment.passing(condition))
-            for segment in state.segments
+        with state.lock:
+            segments, growing = state.segments, state.growing
+            alive, grown_alive = [segment.alive.copy() for segment in segments], growing.alive.copy()
+        sealed = [
+            part_of(0, segment.passing(condition, work) & bits) for segment, bits in zip(segments, alive, strict=True)
         ]
-        loaded = self._load_growing(state.growing)
-        passing = np.zeros(len(loaded.alive), bool)
-        passing[: state.growing.count] = state.growing.alive & state.growing.passing(condition)
-        found = [part for part in (*found, part_of(loaded.number, passing)) if part.passing]
-        return found or [part_of(loaded.number, np.zeros(len(loaded.alive), bool))]
+        grown = growing.passing(condition, work, len(grown_alive)) & grown_alive
+
+        def finish() -> Sequence[Part] | None:
+            loaded = [self._segments.get(segment.info.number) for segment in segments]
+            if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
+                return None  # rows were sealed or merged meanwhile
+            if None in loaded:
+                return None  # the engine has no room for a segment yet
+            found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
+            index = self._load_growing(growing)
+            passing = np.zeros(len(index.alive), bool)
+            passing[: len(grown)] = grown
+            found = [part for part in (*found, part_of(index.number, passing)) if part.passing]
+            return found or [part_of(index.number, np.zeros(len(index.alive), bool))]
+
+        return finish
 
 
 class LiveCollections:

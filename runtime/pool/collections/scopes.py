@@ -1,13 +1,15 @@
 """Scopes of filtered searches: a *scope* is a list of indexes and, for each, a bitmap of the rows that may be found.
 
-A filter is evaluated once, in Python, to a bitmap for each index; later requests with the same filter find its scope by
-number, in compiled code. Scopes are bounded in number and bytes: the least recently used ones are evicted, unless a
-query in the pool uses them. A live collection also has a scope of its own, of its rows that are not deleted. When the
-collection changes its filters are invalidated, and queries in flight finish on the parts that they started with.
+A filter is evaluated once, on a thread of its own (`resolver.py`), to a bitmap for each index; later requests with the
+same filter find its scope by number, in compiled code. Scopes are bounded in number and bytes: the least recently used
+ones are evicted, unless a query in the pool uses them. A live collection also has a scope of its own, of its rows that
+are not deleted. When the collection changes its filters are invalidated, and queries in flight finish on the parts that
+they started with.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy.typing as npt
 from gpu.index.data import bitmap
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Schema
 
@@ -29,6 +32,7 @@ LIVE = 1 << 20
 """Added to the number of a live collection's scope it is the collection's number in the client table."""
 MAX_SCOPES = 1024
 MAX_BITMAP_BYTES = 64 << 20
+_MOST_RETIRED = 64  # lists of parts, before those that no query uses are dropped
 
 InUse = Callable[[int], bool]
 """Returns whether queries in the pool use the parts at an address."""
@@ -65,17 +69,29 @@ class Parts:
         return {part.number for part in self.parts}
 
 
+Finish = Callable[[], Sequence[Part] | None]
+"""Returns the parts of an evaluated filter as of now, at least one; None if the filter must be evaluated again."""
+
+
 @dataclass(frozen=True)
 class FilterableCollection:
     """A collection that accepts filters.
 
-    schema: returns the current schema. parts: evaluates a filter to parts, at least one. demanded: the attribute that
-    every filter must bind, or "".
+    schema: returns the current schema. passing: evaluates a filter, on any thread. demanded: the attribute that every
+    filter must bind, or "".
     """
 
     schema: Callable[[], Schema]
-    parts: Callable[[Filter], Sequence[Part]]
+    passing: Callable[[Filter, Work], Finish]
     demanded: str = ""
+
+    def evaluate(self, encoded: bytes, work: Work) -> Finish:
+        """Evaluate a client's filter. Raises `InvalidFilter`, `InvalidRequest`, and what `work` raises."""
+        condition = decode_filter(encoded)
+        check_filter(condition, self.schema())
+        if self.demanded and not binds(condition, self.demanded):
+            raise InvalidRequest(f"a filter must bind {self.demanded!r} by eq or in", "filter")
+        return self.passing(condition, work)
 
 
 @dataclass
@@ -94,6 +110,8 @@ class Scopes:
         self.address = int(self.table.ctypes.data)
         self._collections: dict[int, FilterableCollection] = {}
         self._scopes: dict[int, _Scope] = {}
+        self._bytes = 0  # of the scopes' bitmaps
+        self._free = list(range(max_scopes))  # numbers, a heap
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._live: dict[int, Parts] = {}  # of live collections, by scope number
         self._retired: list[Parts] = []  # replaced, but queries in the pool may still use them
@@ -115,28 +133,42 @@ class Scopes:
         self._retired += [self._scopes[number].parts for number in dropped]
         return self._drop(dropped)
 
-    def resolve(self, collection: int, encoded: bytes, in_use: InUse) -> tuple[int, list[int]]:
-        """Return the scope of a client's filter, evaluating it if needed, and the scopes evicted for it.
+    def collection(self, number: int) -> FilterableCollection | None:
+        """Return the collection of this number; None if it takes no filters."""
+        return self._collections.get(number)
 
-        Raises `InvalidFilter`, `InvalidRequest`, and `Overloaded` if the scopes in use leave no room.
+    def number_of(self, collection: int, encoded: bytes) -> int | None:
+        """Return the scope of a filter that has been evaluated."""
+        return self._numbers.get((collection, encoded))
+
+    def filter_of(self, number: int) -> bytes:
+        """Return the filter of a scope."""
+        return self._scopes[number].encoded
+
+    def parts_of(self, number: int) -> Parts:
+        """Return the parts of a filter's scope."""
+        return self._scopes[number].parts
+
+    def add(self, collection: int, encoded: bytes, found: Sequence[Part], in_use: InUse) -> tuple[int, list[int]]:
+        """Return the scope of an evaluated filter, and the scopes evicted for it.
+
+        Raises `Overloaded` if the scopes in use leave no room.
         """
-        found = self._numbers.get((collection, encoded))
-        if found is not None:
-            return found, []
-        filterable = self._collections.get(collection)
-        if filterable is None:
-            raise InvalidRequest("this collection takes no filters", "filter")
-        condition = decode_filter(encoded)
-        check_filter(condition, filterable.schema())
-        if filterable.demanded and not binds(condition, filterable.demanded):
-            raise InvalidRequest(f"a filter must bind {filterable.demanded!r} by eq or in", "filter")
-        scope = _Scope(collection, encoded, Parts(filterable.parts(condition)))
+        scope = _Scope(collection, encoded, Parts(found))
         self.evaluated += 1
+        if len(self._retired) > _MOST_RETIRED:
+            self._retired = [parts for parts in self._retired if in_use(parts.address)]
         evicted = self._evict(scope.parts.nbytes, in_use)
         number = self._free_number()
         self._scopes[number], self._numbers[collection, encoded] = scope, number
+        self._bytes += scope.parts.nbytes
         self._set(number, scope.parts)
         return number, evicted
+
+    def retire(self, number: int) -> None:
+        """Drop a scope that only queries in the pool may still use."""
+        self._retired.append(self._scopes[number].parts)
+        self._drop([number])
 
     # ---- live collections
 
@@ -157,6 +189,7 @@ class Scopes:
         """Remove a live collection's scope, which no session offers any more."""
         self._retired.append(self._live.pop(number))
         self.table[number] = 0
+        heappush(self._free, number)
 
     def used_indexes(self, in_use: InUse) -> set[int]:
         """Return the engine's numbers of all indexes that queries may search. Drops retired parts that none uses."""
@@ -170,29 +203,31 @@ class Scopes:
         self.table[number, : PART_COUNT + 1] = parts.address, len(parts.array)
 
     def _free_number(self) -> int:
-        for number in range(len(self.table)):
-            if number not in self._scopes and number not in self._live:
-                return number
-        raise Overloaded("too many filters are in use at once")
+        if not self._free:
+            raise Overloaded("too many filters are in use at once")
+        return heappop(self._free)
 
     def _evict(self, size: int, in_use: InUse) -> list[int]:
         """Evict least recently used scopes until another of `size` bytes fits. Return them."""
-        used = size + sum(scope.parts.nbytes for scope in self._scopes.values())
-        limit = len(self.table) - len(self._live)
+        used, places = self._bytes + size, len(self._free)
         evicted: list[int] = []
-        for number in sorted(self._scopes, key=lambda number: int(self.table[number, USED_NS])):
-            if used <= self._max_bytes and len(self._scopes) - len(evicted) < limit:
+        numbers = np.fromiter(self._scopes, np.int64) if used > self._max_bytes or not places else np.empty(0, np.int64)
+        for number in numbers[np.argsort(self.table[numbers, USED_NS], kind="stable")].tolist():
+            if used <= self._max_bytes and places + len(evicted):
                 break
             if not in_use(self._scopes[number].parts.address):
                 evicted.append(number)
                 used -= self._scopes[number].parts.nbytes
-        if used > self._max_bytes or len(self._scopes) - len(evicted) >= limit:
+        if used > self._max_bytes or not places + len(evicted):
             raise Overloaded("too many filters are in use at once")
         return self._drop(evicted)
 
     def _drop(self, numbers: list[int]) -> list[int]:
         for number in numbers:
             scope = self._scopes.pop(number)
-            del self._numbers[scope.collection, scope.encoded]
+            if self._numbers.get((scope.collection, scope.encoded)) == number:
+                del self._numbers[scope.collection, scope.encoded]
+            self._bytes -= scope.parts.nbytes
             self.table[number] = 0
+            heappush(self._free, number)
         return numbers

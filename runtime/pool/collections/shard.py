@@ -11,8 +11,9 @@ from ipc import Served
 from runtime.errors import CollectionError
 from runtime.files import read_regular
 from runtime.node.config import CollectionSection
-from runtime.pool.collections.scopes import FilterableCollection, Part, part_of
+from runtime.pool.collections.scopes import FilterableCollection, Finish, part_of
 from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.checksums import Checksums, open_consistent
 from runtime.retrieval.collections.collection import index_errors
@@ -46,11 +47,12 @@ class Shard:
         """Return the evaluation of filters to parts of the engine's index of this number."""
         columns, ids = self.columns or Columns(), None if self.index is None else self.index.data.ids
 
-        def parts(condition: Filter) -> list[Part]:
-            rows = columns.matching(condition)
-            return [part_of(index, rows if ids is None else rows[ids])]
+        def passing(condition: Filter, work: Work) -> Finish:
+            rows = columns.matching(condition, work)
+            found = [part_of(index, rows if ids is None else rows[ids])]
+            return lambda: found
 
-        return FilterableCollection(lambda: columns.schema, parts, self.served.demanded)
+        return FilterableCollection(lambda: columns.schema, passing, self.served.demanded)
 
     def warm_up(self) -> None:
         """Run a few searches, which fault in memory that the first query would otherwise wait for."""

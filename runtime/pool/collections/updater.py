@@ -92,11 +92,11 @@ class CollectionUpdater:
     def _unload(self, key: str, shard: Shard) -> bool:
         """Unload a shard that no session offers any more. Return whether it is unloaded."""
         if shard.live is not None:
-            return self._live.remove(key, self._loop.parts_in_use(), self._loop.invalidate_filters)
+            return self._live.remove(key, self._loop.parts_in_use(), self._loop.filters_changed)
         number = collection_number(shard.served, self._backend.number(key))
         if not self._engine.unload(key):
             return False
-        self._loop.invalidate_filters(self._scopes.unregister(number))
+        self._loop.filters_changed(number, self._scopes.unregister(number))
         return True
 
     def _register_filters(self, shard: Shard) -> None:
@@ -113,7 +113,7 @@ class CollectionUpdater:
         """Apply new writes of live collections, if that is due. Return whether sessions were renewed."""
         if now_ns < self._live.due_ns:
             return False
-        self._live.step(now_ns, self._loop.parts_in_use, self._loop.invalidate_filters)
+        self._live.step(now_ns, self._loop.parts_in_use, self._loop.filters_changed)
         changed = False
         for shard in self._catalogue.served:
             if shard.live is not None:

@@ -23,7 +23,7 @@ from runtime.retrieval.attributes.ordered import Bits, OrderedValues
 from runtime.retrieval.attributes.schema import AttributeType, Schema
 from runtime.retrieval.passages import Attributes
 
-__all__ = ["Bits", "Column", "Columns"]
+__all__ = ["Bits", "Column", "Columns", "FilterCache"]
 
 _DTYPES: dict[AttributeType, Any] = {
     AttributeType.INTEGER: np.int64,
@@ -33,6 +33,7 @@ _DTYPES: dict[AttributeType, Any] = {
     AttributeType.STRINGS: np.int32,
 }
 _STRINGS = (AttributeType.STRING, AttributeType.STRINGS)
+_FILTERS_KEPT = 64  # in a cache
 _SORTED_AT_ONCE = 8192  # strings: the interpreter's lock is held meanwhile, about 5 ms
 
 
@@ -227,3 +228,29 @@ class Columns:
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CollectionError(f"the attributes of a segment are damaged: {error}") from error
         return columns
+
+
+class FilterCache:
+    """The rows of columns that do not change any more that pass the filters used last, up to a number of bytes.
+
+    Thread-safe.
+    """
+
+    def __init__(self, columns: Columns, most_bytes: int = 16 << 20) -> None:
+        self._columns, self._most = columns, max(1, most_bytes // max(columns.size, 1))
+        self._found: dict[Filter, Bits] = {}  # least recently used first
+        self._lock = threading.Lock()
+
+    def matching(self, filter: Filter, work: Work | None = None) -> Bits:
+        """As `Columns.matching`. The result is shared: do not write into it."""
+        with self._lock:
+            found = self._found.pop(filter, None)
+            if found is not None:
+                self._found[filter] = found
+                return found
+        found = self._columns.matching(filter, work)
+        with self._lock:
+            self._found[filter] = found
+            while len(self._found) > min(self._most, _FILTERS_KEPT):
+                del self._found[next(iter(self._found))]
+        return found

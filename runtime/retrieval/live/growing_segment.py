@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from gpu.index.rows import Rows, aligned_empty, code_shape
 from runtime.errors import CollectionError
 from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.storage.documents import StoredDocument
@@ -74,8 +75,12 @@ class GrowingSegment:
         position = self._by_id.get(name)
         return None if position is None or not self._alive[position] else self.first + position
 
-    def passing(self, filter: Filter) -> Bits:
-        return self._columns.matching(filter)
+    def passing(self, filter: Filter, work: Work | None = None, count: int | None = None) -> Bits:
+        """Return whether each of the first `count` rows (default: all) passes a filter, bool [count].
+
+        On any thread: rows may be appended meanwhile.
+        """
+        return self._columns.matching(filter, work, self.count if count is None else count)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
         return self._columns.held_by(owner)

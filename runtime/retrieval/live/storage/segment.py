@@ -21,7 +21,8 @@ from gpu import GpuError, GraphIndex
 from gpu.build.params import Checkpoint
 from runtime.errors import CollectionError, NoRoom
 from runtime.files import read_regular, set_modes
-from runtime.retrieval.attributes.columns import Bits, Columns
+from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
+from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_file, checksum_of, has_checksum
@@ -33,7 +34,7 @@ from runtime.retrieval.live.storage.manifest import Description, SegmentInfo
 _DESCRIPTION, DOCUMENTS, _ATTRIBUTES, _INDEX = "segment.json", "documents.sqlite", "attributes.msgpack", "index"
 _FILES = (DOCUMENTS, _ATTRIBUTES, f"{_INDEX}/meta.json")
 _MAX_BYTES = 1 << 16
-_FILTERS_KEPT = 64
+_OWNERS_KEPT = 64
 
 
 class _Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,9 +72,8 @@ class Segment:
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
-        self.passing: Callable[[Filter], Bits] = lru_cache(_FILTERS_KEPT)(columns.matching)
-        """Returns whether each row passes a filter; an LRU cache of the last filters."""
-        self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_FILTERS_KEPT)(columns.held_by)
+        self._passing = FilterCache(columns)
+        self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(columns.held_by)
         """Returns whether each row belongs to an owner; an LRU cache of the last owners."""
 
     @classmethod
@@ -100,6 +100,10 @@ class Segment:
     @property
     def size(self) -> int:
         return self.index.size
+
+    def passing(self, filter: Filter, work: Work | None = None) -> Bits:
+        """Return whether each row passes a filter, bool [size]; the last filters are cached. On any thread."""
+        return self._passing.matching(filter, work)
 
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of those rows that are in this segment."""
