@@ -190,6 +190,15 @@ class SessionServer:
         return self._listener.fileno()
 
     @property
+    def has_events(self) -> bool:
+        """Whether `fileno` is readable."""
+        return self._listener.has_events
+
+    def wake_on(self, fd: int) -> None:
+        """Make `fileno` readable also when `fd`, which its owner reads, is."""
+        self._listener.watch(fd)
+
+    @property
     def bell_fileno(self) -> int:
         """File descriptor of the eventfd that clients ring, which compiled code silences."""
         return self._listener.bell_fileno

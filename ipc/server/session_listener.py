@@ -45,7 +45,8 @@ class SessionListener:
         return self._bell_fd
 
     def poll_events(self) -> set[int]:
-        """Return the pidfds of dead processes, and `ATTACH_PENDING` if messages may wait. Silences the bells."""
+        """Return the watched descriptors that are readable, as pidfds of dead processes are, and `ATTACH_PENDING` if
+        messages may wait. Silences the bells."""
         events: set[int] = set()
         for fd, _ in self._epoll.poll(0):
             if fd == self._bell_fd:
@@ -85,11 +86,17 @@ class SessionListener:
             raise
         return bell
 
-    def watch(self, pidfd: int) -> None:
-        self._epoll.register(pidfd, select.EPOLLIN)
+    @property
+    def has_events(self) -> bool:
+        """Whether the descriptor is readable."""
+        return bool(self._epoll.poll(0, 1))
 
-    def unwatch(self, pidfd: int) -> None:
-        self._epoll.unregister(pidfd)
+    def watch(self, fd: int) -> None:
+        """Make the descriptor readable also when `fd`, of a process or of the server's owner, is."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._epoll.unregister(fd)
 
     @property
     def closed(self) -> bool:

@@ -55,8 +55,8 @@ class TrinityVectorStore(VectorStore):  # type: ignore[misc]
     """Vector store of a live collection of a node. The node embeds the texts, so there is no `embedding`.
 
     The `filter` of a search is in OpenAI's format; `hybrid` adds keyword search. Metadata become the documents'
-    attributes: strings, integers, floats, booleans and lists of strings. Searches find added texts about 20 ms later,
-    and never find deleted ones.
+    attributes: strings, integers, floats, booleans and lists of strings. Searches find texts once they are added, and
+    never find deleted ones.
     """
 
     def __init__(self, url: str, collection: str, api_key: str = "") -> None:

@@ -3,7 +3,7 @@
 `serve_loop` alternates rounds of the loop and sleeps until an exit needs Python:
 
     rounds ──▶ nothing to do ──▶ spin ──▶ sleep ──▶ a client rings ──▶ rounds …
-      └─ every 10 ms: poll for session messages and dead clients
+      └─ every 1 ms: look for the server's other events
 
 So a pool that queries wake, however often, enters Python no more often than a busy one.
 """
@@ -46,8 +46,8 @@ SERVER_EVENT = layout.CANCEL + 1
 # Words of `wait`. DESCRIPTOR: the server's, readable on any of its events. BELL: the eventfd that clients ring, one of
 # these events. BUDGET: address of the spin budget.
 (DESCRIPTOR, BELL, BUDGET) = range(3)
-_HOUSEKEEPING_NS = 10_000_000  # how often session messages and dead clients are polled
 _MS = 1_000_000
+_EVENTS_NS = _MS  # how often a busy loop looks for session messages, dead clients and writes to live collections
 
 
 class PoolLoop:
@@ -327,7 +327,7 @@ def serve_loop(loop: Any, handle: Any, wait: Any, until: int) -> Any:
     t, clients = tables_at(handle), words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
     now, rounds_until, slept = intrinsics.monotonic_ns(), until, False
     while True:
-        stopped = run_loop(loop, handle, min(now + _HOUSEKEEPING_NS, rounds_until), spin_ns(wait[BUDGET]))
+        stopped = run_loop(loop, handle, min(now + _EVENTS_NS, rounds_until), spin_ns(wait[BUDGET]))
         now = intrinsics.monotonic_ns()
         if stopped == layout.TIME_UP and now < rounds_until and not clients[exchange.PENDING_BELLS]:
             if intrinsics.wait_readable(wait[DESCRIPTOR], 0) > 0:

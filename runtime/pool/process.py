@@ -117,6 +117,8 @@ class Pool:
             self.loop.learn(collection)
         self.loop.compile()
         worker.startup.mark("loop")
+        if (writes := self.live.watch.fileno()) is not None:
+            self.server.wake_on(writes)
         self.engine.interrupt_when(self.server.has_requests)
         self._updater = CollectionUpdater(
             catalogue, self.engine, self.server, worker.table, self.loop, self.scopes, self.live
@@ -151,10 +153,9 @@ class Pool:
         """Serve queries until control work is due, and do it."""
         stopped = self.loop.serve(min(self._control_ns, self._updater.due_ns))
         now = time.monotonic_ns()
-        if stopped == SERVER_EVENT or now >= self._control_ns:
+        self._updater.update_live(now)
+        if now >= self._control_ns or (stopped == SERVER_EVENT and self.server.has_events):
             self._control(now)
-        else:
-            self._updater.update_live(now)
 
     def _control(self, now: int) -> None:
         """Do the control work: sessions, knobs, changes of collections, heartbeat and gauges."""

@@ -20,7 +20,6 @@ from runtime.retrieval.search.query import (
     NEW_ATTRIBUTE_WAIT_NS,
     PassageQuery,
     deadline_after_ms,
-    fuse_keywords,
 )
 
 _ATTRIBUTE_POLL_S = 0.01
@@ -79,7 +78,7 @@ class AsyncRetriever:
                     result, found = await asyncio.gather(
                         search, loop.run_in_executor(self._keywords, keywords.search, vector)
                     )
-                    result = fuse_keywords(result, found, request.k, request.hybrid)
+                    result = self.registry.fuse(request.collection, result, found, request.k, request.hybrid)
                 return list(self.registry.passages(request.collection, result, on_read))
             except CollectionReplaced:
                 attempts += 1

@@ -357,6 +357,20 @@ class CollectionRegistry:
 
         return KeywordQuery(build.identity, depth, search)
 
+    def fuse(self, collection: str, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
+        """Fuse a search result with one of a keyword search in the same build. Raises as `passages`."""
+        build = self._build_of(collection, result)
+        try:
+            return build.fuse(result, keywords, k, weight)
+        except CollectionError as error:
+            raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
+
+    def _build_of(self, collection: str, result: SearchResult) -> OpenBuild:
+        build = self.builds_of(collection).by_identity.get(result.identity)
+        if build is None:
+            raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
+        return build
+
     def passages(
         self, collection: str, result: SearchResult, on_read: OnRead = lambda size: None
     ) -> tuple[Passage, ...]:
@@ -366,10 +380,7 @@ class CollectionRegistry:
         is not open any more, `Unavailable` if documents cannot be read, `ResponseTooLarge`, and the errors of
         `on_read`.
         """
-        builds = self.builds_of(collection)
-        build = builds.by_identity.get(result.identity)
-        if build is None:
-            raise CollectionReplaced(f"collection {collection!r}: the build of this result is not open any more")
+        build = self._build_of(collection, result)
         rows = [int(row) for row in result.ids if row >= 0]
         found: Sequence[Document | None]
         size = 0
@@ -386,7 +397,7 @@ class CollectionRegistry:
             try:
                 found = build.documents.get(rows, count)
             except CollectionError as error:  # only this collection fails, until its file is whole again
-                builds.discard(build, error.message)
+                self.builds_of(collection).discard(build, error.message)
                 raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
         return tuple(
             Passage(document.id, document.title, float(distance), document.text, document.attributes)

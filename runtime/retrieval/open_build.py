@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from runtime.errors import CollectionError
 from runtime.node.config import Verify
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -17,6 +19,8 @@ from runtime.retrieval.embedding.embedder import EmbedderSpec, embedder_name
 from runtime.retrieval.live.reader import LiveDocumentStore
 from runtime.retrieval.live.storage.checksums import LiveChecksums
 from runtime.retrieval.live.storage.manifest import is_live, read_description
+from runtime.retrieval.neighbors import Neighbors
+from runtime.retrieval.search.query import SearchResult, fuse_keywords
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,13 @@ class OpenBuild:
         if not isinstance(documents, LiveDocumentStore):
             return self.summary
         return replace(self.summary, size=documents.size, files=documents.size)
+
+    def fuse(self, result: SearchResult, keywords: Neighbors, k: int, weight: float) -> SearchResult:
+        """Fuse a result of the pools with one of a keyword search. Raises `CollectionError`."""
+        if isinstance(self.documents, LiveDocumentStore):
+            (ids, distances), keywords = self.documents.align((result.ids, result.distances), keywords)
+            result = structs.replace(result, ids=ids, distances=distances)
+        return fuse_keywords(result, keywords, k, weight)
 
     def close(self) -> None:
         """Stop the check and close the files."""

@@ -29,7 +29,7 @@ from runtime.retrieval.embedding.embedder import Embedder, Vectors
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.search.client import SearchClient
-from runtime.retrieval.search.query import MAX_BUILD_ATTEMPTS, NEW_ATTRIBUTE_WAIT_NS, Query, fuse_keywords
+from runtime.retrieval.search.query import MAX_BUILD_ATTEMPTS, NEW_ATTRIBUTE_WAIT_NS, Query
 
 if TYPE_CHECKING:
     import zmq
@@ -303,7 +303,9 @@ class Retriever:
                 continue
             try:
                 if retrieval.keyword_results is not None:
-                    result = fuse_keywords(result, retrieval.keyword_results, retrieval.k, retrieval.hybrid)
+                    result = self.registry.fuse(
+                        retrieval.collection, result, retrieval.keyword_results, retrieval.k, retrieval.hybrid
+                    )
                 remote = retrieval.collection in self.client.remote
                 passages = result.passages if remote else self.registry.passages(retrieval.collection, result)
             except TrinityError as error:

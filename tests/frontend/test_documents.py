@@ -16,7 +16,7 @@ from runtime.retrieval.live.collection import create
 from runtime.retrieval.live.reader import LiveReader
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
-from runtime.retrieval.live.writer_service import MAX_CONCURRENT_WRITES, WriterService
+from runtime.retrieval.live.writer_service import MAX_CONCURRENT_WRITES, Stored, WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
 
@@ -76,7 +76,7 @@ def held(path: Path) -> dict[str, str]:
 def test_documents_are_stored_replaced_and_deleted_by_id_or_by_filter(http: httpx.Client, directory: Path) -> None:
     first = {"id": "a", "text": "old", "attributes": {"tenant": "acme"}}
     assert put(http, first, {"id": "b", "text": "two", "attributes": {"tenant": "blue"}}).json() == {
-        "object": "documents.stored", "collection": "notes", "count": 2,
+        "object": "documents.stored", "collection": "notes", "count": 2, "visible": True,
     }  # fmt: skip
     for _ in range(2):  # once more is the same
         assert put(http, first | {"text": "new"}).json()["count"] == 1
@@ -197,12 +197,12 @@ def test_acknowledged_writes_survive_a_takeover(writes: WriterService, directory
 
 
 def test_concurrent_writes_are_bounded(writes: WriterService) -> None:
-    async def many() -> list[int | BaseException]:
+    async def many() -> list[Stored | BaseException]:
         asked = (writes.upsert("notes", [UpsertDocument(str(n), "t")]) for n in range(MAX_CONCURRENT_WRITES + 5))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     ended = asyncio.run(many())
-    assert ended.count(1) == MAX_CONCURRENT_WRITES
+    assert ended.count(Stored(1, visible=True)) == MAX_CONCURRENT_WRITES
     assert sum(isinstance(one, Overloaded) for one in ended) == 5
 
 
@@ -220,7 +220,7 @@ def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
             with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
                 await writes.upsert("notes", [UpsertDocument("b", "t")])
         assert ("notes" in writes.states()) == kept
-        assert await writes.upsert("notes", [UpsertDocument("b", "t")]) == 1
+        assert (await writes.upsert("notes", [UpsertDocument("b", "t")])).count == 1
 
     asyncio.run(both())
 

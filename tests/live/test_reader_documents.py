@@ -1,14 +1,20 @@
 """A reader finds the documents of rows that a pool returned, even if it has not polled since."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from runtime.errors import InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.live.reader import LiveDocumentStore
-from tests.live.small_collections import documents, new_writer
+from runtime.retrieval.live.replaced_rows import KEPT_S, ReplacedRows
+from runtime.retrieval.live.storage.documents import StoredDocument
+from runtime.retrieval.live.storage.operations import Upsert, decode, encode
+from runtime.retrieval.live.writer import LiveWriter
+from tests.live.small_collections import DIM, document, documents, new_writer
 
 
 def test_documents_of_segments_sealed_since_the_last_poll_are_found(tmp_path: Path) -> None:
@@ -41,3 +47,124 @@ def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> Non
         with pytest.raises(InvalidFilter, match="there is no attribute 'other'"):
             reading.check_filter(Comparison("other", "eq", (1,)))
         reading.close()
+
+
+# ---- replaced documents: a pool may find the old row or the new one
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[LiveWriter]:
+    with new_writer(tmp_path / "a") as made:
+        yield made
+
+
+@pytest.fixture
+def store(writer: LiveWriter) -> Iterator[LiveDocumentStore]:
+    made = LiveDocumentStore(writer.directory)
+    yield made
+    made.close()
+
+
+def put(writer: LiveWriter, seed: int) -> int:
+    """Store a version of the document a; return its row."""
+    writer.upsert([document("a", seed)])
+    return writer.state.rows_of(["a"])["a"]
+
+
+def texts(store: LiveDocumentStore, *rows: int) -> list[str | None]:
+    return [None if found is None else found.text for found in store.get(rows)]
+
+
+def test_a_replaced_row_has_its_text_until_the_document_is_deleted(
+    writer: LiveWriter, store: LiveDocumentStore
+) -> None:
+    rows = [put(writer, seed) for seed in range(3)]
+    for number, row in enumerate(rows):
+        assert texts(store, row) == [f"text {number}"]
+    writer.delete(["a"])
+    assert texts(store, *rows) == [None] * 3
+    new = put(writer, 3)  # the deleted versions stay deleted
+    assert [texts(store, row) for row in (*rows, new)] == [[None], [None], [None], ["text 3"]]
+
+
+def test_of_two_versions_in_one_result_the_newer_is_returned(writer: LiveWriter, store: LiveDocumentStore) -> None:
+    writer.upsert(documents(range(2)))
+    old, middle, new = (put(writer, seed) for seed in range(7, 10))
+    assert texts(store, old, 0, new, 1, middle) == [None, "text 0", "text 9", "text 1", None]
+    assert texts(store, old, middle) == [None, "text 8"]
+
+
+@pytest.mark.parametrize(
+    "merge_away",
+    [
+        lambda writer: writer.flush(),  # the old row is left out of the segment
+        lambda writer: [writer.upsert(documents(range(9))), writer.flush(), writer.compact()],
+    ],
+    ids=["sealed", "merged"],
+)
+@pytest.mark.parametrize("was_sealed", [False, True])
+@pytest.mark.parametrize("polls", [False, True])
+def test_a_replaced_row_has_its_text_even_if_it_is_merged_away(
+    writer: LiveWriter,
+    store: LiveDocumentStore,
+    merge_away: Callable[[LiveWriter], object],
+    was_sealed: bool,
+    polls: bool,
+) -> None:
+    old = put(writer, 1)
+    if was_sealed:
+        writer.flush()
+    assert texts(store, old) == ["text 1"]
+    new = put(writer, 2)
+    if polls:  # else it learns of the replacement and of the merge at once
+        assert texts(store, new) == ["text 2"]
+    merge_away(writer)
+    writer.upsert(documents(range(20, 22)))
+    assert texts(store, new) == ["text 2"]
+    assert texts(store, old) == ["text 1"]
+    writer.delete(["a"])
+    assert texts(store, old) == texts(store, new) == [None]
+
+
+def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
+    writer: LiveWriter, store: LiveDocumentStore
+) -> None:
+    writer.upsert(documents(range(2)))
+    old, middle, new = (put(writer, seed) for seed in range(3))
+    distances = np.arange(2, dtype=np.float32)
+
+    def aligned(one: list[int], other: list[int]) -> list[list[int]]:
+        found = store.align((np.array(one), distances), (np.array(other), distances))
+        assert all((part is distances) for _, part in found)
+        return [ids.tolist() for ids, _ in found]
+
+    assert aligned([old, 0], [1, new]) == [[new, 0], [1, new]]
+    assert aligned([new, 0], [1, old]) == [[new, 0], [1, new]]
+    assert aligned([old, -1], [1, middle]) == [[middle, -1], [1, middle]]  # the newest row was not found: not added
+    assert aligned([old, 0], [old, 1]) == [[old, 0], [old, 1]]
+
+
+def test_replaced_rows_are_forgotten_after_a_while() -> None:
+    now = 0.0
+    replaced = ReplacedRows(lambda: now)
+    one = StoredDocument(1, "a", "", "one", {})
+    replaced.add([1, 5], [2, 6])
+    replaced.retire({1: one}.get)
+    now = KEPT_S / 2
+    replaced.add([2], [3])
+    assert [replaced.newest(row) for row in (1, 2, 3, 5, 9)] == [3, 3, 3, 6, 9]
+    assert replaced.document(1) == one
+    now = KEPT_S + 1
+    replaced.add([3], [4])
+    assert [replaced.newest(row) for row in (1, 2, 3, 5)] == [1, 4, 4, 5]
+    assert replaced.document(1) is None
+
+
+def test_a_log_of_an_older_version_does_not_name_the_rows_that_replace_others() -> None:
+    upsert = Upsert(3, ["a"], [""], ["t"], [{}], bytes(4 * DIM), [1], [3])
+    content = encode([upsert])
+    assert decode(content, DIM) == [upsert]
+    old = content.replace(b"\x99\xa1u", b"\x98\xa1u")[:-2]  # an array of one element less
+    (found,) = decode(old, DIM)
+    assert isinstance(found, Upsert)
+    assert (found.replaced, found.successors) == ([1], [])

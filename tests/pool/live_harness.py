@@ -44,6 +44,12 @@ class LiveHarness:
         self.writer.upsert(documents)
         self.held |= {name: (vector, attributes) for name, vector in zip(names, vectors, strict=True)}
 
+    def replace(self, name: str) -> int:
+        """Replace a document by one with the same vector; return its row."""
+        vector, attributes = self.held[name]
+        self.writer.upsert([UpsertDocument(name, f"text of {name}", attributes=attributes, vector=vector)])
+        return self.writer.state.rows_of([name])[name]
+
     def delete(self, *names: str) -> None:
         self.writer.delete(names)
         for name in names:

@@ -1,12 +1,15 @@
 """Tests of live collections in a pool: written rows are found, deleted ones are not, while segments are replaced."""
 
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from runtime.errors import InvalidFilter, InvalidRequest
+from runtime.pool.collections.live import POLL_NS
+from runtime.pool.collections.scopes import Part, Parts, Scopes
 from runtime.pool.process import Timing
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
@@ -39,6 +42,72 @@ def test_no_client_finds_a_row_after_its_delete_was_acknowledged(harness: LiveHa
         assert row not in served.client.search(query, 10).ids
         if change == 2:
             harness.writer.flush()
+
+
+def test_every_search_finds_a_replaced_document_and_the_first_after_the_write_is_visible_its_new_version(
+    harness: LiveHarness, serve: MakeServed
+) -> None:
+    served = serve(harness.path, workers=2)  # replicas, which apply a write at different times
+    harness.upsert("a", "b", "c")
+    assert harness.writer.wait_visible()
+    query = harness.held["a"][0]
+    for change in range(100):
+        row = harness.replace("a")
+        assert served.find(query, 1) == ["a"]
+        if change % 2:
+            assert harness.writer.wait_visible()
+            assert [served.client.search(query, 1).ids.tolist() for _ in served.pools] == [[row]] * 2
+        if change % 20 == 10:
+            harness.writer.flush()
+
+
+def test_a_query_in_the_pool_finds_one_version_of_a_document_that_is_replaced_meanwhile(
+    harness: LiveHarness, make_pool: MakePool, make_client: MakeClient
+) -> None:
+    harness.upsert(*(f"{n}" for n in range(SEALED)))
+    harness.writer.flush()
+    harness.delete("1")  # so that the pool has a bitmap of the segment's rows, but no growing ones
+    plan = plan_of(harness.path, slots=1)
+    pool = make_pool(plan).start()
+    client = attached(make_client(plan))
+    query, old = harness.held["0"][0], harness.writer.state.rows_of(["0"])["0"]
+    with pool.held():
+        tickets = [client.submit(query, 1, top_m=64) for _ in range(40)]
+        pool.step()  # the queries are in the pool, and most of them wait for the slot
+        new = harness.replace("0")
+    found = collect(client, len(tickets))
+    assert {tuple(found[ticket].checked().ids.tolist()) for ticket in tickets} <= {(old,), (new,)}
+    assert client.search(query, 1).ids.tolist() == [new]
+
+
+def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
+    harness: LiveHarness, make_pool: MakePool
+) -> None:
+    pool = make_pool(plan_of(harness.path)).pool
+    now = 10**15  # later than any poll
+    pool.server.housekeep(now)
+    pool.live.step(now, pool.loop.parts_in_use, pool.loop.filters_changed)
+    pool.live.look()
+    assert pool.live.due_ns == now + POLL_NS
+    assert not pool.server.has_events
+    harness.upsert("a")
+    assert pool.server.has_events  # a sleeping pool wakes up
+    pool.live.look()
+    assert now < pool.live.due_ns < now + POLL_NS
+    assert not pool.server.has_events
+    pool.live.step(pool.live.due_ns, pool.loop.parts_in_use, pool.loop.filters_changed)
+    assert harness.writer.wait_visible()
+
+
+def test_parts_of_earlier_updates_are_kept_only_while_queries_use_them() -> None:
+    scopes, old = Scopes(), Parts([Part(0, None, 1)])
+    number, before = scopes.add_live(old), weakref.ref(old)
+    del old
+    scopes.replace_live(number, Parts([Part(0, None, 2)]))
+    scopes.drop_unused(lambda: lambda address: True)
+    assert before() is not None
+    scopes.drop_unused(lambda: lambda address: False)
+    assert before() is None
 
 
 def test_a_delete_waits_for_a_pool_that_has_not_applied_it(harness: LiveHarness, serve: MakeServed) -> None:

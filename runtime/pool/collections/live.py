@@ -2,12 +2,15 @@
 
 Sealed segments and the growing segment of a collection are separate indexes of the engine: sealed ones with their
 graphs, the growing one without edges, searched exhaustively. The collection's scope lists them as parts, with bitmaps
-of the rows that are not deleted. A collection is updated between two extends: bits of deleted rows are cleared and bits
-of new rows set in place. After segments were sealed or merged (a thread opens them) the scope gets a new list of parts,
-and indexes that no query searches any more are unloaded from the engine.
+of the rows that are not deleted. A collection is updated between two extends: the scope gets a new list of parts, with
+new bitmaps where rows changed. A query finishes on the parts that it began with, so it finds a replaced document once,
+in its old version or the new one. Indexes that no query searches any more are unloaded from the engine.
+
+Updates follow the writers at once (`LogWatch`), but take at most a tenth of the pool's time.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -23,12 +26,14 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.reader import LiveReader
-from runtime.retrieval.live.storage.delete_barrier import ReaderPosition
+from runtime.retrieval.live.storage.log_watch import LogWatch
 from runtime.retrieval.live.storage.manifest import Description, SegmentInfo
+from runtime.retrieval.live.storage.reader_barrier import ReaderPosition
 from runtime.retrieval.live.storage.segment import Segment
 
 POLL_NS = 20_000_000
-"""Interval of polling for writes: the latency of their visibility, and of deletes."""
+"""Interval of polling for writes that were not notified, and longest interval of updates."""
+_REST = 9  # times the duration of an update that passes before the next one
 PART_NS = 1_000_000
 """The interval while a new segment is copied to a device, a megabyte each time."""
 _NEVER_NS = 1 << 62
@@ -64,9 +69,9 @@ class _LoadedIndex:
         self.deletions = -1
 
     def set_alive(self, alive: Bits) -> None:
-        """Set the first rows of the index, in place."""
+        """Set the first rows of the index. Queries in the pool keep their bitmap."""
         self.alive[: len(alive)] = alive
-        self.bits[:] = bitmap(self.alive, len(self.alive))
+        self.bits = bitmap(self.alive, len(self.alive))
         self.count = int(np.count_nonzero(alive))
 
     def part(self) -> Part:
@@ -91,9 +96,7 @@ class LiveIndexes:
         self._unloading: dict[str, int] = {}
         self._stale = False
         self._position: ReaderPosition | None = None
-        parts = self._update_parts()
-        self._scope = scopes.add_live(parts)
-        self._current = parts
+        self._scope = scopes.add_live(self._update_parts())
         self.number = LIVE + self._scope
         """The collection's number in the client table."""
         self.filter_number = -2 - self.number if demanded else self.number
@@ -110,18 +113,14 @@ class LiveIndexes:
         stale, self._stale = self._stale, True  # also after an error in the middle
         self._stale = self.reader.poll() or stale
         if self._stale:
-            parts = self._update_parts()
-            if [part.number for part in parts.parts] == [part.number for part in self._current.parts]:
-                self._current.array[:] = parts.array  # in place: waiting queries have its address
-                self._current.parts = parts.parts
-            else:
-                self._scopes.replace_live(self._scope, parts)
-                self._current = parts
+            self._scopes.replace_live(self._scope, self._update_parts())
             invalidate(self.filter_number, self._scopes.invalidate(self.filter_number))
             self._stale = False
         self._position.publish(self.reader.state.sequence)
         if self._unloading:
             self._unload(self._scopes.used_indexes(in_use()))
+        else:
+            self._scopes.drop_unused(in_use)
         if self._load_error is not None:
             raise self._load_error
 
@@ -260,20 +259,27 @@ class LiveIndexes:
 class LiveCollections:
     """All live collections of a pool, by their names in the engine."""
 
-    def __init__(self, engine: Engine, scopes: Scopes, log: logging.Logger) -> None:
+    def __init__(self, engine: Engine, scopes: Scopes, log: logging.Logger, watch: LogWatch | None = None) -> None:
         self._engine, self._scopes, self._log = engine, scopes, log
+        self.watch = watch or LogWatch()
         self._served: dict[str, LiveIndexes] = {}
         self._unloading: dict[str, LiveIndexes] = {}
         self._errors: dict[str, str] = {}
-        self._due_ns = 0
+        self._due_ns = self._rested_ns = 0
 
     @property
     def due_ns(self) -> int:
         """When `step` is next due."""
         return self._due_ns if self._served else _NEVER_NS
 
+    def look(self) -> None:
+        """Make `step` due as soon as possible if a log was written to."""
+        if self.watch.poll():
+            self._due_ns = min(self._due_ns, self._rested_ns)
+
     def add(self, key: str, reader: LiveReader, demanded: str) -> None:
         """Serve a collection. Raises `GpuError`."""
+        self.watch.add(reader.directory)
         self._served[key] = LiveIndexes(key, reader, demanded, self._engine, self._scopes)
         self._due_ns = 0  # poll before the first query
 
@@ -305,6 +311,7 @@ class LiveCollections:
         """Apply new writes of all collections, if that is due."""
         if now_ns < self._due_ns or not self._served:
             return
+        begin_ns = time.monotonic_ns()
         for key, live in self._served.items():
             try:
                 live.step(in_use, invalidate)
@@ -317,9 +324,12 @@ class LiveCollections:
                 self._log.info("collection %s: the latest writes are served again", key)
             self._errors[key] = error
         loading = any(live.loading for live in self._served.values())
+        took_ns = time.monotonic_ns() - begin_ns
+        self._rested_ns = now_ns + min(took_ns * (1 + _REST), POLL_NS)
         self._due_ns = now_ns + (PART_NS if loading else POLL_NS)
 
     def close(self) -> None:
         """Release writers at the end of the process."""
+        self.watch.close()
         for live in self._served.values():
             live.close_position()

@@ -191,6 +191,12 @@ class Scopes:
         self.table[number] = 0
         heappush(self._free, number)
 
+    def drop_unused(self, in_use: Callable[[], InUse]) -> None:
+        """Drop retired parts that no query uses."""
+        if self._retired:
+            uses = in_use()
+            self._retired = [parts for parts in self._retired if uses(parts.address)]
+
     def used_indexes(self, in_use: InUse) -> set[int]:
         """Return the engine's numbers of all indexes that queries may search. Drops retired parts that none uses."""
         self._retired = [parts for parts in self._retired if in_use(parts.address)]

@@ -111,6 +111,7 @@ class CollectionUpdater:
 
     def update_live(self, now_ns: int) -> bool:
         """Apply new writes of live collections, if that is due. Return whether sessions were renewed."""
+        self._live.look()
         if now_ns < self._live.due_ns:
             return False
         self._live.step(now_ns, self._loop.parts_in_use, self._loop.filters_changed)

@@ -1,5 +1,7 @@
 """The growing segment: the rows of the log in memory, searched exactly (the memtable of an LSM tree)."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,6 +66,11 @@ class GrowingSegment:
             self._columns.append(attributes, schema)
             self._by_id[name] = position
         self.count = total
+
+    def document_lookup(self) -> Callable[[int], StoredDocument | None]:
+        """Return a lookup of the documents by row that does not keep the vectors in memory."""
+        first, documents = self.first, self.documents
+        return lambda row: documents[row - first] if 0 <= row - first < len(documents) else None
 
     def delete(self, rows: NDArray[np.int64]) -> None:
         """Mark those of the rows that are in this segment as deleted."""

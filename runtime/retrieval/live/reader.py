@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,7 @@ from runtime.retrieval.attributes.filters import Filter, check_filter
 from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.live.keyword_search import LiveKeywordSearch
+from runtime.retrieval.live.replaced_rows import ReplacedRows
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import Loaded, State
 from runtime.retrieval.live.storage.checksums import LiveChecksums
@@ -56,15 +58,17 @@ class LiveReader:
         background: bool = False,
         checksum_files: Collection[str] | None = None,
         shard: int | None = None,
+        replaced: ReplacedRows | None = None,
     ) -> None:
         """Open the collection. Raises `CollectionError`.
 
         background: open new segments on a thread, and install them in a later `poll`, so that `poll` never blocks.
         checksum_files: the files of a segment that `checksums` verifies; None: all. shard: read only this shard.
+        replaced: see `State`.
         """
         self.directory, self.replaced, self.outdated = directory, False, ""
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
-        self._loads_in_background = background
+        self._loads_in_background, self._replaced = background, replaced
         self._loading: tuple[int, BackgroundTask[Loaded]] | None = None
         self.description = read_description(directory)
         try:
@@ -92,7 +96,7 @@ class LiveReader:
             self._last_stat = self._manifest_stat()
             manifest = read_manifest(self.directory)
             try:
-                self.state = State(self.directory, self.description, manifest, shard)
+                self.state = State(self.directory, self.description, manifest, shard, self._replaced)
                 self._follower = self._follow(manifest)
                 return manifest
             except CollectionError:  # the writer may have installed another manifest in the meantime
@@ -125,10 +129,14 @@ class LiveReader:
                 self._last_stat = stat
         if self._log_was_replaced():
             raise self._restored_error()
-        for record in self._follower.poll():
+        return self._apply_records() or changed
+
+    def _apply_records(self) -> bool:
+        """Apply the new records of the log; return whether there were any. Raises `CollectionError`."""
+        records = self._follower.poll()
+        for record in records:
             self.state.apply(decode(record.payload, self.description.dim))
-            changed = True
-        return changed
+        return bool(records)
 
     def _is_restored_copy(self) -> bool:
         try:
@@ -161,6 +169,8 @@ class LiveReader:
         if self._loads_in_background and fresh is None:
             return False
         before = set(self.state.segments)
+        with suppress(CollectionError):  # the log is sealed, and may be gone; else it tells which rows were replaced
+            self._apply_records()
         behind = self._follower.sequence < manifest.sequence
         follower = self._follow(manifest) if behind else self._follower  # opened first: state and log advance together
         try:
@@ -245,13 +255,14 @@ class LiveReader:
 class LiveDocumentStore:
     """Documents by row, as `DocumentStore`, of the present state: a row that a pool just found may be deleted.
 
+    Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
     Thread-safe.
     """
 
     def __init__(self, directory: Path) -> None:
         """Open the collection. Raises `CollectionError`."""
         self.path, self._lock = directory, threading.Lock()
-        self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,))
+        self._reader = LiveReader(directory, background=True, checksum_files=(DOCUMENTS,), replaced=ReplacedRows())
         self._keywords = LiveKeywordSearch(self._reader.state)
 
     @property
@@ -277,19 +288,39 @@ class LiveDocumentStore:
     def get(
         self, rows: Sequence[int], on_read: Callable[[StoredDocument], None] = lambda document: None
     ) -> list[Document | None]:
-        """Return the documents of these rows, in order; None for a deleted one. `on_read` is called with each that is
-        read, before the next. Raises `CollectionError`."""
+        """Return the documents of these rows, in order; None for a deleted one, and for an older version of another.
+
+        `on_read` is called with each that is read, before the next. Raises `CollectionError`.
+        """
         with self._lock:
             self._reader.poll()
             state = self._reader.state
             if max(rows, default=-1) >= state.growing.next_row:  # in a segment that is not open in this process yet
                 self._reader.catch_up()
-            deleted = state.deleted(rows)
+            newest = state.newest(rows)
+            deleted = state.deleted(newest)
             found = state.documents(rows, on_read)
+        shown = {document: row for document, row in sorted(zip(newest, rows, strict=True))}
         return [
-            None if one is None or is_deleted else Document(one.id, one.title, one.text, passage_attributes(one))
-            for one, is_deleted in zip(found, deleted, strict=True)
+            Document(one.id, one.title, one.text, passage_attributes(one))
+            if one is not None and not is_deleted and shown[document] == row
+            else None
+            for row, document, one, is_deleted in zip(rows, newest, found, deleted, strict=True)
         ]
+
+    def align(self, one: Neighbors, other: Neighbors) -> tuple[Neighbors, Neighbors]:
+        """Return two results of the same query, in which a document has the same row: where they found two versions of
+        it, the newer one of these. Raises `CollectionError`."""
+        rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
+        with self._lock:
+            self._reader.poll()
+            newest = dict(zip(rows, self._reader.state.newest(rows), strict=True))
+        found = {document: row for row, document in sorted(newest.items())}
+        first, second = (
+            np.array([found[newest[row]] if row >= 0 else row for row in ids.tolist()], np.int64)
+            for ids in (one[0], other[0])
+        )
+        return (first, one[1]), (second, other[1])
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int

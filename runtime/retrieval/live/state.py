@@ -19,6 +19,7 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check
 from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
 from runtime.retrieval.live.growing_segment import GrowingSegment
+from runtime.retrieval.live.replaced_rows import ReplacedRows
 from runtime.retrieval.live.storage.documents import StoredDocument
 from runtime.retrieval.live.storage.log import log_files, read_log
 from runtime.retrieval.live.storage.manifest import (
@@ -39,10 +40,19 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
+    With `replaced`, replaced rows stay readable for a while.
     """
 
-    def __init__(self, directory: Path, description: Description, manifest: Manifest, shard: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        description: Description,
+        manifest: Manifest,
+        shard: int | None = None,
+        replaced: ReplacedRows | None = None,
+    ) -> None:
         """Open the segments of a manifest. Raises `CollectionError`."""
+        self._replaced = replaced
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
@@ -60,6 +70,8 @@ class State:
                         self.schema = extend_schema(self.schema, attributes)
                     self.growing.append(operation, self.schema)
                     self._hide_others(operation)
+                    if self._replaced is not None:
+                        self._replaced.add(operation.replaced, operation.successors)
                 self.delete(np.array(operation.replaced if isinstance(operation, Upsert) else operation.rows, np.int64))
             self.sequence += 1
 
@@ -120,10 +132,16 @@ class State:
             for segment in segments:
                 segment.delete(dead)
             schema = {**manifest.schema, **self.schema}
-            self.growing = self.growing.tail(manifest.next_row, schema)
+            gone = [segment for segment in known.values() if segment not in segments]
+            before, self.growing = self.growing, self.growing.tail(manifest.next_row, schema)
+            if self._replaced is not None:
+                for segment in gone:
+                    self._replaced.retire(segment.documents.find)
+                if before is not self.growing:
+                    self._replaced.retire(before.document_lookup())
             self.segments, self.schema = tuple(segments), schema
             self.sequence = max(self.sequence, manifest.sequence)
-        return [segment for segment in known.values() if segment not in segments]
+        return gone
 
     def dead_rows(self) -> Rows:
         """Return the deleted rows, int64."""
@@ -212,10 +230,21 @@ class State:
                 found.append(growing.documents[row - growing.first])
             else:
                 here = [s for s in segments if len(s.positions(np.array([row], np.int64)))]
-                found.append(here[0].documents.get([row])[0] if here else None)
+                found.append(here[0].documents.get([row])[0] if here else self._replaced_document(row))
             if (document := found[-1]) is not None:
                 on_read(document)
         return found
+
+    def _replaced_document(self, row: int) -> StoredDocument | None:
+        if self._replaced is None:
+            return None
+        with self.lock:
+            return self._replaced.document(row)
+
+    def newest(self, rows: Sequence[int]) -> list[int]:
+        """Return the row of the newest version of each row's document, as far as `replaced` knows it."""
+        with self.lock:
+            return [row if self._replaced is None else self._replaced.newest(row) for row in rows]
 
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""

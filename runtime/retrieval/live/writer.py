@@ -22,7 +22,6 @@ from runtime.retrieval.live.build import BuildJob, SegmentProgress, progress_of_
 from runtime.retrieval.live.maintenance import BuildSegment, Maintenance, pick_merge, too_many_segments
 from runtime.retrieval.live.search import search
 from runtime.retrieval.live.state import Loaded, Rows, WriterState, close, replay, tombstones_content, writer_state
-from runtime.retrieval.live.storage.delete_barrier import DeleteBarrier
 from runtime.retrieval.live.storage.disk import Disk, acquire_lock, lock_is_current, storage_error
 from runtime.retrieval.live.storage.log import LogWriter, log_path
 from runtime.retrieval.live.storage.manifest import (
@@ -33,6 +32,7 @@ from runtime.retrieval.live.storage.manifest import (
     write_with_checksum,
 )
 from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
+from runtime.retrieval.live.storage.reader_barrier import ReaderBarrier
 from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
 from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
 from runtime.retrieval.neighbors import Neighbors
@@ -86,7 +86,7 @@ class LiveWriter:
             _log.warning("%s", self.repaired)
         self._log_first = first
         self._seal_threshold = seal_rows * self.state.description.shard_count  # growing rows
-        self._delete_barrier = DeleteBarrier(directory)
+        self._barrier = ReaderBarrier(directory)
         self._failure = ""
         self._closed = False
         self._pending: list[PendingWrite] = []
@@ -120,6 +120,13 @@ class LiveWriter:
         return self._write(
             PendingWrite(lambda group: self._prepare_upsert(group, documents, vectors, owner), exclusive)
         )
+
+    def wait_visible(self) -> bool:
+        """Wait until the searches of every process that serves the collection find all writes so far.
+
+        Return whether they do, after `reader_barrier.VISIBLE_S` at most.
+        """
+        return self._barrier.wait_briefly(self.state.sequence)
 
     def delete(self, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
         """Delete documents by id, ignoring missing ones and those of other owners. Returns how many were deleted.
@@ -251,7 +258,7 @@ class LiveWriter:
     def _write_and_wait(self, pending: PendingWrite) -> int:
         """Write, and wait until every process that serves the collection has applied it."""
         count = self._write(pending)
-        self._delete_barrier.wait(self.state.sequence)
+        self._barrier.wait(self.state.sequence)
         return count
 
     def _commit(self) -> None:
@@ -327,6 +334,8 @@ class LiveWriter:
         rows = np.array([*replaced.values()], np.int64)
         if len(self._own(rows, owner)) < len(rows):
             raise Forbidden("one of these ids belongs to a document of another owner; nothing was stored", "id")
+        rows_by_id = {name: row for row, name in enumerate(ids, group.next_row)}
+        pairs = sorted((row, rows_by_id[name]) for name, row in replaced.items())
         operation = Upsert(
             group.next_row,
             ids,
@@ -334,14 +343,15 @@ class LiveWriter:
             [document.text for document in documents],
             [{name: to_stored_value(value) for name, value in document.attributes.items()} for document in documents],
             vectors.tobytes(),
-            sorted(replaced.values()),
+            [row for row, _ in pairs],
+            [successor for _, successor in pairs],
         )
         size = len(encode([operation]))
         if size > MAX_BATCH_BYTES:
             raise InvalidDocument(f"the batch has {size} bytes; the limit is {MAX_BATCH_BYTES}", "documents")
         group.operations.append(operation)
         group.size += size
-        group.rows |= {name: group.next_row + number for number, name in enumerate(ids)}
+        group.rows |= rows_by_id
         group.next_row, group.schema = group.next_row + len(ids), schema
         return len(ids)
 

@@ -1,7 +1,7 @@
 """Write service of a node's live collections for an event loop: one `LiveWriter` a collection, in this process.
 
 A writer is opened by the first write to its collection, and holds the collection's lock from then on; another process
-gets `CollectionBusy`. A write that returned is in the log, and found by searches within milliseconds. A process that
+gets `CollectionBusy`. A write that returned is in the log, and in the pools, unless it says otherwise. A process that
 replaces this one continues at the end of the log.
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,14 @@ Embed = Callable[[Embedder, Sequence[str], TextKind], Awaitable[tuple[Vectors, i
 """Returns the texts' vectors [n, dim], and their number of tokens."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Acknowledgement of an upsert. visible: whether every pool has applied it; a pool that is stalled has not yet."""
+
+    count: int
+    visible: bool
+
+
 class WriterService:
     """Writers of the live collections among `directories`, which are given by collection name.
 
@@ -64,14 +73,16 @@ class WriterService:
 
     async def upsert(
         self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None
-    ) -> int:
-        """Store documents, atomically, and replace those with the same ids. Returns how many.
+    ) -> Stored:
+        """Store documents, atomically, and replace those with the same ids. Searches that begin later find them.
 
         Raises as `LiveWriter.upsert`, but `Unavailable` for a damaged collection or a failed disk, as searches do;
         `InvalidRequest` for a collection that is not a live one, `Overloaded`.
         """
         check_batch(documents)
-        return await self._write(name, lambda writer, given: writer.upsert(given, owner), documents)
+        return await self._write(
+            name, lambda writer, given: Stored(writer.upsert(given, owner), writer.wait_visible()), documents
+        )
 
     async def delete(self, name: str, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
         """Delete documents by id. Returns how many were deleted. Raises as `upsert`."""

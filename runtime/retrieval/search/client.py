@@ -304,7 +304,7 @@ class SearchClient:
         """Insert or replace documents of a live collection, all of them or none; return their number.
 
         Each has an `id`, and may have `text`, `title`, `attributes` and a `vector` [d]; without one it is embedded.
-        When this returns the documents are durable; searches find them within a moment. Raises `InvalidRequest`,
+        When this returns the documents are durable, and searches find them. Raises `InvalidRequest`,
         `InvalidDocument`, `Overloaded`, `NoRoom`, `Unavailable` (also if this client is not from `connect`).
         """
         return self._write_client().upsert(collection or self._only_collection(), documents)

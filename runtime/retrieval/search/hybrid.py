@@ -19,7 +19,7 @@ from runtime.retrieval.attributes.filters import FilterLike, decode_filter, filt
 from runtime.retrieval.neighbors import FUSION_DEPTH
 from runtime.retrieval.open_build import OpenBuild, open_build
 from runtime.retrieval.search.dispatcher import Dispatcher
-from runtime.retrieval.search.query import SearchOptions, SearchResult, fuse_keywords, make_spec
+from runtime.retrieval.search.query import SearchOptions, SearchResult, make_spec
 from runtime.retrieval.search.vectors import as_vectors, on_host
 
 _NO_DEADLINE = 1 << 62
@@ -77,16 +77,16 @@ class HybridSearch:
         content, row = filter_bytes(query.filter), np.asarray(on_host(as_vectors(vector)), np.float32)
         try:
             with self._lock:
-                keywords = self._opened(query.collection, result.identity).keywords
-            if keywords is None:
+                build = self._opened(query.collection, result.identity)
+            if (keywords := build.keywords) is None:
                 raise InvalidRequest(f"{query.collection!r} has no keyword index (docs/hybrid.md)", "hybrid")
             parsed = decode_filter(content) if content else None
             found = keywords.search_keywords(query.text, row, query.depth, parsed, deadline_ns or _NO_DEADLINE)
+            return build.fuse(result, found, query.k, query.weight)
         except CollectionError as error:
             raise Unavailable(
                 f"collection {query.collection!r}: its keyword index cannot be searched: {error.message}"
             ) from error
-        return fuse_keywords(result, found, query.k, query.weight)
 
     def _opened(self, collection: str, identity: str) -> OpenBuild:
         """Return this build, if it is what the directory contains now. Raises `CollectionError`, `Unavailable`."""

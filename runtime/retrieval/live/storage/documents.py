@@ -59,11 +59,12 @@ class SegmentDocuments:
 
     def get(self, rows: Sequence[int]) -> list[StoredDocument]:
         """Return the documents of rows. Raises `CollectionError` for a row that does not exist."""
-        found = []
-        for row in rows:
-            columns = self._query("SELECT row, id, title, text, attributes FROM documents WHERE row = ?", (int(row),))
-            found.append(self._document(columns[0] if columns else (row, None)))
-        return found
+        return [self.find(row) or self._document((row, None)) for row in rows]
+
+    def find(self, row: int) -> StoredDocument | None:
+        """Return the document of a row, or None if it is not here. Raises `CollectionError`."""
+        columns = self._query("SELECT row, id, title, text, attributes FROM documents WHERE row = ?", (int(row),))
+        return self._document(columns[0]) if columns else None
 
     def all(self) -> list[StoredDocument]:
         """Return all documents, by row."""

@@ -16,7 +16,8 @@ from runtime.retrieval.passages import Attributes
 class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     """Documents under consecutive rows from `first` on; `replaced` are the rows of the documents that they replace.
 
-    vectors: float32 [documents, d] as bytes, normalised for cosine.
+    successors: the rows that replace these; empty in logs of older versions. vectors: float32 [documents, d] as bytes,
+    normalised for cosine.
     """
 
     first: int
@@ -26,6 +27,7 @@ class Upsert(msgspec.Struct, frozen=True, array_like=True, tag="u"):
     attributes: list[Attributes]
     vectors: bytes
     replaced: list[int]
+    successors: list[int] = []
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag="d"):
@@ -51,6 +53,7 @@ def decode(payload: bytes, dim: int) -> list[Operation]:
         if isinstance(operation, Upsert):
             count = len(operation.ids)
             same = count == len(operation.titles) == len(operation.texts) == len(operation.attributes)
+            same &= len(operation.successors) in (0, len(operation.replaced))
             if not same or len(operation.vectors) != count * dim * 4 or operation.first < 0:
                 raise CollectionError("a record of the log is damaged: its fields are inconsistent")
     return operations

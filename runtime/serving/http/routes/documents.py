@@ -83,8 +83,9 @@ class DocumentRoutes:
         documents = [
             UpsertDocument(d.id, d.text, d.title, owner_attributes | d.attributes, d.vector) for d in body.documents
         ]
-        count = await self._writes.upsert(name, documents, owner)
-        return json_response({"object": "documents.stored", "collection": name, "count": count})
+        stored = await self._writes.upsert(name, documents, owner)
+        response: Json = {"object": "documents.stored", "collection": name}
+        return json_response(response | {"count": stored.count, "visible": stored.visible})
 
     async def delete(self, http: Request) -> Response:
         name = self._name(http)

@@ -1,8 +1,8 @@
-"""Barrier of deletes: the writer acknowledges a delete once every process that serves the collection has applied it.
+"""Barrier of writes: the writer acknowledges a write when every process that serves the collection has applied it.
 
-Each serving process has a file in `served/`, which it locks while it serves, with the sequence number of the first
-record that it has not applied: eight bytes, mapped by both sides. An unlocked file belongs to a killed
-process.
+A delete waits for all of them; an upsert, which is stored in any case, only briefly. Each serving process has a file in
+`served/`, which it locks while it serves, with the sequence number of the first record that it has not applied: eight
+bytes, mapped by both sides. An unlocked file belongs to a killed process.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from runtime.retrieval.live.storage.disk import storage_error
 
 WAIT_S = 10.0
 """Timeout of a delete. The supervisor kills a pool that stalls for this long."""
-_POLL_S = 0.0005
+VISIBLE_S = 0.25
+"""How long an upsert waits for a process that serves the collection; a running one takes a few milliseconds."""
+_POLL_S = 0.0003
 _BYTES = 8
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -71,7 +73,7 @@ class ReaderPosition:
             os.close(self._fd)
 
 
-class DeleteBarrier:
+class ReaderBarrier:
     """The writer's view of the processes that serve its collection. Thread-safe."""
 
     def __init__(
@@ -82,43 +84,60 @@ class DeleteBarrier:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._clock, self._sleep = directory / "served", clock, sleep
+        self._stalled: dict[str, int] = {}  # positions of the processes that an upsert has waited for in vain
+
+    def wait_briefly(self, sequence: int) -> bool:
+        """Wait until all of them have applied the records before this one. Return whether they have, within
+        `VISIBLE_S`; a process that has not made progress since it exceeded this is not waited for again."""
+        until = self._clock() + VISIBLE_S
+        while behind := self._behind(sequence):
+            if all(self._stalled.get(name) == position for name, position in behind.items()):
+                return False
+            if self._clock() >= until:
+                self._stalled = behind
+                return False
+            self._sleep(_POLL_S)
+        return True
 
     def wait(self, sequence: int) -> None:
         """Wait until all of them have applied the records before this one. Raises `Unavailable` after `WAIT_S`."""
         until = self._clock() + WAIT_S
         while behind := self._behind(sequence):
             if self._clock() >= until:
+                process = next(iter(behind)).partition("-")[0]
                 raise Unavailable(
-                    f"the delete is stored, but process {behind.partition('-')[0]} that serves {self._folder.parent} "
-                    f"has not applied it within {WAIT_S:g} s: until it does, its searches may find deleted documents"
+                    f"the delete is stored, but process {process} that serves {self._folder.parent} has not applied "
+                    f"it within {WAIT_S:g} s: until it does, its searches may find deleted documents"
                 )
             self._sleep(_POLL_S)
 
-    def _behind(self, sequence: int) -> str:
-        """Return the file name of a process that has not applied the records before this one; "" if all have."""
+    def _behind(self, sequence: int) -> dict[str, int]:
+        """Return the processes that have not applied the records before this one: their files' names and positions."""
         try:
-            names = os.listdir(self._folder)
+            names = [name for name in os.listdir(self._folder) if name[0] != "."]
         except OSError:
-            return ""
-        return next((name for name in names if name[0] != "." and self._is_behind(self._folder / name, sequence)), "")
+            return {}
+        positions = ((name, self._position_before(self._folder / name, sequence)) for name in names)
+        return {name: position for name, position in positions if position is not None}
 
     @staticmethod
-    def _is_behind(path: Path, sequence: int) -> bool:
+    def _position_before(path: Path, sequence: int) -> int | None:
+        """Return the position of a running process if it is before `sequence`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
-            return False
+            return None
         try:
-            position = os.pread(fd, _BYTES, 0)
-            if len(position) == _BYTES and int.from_bytes(position, "little", signed=True) >= sequence:
-                return False
+            position = int.from_bytes(os.pread(fd, _BYTES, 0), "little", signed=True)
+            if position >= sequence:
+                return None
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
+            return position
         except OSError:
-            return False
+            return None
         finally:
             os.close(fd)
         with contextlib.suppress(OSError):  # unlocked: its process was killed
             path.unlink()
-        return False
+        return None

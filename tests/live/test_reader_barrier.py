@@ -1,4 +1,4 @@
-"""A delete is acknowledged when every process that serves the collection has applied it."""
+"""A write is acknowledged when every process that serves the collection has applied it; an upsert waits briefly."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.storage.delete_barrier import WAIT_S, DeleteBarrier, ReaderPosition
+from runtime.retrieval.live.storage.reader_barrier import VISIBLE_S, WAIT_S, ReaderBarrier, ReaderPosition
 from tests.live.small_collections import contents, documents, new_writer
 
 _SERVES = """
 import sys
 from pathlib import Path
-from runtime.retrieval.live.storage.delete_barrier import ReaderPosition
+from runtime.retrieval.live.storage.reader_barrier import ReaderPosition
 applied = ReaderPosition(Path(sys.argv[1]))
 applied.publish(3)
 print("serves", flush=True)
@@ -44,16 +44,16 @@ def time() -> Time:
 
 
 @pytest.fixture
-def serving(tmp_path: Path, time: Time) -> DeleteBarrier:
-    return DeleteBarrier(tmp_path, clock=time.clock, sleep=time.sleep)
+def serving(tmp_path: Path, time: Time) -> ReaderBarrier:
+    return ReaderBarrier(tmp_path, clock=time.clock, sleep=time.sleep)
 
 
-def test_without_serving_processes_a_delete_does_not_wait(serving: DeleteBarrier, time: Time) -> None:
+def test_without_serving_processes_a_delete_does_not_wait(serving: ReaderBarrier, time: Time) -> None:
     serving.wait(7)
     assert time.slept == 0
 
 
-def test_a_delete_waits_for_the_slowest_serving_process(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_delete_waits_for_the_slowest_serving_process(tmp_path: Path, serving: ReaderBarrier, time: Time) -> None:
     first, second = ReaderPosition(tmp_path), ReaderPosition(tmp_path)
     first.publish(7)
     told = iter([6, 7])
@@ -65,7 +65,7 @@ def test_a_delete_waits_for_the_slowest_serving_process(tmp_path: Path, serving:
     assert list((tmp_path / "served").iterdir()) == []
 
 
-def test_a_process_that_ends_is_not_waited_for(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_a_process_that_ends_is_not_waited_for(tmp_path: Path, serving: ReaderBarrier, time: Time) -> None:
     one = ReaderPosition(tmp_path)
     time.meanwhile = one.close
     serving.wait(1)
@@ -73,7 +73,7 @@ def test_a_process_that_ends_is_not_waited_for(tmp_path: Path, serving: DeleteBa
 
 
 def test_a_killed_process_is_not_waited_for_and_its_file_is_removed(
-    tmp_path: Path, serving: DeleteBarrier, time: Time
+    tmp_path: Path, serving: ReaderBarrier, time: Time
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _SERVES, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -90,7 +90,7 @@ def test_a_killed_process_is_not_waited_for_and_its_file_is_removed(
 
 
 def test_a_process_that_does_not_apply_deletes_is_named_after_a_timeout(
-    tmp_path: Path, serving: DeleteBarrier, time: Time
+    tmp_path: Path, serving: ReaderBarrier, time: Time
 ) -> None:
     one = ReaderPosition(tmp_path)
     with pytest.raises(Unavailable, match=r"stored, but process \d+ that serves .* has not applied it within 10 s"):
@@ -99,7 +99,29 @@ def test_a_process_that_does_not_apply_deletes_is_named_after_a_timeout(
     one.close()
 
 
-def test_foreign_files_are_ignored(tmp_path: Path, serving: DeleteBarrier, time: Time) -> None:
+def test_an_upsert_waits_only_briefly_and_once_for_a_process_that_does_not_apply_it(
+    tmp_path: Path, serving: ReaderBarrier, time: Time
+) -> None:
+    stalled, other = ReaderPosition(tmp_path), ReaderPosition(tmp_path)
+    other.publish(9)
+    assert not serving.wait_briefly(1)
+    assert time.now_s == pytest.approx(VISIBLE_S, abs=0.01)
+    slept = time.slept
+    assert not serving.wait_briefly(2)
+    assert time.slept == slept  # it has not moved
+    time.meanwhile = lambda: other.publish(10)
+    assert not serving.wait_briefly(10)
+    assert time.slept == slept + 1  # for the other one
+    stalled.publish(10)  # it moves again
+    assert serving.wait_briefly(10)
+    stalled.publish(11)
+    time.meanwhile = lambda: other.publish(11)
+    assert serving.wait_briefly(11)
+    stalled.close()
+    other.close()
+
+
+def test_foreign_files_are_ignored(tmp_path: Path, serving: ReaderBarrier, time: Time) -> None:
     folder = tmp_path / "served"
     folder.mkdir()
     (folder / "1-a").write_bytes(b"")
@@ -109,7 +131,7 @@ def test_foreign_files_are_ignored(tmp_path: Path, serving: DeleteBarrier, time:
     assert time.slept == 0
 
 
-def test_upserts_do_not_wait_and_deletes_do(tmp_path: Path) -> None:
+def test_upserts_wait_only_on_request_and_deletes_always(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         served = ReaderPosition(tmp_path / "a")
         writer.upsert(documents(range(3), tenant="acme"))
@@ -117,5 +139,8 @@ def test_upserts_do_not_wait_and_deletes_do(tmp_path: Path) -> None:
         assert writer.delete(["1"]) == 1
         assert writer.delete_where(parse_filter({"type": "eq", "key": "tenant", "value": "acme"})) == 2
         writer.upsert(documents(range(5, 6)))
+        assert not writer.wait_visible()
+        served.publish(4)
+        assert writer.wait_visible()
         assert list(contents(writer)) == ["5"]
         served.close()
