@@ -5,6 +5,7 @@
     python -m benchmarks.collections --kills 200    kill processes of a node during writes, searches, seals and merges
                                                     (--kills 40, and four times --kills 40 --seed N --add, in pieces)
     python -m benchmarks.collections --beside       a node's searches alone, during 200 upserts/s, during a merge
+    python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
 
 DIR as for `benchmarks.engine`. One thread; times are processor time, except of upserts, which wait for the disk.
 Filtered speeds are compared at equal recall: each engine with the least effort that reaches .95, or its best.
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +32,8 @@ from benchmarks.collections.kills import kill  # noqa: E402
 from benchmarks.collections.kills import report as report_of_kills  # noqa: E402
 from benchmarks.collections.node import beside, report_beside  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
+from benchmarks.collections.replacements import is_perfect, replacements  # noqa: E402
+from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
 from benchmarks.collections.switch import report_of as report_of_switch  # noqa: E402
 from benchmarks.collections.switch import switched  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
@@ -231,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=0, help="only kill a node's processes this many times")
     parser.add_argument("--add", action="store_true", help="add to the kills in --out; use another seed")
     parser.add_argument("--beside", action="store_true", help="only measure a node's searches during writes")
+    parser.add_argument("--replacements", action="store_true", help="only search for a document that is replaced")
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="measure only this part, and keep the others of --out"
     )
@@ -240,6 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collections"))
     options = parser.parse_args(arguments)
+    if options.replacements:
+        load_average = machine_load()
+        with tempfile.TemporaryDirectory() as home:
+            nodes = replacements(Path(home), partial(print, flush=True))
+        out = options.out.with_name(f"{options.out.name}-replacements")
+        kept = {"machine": machine(), "load": load_average, "nodes": nodes}
+        write(kept, report_of_replacements(nodes, load_average), out)
+        sys.exit(0 if is_perfect(nodes) else 1)
     if options.kills or options.beside:
         with tempfile.TemporaryDirectory() as home:
             if options.kills:
