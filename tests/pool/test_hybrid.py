@@ -147,11 +147,11 @@ def test_an_altered_keyword_index_is_detected(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CollectionError, match=r"words\.sqlite is damaged"):
+    with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged"):
         Collection.verify(tmp_path / "docs")
     registry, identity = CollectionRegistry(plan_of(tmp_path / "docs")), read_manifest(tmp_path / "docs").identity
     until(lambda: bool(registry.unavailable), lambda: registry.follow("docs", (identity,)))
-    assert "words.sqlite is damaged" in registry.unavailable["docs"]
+    assert "keywords.sqlite is damaged" in registry.unavailable["docs"]
 
 
 def test_asyncio_searches_return_the_same_results(plan: NodePlan, make_pool: MakePool) -> None:

@@ -29,7 +29,7 @@ DOCUMENTS = [
 FILES = [
     "collection.json",
     "documents.sqlite",
-    "words.sqlite",
+    "keywords.sqlite",
     *(f"index/{n}" for n in ("meta.json", "codes.npy", "graph.npy")),
 ]
 

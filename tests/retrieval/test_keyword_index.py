@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.collection import Metric
-from runtime.retrieval.collections.keyword_index import MAX_ROWS, MAX_WORDS, KeywordIndex, distances
+from runtime.retrieval.collections.keyword_index import CHUNK, MAX_ROWS, MAX_WORDS, KeywordIndex, distances
+from runtime.retrieval.collections.words import stem, words_of
 
 LATER_NS = 1 << 62
 TEXTS = [
-    (0, "Cats", "cats are small carnivorous mammals that are kept as pets"),
-    (1, "Volcanoes", "molten rock, ash and gases escape from below the surface"),
-    (2, "Chess", "a board game for two players"),
-    (3, "", "players of football, a game, are many"),
+    ("Cats", "cats are small carnivorous mammals that are kept as pets"),
+    ("Volcanoes", "molten rock, ash and gases escape from below the surface"),
+    ("Chess", "a board game for two players"),
+    ("", "players of football, a game, are many"),
 ]
 
 
@@ -68,7 +69,7 @@ def test_query_text_is_never_parsed_as_syntax(parts: list[str], blank: bool) -> 
 
 def test_frequent_words_are_skipped_and_ranked_rows_are_bounded() -> None:
     index = KeywordIndex.temporary()
-    index.add((row, "", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
+    index.add(("", "common" + " halves" * (row % 2) + " rare" * (row == 77)) for row in range(MAX_ROWS + 1))
     assert search(index, "the common rare") == [77]
     assert search(index, "common") == []
     assert len(search(index, "halves", 1 << 20)) == (MAX_ROWS + 1) // 2
@@ -86,33 +87,93 @@ def test_only_the_first_words_of_a_query_are_searched(index: KeywordIndex) -> No
 
 def test_filtered_rows_do_not_take_places_in_the_results() -> None:
     index = KeywordIndex.temporary()
-    index.add((row, "", "word " * (1 + (row < 600))) for row in range(700))
+    index.add(("", "word " * (1 + (row < 600))) for row in range(700))
     allowed = np.zeros(700, bool)
     allowed[[3, 650, 660]] = True
-    assert index.search("word", 2, allowed.__getitem__, LATER_NS).tolist() == [3, 650]
+    assert index.search("word", 2, allowed, LATER_NS).tolist() == [3, 650]
     index.close()
+
+
+def test_a_document_is_found_however_many_others_that_are_not_visible_have_its_words() -> None:
+    index = KeywordIndex.temporary()
+    index.add(("", "shared words" + " own" * (row == MAX_ROWS)) for row in range(2 * MAX_ROWS))
+    visible = np.arange(2 * MAX_ROWS) == MAX_ROWS
+    assert index.search("shared", 2, visible, LATER_NS).tolist() == [MAX_ROWS]
+    assert index.search("own", 2, ~visible, LATER_NS).tolist() == []
+    index.close()
+
+
+DOCUMENT = st.lists(st.sampled_from(["cat", "dog", "mouse", "heron", "the"]), max_size=12).map(" ".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), DOCUMENT, DOCUMENT), max_size=20), DOCUMENT, st.integers(1, 8))
+def test_results_depend_on_visible_documents_only(
+    documents: list[tuple[bool, str, str]], query: str, depth: int
+) -> None:
+    """Searches give the same results as in an index without the other documents, in the same order."""
+    both, alone = KeywordIndex.temporary(), KeywordIndex.temporary()
+    try:
+        both.add((title, text) for _, title, text in documents)
+        alone.add((title, text) for shown, title, text in documents if shown)
+        visible = np.array([shown for shown, _, _ in documents], bool)
+        found = both.search(query, depth, visible, LATER_NS)
+        assert found.tolist() == np.flatnonzero(visible)[alone.search(query, depth, None, LATER_NS)].tolist()
+    finally:
+        both.close()
+        alone.close()
+
+
+def test_documents_are_ranked_by_bm25() -> None:
+    index = KeywordIndex.temporary()
+    texts = ["cat", "cat cat", "cat dog", "dog", "cat and many other words of no interest to this query"]
+    index.add(("", text) for text in texts)
+    assert search(index, "cat") == [1, 0, 2, 4]
+    assert search(index, "cats or dogs") == [2, 3, 1, 0, 4]
+    index.close()
+
+
+def test_the_index_of_a_file_equals_that_in_memory_across_chunks(tmp_path: Path) -> None:
+    texts = [("", f"word{row % 1000} all{row % 5000}") for row in range(CHUNK + 2000)]
+    KeywordIndex.create(tmp_path / "keywords.sqlite", texts)
+    stored, memory = KeywordIndex.open(tmp_path / "keywords.sqlite"), KeywordIndex.temporary()
+    memory.add(texts)
+    assert stored.size == memory.size == len(texts)
+    for query in ("word7", "all4999 word999", "word0 all0"):
+        assert search(stored, query, 100) == search(memory, query, 100) != []
+    stored.close()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("The CAFÉ's prices", ["the", "cafe", "s", "price"]), ("relational flies_agreed", ["relat", "fli", "agre"]),
+     ("hopping, controlled happy 1950s", ["hop", "control", "happi", "1950"]), ("ни 猫 sky", ["ни", "猫", "sky"])],
+)  # fmt: skip
+def test_words_are_compared_without_case_accents_and_english_endings(text: str, words: list[str]) -> None:
+    assert [stem(word) for word in words_of(text)] == words
 
 
 def test_a_query_ends_at_its_deadline_and_the_next_one_works() -> None:
     index = KeywordIndex.temporary()
-    index.add((row, "", "word") for row in range(3000))
+    index.add(("", "word") for _ in range(3000))
     now = iter(range(10**9))
     with pytest.raises(DeadlineExceeded, match="keyword search exceeded"):
-        index.search("word", 5, None, 3, clock=lambda: next(now))
-    index.add([(3000, "", "another")])
+        index.search("a word and another", 5, None, 3, clock=lambda: next(now))
+    index.add([("", "another")])
     assert search(index, "another") == [3000]
     index.close()
 
 
 def test_an_index_file_round_trips_and_an_invalid_one_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "words.sqlite"
-    with pytest.raises(CollectionError, match=r"words\.sqlite is missing"):
+    path = tmp_path / "keywords.sqlite"
+    with pytest.raises(CollectionError, match=r"keywords\.sqlite is missing"):
         KeywordIndex.open(path)
     KeywordIndex.create(path, TEXTS)
     index = KeywordIndex.open(path)
     assert search(index, "football") == [3]
     with pytest.raises(CollectionError, match="cannot be written"):
-        index.add([(4, "", "more")])
+        index.add([("", "more")] * CHUNK)
     index.close()
     with pytest.raises(CollectionReplaced):
         search(index, "football")
@@ -129,14 +190,14 @@ def test_an_index_file_round_trips_and_an_invalid_one_is_named(tmp_path: Path) -
 
 
 def test_a_file_that_cannot_be_opened_is_a_collection_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "words.sqlite"
+    path = tmp_path / "keywords.sqlite"
     KeywordIndex.create(path, TEXTS)
 
     def refuse(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("unable to open database file")
 
     monkeypatch.setattr("runtime.retrieval.collections.documents.sqlite3.connect", refuse)
-    with pytest.raises(CollectionError, match=r"words\.sqlite is damaged: unable to open"):
+    with pytest.raises(CollectionError, match=r"keywords\.sqlite is damaged: unable to open"):
         KeywordIndex.open(path)
 
 

@@ -14,13 +14,21 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, NoRoom, OutputRefused
 from runtime.files import set_modes
-from runtime.retrieval.collections.manifest import ATTRIBUTES, DOCUMENTS, INDEX, KEYWORDS, MANIFEST, is_collection
+from runtime.retrieval.collections.manifest import (
+    ATTRIBUTES,
+    DOCUMENTS,
+    INDEX,
+    KEYWORDS,
+    MANIFEST,
+    OLD_KEYWORDS,
+    is_collection,
+)
 
 _INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?")
 _PARTIAL_INDEX_NAME = re.compile(rf"{INDEX}(-\d+)?|\.{INDEX}(-\d+)?\.[0-9a-f]{{32}}")  # see `gpu.index.storage.save`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # SQLite reports SQLITE_FULL for a full disk only; an exceeded quota or file size limit is a failed write.
-_FILES = (MANIFEST, DOCUMENTS, ATTRIBUTES, KEYWORDS)
+_FILES = (MANIFEST, DOCUMENTS, ATTRIBUTES, KEYWORDS, OLD_KEYWORDS)
 _SQLITE_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
 _NUMPY_NO_ROOM = re.compile(r"\d+ requested and \d+ written")  # has no errno
 

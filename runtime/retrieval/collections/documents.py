@@ -148,11 +148,11 @@ class DocumentStore:
 
         return self._read(read)
 
-    def texts(self) -> Iterator[tuple[int, str, str]]:
-        """Yield every row with its title and text. Raises `CollectionError`."""
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield the title and the text of every row. Raises `CollectionError`."""
         for begin in range(0, self.size, _BATCH_ROWS):
             rows = range(begin, min(begin + _BATCH_ROWS, self.size))
-            yield from ((row, found.title, found.text) for row, found in zip(rows, self.get(rows), strict=True))
+            yield from ((found.title, found.text) for found in self.get(rows))
 
     def sources(self) -> Sources | None:
         """Return the files that the documents were read from; None if they were not read from files."""

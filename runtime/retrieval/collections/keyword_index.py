@@ -1,41 +1,123 @@
-"""Keyword index of a collection: BM25 over titles and texts by SQLite's FTS5, by row. It does not contain the texts."""
+"""Keyword index of a collection: BM25 over titles and texts. It does not contain the texts.
 
-import re
+Documents are numbered in the order in which they are added. A search ranks *visible* documents, and its result depends
+on nothing else: the number and the lengths of documents, and how many have a word, are counted among the visible ones.
+Hence others' documents, deleted ones and those that a filter excludes neither take places nor can be inferred.
+
+documents   for each chunk of consecutive documents, the first one's number and their lengths in words, uint32
+postings    for each chunk and stem, the documents that have it, ascending: (number - first) << 8 | min(count, 255),
+            uint32
+"""
+
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from itertools import islice
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
+from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.collections.documents import open_table
+from runtime.retrieval.collections.words import stem, words_of
 
 MAX_WORDS = 32  # in a query
-MAX_ROWS = 1 << 12  # that a query ranks: about 3 ms
+MAX_ROWS = 1 << 14  # that a query ranks
 _APPLICATION_ID = 0x54524E57  # "TRNW"
-_TABLE = "CREATE VIRTUAL TABLE words USING fts5(title, text, content='', tokenize='porter unicode61')"
-_WORD = re.compile(r"[^\W_]+")
+_DOCUMENTS = "CREATE TABLE documents (first INTEGER PRIMARY KEY, lengths BLOB NOT NULL)"
+_POSTINGS = (
+    "CREATE TABLE postings (stem TEXT, first INTEGER, entries BLOB NOT NULL, PRIMARY KEY (stem, first)) WITHOUT ROWID"
+)
+CHUNK = 1 << 14  # documents
+_MAX_PENDING = 1 << 16  # words
 _MAX_CHARACTERS = 64  # longer words are cut
-_OPERATIONS = 1000  # of SQLite between two checks of the deadline
-_FETCH_ROWS = 256  # rows fetched at a time
+_MAX_READ = 16 * MAX_WORDS  # words of a query, to find different ones
+_K1, _B = 1.2, 0.75  # of BM25
 
 Rows = NDArray[np.int64]
-Texts = Iterable[tuple[int, str, str]]  # row, title, text
-Allowed = Callable[[Rows], NDArray[np.bool_]]
+Lengths = NDArray[np.uint32]
+Matches = NDArray[np.int64]
+"""Documents, ascending, and how often each has a stem, [2, documents]."""
+Texts = Iterable[tuple[str, str]]  # title, text
+
+
+class _Chunk:
+    """Postings of consecutive documents in memory. `lengths`: of each document, in words.
+
+    Words are appended as numbers of their stems, and inverted before they are read or when there are many: together
+    that takes a fraction of the time of appending to each stem's postings.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = array("I")
+        self._stems: dict[str, int] = {}
+        self._numbers = _StemNumbers(self._stems)
+        self._entries: list[array[int]] = []  # by number of the stem
+        self._pending = array("I")  # stems of the documents from `_inverted` on
+        self._inverted = 0
+
+    def add(self, words: Sequence[str]) -> None:
+        """Add a document."""
+        self._pending.extend(map(self._numbers.__getitem__, words))
+        self.lengths.append(len(words))
+        if len(self._pending) > _MAX_PENDING:
+            self._invert()
+
+    def entries(self, word: str) -> bytes:
+        """Return the entries of a stem."""
+        self._invert()
+        number = self._stems.get(word)
+        return b"" if number is None else self._entries[number].tobytes()
+
+    def all_entries(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the stems, sorted, with their entries."""
+        self._invert()
+        return ((word, self._entries[number].tobytes()) for word, number in sorted(self._stems.items()))
+
+    def _invert(self) -> None:
+        if self._inverted == len(self.lengths):
+            return
+        documents = np.repeat(
+            np.arange(self._inverted, len(self.lengths), dtype=np.uint64), self.lengths[self._inverted :]
+        )
+        stems = np.array(self._pending, np.uint64)
+        pairs, counts = np.unique(stems << np.uint64(32) | documents, return_counts=True)
+        entries = ((pairs << np.uint64(8)) | np.minimum(counts, 255).astype(np.uint64)).astype(np.uint32)
+        stems = pairs >> np.uint64(32)
+        begins = np.flatnonzero(np.diff(stems, prepend=np.uint64(1 << 32)))
+        self._entries += [array("I") for _ in range(len(self._stems) - len(self._entries))]
+        ends = [*begins[1:].tolist(), len(entries)]
+        for number, begin, end in zip(stems[begins].tolist(), begins.tolist(), ends, strict=True):
+            self._entries[number].frombytes(entries[begin:end].tobytes())
+        self._pending, self._inverted = array("I"), len(self.lengths)
+
+
+class _StemNumbers(dict[str, int]):
+    """The number of each word's stem in `stems`, which grows."""
+
+    def __init__(self, stems: dict[str, int]) -> None:
+        super().__init__()
+        self._stems = stems
+
+    def __missing__(self, word: str) -> int:
+        number = self[word] = self._stems.setdefault(stem(word), len(self._stems))
+        return number
 
 
 class KeywordIndex:
-    """An FTS5 table of documents by row. Thread-safe; searches are serialised by a lock."""
+    """An inverted index in an SQLite file. Thread-safe; searches are serialised by a lock."""
 
     def __init__(self, connection: sqlite3.Connection, name: str) -> None:
         """Use `create`, `open` or `temporary`."""
         self._connection, self._name = connection, name
         self._lock = threading.Lock()
+        chunks = connection.execute("SELECT lengths FROM documents ORDER BY first").fetchall()
+        self._lengths = np.frombuffer(b"".join(lengths for (lengths,) in chunks), np.uint32)  # of the chunks
+        self._recent = _Chunk()
 
     @staticmethod
     def create(path: Path, texts: Texts) -> None:
@@ -45,14 +127,19 @@ class KeywordIndex:
             connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             index = KeywordIndex(_prepared(connection), str(path))
             index._insert(texts)
-            connection.execute("INSERT INTO words(words) VALUES ('optimize')")
+            index._write_chunk()
         finally:
             connection.close()
 
     @classmethod
     def open(cls, path: Path) -> "KeywordIndex":
         """Open a file that `create` wrote. Raises `CollectionError` if it is missing, foreign or damaged."""
-        return cls(open_table(path, _APPLICATION_ID, "words", _TABLE), str(path))
+        connection = open_table(path, _APPLICATION_ID, "postings", _POSTINGS)
+        try:
+            return cls(connection, str(path))
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            connection.close()
+            raise CollectionError(f"{path} is damaged: {error}") from error
 
     @classmethod
     def temporary(cls) -> "KeywordIndex":
@@ -60,8 +147,13 @@ class KeywordIndex:
         connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         return cls(_prepared(connection), "the temporary keyword index")
 
+    @property
+    def size(self) -> int:
+        """Number of documents."""
+        return len(self._lengths) + len(self._recent.lengths)
+
     def add(self, texts: Texts) -> None:
-        """Insert rows, each at most once. Raises `CollectionError`."""
+        """Add documents. Raises `CollectionError`."""
         with self._lock:
             try:
                 self._insert(texts)
@@ -72,32 +164,35 @@ class KeywordIndex:
         self,
         text: str,
         depth: int,
-        allowed: Allowed | None,
+        visible: Bits | None,
         deadline_ns: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> Rows:
-        """Return the `allowed` rows that match words of a text, by descending BM25 score, int64 [≤ depth].
+        """Return the visible documents that have words of a text, by descending BM25 score, int64 [≤ depth].
 
-        Of the text's first `MAX_WORDS` words, the rarest are searched as long as together they match at most `MAX_ROWS`
-        rows: frequent words add little to the rank and take long. Raises `DeadlineExceeded`, `CollectionError`, and
+        visible: bool [≤ size], documents beyond it are not visible; None: all are. Of the text's first `MAX_WORDS`
+        different stems, the rarest are searched as long as together they match at most `MAX_ROWS` visible documents:
+        frequent words add little to the rank and take long. Raises `DeadlineExceeded`, `CollectionError`, and
         `CollectionReplaced` if the index is closed.
         """
+        words = words_of(text[: _MAX_READ * _MAX_CHARACTERS])[:_MAX_READ]
+        stems = dict.fromkeys(stem(word[:_MAX_CHARACTERS]) for word in words)
         with self._lock:
+            lengths = np.concatenate([self._lengths, np.array(self._recent.lengths, np.uint32)])
+            shown = np.ones(self.size, bool) if visible is None else np.zeros(self.size, bool)
+            if visible is not None:
+                shown[: len(visible)] = visible
+            matches = {}
             try:
-                self._connection.set_progress_handler(lambda: clock() >= deadline_ns, _OPERATIONS)
-                words = self._rare_words(text)
-                return self._ranked(words, depth, allowed) if words else np.empty(0, np.int64)
-            except sqlite3.OperationalError as error:
-                if clock() >= deadline_ns:
-                    raise DeadlineExceeded("the keyword search exceeded its deadline") from error
-                raise CollectionError(f"{self._name} cannot be read: {error}") from error
+                for word in islice(stems, MAX_WORDS):
+                    if clock() >= deadline_ns:
+                        raise DeadlineExceeded("the keyword search exceeded its deadline")
+                    matches[word] = self._matches(word, shown)
             except sqlite3.ProgrammingError as error:
                 raise CollectionReplaced(f"{self._name} is closed") from error
-            except sqlite3.Error as error:
+            except (sqlite3.Error, ValueError, TypeError, IndexError) as error:
                 raise CollectionError(f"{self._name} cannot be read: {error}") from error
-            finally:
-                with suppress(sqlite3.ProgrammingError):
-                    self._connection.set_progress_handler(None, 0)
+        return _ranked(_rarest(matches), lengths, lengths[shown])[:depth]
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -108,38 +203,62 @@ class KeywordIndex:
         self._connection.close()
 
     def _insert(self, texts: Texts) -> None:
+        for title, text in texts:
+            self._recent.add(words_of(f"{title}\n{text}"))
+            if len(self._recent.lengths) == CHUNK:
+                self._write_chunk()
+
+    def _write_chunk(self) -> None:
+        """Move the documents in memory to the file."""
+        first, lengths = len(self._lengths), np.array(self._recent.lengths, np.uint32)
+        entries = ((word, first, found) for word, found in self._recent.all_entries())
         self._connection.execute("BEGIN")
-        self._connection.executemany("INSERT INTO words(rowid, title, text) VALUES (?, ?, ?)", texts)
+        self._connection.execute("INSERT INTO documents VALUES (?, ?)", (first, lengths.tobytes()))
+        self._connection.executemany("INSERT INTO postings VALUES (?, ?, ?)", entries)
         self._connection.execute("COMMIT")
+        self._lengths, self._recent = np.concatenate([self._lengths, lengths]), _Chunk()
 
-    def _rare_words(self, text: str) -> Sequence[str]:
-        words = dict.fromkeys(
-            match[0][:_MAX_CHARACTERS].lower() for match in islice(_WORD.finditer(text), 16 * MAX_WORDS)
-        )
-        counts = sorted((self._count_rows(word), word) for word in islice(words, MAX_WORDS))
-        rows_left, rare = MAX_ROWS, []
-        for count, word in counts:
-            rows_left -= count
-            if count and rows_left >= 0:
-                rare.append(word)
-        return rare
+    def _matches(self, word: str, shown: Bits) -> Matches:
+        """Return the shown documents with a stem, and how often each has it. Stops when there are over `MAX_ROWS`."""
+        found = [np.empty((2, 0), np.int64)]
+        chunks = self._connection.execute("SELECT first, entries FROM postings WHERE stem = ? ORDER BY first", (word,))
+        recent = self._recent.entries(word)
+        size = 0
+        for first, content in chain(chunks, [(len(self._lengths), recent)] if recent else []):
+            entries = np.frombuffer(content, np.uint32)
+            numbers = first + (entries >> 8).astype(np.int64)
+            here = shown[numbers]
+            found.append(np.stack([numbers[here], entries[here] & 255]))
+            size += found[-1].shape[1]
+            if size > MAX_ROWS:
+                break
+        chunks.close()
+        return np.concatenate(found, axis=1)
 
-    def _count_rows(self, word: str) -> int:
-        """Return how many rows match a word, at most `MAX_ROWS` + 1."""
-        sql = "SELECT count(*) FROM (SELECT 1 FROM words WHERE words MATCH ? LIMIT ?)"
-        (count,) = self._connection.execute(sql, (_quoted(word), MAX_ROWS + 1)).fetchone()
-        return int(count)
 
-    def _ranked(self, words: Sequence[str], depth: int, allowed: Allowed | None) -> Rows:
-        cursor = self._connection.execute(
-            "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank", (" OR ".join(map(_quoted, words)),)
-        )
-        found = np.empty(0, np.int64)
-        while len(found) < depth and (some := cursor.fetchmany(_FETCH_ROWS if allowed else depth)):
-            rows = np.array(some, np.int64)[:, 0]
-            found = np.concatenate([found, rows if allowed is None else rows[allowed(rows)]])
-        cursor.close()
-        return found[:depth]
+def _rarest(matches: Mapping[str, Matches]) -> list[Matches]:
+    """Return the rarest stems' matches, which together are at most `MAX_ROWS`."""
+    rows_left, rare = MAX_ROWS, []
+    for _, word in sorted((found.shape[1], word) for word, found in matches.items()):
+        rows_left -= matches[word].shape[1]
+        if rows_left >= 0:
+            rare.append(matches[word])
+    return rare
+
+
+def _ranked(matches: Sequence[Matches], lengths: Lengths, shown_lengths: Lengths) -> Rows:
+    """Return the documents of some stems' matches by descending BM25 score, ties by number.
+
+    lengths: of all documents by number; shown_lengths: of those that are counted.
+    """
+    numbers, counts = np.concatenate([np.empty((2, 0), np.int64), *matches], axis=1)
+    frequencies = np.array([found.shape[1] for found in matches], np.float64)
+    weights = np.log1p((len(shown_lengths) - frequencies + 0.5) / (frequencies + 0.5))
+    weights = np.repeat(weights, frequencies.astype(np.int64))
+    relative = lengths[numbers] / max(shown_lengths.mean() if len(shown_lengths) else 0.0, 1.0)
+    documents, at = np.unique(numbers, return_inverse=True)
+    scores = np.bincount(at, weights * counts * (_K1 + 1) / (counts + _K1 * (1 - _B + _B * relative)), len(documents))
+    return documents[np.lexsort((documents, -scores))]
 
 
 def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
@@ -153,13 +272,9 @@ def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: 
 
 
 def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Create the empty table, without a journal or syncs: a crash leaves a file that is not used."""
+    """Create the empty tables, without a journal or syncs: a crash leaves a file that is not used."""
     connection.execute("PRAGMA journal_mode = OFF")
     connection.execute("PRAGMA synchronous = OFF")
-    connection.execute(_TABLE)
+    connection.execute(_DOCUMENTS)
+    connection.execute(_POSTINGS)
     return connection
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for FTS5, so that no part of it is query syntax."""
-    return f'"{word}"'

@@ -49,7 +49,7 @@ class KeywordSearch:
         Raises the errors of `KeywordIndex.search`.
         """
         bits = None if filter is None else self._passing(filter)
-        rows = self._index.search(text, depth, None if bits is None else bits.__getitem__, deadline_ns)
+        rows = self._index.search(text, depth, bits, deadline_ns)
         return rows, distances(gather_vectors(self._shards, rows), vector, self._shards[0].metric)
 
     def _evaluated(self, filter: Filter) -> Bits:

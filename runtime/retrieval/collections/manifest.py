@@ -2,7 +2,7 @@
 
 collection.json     this manifest, with a checksum of itself
 documents.sqlite    the documents (not in a collection of bare vectors)
-words.sqlite        their keyword index, for hybrid searches (missing in collections of older versions)
+keywords.sqlite     their keyword index, for hybrid searches (missing in collections of older versions)
 attributes.msgpack  the documents' attributes, by column, for filters (if any document has one)
 index/meta.json     the index's own description, with the checksums of its arrays
 index/*.npy
@@ -23,7 +23,8 @@ from runtime.files import open_regular, read_regular
 from runtime.retrieval.embedding.embedder import EmbedderSpec
 
 MANIFEST, DOCUMENTS, INDEX = "collection.json", "documents.sqlite", "index"
-ATTRIBUTES, KEYWORDS = "attributes.msgpack", "words.sqlite"
+ATTRIBUTES, KEYWORDS = "attributes.msgpack", "keywords.sqlite"
+OLD_KEYWORDS = "words.sqlite"  # of an earlier version; not read
 _FORMAT, _VERSION = "trinity-collection", 1
 LIVE_FORMAT = "trinity-live-collection"
 _MAX_BYTES = 1 << 16

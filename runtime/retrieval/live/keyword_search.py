@@ -1,12 +1,14 @@
 """Keyword search of a live collection, by an index of this process that follows the rows.
 
 The index is built at the first search, in a temporary file, on a background thread if there are many documents. A row
-denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are excluded from results,
-and the index is rebuilt when most of its rows are deleted.
+denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are not visible to
+searches, and the index is rebuilt when most of its rows are deleted, to release their space.
 """
 
+import heapq
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -18,19 +20,29 @@ from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
 from runtime.retrieval.live.state import State
-from runtime.retrieval.live.storage.segment import locate_rows
+from runtime.retrieval.live.storage.segment import Segment, locate_rows
 from runtime.retrieval.neighbors import Neighbors
 
 _BATCH_ROWS = 256  # added while a query waits, about 20 ms; more rows are added in the background, in such batches
 _MAX_DELETED = 8192  # deleted rows that never cause a rebuild
 
 
-class _Part(NamedTuple):
-    """A segment or the growing rows: ascending rows, which of them may be results, and their vectors by position."""
+class _Filled(NamedTuple):
+    """An index of the rows below `next_row`, without those that were deleted before they were added.
 
+    rows: int64, ascending: the row of each of the index's documents. More documents may be added meanwhile.
+    """
+
+    index: KeywordIndex
     rows: Rows
-    allowed: Bits
-    vectors: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+    next_row: int
+
+
+class _Places(NamedTuple):
+    """Which rows of a segment are in the index, and their documents' numbers there."""
+
+    here: Bits
+    numbers: NDArray[np.int64]
 
 
 class LiveKeywordSearch:
@@ -39,101 +51,98 @@ class LiveKeywordSearch:
     def __init__(self, state: State) -> None:
         self._state = state
         self._lock = threading.Lock()
-        self._index: KeywordIndex | None = None
-        self._next_row = self._added = 0
-        self._filling: BackgroundTask[tuple[KeywordIndex, int, int]] | None = None
+        self._filled: _Filled | None = None
+        self._filling: BackgroundTask[_Filled] | None = None
+        self._places: dict[Segment, _Places] = {}  # of segments all of whose rows are below `next_row`
 
     def search_keywords(
         self, text: str, vector: NDArray[np.float32], depth: int, filter: Filter | None, deadline_ns: int
     ) -> Neighbors:
         """Search as `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is built."""
-        index = self._updated_index()
         state = self._state
-        with state.lock:
-            growing = state.growing
-            bits = growing.alive if filter is None else growing.alive & growing.passing(filter)
-            parts = [_Part(np.arange(growing.first, growing.next_row), bits.copy(), growing.vectors)]
-            for segment in state.segments:
-                bits = segment.alive if filter is None else segment.alive & segment.passing(filter)
-                parts.append(_Part(segment.rows, bits, segment.vectors))
-
-        def allowed(rows: Rows) -> Bits:
-            found = np.zeros(len(rows), bool)
-            for part in parts:
-                here, at = locate_rows(part.rows, rows)
-                found[here] = part.allowed[at]
-            return found
-
-        rows = index.search(text, depth, allowed, deadline_ns)
+        with self._lock:
+            filled = self._updated()
+            with state.lock:
+                growing, segments = state.growing, state.segments
+                recent = growing.alive.copy() if filter is None else growing.alive & growing.passing(filter)
+                passing = [one.alive if filter is None else one.alive & one.passing(filter) for one in segments]
+            visible = np.zeros(len(filled.rows), bool)
+            begin = np.searchsorted(filled.rows, growing.first)
+            visible[begin:] = recent[filled.rows[begin:] - growing.first]
+            self._places = {one: self._places[one] for one in segments if one in self._places}
+            for segment, bits in zip(segments, passing, strict=True):
+                places = self._places_of(segment, filled)
+                visible[places.numbers] = bits[places.here]
+        rows = filled.rows[filled.index.search(text, depth, visible, deadline_ns)]
         vectors = np.empty((len(rows), len(vector)), np.float32)
-        for part in parts:
-            here, at = locate_rows(part.rows, rows)
-            vectors[here] = part.vectors(at)
+        for segment in segments:
+            here, at = locate_rows(segment.rows, rows)
+            vectors[here] = segment.vectors(at)
+        grown = rows >= growing.first
+        vectors[grown] = growing.vectors(rows[grown] - growing.first)
         return rows, distances(vectors, vector, state.description.metric)
 
-    def _updated_index(self) -> KeywordIndex:
+    def _places_of(self, segment: Segment, filled: _Filled) -> _Places:
+        places = self._places.get(segment)
+        if places is None:
+            places = _Places(*locate_rows(filled.rows, segment.rows))
+            if segment.rows[-1] < filled.next_row:
+                self._places[segment] = places
+        return places
+
+    def _updated(self) -> _Filled:
         """Return the index with the current rows; many new rows are added in the background. Raises `Unavailable`."""
-        with self._lock:
-            if self._filling is not None and self._filling.done:
-                done, self._filling = self._filling, None
-                if done.result is None:
-                    self._reset()
-                    raise Unavailable(f"the keyword index of the live collection failed: {done.error_message}")
-                self._install(*done.result)
-            if self._filling is None:
-                self._add_new_rows()
-            if self._index is None:
-                raise Unavailable("the keyword index of the live collection is being built; try again soon")
-            return self._index
+        if self._filling is not None and self._filling.done:
+            done, self._filling = self._filling, None
+            if done.result is None:
+                self._reset()
+                raise Unavailable(f"the keyword index of the live collection failed: {done.error_message}")
+            self._install(done.result)
+        if self._filling is None:
+            self._add_new_rows()
+        if self._filled is None:
+            raise Unavailable("the keyword index of the live collection is being built; try again soon")
+        return self._filled
 
     def _add_new_rows(self) -> None:
         """Add the new rows, in the background if there are many."""
         with self._state.lock:
             alive, next_row = self._state.count, self._state.growing.next_row
-        index, first = self._index, self._next_row
-        size = next_row - first
-        if index is None or self._added > 2 * alive + _MAX_DELETED:
-            index, first, size = KeywordIndex.temporary(), 0, alive
-        if size <= _BATCH_ROWS:
+        filled = self._filled
+        if filled is None or len(filled.rows) > 2 * alive + _MAX_DELETED:
+            filled = _Filled(KeywordIndex.temporary(), np.empty(0, np.int64), 0)
+        if min(next_row - filled.next_row, alive) <= _BATCH_ROWS:
             try:
-                self._install(*self._filled(index, first))
+                self._install(self._fill(filled))
             except CollectionError as error:
                 self._reset()
                 raise Unavailable(f"the keyword index of the live collection failed: {error.message}") from error
         else:
-            self._filling = BackgroundTask("keywords", lambda task: self._filled(index, first, task.check_cancelled))
+            self._filling = BackgroundTask("keywords", lambda task: self._fill(filled, task.check_cancelled))
 
-    def _install(self, index: KeywordIndex, next_row: int, added: int) -> None:
-        before = self._added if index is self._index else 0
-        self._index, self._next_row, self._added = index, next_row, before + added
+    def _install(self, filled: _Filled) -> None:
+        if self._filled is None or filled.index is not self._filled.index:
+            self._places = {}
+        self._filled = filled
 
-    def _filled(
-        self, index: KeywordIndex, first: int, check: Callable[[int], None] = lambda rows: None
-    ) -> tuple[KeywordIndex, int, int]:
-        """Add the rows from `first` on; return the index, the next row and the rows added. `check` may raise."""
+    def _fill(self, filled: _Filled, check: Callable[[int], None] = lambda rows: None) -> _Filled:
+        """Add the rows from `next_row` on to the index, in order. `check` may raise."""
         with self._state.lock:
             growing, segments = self._state.growing, self._state.segments
             count, dead = growing.count, set(self._state.dead_rows().tolist())
-        added = 0
-
-        def add(texts: list[tuple[int, str, str]]) -> None:
-            nonlocal added
-            check(len(texts))
-            alive = [one for one in texts if one[0] not in dead]
-            index.add(alive)
-            added += len(alive)
-
-        for segment in segments:
-            begin = first
-            while texts := segment.documents.texts(begin, _BATCH_ROWS):
-                add(texts)
-                begin = texts[-1][0] + 1
-        for at in range(max(first - growing.first, 0), count, _BATCH_ROWS):
-            add([(one.row, one.title, one.text) for one in growing.documents[at : min(at + _BATCH_ROWS, count)]])
-        return index, growing.first + count, added
+        begin = max(filled.next_row - growing.first, 0)
+        grown = ((one.row, one.title, one.text) for one in growing.documents[begin:count])
+        added = [filled.rows]
+        texts = chain(heapq.merge(*(_texts(one, filled.next_row) for one in segments)), grown)
+        while batch := list(islice(texts, _BATCH_ROWS)):
+            check(len(batch))
+            alive = [one for one in batch if one[0] not in dead]
+            filled.index.add((title, text) for _, title, text in alive)
+            added.append(np.array([row for row, _, _ in alive], np.int64))
+        return _Filled(filled.index, np.concatenate(added), growing.first + count)
 
     def _reset(self) -> None:
-        self._index, self._next_row, self._added = None, 0, 0
+        self._filled, self._places = None, {}
 
     def close(self) -> None:
         """Cancel a running build and close the index. Idempotent."""
@@ -142,6 +151,13 @@ class LiveKeywordSearch:
                 self._filling.cancel()
                 self._filling.join()
                 self._filling = None
-            if self._index is not None:
-                self._index.close()
+            if self._filled is not None:
+                self._filled.index.close()
             self._reset()
+
+
+def _texts(segment: Segment, first: int) -> Iterator[tuple[int, str, str]]:
+    """Yield the rows of a segment from `first` on, with their titles and texts."""
+    while texts := segment.documents.texts(first, _BATCH_ROWS):
+        yield from texts
+        first = texts[-1][0] + 1
