@@ -6,6 +6,9 @@
                                                     (--kills 40, and four times --kills 40 --seed N --add, in pieces)
     python -m benchmarks.collections --beside       a node's searches alone, during 200 upserts/s, during a merge
     python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
+    python -m benchmarks.collections --filter-storm --home DIR
+                                                    others' requests during a storm of the worst filters; DIR keeps the
+                                                    collection of 300,000 documents for the next run
 
 DIR as for `benchmarks.engine`. One thread; times are processor time, except of upserts, which wait for the disk.
 Filtered speeds are compared at equal recall: each engine with the least effort that reaches .95, or its best.
@@ -34,6 +37,7 @@ from benchmarks.collections.node import beside, report_beside  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
 from benchmarks.collections.replacements import is_perfect, replacements  # noqa: E402
 from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
+from benchmarks.collections.storm import filter_storm, report_storm  # noqa: E402
 from benchmarks.collections.switch import report_of as report_of_switch  # noqa: E402
 from benchmarks.collections.switch import switched  # noqa: E402
 from benchmarks.common.data import Array, load, nearest  # noqa: E402
@@ -236,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", action="store_true", help="add to the kills in --out; use another seed")
     parser.add_argument("--beside", action="store_true", help="only measure a node's searches during writes")
     parser.add_argument("--replacements", action="store_true", help="only search for a document that is replaced")
+    parser.add_argument("--filter-storm", action="store_true", help="only measure during storms of filters")
+    parser.add_argument("--home", type=Path, help="keep the storms' collection here")
     parser.add_argument(
         "--part", action="append", choices=PARTS, help="measure only this part, and keep the others of --out"
     )
@@ -253,6 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = {"machine": machine(), "load": load_average, "nodes": nodes}
         write(kept, report_of_replacements(nodes, load_average), out)
         sys.exit(0 if is_perfect(nodes) else 1)
+    if options.filter_storm:
+        if options.home is None:
+            parser.error("--home is missing")
+        options.home.mkdir(parents=True, exist_ok=True)
+        storms = filter_storm(options.home)
+        found = {"machine": machine(), "load": machine_load(), **storms}
+        write(found, report_storm(storms, found["load"]), options.out.with_name(f"{options.out.name}-filter-storm"))
+        return
     if options.kills or options.beside:
         with tempfile.TemporaryDirectory() as home:
             if options.kills:

@@ -1,38 +1,55 @@
 """Retrieval for asyncio: the frontend's searches and embeddings."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from runtime.errors import CollectionReplaced, InvalidFilter, InvalidRequest
 from runtime.retrieval.attributes.filters import filter_bytes
-from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collection_registry import CollectionRegistry, KeywordQuery
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.fair_gate import FairGate
+from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.async_client import AsyncSearchClient
 from runtime.retrieval.search.client import SearchClient
 from runtime.retrieval.search.query import (
     MAX_BUILD_ATTEMPTS,
     NEW_ATTRIBUTE_WAIT_NS,
+    AcceptBuild,
     PassageQuery,
+    SearchResult,
     deadline_after_ms,
 )
 
+T = TypeVar("T")
 _ATTRIBUTE_POLL_S = 0.01
+_NEW_FILTERS = 2  # searches in progress with filters that the pools have not resolved before
+_KNOWN_FILTERS = 1024
+_DOCUMENT_THREADS = 4
 
 
 class AsyncRetriever:
-    """Retrieval for the tasks of one event loop. Embedding and keyword search run on threads."""
+    """Retrieval for the tasks of one event loop. Embedding, keyword search and reading documents run on threads.
+
+    Searches with filters that are new to the pools, and keyword searches, take turns by API key (`PassageQuery.flow`).
+    """
 
     def __init__(self, registry: CollectionRegistry, client: SearchClient) -> None:
         self.registry = registry
         self.client = AsyncSearchClient(client)
         self._embedding: dict[str, ThreadPoolExecutor] = {}
         self._keywords = ThreadPoolExecutor(1, thread_name_prefix="keywords")
+        self._documents = ThreadPoolExecutor(_DOCUMENT_THREADS, thread_name_prefix="documents")
+        self._filter_turns, self._keyword_turns = FairGate(_NEW_FILTERS), FairGate(1)
+        self._known_filters: dict[tuple[str, bytes], None] = {}  # least recently used first
 
     def missing(self) -> list[str]:
         """Return ["pool"] while no pool is attached."""
@@ -65,32 +82,53 @@ class AsyncRetriever:
                     keywords = self.registry.keyword_query(
                         request.collection, request.query, request.k, content, deadline_ns
                     )
-                search = self.client.search(
-                    vector, keywords.depth if keywords else request.k,
-                    collection=request.collection, stage=request.stage, filter=content,
-                    accept=self.registry.accept(request.collection, embedder, keywords.identity if keywords else ""),
-                    deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
-                )  # fmt: skip
+                accept = self.registry.accept(request.collection, embedder, keywords.identity if keywords else "")
+                k = keywords.depth if keywords else request.k
+                search = self._search_pools(request, vector, k, content, accept, deadline_ns)
                 if keywords is None:
                     result = await search
                 else:
-                    loop = asyncio.get_running_loop()
-                    result, found = await asyncio.gather(
-                        search, loop.run_in_executor(self._keywords, keywords.search, vector)
-                    )
+                    result, found = await asyncio.gather(search, self._search_keywords(keywords, vector, request.flow))
                     result = self.registry.fuse(request.collection, result, found, request.k, request.hybrid)
-                return list(self.registry.passages(request.collection, result, on_read))
+                lookup = self.registry.lookup(request.collection, result)
+                documents = await self._read(partial(lookup.read, on_read))
+                return list(self.registry.found(request.collection, result, lookup, documents))
             except CollectionReplaced:
                 attempts += 1
                 if attempts == MAX_BUILD_ATTEMPTS:
                     raise
             except InvalidFilter:
-                if time.monotonic_ns() > attributes_until_ns or not self.registry.has_attributes(
-                    request.collection, content
-                ):
+                known = partial(self.registry.has_attributes, request.collection, content)
+                if time.monotonic_ns() > attributes_until_ns or not await self._read(known):
                     raise
                 self.client.poll_now()
                 await asyncio.sleep(_ATTRIBUTE_POLL_S)
+
+    async def _search_pools(
+        self, request: PassageQuery, vector: Vectors, k: int, content: bytes, accept: AcceptBuild, deadline_ns: int
+    ) -> SearchResult:
+        """Search the pools; with a filter that is new to them, when it is its key's turn."""
+        key = request.collection, content
+        known = not content or key in self._known_filters
+        async with contextlib.nullcontext() if known else self._filter_turns.place(request.flow):
+            result = await self.client.search(
+                vector, k, collection=request.collection, stage=request.stage, filter=content, accept=accept,
+                deadline_ms=max((deadline_ns - time.monotonic_ns()) / 1e6, 1e-3),
+            )  # fmt: skip
+        if content:
+            self._known_filters.pop(key, None)
+            self._known_filters[key] = None
+            if len(self._known_filters) > _KNOWN_FILTERS:
+                del self._known_filters[next(iter(self._known_filters))]
+        return result
+
+    async def _search_keywords(self, keywords: KeywordQuery, vector: Vectors, flow: int) -> Neighbors:
+        async with self._keyword_turns.place(flow):
+            return await asyncio.get_running_loop().run_in_executor(self._keywords, keywords.search, vector)
+
+    async def _read(self, read: Callable[[], T]) -> T:
+        """Read documents on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._documents, read)
 
     async def _embed_query(self, collection: str, text: str) -> tuple[str, Vectors]:
         """Embed a text with the embedder of the build that is served now; return its name and the vector [dim]."""
@@ -133,5 +171,5 @@ class AsyncRetriever:
         try:
             await self.client.run()
         finally:
-            for threads in (self._keywords, *self._embedding.values()):
+            for threads in (self._keywords, self._documents, *self._embedding.values()):
                 threads.shutdown(wait=False, cancel_futures=True)

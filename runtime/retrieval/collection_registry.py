@@ -173,6 +173,35 @@ class KeywordQuery:
     search: Callable[[Vectors], Neighbors]
 
 
+@dataclass(frozen=True)
+class DocumentLookup:
+    """The documents of a search result, to be read on any thread. build: the open one that the result is from."""
+
+    build: OpenBuild
+    rows: list[int]
+
+    def read(self, on_read: OnRead) -> Sequence[Document | None] | CollectionError:
+        """Return the documents, None for those deleted since; or why they cannot be read.
+
+        Raises `ResponseTooLarge`, and the errors of `on_read`.
+        """
+        documents = self.build.documents
+        if documents is None:
+            return [Document(str(row), "", "") for row in self.rows]
+        size = 0
+
+        def count(one: Document | StoredDocument) -> None:
+            nonlocal size
+            size += size_of(one.id, one.title, one.text, one.attributes)
+            check_size(size, len(self.rows))
+            on_read(size)
+
+        try:
+            return documents.get(self.rows, count)
+        except CollectionError as error:
+            return error
+
+
 class CollectionRegistry:
     """The documents and embedders of a node's collections. `dims`: vector length by collection, 0 while unknown.
 
@@ -380,25 +409,24 @@ class CollectionRegistry:
         is not open any more, `Unavailable` if documents cannot be read, `ResponseTooLarge`, and the errors of
         `on_read`.
         """
-        build = self._build_of(collection, result)
-        rows = [int(row) for row in result.ids if row >= 0]
-        found: Sequence[Document | None]
-        size = 0
+        lookup = self.lookup(collection, result)
+        return self.found(collection, result, lookup, lookup.read(on_read))
 
-        def count(one: Document | StoredDocument) -> None:
-            nonlocal size
-            size += size_of(one.id, one.title, one.text, one.attributes)
-            check_size(size, len(rows))
-            on_read(size)
+    def lookup(self, collection: str, result: SearchResult) -> DocumentLookup:
+        """Return the documents of a search result, not read yet. Raises `CollectionReplaced`."""
+        return DocumentLookup(self._build_of(collection, result), [int(row) for row in result.ids if row >= 0])
 
-        if build.documents is None:
-            found = [Document(str(row), "", "") for row in rows]
-        else:
-            try:
-                found = build.documents.get(rows, count)
-            except CollectionError as error:  # only this collection fails, until its file is whole again
-                self.builds_of(collection).discard(build, error.message)
-                raise Unavailable(f"collection {collection!r} is unavailable: {error.message}") from error
+    def found(
+        self,
+        collection: str,
+        result: SearchResult,
+        lookup: DocumentLookup,
+        found: Sequence[Document | None] | CollectionError,
+    ) -> tuple[Passage, ...]:
+        """Return the passages of a search result, of which `found` are the documents. Raises `Unavailable`."""
+        if isinstance(found, CollectionError):  # only this collection fails, until its file is whole again
+            self.builds_of(collection).discard(lookup.build, found.message)
+            raise Unavailable(f"collection {collection!r} is unavailable: {found.message}") from found
         return tuple(
             Passage(document.id, document.title, float(distance), document.text, document.attributes)
             for document, distance in zip(found, result.distances, strict=False)

@@ -1,6 +1,7 @@
 """Writes to live collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from runtime.errors import CollectionError, InvalidRequest, NoRoom, Overloaded, Unavailable
+from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.collections.collection import Collection
 from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
 from runtime.retrieval.live.collection import create
@@ -219,7 +221,7 @@ def test_a_writer_reopens_after_a_failed_sync_and_continues_after_a_full_disk(
             patch.setattr(LiveWriter, "upsert", fails)
             with pytest.raises(NoRoom if kept else Unavailable, match=error.message):
                 await writes.upsert("notes", [UpsertDocument("b", "t")])
-        assert ("notes" in writes.states()) == kept
+        assert ("notes" in await writes.states()) == kept
         assert (await writes.upsert("notes", [UpsertDocument("b", "t")])).count == 1
 
     asyncio.run(both())
@@ -229,3 +231,31 @@ def test_a_long_name_is_truncated_in_the_error(http: httpx.Client) -> None:
     answer = put(http, {"id": "a", "z" * 9000: 1})
     assert answer.json()["error"]["param"] == f"documents[0].{'z' * 64}"
     assert len(answer.content) < 400
+
+
+def test_a_delete_whose_filter_takes_long_delays_neither_writes_nor_the_state(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(http, *({"id": str(number), "attributes": {"n": number}} for number in range(8)))
+    evaluating, released, real = threading.Event(), threading.Event(), Columns.matching
+
+    def matching(self: Columns, *arguments: Any) -> Any:
+        if not released.is_set():
+            evaluating.set()
+            assert released.wait(60)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Columns, "matching", matching)
+    answers: list[httpx.Response] = []
+    wanted = {"type": "lt", "key": "n", "value": 3}
+    deletion = threading.Thread(target=lambda: answers.append(delete(http, filter=wanted)))
+    deletion.start()
+    try:
+        assert evaluating.wait(60)
+        assert put(http, {"id": "new", "attributes": {"n": 1}}).status_code == 200
+        assert http.get("/v1/collections/notes").json()["documents"] == 9
+        assert not answers
+    finally:
+        released.set()
+        deletion.join(60)
+    assert answers[0].json()["count"] == 4, "the documents at the time of the delete, the new one too"

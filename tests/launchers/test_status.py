@@ -93,13 +93,13 @@ def test_the_status_of_live_collections_is_the_frontends(tmp_path: Path) -> None
     create(tmp_path / "notes", 8, metric="l2", degree=8)
     writes = WriterService({"notes": tmp_path / "notes"}, Embeds().embed, lambda _: HashingEmbedder(8))
     table = WorkerTable.create("frontend", "frontend-0", SloSection())
-    report_live_collections(table, writes.states())
+    report_live_collections(table, asyncio.run(writes.states()))
     assert LiveCollectionsStatus.read(table) is None
     asyncio.run(writes.upsert("notes", [UpsertDocument(str(n), "t") for n in range(5)]))
     asyncio.run(writes.flush("notes"))
     asyncio.run(writes.delete("notes", ["1", "2"]))
     asyncio.run(writes.upsert("notes", [UpsertDocument("new", "t")]))
-    report_live_collections(table, writes.states())
+    report_live_collections(table, asyncio.run(writes.states()))
     found = LiveCollectionsStatus.read(table)
     assert found is not None
     assert found.log_bytes > 0

@@ -231,23 +231,18 @@ class LiveIndexes:
 
     def _passing(self, condition: Filter, work: Work) -> Finish:
         """Evaluate a filter over the collection as it is now, one state of all rows. On any thread."""
-        state = self.reader.state
-        with state.lock:
-            segments, growing = state.segments, state.growing
-            alive, grown_alive = [segment.alive.copy() for segment in segments], growing.alive.copy()
-        sealed = [
-            part_of(0, segment.passing(condition, work) & bits) for segment, bits in zip(segments, alive, strict=True)
-        ]
-        grown = growing.passing(condition, work, len(grown_alive)) & grown_alive
+        snapshot = self.reader.state.snapshot()
+        segments, growing = snapshot.segments, snapshot.growing
+        allowed, grown = snapshot.passing(condition, work)
+        sealed = [part_of(0, bits) for bits in allowed]
 
         def finish() -> Sequence[Part] | None:
-            loaded = [self._segments.get(segment.info.number) for segment in segments]
+            loaded, index = [self._segments.get(segment.info.number) for segment in segments], self._growing
             if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
                 return None  # rows were sealed or merged meanwhile
-            if None in loaded:
-                return None  # the engine has no room for a segment yet
+            if None in loaded or index is None or index.source is not growing.rows.codes:
+                return None  # the engine has no room for them yet
             found = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
-            index = self._load_growing(growing)
             passing = np.zeros(len(index.alive), bool)
             passing[: len(grown)] = grown
             found = [part for part in (*found, part_of(index.number, passing)) if part.passing]

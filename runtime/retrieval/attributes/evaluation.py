@@ -5,12 +5,13 @@ of its values. So the work, which is known before it begins, is a pass over the 
 and `or`, not for each comparison.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from runtime.errors import InvalidFilter
+from runtime.errors import DeadlineExceeded, InvalidFilter
 from runtime.retrieval.attributes.filters import AllOf, Comparison, Filter, Not
 from runtime.retrieval.attributes.ordered import Bits, Edges, OrderedValues, combine
 
@@ -42,6 +43,12 @@ class BoundedWork:
                 f"the filter compares {self._reserved:,} values; the limit is {self._limit:,}: use fewer comparisons",
                 "filter",
             )
+
+
+def check_deadline(deadline_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    """A `check` of BoundedWork: raise `DeadlineExceeded` once the deadline has passed."""
+    if clock() >= deadline_ns:
+        raise DeadlineExceeded("the filter was not evaluated before the deadline")
 
 
 class _Values(NamedTuple):

@@ -8,6 +8,7 @@ searches, and the index is rebuilt when most of its rows are deleted, to release
 import heapq
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Unavailable
 from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
@@ -60,15 +62,14 @@ class LiveKeywordSearch:
     ) -> Neighbors:
         """Search as `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is built."""
         state = self._state
+        snapshot, work = state.snapshot(), BoundedWork(partial(check_deadline, deadline_ns))
+        passing, recent = snapshot.passing(filter, work)
+        growing, segments = snapshot.growing, snapshot.segments
         with self._lock:
             filled = self._updated()
-            with state.lock:
-                growing, segments = state.growing, state.segments
-                recent = growing.alive.copy() if filter is None else growing.alive & growing.passing(filter)
-                passing = [one.alive if filter is None else one.alive & one.passing(filter) for one in segments]
             visible = np.zeros(len(filled.rows), bool)
-            begin = np.searchsorted(filled.rows, growing.first)
-            visible[begin:] = recent[filled.rows[begin:] - growing.first]
+            begin, end = np.searchsorted(filled.rows, [growing.first, growing.first + len(recent)])
+            visible[begin:end] = recent[filled.rows[begin:end] - growing.first]
             self._places = {one: self._places[one] for one in segments if one in self._places}
             for segment, bits in zip(segments, passing, strict=True):
                 places = self._places_of(segment, filled)

@@ -14,6 +14,7 @@ from gpu import GpuError, GraphIndex
 from gpu.params import MAX_TOP_M
 from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.evaluation import BoundedWork
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.live.state import State
 from runtime.retrieval.neighbors import Neighbors, merge_neighbors
@@ -41,15 +42,13 @@ def search(
     with state.lock:
         if filter is not None:
             check_filter(filter, state.schema)
-        segments, growing = state.segments, state.growing
-        rows, count, first = growing.rows, growing.count, growing.first
-        allowed = growing.alive if filter is None else growing.alive & growing.passing(filter)
-        positions = np.flatnonzero(allowed)
-        masks = [_mask(segment.alive, None if filter is None else segment.passing(filter)) for segment in segments]
+        found, rows = state.snapshot(), state.growing.rows
+    allowed, growing = found.passing(filter, BoundedWork())
+    count, first, positions = len(growing), found.growing.first, np.flatnonzero(growing)
     try:
         parts = [
-            search_segment(segment.index, queries, k, top_m, search_width, mask, threads)
-            for segment, mask in zip(segments, masks, strict=True)
+            search_segment(segment.index, queries, k, top_m, search_width, _mask(bits, filter), threads)
+            for segment, bits in zip(found.segments, allowed, strict=True)
         ]
         if len(positions) or not parts:
             nodes, distances = nearest(rows, queries, k, None if len(positions) == count else positions, count)
@@ -88,8 +87,6 @@ def search_segment(
     return ids, distances
 
 
-def _mask(alive: Bits, passing: Bits | None) -> Bits | None:
-    """Return which rows may be results; None for all."""
-    if passing is None:
-        return None if alive.all() else alive.copy()
-    return alive & passing
+def _mask(allowed: Bits, filter: Filter | None) -> Bits | None:
+    """Return which rows may be results; None for all, without a filter."""
+    return None if filter is None and allowed.all() else allowed

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionError
 from runtime.files import read_regular
 from runtime.retrieval.attributes.columns import Bits
+from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
 from runtime.retrieval.attributes.schema import Schema, extend_schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
@@ -160,8 +161,8 @@ class State:
     def count(self) -> int:
         """Number of documents that are not deleted."""
         with self.lock:
-            alive = [segment.alive for segment in self.segments] + [self.growing.alive]
-            return int(sum(np.count_nonzero(one) for one in alive))
+            sealed = sum(segment.count for segment in self.segments)
+            return sealed + int(np.count_nonzero(self.growing.alive))
 
     def alive_rows(self) -> Rows:
         """Return the rows that are not deleted, int64."""
@@ -196,13 +197,19 @@ class State:
                         found[name] = row
         return found
 
-    def rows_passing(self, filter: Filter) -> Rows:
-        """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
+    def snapshot(self) -> "Snapshot":
+        """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
         with self.lock:
-            check_filter(filter, self.schema)
-            parts = [segment.rows[segment.passing(filter) & segment.alive] for segment in self.segments]
-            growing = np.flatnonzero(self.growing.passing(filter) & self.growing.alive) + self.growing.first
-            return np.concatenate([*parts, growing])
+            alive = [segment.alive.copy() for segment in self.segments]
+            return Snapshot(self.segments, alive, self.growing, self.growing.alive.copy())
+
+    def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
+        """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
+        check_filter(filter, self.schema)
+        found, work = self.snapshot(), work or BoundedWork()
+        sealed, growing = found.passing(filter, work)
+        parts = [segment.rows[bits] for segment, bits in zip(found.segments, sealed, strict=True)]
+        return np.concatenate([*parts, np.flatnonzero(growing) + found.growing.first])
 
     def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
         """Return which of some rows an owner may replace and delete: see `AttributeBinding`. Bool [rows]."""
@@ -261,6 +268,26 @@ class State:
 
     def close(self) -> None:
         close(self.segments)
+
+
+class Snapshot(NamedTuple):
+    """One state of all rows: which rows of each segment, and of the growing ones, are not deleted."""
+
+    segments: tuple[Segment, ...]
+    alive: list[Bits]
+    growing: GrowingSegment
+    growing_alive: Bits
+
+    def passing(self, filter: Filter | None, work: Work) -> tuple[list[Bits], Bits]:
+        """Return which rows are not deleted and pass a filter: of each segment, and of the growing ones.
+
+        Raises `InvalidFilter` if that is too much work.
+        """
+        if filter is None:
+            return self.alive, self.growing_alive
+        pairs = zip(self.segments, self.alive, strict=True)
+        sealed = [segment.passing(filter, work) & alive for segment, alive in pairs]
+        return sealed, self.growing.passing(filter, work, len(self.growing_alive)) & self.growing_alive
 
 
 def _deleted(segment: Segment) -> Rows:

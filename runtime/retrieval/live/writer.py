@@ -146,6 +146,8 @@ class LiveWriter:
         """Delete the documents that pass a filter, except those of other owners. Returns and raises as `delete`, and
         `InvalidFilter`."""
 
+        self.state.rows_passing(filter)  # evaluates what does not change before other writes must wait
+
         def prepare(group: WriteGroup) -> int:
             rows = self._own(self.state.rows_passing(filter), owner)
             group.operations += [Delete(rows.tolist())] if len(rows) else []

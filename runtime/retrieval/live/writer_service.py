@@ -21,20 +21,21 @@ from runtime.errors import (
     InvalidDocument,
     InvalidRequest,
     NoRoom,
-    Overloaded,
     Unavailable,
 )
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.manifest import is_collection
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
+from runtime.retrieval.fair_gate import FairGate, FairLimit
 from runtime.retrieval.live.state import WriterState
 from runtime.retrieval.live.storage.manifest import is_live
 from runtime.retrieval.live.validation import UpsertDocument, check_batch
 from runtime.retrieval.live.writer import LiveWriter
 
 MAX_CONCURRENT_WRITES = 32
-"""Writes in progress; more are rejected with `Overloaded`."""
+"""Writes in progress; more are rejected with `Overloaded`, of one API key those beyond what is left."""
 _THREADS = 8  # concurrent writes share a log record and its sync
+_FLUSHES = -1  # the flow of all flushes
 _EMBED_BATCH = 16  # texts; the embedder serves search queries between two batches
 _T = TypeVar("_T")
 Observe = Callable[[float], None]
@@ -69,28 +70,33 @@ class WriterService:
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
-        self._running = 0
+        self._limit = FairLimit(MAX_CONCURRENT_WRITES, "writes")
+        self._turns = FairGate(_THREADS)
 
     async def upsert(
-        self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None
+        self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None, flow: int = 0
     ) -> Stored:
         """Store documents, atomically, and replace those with the same ids. Searches that begin later find them.
+
+        flow: the API key's.
 
         Raises as `LiveWriter.upsert`, but `Unavailable` for a damaged collection or a failed disk, as searches do;
         `InvalidRequest` for a collection that is not a live one, `Overloaded`.
         """
         check_batch(documents)
         return await self._write(
-            name, lambda writer, given: Stored(writer.upsert(given, owner), writer.wait_visible()), documents
+            name, lambda writer, given: Stored(writer.upsert(given, owner), writer.wait_visible()), flow, documents
         )
 
-    async def delete(self, name: str, ids: Sequence[str], owner: AttributeBinding | None = None) -> int:
+    async def delete(self, name: str, ids: Sequence[str], owner: AttributeBinding | None = None, flow: int = 0) -> int:
         """Delete documents by id. Returns how many were deleted. Raises as `upsert`."""
-        return await self._write(name, lambda writer, _: writer.delete(ids, owner))
+        return await self._write(name, lambda writer, _: writer.delete(ids, owner), flow)
 
-    async def delete_where(self, name: str, filter: Filter, owner: AttributeBinding | None = None) -> int:
+    async def delete_where(
+        self, name: str, filter: Filter, owner: AttributeBinding | None = None, flow: int = 0
+    ) -> int:
         """Delete the documents that pass a filter. Returns how many. Raises as `upsert`, and `InvalidFilter`."""
-        return await self._write(name, lambda writer, _: writer.delete_where(filter, owner))
+        return await self._write(name, lambda writer, _: writer.delete_where(filter, owner), flow)
 
     async def flush(self, name: str) -> None:
         """Seal the growing rows, and wait for it; `states` has the progress. Raises as `upsert`.
@@ -98,11 +104,12 @@ class WriterService:
         Flushes of a collection are serialised, so that they never occupy all threads of the writes.
         """
         async with self._flushing[self._check_live(name)]:
-            await self._run(name, lambda writer, _: writer.flush(), ())
+            await self._run(name, lambda writer, _: writer.flush(), (), _FLUSHES)
 
-    def states(self) -> dict[str, WriterState]:
-        """Return the statistics of the open writers."""
-        return {name: writer.statistics() for name, writer in self._writers.items()}
+    async def states(self) -> dict[str, WriterState]:
+        """Return the statistics of the open writers. On a thread: the time grows with the number of rows."""
+        writers = dict(self._writers)
+        return await asyncio.to_thread(lambda: {name: writer.statistics() for name, writer in writers.items()})
 
     def close(self) -> None:
         """Close all writers. Acknowledged writes are in their logs."""
@@ -115,16 +122,12 @@ class WriterService:
         self,
         name: str,
         write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
+        flow: int,
         documents: Sequence[UpsertDocument] = (),
     ) -> _T:
-        if self._running >= MAX_CONCURRENT_WRITES:
-            raise Overloaded(f"{self._running} writes are in progress; the limit is {MAX_CONCURRENT_WRITES}")
         begin = time.monotonic()
-        self._running += 1
-        try:
-            done = await self._run(name, write, documents)
-        finally:
-            self._running -= 1
+        with self._limit.counted(flow):
+            done = await self._run(name, write, documents, flow)
         self._observe(time.monotonic() - begin)
         return done
 
@@ -133,11 +136,13 @@ class WriterService:
         name: str,
         write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
         documents: Sequence[UpsertDocument],
+        flow: int,
     ) -> _T:
         writer = await self._writer(name)
         given = await self._with_vectors(name, documents)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
+            async with self._turns.place(flow):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, write, writer, given)
         except (NoRoom, CollectionBusy):
             raise
         except CollectionError as error:  # close the writer: reopening it checks its log

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ipc import STAGES, SearchSpec, Stage
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TrinityError, WorkerLost
+from runtime.retrieval.attributes.evaluation import MAX_COMPARED
 from runtime.retrieval.attributes.filters import FilterLike, filter_bytes
 from runtime.retrieval.neighbors import Neighbors, fuse_ranks, merge_neighbors
 from runtime.retrieval.passages import Passage
@@ -98,7 +99,8 @@ def deadline_after_ms(deadline_ms: Any) -> int:
 class PassageQuery:
     """Request for the `k` passages nearest to a text (`query`) or to a `vector`; one of the two is set.
 
-    `filter`: passages must pass it. `hybrid`: weight of the keyword search in the fused ranks, 0 for none.
+    `filter`: passages must pass it. `hybrid`: weight of the keyword search in the fused ranks, 0 for none. `flow`: of
+    the API key, with which the others share what is limited.
     """
 
     collection: str
@@ -108,6 +110,7 @@ class PassageQuery:
     stage: Stage = "prefill"
     filter: FilterLike = None
     hybrid: float = 0.0
+    flow: int = 0
 
 
 # ---- results
@@ -308,6 +311,12 @@ def status_error(status: str, query: Query) -> TrinityError:
                 check_finite(on_host(query.vector))
             except InvalidRequest as error:
                 return error
+            if query.spec.filter:
+                return InvalidRequest(
+                    "the pool refused the query: it exceeds one of the pool's limits, or its filter compares more than "
+                    f"{MAX_COMPARED:,} values",
+                    "filter",
+                )
             return InvalidRequest("the pool refused the query: it exceeds one of the pool's limits")
         case "lost" | "stale_epoch":
             return WorkerLost(f"the pool died with the query, {query.attempts} times")

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,9 +40,13 @@ from runtime.serving.http.responses import error_json, to_json
 
 @dataclass(frozen=True)
 class Access:
-    """Access rights of an API key. `grants`: collection → restriction, None for all of it; no grants: full access."""
+    """Access rights of an API key. `grants`: collection → restriction, None for all of it; no grants: full access.
+
+    `flow`: the key's number, by which it shares what is limited with the other keys; 0 if there are no others.
+    """
 
     grants: Mapping[str, AttributeBinding | None] | None = None
+    flow: int = field(default=0, compare=False)
 
     @property
     def salt(self) -> bytes:
@@ -246,7 +250,10 @@ class AuthMiddleware:
         self._app = app
         self._host = host.lower()
         self._open_paths = frozenset(open_paths)
-        self._access = [access.get(key, FULL_ACCESS) for key in keys]
+        flows = range(1, len(keys) + 1) if len(keys) > 1 else (0,)
+        self._access = [
+            replace(access.get(key, FULL_ACCESS), flow=flow) for flow, key in zip(flows, keys, strict=False)
+        ]
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

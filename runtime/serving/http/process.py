@@ -167,8 +167,10 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     serving = asyncio.create_task(serve())
     loops = [
         asyncio.create_task(engine.run()),
-        asyncio.create_task(_heartbeat(worker, engine, server, readiness, search, writes, answers)),
+        asyncio.create_task(_heartbeat(worker, engine, server, readiness, search, answers)),
     ]
+    if writes is not None:
+        loops.append(asyncio.create_task(_report_live_collections(worker.table, writes)))
     if search is not None:
         loops.append(asyncio.create_task(search.run()))
     elif answers is not None:
@@ -265,28 +267,29 @@ def report_live_collections(table: WorkerTable, writers: Mapping[str, WriterStat
     table.total(FrontendMetrics.LIVE_MERGED, sum(state.merged for state in states))
 
 
+async def _report_live_collections(table: WorkerTable, writes: WriterService) -> None:
+    while True:
+        report_live_collections(table, await writes.states())
+        await asyncio.sleep(_REPORT_S)
+
+
 async def _heartbeat(
     worker: Worker,
     engine: Engine,
     server: _Server,
     readiness: Readiness,
     search: AsyncRetriever | None,
-    writes: WriterService | None,
     answers: AnswerCache | None,
 ) -> None:
     """Write the heartbeat and metrics, follow new builds, and end the server when the worker stops."""
     drain_s = worker.plan.config.node.drain_s
     drain_s -= min(_FINAL_ERRORS_S, drain_s / 2)
     stopping_at: float | None = None
-    next_report = 0.0
     follower = None if search is None else BuildFollower(search.registry, search.client.identities, worker.table)
     while True:
         worker.table.beat()
         if follower is not None:
             follower.step(time.monotonic_ns())
-        if writes is not None and time.monotonic() >= next_report:
-            next_report = time.monotonic() + _REPORT_S
-            report_live_collections(worker.table, writes.states())
         node_stops = worker.stopping and not worker.awaits_release  # otherwise a successor takes over
         readiness.drain(node_stops or worker.table.knob("draining") == 1)
         if worker.stopping:

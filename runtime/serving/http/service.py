@@ -12,7 +12,6 @@ from typing import Protocol
 from runtime.errors import (
     ConfigError,
     DeadlineExceeded,
-    Overloaded,
     TrinityError,
     Unavailable,
     UnknownCollection,
@@ -21,6 +20,7 @@ from runtime.errors import (
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors
+from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.retrieval.passages import OnRead, Passage
 from runtime.retrieval.search.query import PassageQuery
@@ -78,7 +78,9 @@ class NoCollections:
 
 
 class Searches:
-    """Runs searches without generation: at most `limit` at a time, each for at most `timeout_s`.
+    """Runs searches without generation: at most `limit` at a time, of a key as many as are left, each for at most
+    `timeout_s`.
+
 
     `on_embedded` is called with the seconds until the vector of a text was ready.
     """
@@ -93,10 +95,9 @@ class Searches:
     ) -> None:
         self._source = source
         self._traces = traces
-        self._limit = limit
+        self._limit = FairLimit(limit, "searches")
         self._timeout_s = timeout_s
         self._on_embedded = on_embedded
-        self._running = 0
 
     async def run(
         self,
@@ -113,12 +114,17 @@ class Searches:
         DeadlineExceeded, or errors of the source and of `reserve`.
         """
         wanted = access.restrict(collection, body.filter)
-        query = PassageQuery(collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid)
-        if self._running >= self._limit:
-            raise Overloaded(f"{self._running} searches are in flight, the limit is {self._limit}")
-        self._traces.start_search(request_id, client_id, Retrieval(collection, body.k))
+        query = PassageQuery(
+            collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid, flow=access.flow
+        )
+        with self._limit.counted(access.flow):
+            return await self._run(query, request_id, client_id, reserve)
+
+    async def _run(
+        self, query: PassageQuery, request_id: str, client_id: str, reserve: Callable[[int], None]
+    ) -> list[Passage]:
+        self._traces.start_search(request_id, client_id, Retrieval(query.collection, query.k))
         state, found = "internal_error", 0
-        self._running += 1
         try:
             passages = await self._search(query, request_id, reserve)
             self._traces.stamp(request_id, stages.SEARCHED)
@@ -131,7 +137,6 @@ class Searches:
             state = "cancelled"
             raise
         finally:
-            self._running -= 1
             took_ms = self._traces.end_search(request_id, state, found) / 1e6
             result = f"{found} passages" if state == "found" else state
             log.info("search ended: %s, %.1f ms", result, took_ms, extra={"request": request_id})

@@ -72,6 +72,7 @@ class Segment:
         self.alive: Bits = np.ones(index.size, bool)
         self.deletions = 0
         """Number of changes of `alive`, so that data derived from it can be invalidated."""
+        self._counted = (0, index.size)  # at that number of changes
         self._passing = FilterCache(columns)
         self.held_by: Callable[[AttributeBinding], Bits] = lru_cache(_OWNERS_KEPT)(columns.held_by)
         """Returns whether each row belongs to an owner; an LRU cache of the last owners."""
@@ -104,6 +105,13 @@ class Segment:
     def passing(self, filter: Filter, work: Work | None = None) -> Bits:
         """Return whether each row passes a filter, bool [size]; the last filters are cached. On any thread."""
         return self._passing.matching(filter, work)
+
+    @property
+    def count(self) -> int:
+        """Number of rows that are not deleted."""
+        if self._counted[0] != self.deletions:
+            self._counted = self.deletions, int(np.count_nonzero(self.alive))
+        return self._counted[1]
 
     def positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of those rows that are in this segment."""

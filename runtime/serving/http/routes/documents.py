@@ -83,7 +83,7 @@ class DocumentRoutes:
         documents = [
             UpsertDocument(d.id, d.text, d.title, owner_attributes | d.attributes, d.vector) for d in body.documents
         ]
-        stored = await self._writes.upsert(name, documents, owner)
+        stored = await self._writes.upsert(name, documents, owner, access_of(http).flow)
         response: Json = {"object": "documents.stored", "collection": name}
         return json_response(response | {"count": stored.count, "visible": stored.visible})
 
@@ -94,11 +94,11 @@ class DocumentRoutes:
             raise InvalidRequest("set either ids or filter", "ids")
         owner = access_of(http).restriction(name)
         if body.ids is not None:
-            count = await self._writes.delete(name, body.ids, owner)
+            count = await self._writes.delete(name, body.ids, owner, access_of(http).flow)
         else:
             wanted = access_of(http).restrict(name, body.filter)
             assert wanted is not None, "there is a filter"
-            count = await self._writes.delete_where(name, wanted, owner)
+            count = await self._writes.delete_where(name, wanted, owner, access_of(http).flow)
         return json_response({"object": "documents.deleted", "collection": name, "count": count})
 
     async def flush(self, http: Request) -> Response:
@@ -110,7 +110,7 @@ class DocumentRoutes:
     async def state(self, http: Request) -> Response:
         name = self._name(http)
         access_of(http).require_whole_collection(name)
-        found = self._writes.states().get(name)
+        found = (await self._writes.states()).get(name)
         state: Json = {"object": "collection", "id": name, "writing": found is not None}
         return json_response(state if found is None else state | found._asdict())
 

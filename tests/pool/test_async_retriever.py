@@ -1,0 +1,138 @@
+"""Searches of the frontend: its event loop waits for no document, and keys take turns with filters and keywords."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.node.placement.plan import NodePlan
+from runtime.retrieval.async_retriever import AsyncRetriever
+from runtime.retrieval.collection_registry import CollectionRegistry
+from runtime.retrieval.collections.collection import Collection
+from runtime.retrieval.collections.documents import Document, DocumentStore
+from runtime.retrieval.collections.keyword_search import KeywordSearch
+from runtime.retrieval.search.client import SearchClient
+from runtime.retrieval.search.query import PassageQuery
+from runtime.testing.pool import InProcessPool, plan_of
+from tests.gpu.datasets import clustered
+from tests.pool.conftest import MakePool
+from tests.pool.test_filter_waits import Evaluations, number_is
+
+ROWS, DIM = 64, 16
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> NodePlan:
+    vectors = clustered(np.random.default_rng(4), ROWS, DIM)
+    documents = [Document(f"d{row}", "", f"text n{row}", {"number": row}) for row in range(ROWS)]
+    Collection.build(documents, tmp_path / "docs", metric="l2", embedder=f"hashing-{DIM}", vectors=vectors)
+    return plan_of(tmp_path / "docs")
+
+
+@pytest.fixture
+def pool(plan: NodePlan, make_pool: MakePool) -> InProcessPool:
+    return make_pool(plan).start()
+
+
+@pytest.fixture
+def search(plan: NodePlan, pool: InProcessPool) -> Iterator[AsyncRetriever]:
+    client = SearchClient.of_plan(plan, "test")
+    yield AsyncRetriever(CollectionRegistry(plan), client)
+    client.close()
+
+
+async def found(search: AsyncRetriever, flow: int = 0, **options: Any) -> list[str]:
+    query = PassageQuery("docs", 1, flow=flow, **({"query": "text"} | options))
+    return [
+        one.id for one in await search.search(query, on_embedded=lambda: None, on_read=lambda size: None, timeout_s=60)
+    ]
+
+
+def run(search: AsyncRetriever, body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        serving = asyncio.create_task(search.run())
+        await body()
+        serving.cancel()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_the_event_loop_goes_on_while_documents_are_read(
+    search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, reading, real = threading.Event(), threading.Event(), DocumentStore.get
+
+    def get(self: DocumentStore, rows: Any) -> Any:
+        reading.set()
+        assert released.wait(60)
+        return real(self, rows)
+
+    async def body() -> None:
+        await found(search)
+        monkeypatch.setattr(DocumentStore, "get", get)
+        asked = asyncio.create_task(found(search, filter=number_is(5)))
+        await until(reading.is_set)  # in the loop's thread: it would not come here before the end
+        assert not asked.done()
+        released.set()
+        assert await asked == ["d5"]
+
+    run(search, body)
+
+
+def test_keys_take_turns_with_filters_that_are_new_to_the_pools(pool: InProcessPool, search: AsyncRetriever) -> None:
+    slow = Evaluations(pool, 0)
+    ended: list[str] = []
+
+    async def one(flow: int, number: int) -> None:
+        ended.extend(await found(search, flow, filter=number_is(number)))
+
+    async def body() -> None:
+        try:
+            storm = [asyncio.create_task(one(1, number)) for number in range(6)]
+            await until(lambda: len(pool.pool.loop.filtered) == 2)
+            other = asyncio.create_task(one(2, 9))
+            await found(search)  # without a filter: it waits for nobody, and the others have had their turns
+            assert len(pool.pool.loop.filtered) == 2
+        finally:
+            slow.release()
+        await asyncio.gather(*storm, other)
+        assert ended.index("d9") <= 2
+        assert sorted(ended) == ["d0", "d1", "d2", "d3", "d4", "d5", "d9"]
+        again = await found(search, 1, filter=number_is(3))
+        assert again == ["d3"]
+
+    run(search, body)
+
+
+def test_keys_take_turns_with_keyword_searches(search: AsyncRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
+    released, order, real = threading.Event(), list[str](), KeywordSearch.search_keywords
+
+    def search_keywords(self: KeywordSearch, text: str, *options: Any) -> Any:
+        order.append(text)
+        assert released.wait(60)
+        return real(self, text, *options)
+
+    async def body() -> None:
+        await found(search, hybrid=0.5)
+        monkeypatch.setattr(KeywordSearch, "search_keywords", search_keywords)
+        storm = [asyncio.create_task(found(search, 1, query=f"storm n{n}", hybrid=0.5)) for n in range(5)]
+        await until(lambda: bool(order))
+        other = asyncio.create_task(found(search, 2, query="other n7", hybrid=1.0))
+        assert await found(search, query=None, vector=[0.0] * DIM)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        released.set()
+        await asyncio.gather(*storm, other)
+        assert order.index("other n7") <= 2
+
+    run(search, body)
