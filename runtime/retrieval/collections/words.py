@@ -15,8 +15,8 @@ _ENDINGS_2 = {
 }  # fmt: skip
 _ENDINGS_3 = {"icate": "ic", "ative": "", "alize": "al", "iciti": "ic", "ical": "ic", "ful": "", "ness": ""}
 _ENDINGS_4 = dict.fromkeys(
-    ("al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "sion", "tion", "ou", "ism", "ate",
-     "iti", "ous", "ive", "ize"), "",
+    ("al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "ou", "ism", "ate", "iti", "ous",
+     "ive", "ize"), "",
 ) | {"sion": "s", "tion": "t"}  # fmt: skip
 
 

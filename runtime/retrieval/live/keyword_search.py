@@ -35,7 +35,7 @@ class _Filled(NamedTuple):
     rows: int64, ascending: the row of each of the index's documents. More documents may be added meanwhile.
     """
 
-    index: KeywordIndex
+    words: KeywordIndex
     rows: Rows
     next_row: int
 
@@ -74,7 +74,7 @@ class LiveKeywordSearch:
             for segment, bits in zip(segments, passing, strict=True):
                 places = self._places_of(segment, filled)
                 visible[places.numbers] = bits[places.here]
-        rows = filled.rows[filled.index.search(text, depth, visible, deadline_ns)]
+        rows = filled.rows[filled.words.search(text, depth, visible, deadline_ns)]
         vectors = np.empty((len(rows), len(vector)), np.float32)
         for segment in segments:
             here, at = locate_rows(segment.rows, rows)
@@ -122,7 +122,7 @@ class LiveKeywordSearch:
             self._filling = BackgroundTask("keywords", lambda task: self._fill(filled, task.check_cancelled))
 
     def _install(self, filled: _Filled) -> None:
-        if self._filled is None or filled.index is not self._filled.index:
+        if self._filled is None or filled.words is not self._filled.words:
             self._places = {}
         self._filled = filled
 
@@ -138,9 +138,9 @@ class LiveKeywordSearch:
         while batch := list(islice(texts, _BATCH_ROWS)):
             check(len(batch))
             alive = [one for one in batch if one[0] not in dead]
-            filled.index.add((title, text) for _, title, text in alive)
+            filled.words.add((title, text) for _, title, text in alive)
             added.append(np.array([row for row, _, _ in alive], np.int64))
-        return _Filled(filled.index, np.concatenate(added), growing.first + count)
+        return _Filled(filled.words, np.concatenate(added), growing.first + count)
 
     def _reset(self) -> None:
         self._filled, self._places = None, {}
@@ -153,7 +153,7 @@ class LiveKeywordSearch:
                 self._filling.join()
                 self._filling = None
             if self._filled is not None:
-                self._filled.index.close()
+                self._filled.words.close()
             self._reset()
 
 
