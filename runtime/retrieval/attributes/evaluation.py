@@ -122,5 +122,7 @@ def _passing(node: _Values | _Joint, work: Work) -> Bits:
     join = np.logical_and if node.every else np.logical_or
     found = _passing(node.parts[0], work)
     for part in node.parts[1:]:
+        if not found.any() if node.every else found.all():
+            break  # no row can pass, or none can fail, any more
         join(found, _passing(part, work), out=found)
     return found

@@ -18,6 +18,7 @@ from runtime.retrieval.attributes.schema import AttributeType
 
 Bits = NDArray[np.bool_]
 Edges = tuple[int, ...]
+_AT_ONCE = 1 << 18  # values of lists: the interpreter's lock is held meanwhile, less than 1 ms
 _FEW_SPANS = 4  # are compared with the codes one by one; more by a table of all codes
 
 
@@ -45,7 +46,7 @@ class OrderedValues:
             self._codes[rows] = codes
         else:  # the rows of each code, one code after the other
             order = np.argsort(codes, kind="stable")
-            self._rows = rows[order].astype(np.int32)
+            self._rows = rows[order]  # int64: other indexes would be converted at each use
             self._ends = np.cumsum(np.bincount(codes, minlength=self.universe))
 
     @classmethod
@@ -104,8 +105,9 @@ class OrderedValues:
         found: Bits
         if not self.single:
             found = np.zeros(self.size, bool)
-            for begin, end in self._spans(edges):
-                found[self._rows[begin:end]] = True
+            for first, end in self._spans(edges):
+                for begin in range(first, end, _AT_ONCE):
+                    found[self._rows[begin : min(begin + _AT_ONCE, end)]] = True
         elif len(edges) > 2 * _FEW_SPANS:
             toggles = np.zeros(self.universe + 1, np.int8)
             toggles[list(edges)] = 1

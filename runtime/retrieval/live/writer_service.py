@@ -71,7 +71,7 @@ class WriterService:
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="write")
         self._limit = FairLimit(MAX_CONCURRENT_WRITES, "writes")
-        self._turns = FairGate(_THREADS)
+        self._turns, self._filter_turns = FairGate(_THREADS), FairGate(1)
 
     async def upsert(
         self, name: str, documents: Sequence[UpsertDocument], owner: AttributeBinding | None = None, flow: int = 0
@@ -96,7 +96,7 @@ class WriterService:
         self, name: str, filter: Filter, owner: AttributeBinding | None = None, flow: int = 0
     ) -> int:
         """Delete the documents that pass a filter. Returns how many. Raises as `upsert`, and `InvalidFilter`."""
-        return await self._write(name, lambda writer, _: writer.delete_where(filter, owner), flow)
+        return await self._write(name, lambda writer, _: writer.delete_where(filter, owner), flow, filter=filter)
 
     async def flush(self, name: str) -> None:
         """Seal the growing rows, and wait for it; `states` has the progress. Raises as `upsert`.
@@ -124,9 +124,12 @@ class WriterService:
         write: Callable[[LiveWriter, Sequence[UpsertDocument]], _T],
         flow: int,
         documents: Sequence[UpsertDocument] = (),
+        filter: Filter | None = None,
     ) -> _T:
         begin = time.monotonic()
         with self._limit.counted(flow):
+            if filter is not None:
+                await self._evaluate(name, filter, flow)
             done = await self._run(name, write, documents, flow)
         self._observe(time.monotonic() - begin)
         return done
@@ -148,6 +151,15 @@ class WriterService:
         except CollectionError as error:  # close the writer: reopening it checks its log
             await self._drop(name)
             raise _unavailable(name, error) from error
+
+    async def _evaluate(self, name: str, filter: Filter, flow: int) -> None:
+        """Evaluate a filter, so that the write that follows finds the result, one after another.
+
+        Several threads would slow each other and the event loop down.
+        """
+        writer = await self._writer(name)
+        async with self._filter_turns.place(flow):
+            await asyncio.get_running_loop().run_in_executor(self._threads, writer.state.rows_passing, filter)
 
     async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
         missing = [number for number, document in enumerate(documents) if document.vector is None]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import resource
 import signal
+import sys
 import time
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.1
+_SWITCH_S = 0.0005  # how long a thread keeps the interpreter's lock when the event loop wants it
 _READY_POLL_S = 0.01
 _REPORT_S = 2.0  # interval of the live collections' metrics
 _FINAL_ERRORS_S = 1.0  # before the drain timeout, to send errors to the remaining clients
@@ -309,4 +311,5 @@ async def _heartbeat(
 
 def run(worker: Worker, make_engine: EngineFactory) -> None:
     """Serve until stopped, then finish the requests in flight, within the supervisor's drain timeout."""
+    sys.setswitchinterval(_SWITCH_S)
     uvloop.run(_serve(worker, make_engine))
