@@ -53,6 +53,7 @@ path = "notes"
 """
 _BODIES = 1500
 _WARM_UP_S, _PAUSE_S = 2.0, 1.0
+_BETWEEN_S = 0.02  # pause of other users between two requests
 BAR_FACTOR, BAR_MS = 3.0, 20.0
 """p99 of others' searches may be this many times that alone, plus so many ms."""
 
@@ -171,7 +172,7 @@ class Request:
 
 
 class Others:
-    """The other users: each measurement sends requests one after another, with pauses of 4 ms."""
+    """The other users: each measurement sends requests one after another, with pauses of 20 ms."""
 
     def __init__(self, url: str) -> None:
         self._numbers, self._url = random.Random(7), url
@@ -209,7 +210,7 @@ class Others:
 
         def run(name: str) -> None:
             try:
-                found[name] = window(self.measurements[name], seconds)
+                found[name] = window(self.measurements[name], seconds, sleep=lambda _: time.sleep(_BETWEEN_S))
             except BaseException as error:
                 failures.append(error)
 
@@ -303,7 +304,7 @@ def report_storm(found: dict[str, Any], load: str = "") -> str:
     bars = [f"{name} {BAR_FACTOR * found['alone'][name]['p99'] + BAR_MS:.0f}" for name in names]
     return "\n".join([
         f"{found['rows']:,} documents in a node on two cores, with the clients; {load}. p50 / p99 in ms of others' "
-        "requests, four connections with pauses of 4 ms",
+        "requests, four connections with pauses of 20 ms",
         "",
         *table(["storm", "answered", *names, "restarts"], rows),
         "",

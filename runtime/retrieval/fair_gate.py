@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from runtime.errors import Overloaded
 from runtime.retrieval.fair_queue import FairQueue
@@ -55,28 +55,60 @@ class FairGate:
 class FairLimit:
     """Limits how many are in progress at once: a flow may have as many as are free, so that one leaves room for others.
 
+    Those of a flow beyond that wait, up to `patience_s`: a client that repeats what is refused at once would cost more.
     Flow 0 is that of a node with one key or none: it may have all.
     """
 
-    def __init__(self, limit: int, noun: str) -> None:
-        self._limit, self._noun = limit, noun
+    def __init__(self, limit: int, noun: str, patience_s: float = 1.0) -> None:
+        self._limit, self._noun, self._patience_s = limit, noun, patience_s
         self._count: Counter[int] = Counter()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
-    @contextmanager
-    def counted(self, flow: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def counted(self, flow: int) -> AsyncIterator[None]:
         """Count one for as long as the context lasts. Raises `Overloaded`."""
-        total, own = self._count.total(), self._count[flow]
+        total = self._count.total()
         if total >= self._limit:
             raise Overloaded(f"{total} {self._noun} are in progress; the limit is {self._limit}")
-        if flow and own >= self._limit - total:
-            raise Overloaded(
-                f"{own} {self._noun} of this API key are in progress, and {total} in all; a key may have as many as "
-                f"are left of the limit of {self._limit}"
-            )
-        self._count[flow] += 1
+        if self._has_room(flow):
+            self._count[flow] += 1
+        else:
+            await self._wait(flow)
         try:
             yield
         finally:
-            self._count[flow] -= 1
-            if not self._count[flow]:
-                del self._count[flow]
+            self._leave(flow)
+
+    def _has_room(self, flow: int) -> bool:
+        left = self._limit - self._count.total()
+        return left > 0 and (not flow or self._count[flow] < left)
+
+    async def _wait(self, flow: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        own, waiting = self._count[flow], (flow, turn)
+        refusal = Overloaded(
+            f"{own} {self._noun} of this API key are in progress, and {self._count.total()} in all; a key may have as "
+            f"many as are left of the limit of {self._limit}"
+        )
+        if len(self._waiting) >= self._limit:
+            raise refusal
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await turn
+        except BaseException as error:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif not turn.cancelled():  # its turn had come
+                self._leave(flow)
+            if isinstance(error, TimeoutError):
+                raise refusal from None
+            raise
+
+    def _leave(self, flow: int) -> None:
+        self._count[flow] -= 1
+        for waiting in [waiting for waiting in self._waiting if not waiting[1].done()]:
+            if self._has_room(waiting[0]):
+                self._waiting.remove(waiting)
+                self._count[waiting[0]] += 1
+                waiting[1].set_result(None)

@@ -127,7 +127,7 @@ class WriterService:
         filter: Filter | None = None,
     ) -> _T:
         begin = time.monotonic()
-        with self._limit.counted(flow):
+        async with self._limit.counted(flow):
             if filter is not None:
                 await self._evaluate(name, filter, flow)
             done = await self._run(name, write, documents, flow)

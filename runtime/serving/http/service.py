@@ -117,7 +117,7 @@ class Searches:
         query = PassageQuery(
             collection, body.k, body.query, body.vector, filter=wanted, hybrid=body.hybrid, flow=access.flow
         )
-        with self._limit.counted(access.flow):
+        async with self._limit.counted(access.flow):
             return await self._run(query, request_id, client_id, reserve)
 
     async def _run(
