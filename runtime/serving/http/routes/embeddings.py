@@ -10,11 +10,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, UnknownModel
+from runtime.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from runtime.retrieval.embedding.embedder import Embedder, Vectors
+from runtime.retrieval.fair_gate import FairLimit
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import MAX_TOKENS, StrictModel, field_error, parse
-from runtime.serving.http.middleware import ReadBody
+from runtime.serving.http.middleware import ReadBody, access_of
 from runtime.serving.http.response_memory import unsent_response
 from runtime.serving.http.responses import Json, json_response
 from runtime.serving.http.service import CollectionCatalogue
@@ -45,12 +46,12 @@ class EmbeddingsBody(StrictModel):
 
 
 class EmbeddingsRoute:
-    """The route. At most `limit` requests are embedded concurrently, each for at most `timeout_s`."""
+    """The route. At most `limit` requests are embedded concurrently, of a key as many as are left, each for at most
+    `timeout_s`."""
 
     def __init__(self, source: CollectionCatalogue, read: ReadBody, *, limit: int, timeout_s: float) -> None:
         self._source, self._read = source, read
-        self._limit, self._timeout_s = limit, timeout_s
-        self._running = 0
+        self._limit, self._timeout_s = FairLimit(limit, "embedding requests"), timeout_s
 
     def add_to(self, app: Starlette) -> None:
         """Register the route."""
@@ -67,18 +68,13 @@ class EmbeddingsRoute:
             raise InvalidRequest(
                 f"dimensions is {body.dimensions}, vectors of {body.model} have {embedder.dim}", "dimensions"
             )
-        if self._running >= self._limit:
-            raise Overloaded(f"{self._running} requests are being embedded, the limit is {self._limit}")
         per_number = 6 if body.encoding_format == "base64" else 22
         unsent_response(http).reserve(len(body.input) * embedder.dim * per_number)
-        self._running += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._limit.counted(access_of(http).flow), asyncio.timeout(self._timeout_s):
                 vectors, tokens = await self._embed_batches(http, embedder, body)
         except TimeoutError:
             raise DeadlineExceeded(f"embedding took longer than its limit of {self._timeout_s:g} s") from None
-        finally:
-            self._running -= 1
         content: Json = {
             "object": "list",
             "model": body.model,
