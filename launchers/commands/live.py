@@ -14,6 +14,7 @@ from launchers.progress import BuildProgress
 from runtime.errors import BuildRefused, CollectionError, InvalidDocument, InvalidFilter, Overloaded, UsageError
 from runtime.node.logs.log import escape_control
 from runtime.retrieval.attributes.filters import Filter, parse_filter
+from runtime.retrieval.attributes.schema import NAME, AttributeType
 from runtime.retrieval.collections.sources import explain_decode_error
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, choose_embedder, load_embedder
 from runtime.retrieval.live import collection
@@ -39,6 +40,16 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     vector: list[float] | None = None
 
 
+_TYPES = {str(kind) if kind is not AttributeType.STRINGS else "strings": kind for kind in AttributeType}
+
+
+def _declared(attribute: str) -> tuple[str, AttributeType]:
+    name, _, kind = attribute.partition("=")
+    if not NAME.fullmatch(name) or kind not in _TYPES:
+        raise BuildRefused(f"--attribute {attribute[:80]}: give NAME=TYPE; the types are {', '.join(_TYPES)}")
+    return name, _TYPES[kind]
+
+
 @live_app.command()
 def create(
     directory: Directory,
@@ -50,9 +61,13 @@ def create(
     dtype: Annotated[Literal["float32", "float16", "int8"], typer.Option(help="Type of stored vectors.")] = "float32",
     degree: Annotated[int, typer.Option(help="Edges per node of a segment's graph, 2 to 512.")] = 32,
     demand: Annotated[str, typer.Option(help="An attribute that the filter of every search must bind.")] = "",
+    attribute: Annotated[
+        list[str] | None, typer.Option(help="An attribute and its type, such as year=integer; may be repeated.")
+    ] = None,
     shards: Annotated[int, typer.Option(help="Number of shards, one per pool worker, 1 to 8.")] = 1,
 ) -> None:
     """Create an empty live collection."""
+    schema = dict(_declared(one) for one in attribute or ())
     if bool(dim) == bool(embedder) and dim:
         raise BuildRefused("give --embedder or --dim, not both")
     spec = None
@@ -60,8 +75,9 @@ def create(
         spec, model = choose_embedder(embedder or DEFAULT_EMBEDDER, model=embedder_model, key_file=embedder_key_file)
         dim = model.dim
     collection.create(
-        directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None, shards=shards
-    )
+        directory, dim, metric=metric, dtype=dtype, degree=degree, embedder=spec, demanded=demand or None,
+        schema=schema, shards=shards,
+    )  # fmt: skip
     print(f"{directory}: an empty collection of vectors of {dim} dimensions")
 
 

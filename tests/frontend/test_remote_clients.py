@@ -167,7 +167,7 @@ def test_a_missing_node_is_an_error_or_a_partial_result_by_configuration(start_n
 def test_an_unsupported_query_is_a_typed_error(start_node: Any, tmp_path: Path) -> None:
     _, url = start_node(DOCUMENTS)
     with client(tmp_path, url, limits=QueueLimits(parked=2)) as asked:
-        with pytest.raises(InvalidFilter, match="no attribute 'm'"):
+        with pytest.raises(InvalidFilter, match="no document has the attribute 'm'"):
             asked.search("cats", 10, filter={"type": "eq", "key": "m", "value": 1})
         with pytest.raises(InvalidRequest, match="vector is a text, and collection 'docs' is not on other nodes"):
             asked.search("cats", 10, collection="docs")

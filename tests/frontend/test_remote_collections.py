@@ -201,7 +201,7 @@ def test_a_request_refused_by_a_node_is_the_callers_error_and_the_node_stays_up(
 
     async def test() -> None:
         async with remote(tmp_path, even, odd) as found:
-            with pytest.raises(InvalidFilter, match="no attribute 'm'"):
+            with pytest.raises(InvalidFilter, match="no document has the attribute 'm'"):
                 await ask(found, filter={"type": "eq", "key": "m", "value": 1})
             assert len(await ask(found)) == 10
 

@@ -189,6 +189,33 @@ def test_documents_shared_with_another_tenant_are_changed_by_neither(
         assert all_.request("DELETE", documents, json={"filter": year}).json()["count"] == 1
 
 
+@pytest.mark.parametrize("first", [["acme"], "acme"])
+def test_no_tenant_keeps_others_from_storing_documents(cluster: Cluster, first: object) -> None:
+    documents = "/v1/collections/notes/documents"
+    with asking(cluster) as acme, asking(cluster, BLUE) as blue, asking(cluster, ALL) as all_:
+
+        def put(http: httpx.Client, **attributes: Any) -> httpx.Response:
+            return http.put(documents, json={"documents": [{"id": "+".join(attributes), "attributes": attributes}]})
+
+        assert put(acme, tenant=first).status_code == 200
+        refused = put(acme, **{f"a{number}": 1 for number in range(63)})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_document")
+        for number in range(9):
+            assert put(acme, **{f"a{number}": 1}).status_code == (200 if number < 8 else 400)
+        assert blue.put(documents, json={"documents": [{"id": "b", "attributes": {"mine": "text"}}]}).status_code == 200
+        assert all_.put(documents, json={"documents": [{"id": "c", "attributes": {"ours": "text"}}]}).status_code == 200
+
+
+def test_a_refused_filter_names_no_attribute_of_others(cluster: Cluster) -> None:
+    documents = "/v1/collections/notes/documents"
+    with asking(cluster) as acme, asking(cluster, BLUE) as blue:
+        assert acme.put(documents, json={"documents": [{"id": "a", "attributes": {"secret": 1}}]}).status_code == 200
+        assert blue.put(documents, json={"documents": [{"id": "b"}]}).status_code == 200
+        refused = blue.request("DELETE", documents, json={"filter": eq("x", "unknown")})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_filter")
+    assert "secret" not in refused.text
+
+
 def test_statistics_of_all_documents_need_an_unrestricted_key(cluster: Cluster) -> None:
     with asking(cluster) as acme, asking(cluster, ALL) as all_:
         for http, status in ((acme, 403), (all_, 200)):

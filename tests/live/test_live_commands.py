@@ -31,6 +31,19 @@ def test_control_characters_of_a_document_are_escaped_in_the_terminal(tmp_path: 
     assert _trinity("live", "search", docs, "red fox").split(maxsplit=1)[1] == "1\\x1b[2J  a \\x1b]0;red\\x07 fox\n"
 
 
+def test_attributes_are_declared_with_their_types(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    declared = ("--attribute", "year=integer", "--attribute", "tags=strings")
+    _trinity("live", "create", docs, "--dim", "3", "--demand", "tenant", *declared)
+    info = _trinity("index", "info", docs)
+    assert "tags (list of strings), tenant (string), year (integer)" in info
+    for wrong in ("year", "year=date", "a b=string", "=string"):
+        with pytest.raises(
+            BuildRefused, match="give NAME=TYPE; the types are string, integer, float, boolean, strings"
+        ):
+            _trinity("live", "create", tmp_path / "other", "--dim", "3", "--attribute", wrong)
+
+
 def test_documents_are_stored_filtered_replaced_deleted_and_verified(tmp_path: Path) -> None:
     docs, file = tmp_path / "docs", tmp_path / "a.jsonl"
     assert "256 dimensions" in _trinity("live", "create", docs, "--embedder", "hashing-256", "--demand", "tenant")

@@ -44,7 +44,7 @@ def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> Non
         reading.check_filter(Comparison("fresh", "eq", (1,)))
         with pytest.raises(InvalidFilter, match="'fresh' is an integer; it cannot be compared with 'text'"):
             reading.check_filter(Comparison("fresh", "eq", ("text",)))
-        with pytest.raises(InvalidFilter, match="there is no attribute 'other'"):
+        with pytest.raises(InvalidFilter, match="no document has the attribute 'other'"):
             reading.check_filter(Comparison("other", "eq", (1,)))
         reading.close()
 

@@ -142,7 +142,7 @@ def test_more_filters_than_a_session_has_places_are_all_answered(client: SearchC
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (eq("color", "red"), r"no attribute 'color'; the known ones: draft, tenant, year"),
+        (eq("color", "red"), r"no document has the attribute 'color'$"),
         (eq("year", "new"), "'year' is an integer"),
         ({"type": "gt", "key": "draft", "value": True}, "no order"),
         ({"type": "eq", "key": "year"}, "key, type, value"),
@@ -189,7 +189,7 @@ def test_client_and_pool_reject_a_query_without_a_required_filter(
 
 
 def test_a_collection_cannot_require_an_attribute_that_no_document_has(docs: Path, make_pool: MakePool) -> None:
-    with pytest.raises(CollectionError, match=r"demands 'team', which no document has; attributes: draft, tenant"):
+    with pytest.raises(CollectionError, match=r"demands 'team', which no document has$"):
         make_pool(plan_of(docs, demand="team"))
 
 

@@ -20,7 +20,7 @@ from runtime.errors import CollectionError
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work, evaluate
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.attributes.ordered import Bits, OrderedValues
-from runtime.retrieval.attributes.schema import AttributeType, Schema
+from runtime.retrieval.attributes.schema import AttributeType, Schema, holds
 from runtime.retrieval.passages import Attributes
 
 __all__ = ["Bits", "Column", "Columns", "FilterCache"]
@@ -35,6 +35,7 @@ _DTYPES: dict[AttributeType, Any] = {
 _STRINGS = (AttributeType.STRING, AttributeType.STRINGS)
 _FILTERS_KEPT = 64  # in a cache
 _SORTED_AT_ONCE = 8192  # strings: the interpreter's lock is held meanwhile, about 5 ms
+_SEARCHED_ROWS = 4096
 
 
 class _Stored(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -149,6 +150,15 @@ class Column:
         order = list(merge(*(sorted(chunk, key=words.__getitem__) for chunk in chunks), key=words.__getitem__))
         self._ascending, self._ascending_codes = [words[code] for code in order], np.array(order, np.int32)
 
+    def first(self, alive: Bits) -> int:
+        """Return the first row that has a value and is alive; -1 if there is none."""
+        for begin in range(0, self._count, _SEARCHED_ROWS):  # mostly the first part has one
+            rows = self._rows[begin : min(begin + _SEARCHED_ROWS, self._count)]
+            here = alive[rows]
+            if here.any():
+                return int(rows[here.argmax()])
+        return -1
+
     def _code(self, string: str) -> int:
         code = self._codes.setdefault(string, len(self._strings))
         if code == len(self._strings):
@@ -184,12 +194,15 @@ class Columns:
         return {name: column.kind for name, column in self._columns.items()}
 
     def append(self, attributes: Attributes, schema: Schema) -> None:
-        """Append a row; `schema` has all of its attributes."""
+        """Append a row. Attributes that are not in `schema`, or have another type there, are left out: a deleted
+        document's may be."""
         for name, value in attributes.items():
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[name] = Column(schema[name])
-            column.append(self.size, value)
+            kind = schema.get(name)
+            if kind is not None and holds(kind, value):
+                column = self._columns.get(name)
+                if column is None:
+                    column = self._columns[name] = Column(kind)
+                column.append(self.size, value)
         self.size += 1
 
     def held_by(self, owner: AttributeBinding) -> Bits:
@@ -211,20 +224,31 @@ class Columns:
 
         return evaluate(filter, ordered, count, work or BoundedWork())
 
+    def keep(self, schema: Schema) -> None:
+        """Drop the attributes that are not in a schema, or have another type there."""
+        self._columns = {name: column for name, column in self._columns.items() if schema.get(name) is column.kind}
+
+    def oldest(self, alive: Bits) -> dict[str, int]:
+        """Return the first of the rows that are alive, bool [size], of each attribute that one of them has."""
+        firsts = {name: column.first(alive) for name, column in self._columns.items()}
+        return {name: row for name, row in firsts.items() if row >= 0}
+
     def encode(self) -> bytes:
         """Return the content for `decode`."""
         return msgspec.msgpack.encode((self.size, {name: column.to_stored() for name, column in self._columns.items()}))
 
     @classmethod
     def decode(cls, content: bytes, schema: Schema | None = None) -> "Columns":
-        """Raises `CollectionError` for damaged content, or content that does not conform to `schema`, if given."""
+        """Decode the attributes that conform to `schema`, if given: others are of documents that were deleted since.
+
+        Raises `CollectionError` for damaged content.
+        """
         columns = cls()
         try:
             columns.size, stored = msgspec.msgpack.decode(content, type=tuple[int, dict[str, _Stored]])
             for name, one in stored.items():
-                if schema is not None and schema.get(name) != one.kind:
-                    raise ValueError(f"attribute {name!r} is not {one.kind.with_article} in this collection")
-                columns._columns[name] = Column.from_stored(one, columns.size)
+                if schema is None or schema.get(name) == one.kind:
+                    columns._columns[name] = Column.from_stored(one, columns.size)
         except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
             raise CollectionError(f"the attributes of a segment are damaged: {error}") from error
         return columns

@@ -128,8 +128,8 @@ def check_filter(filter: Filter, schema: Schema) -> None:
     for comparison in comparisons(filter):
         kind = schema.get(comparison.key)
         if kind is None:
-            known = ", ".join(sorted(schema)) or "none"
-            raise InvalidFilter(f"there is no attribute {comparison.key!r}; the known ones: {known}", "filter")
+            # The known ones are not listed: they may be other tenants'.
+            raise InvalidFilter(f"no document has the attribute {comparison.key!r}", "filter")
         for value in comparison.values:
             if not _comparable(kind, value):
                 raise InvalidFilter(

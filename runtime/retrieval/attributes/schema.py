@@ -71,6 +71,20 @@ def attribute_type(name: str, value: object) -> AttributeType:
     )
 
 
+def holds(kind: AttributeType, value: object) -> bool:
+    """Return whether a valid value can be stored under a type. An integer is a valid value of a float attribute."""
+    match kind:
+        case AttributeType.STRING:
+            return isinstance(value, str)
+        case AttributeType.STRINGS:
+            return isinstance(value, list | tuple)
+        case AttributeType.BOOLEAN:
+            return isinstance(value, bool)
+        case AttributeType.INTEGER:
+            return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, AttributeType]:
     """Return the schema extended by a document's attributes. An integer is a valid value of a float attribute.
 

@@ -24,7 +24,7 @@ class GrowingSegment:
         self.first, self.count = first, 0
         self.documents: list[StoredDocument] = []
         self._dim, self._metric = dim, metric
-        self._columns = Columns()
+        self.columns = Columns()
         self._matrix = self._allocate(_INITIAL_ROWS)
         self._alive = np.ones(_INITIAL_ROWS, bool)
         self._by_id: dict[str, int] = {}
@@ -63,7 +63,7 @@ class GrowingSegment:
         parts = zip(operation.ids, operation.titles, operation.texts, operation.attributes, strict=True)
         for position, (name, title, text, attributes) in enumerate(parts, self.count):
             self.documents.append(StoredDocument(self.first + position, name, title, text, attributes))
-            self._columns.append(attributes, schema)
+            self.columns.append(attributes, schema)
             self._by_id[name] = position
         self.count = total
 
@@ -87,10 +87,14 @@ class GrowingSegment:
 
         On any thread: rows may be appended meanwhile.
         """
-        return self._columns.matching(filter, work, self.count if count is None else count)
+        return self.columns.matching(filter, work, self.count if count is None else count)
 
     def held_by(self, owner: AttributeBinding) -> Bits:
-        return self._columns.held_by(owner)
+        return self.columns.held_by(owner)
+
+    def oldest(self) -> dict[str, int]:
+        """Return the position of the first row that is not deleted of each attribute that one of them has."""
+        return self.columns.oldest(self.alive)
 
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""

@@ -5,19 +5,19 @@ The writer and every reader hold a `State` each, and apply the same log records 
 
 import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, InvalidDocument
 from runtime.files import read_regular
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import BoundedWork, Work
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter, check_filter
-from runtime.retrieval.attributes.schema import Schema, extend_schema
+from runtime.retrieval.attributes.schema import AttributeType, Schema, extend_schema
 from runtime.retrieval.collections.manifest import FileChecksum, checksum_of
 from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.replaced_rows import ReplacedRows
@@ -32,6 +32,7 @@ from runtime.retrieval.live.storage.manifest import (
 )
 from runtime.retrieval.live.storage.operations import Operation, Upsert, decode
 from runtime.retrieval.live.storage.segment import Segment, locate_rows
+from runtime.retrieval.passages import Attributes
 
 Rows = NDArray[np.int64]
 Loaded = dict[SegmentInfo, Segment]
@@ -67,8 +68,7 @@ class State:
         with self.lock:
             for operation in operations:
                 if isinstance(operation, Upsert):
-                    for attributes in operation.attributes:
-                        self.schema = extend_schema(self.schema, attributes)
+                    self.schema = self.extended_schema(self.schema, operation.attributes)
                     self.growing.append(operation, self.schema)
                     self._hide_others(operation)
                     if self._replaced is not None:
@@ -82,6 +82,45 @@ class State:
             for segment in self.segments:
                 segment.delete(rows)
             self.growing.delete(rows)
+
+    def extended_schema(self, schema: Schema, documents: Sequence[Attributes]) -> Schema:
+        """Return the schema with the attributes of more documents.
+
+        If it has no room for them, names whose last document was deleted become free first. This depends only on the
+        writes so far, so a writer and its readers do the same. Raises `InvalidDocument`.
+        """
+        try:
+            return _extended(schema, documents)
+        except InvalidDocument:
+            with self.lock:
+                known = self.occurring_schema()
+                known |= {name: kind for name, kind in schema.items() if self.schema.get(name) is not kind}
+                extended = _extended(known, documents)
+                self._keep_columns(known)
+            return extended
+
+    def occurring_schema(self) -> dict[str, AttributeType]:
+        """Return the attributes that were declared, and those that a document has now."""
+        with self.lock:
+            found = dict(self.description.schema)
+            for segment in self.segments:
+                found |= {name: segment.columns.schema[name] for name in segment.columns.oldest(segment.alive)}
+            return found | {name: self.growing.columns.schema[name] for name in self.growing.oldest()}
+
+    def oldest_rows(self, names: Collection[str]) -> dict[str, int]:
+        """Return the row of the oldest document that has each of these attributes, if any has it."""
+        with self.lock:
+            rows = {name: row + self.growing.first for name, row in self.growing.oldest().items()}
+            for segment in self.segments:
+                for name, position in segment.columns.oldest(segment.alive).items():
+                    row = int(segment.rows[position])
+                    rows[name] = min(rows.get(name, row), row)
+        return {name: row for name, row in rows.items() if name in names}
+
+    def _keep_columns(self, schema: Schema) -> None:
+        for segment in self.segments:
+            segment.columns.keep(schema)
+        self.growing.columns.keep(schema)
 
     def _hide_others(self, operation: Upsert) -> None:
         """Mark the new rows of other shards as deleted."""
@@ -132,15 +171,17 @@ class State:
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
                 segment.delete(dead)
-            schema = {**manifest.schema, **self.schema}
             gone = [segment for segment in known.values() if segment not in segments]
-            before, self.growing = self.growing, self.growing.tail(manifest.next_row, schema)
+            before = self.growing
+            self.growing = before.tail(manifest.next_row, {**manifest.schema, **self.schema})
             if self._replaced is not None:
                 for segment in gone:
                     self._replaced.retire(segment.documents.find)
                 if before is not self.growing:
                     self._replaced.retire(before.document_lookup())
-            self.segments, self.schema = tuple(segments), schema
+            self.segments = tuple(segments)
+            self.schema = {**manifest.schema, **self.occurring_schema()}
+            self._keep_columns(self.schema)
             self.sequence = max(self.sequence, manifest.sequence)
         return gone
 
@@ -288,6 +329,12 @@ class Snapshot(NamedTuple):
         pairs = zip(self.segments, self.alive, strict=True)
         sealed = [segment.passing(filter, work) & alive for segment, alive in pairs]
         return sealed, self.growing.passing(filter, work, len(self.growing_alive)) & self.growing_alive
+
+
+def _extended(schema: Schema, documents: Sequence[Attributes]) -> Schema:
+    for attributes in documents:
+        schema = extend_schema(schema, attributes)
+    return schema
 
 
 def _deleted(segment: Segment) -> Rows:

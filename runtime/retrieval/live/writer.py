@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from runtime.errors import CollectionError, Forbidden, InternalError, InvalidDocument, Overloaded, TrinityError
 from runtime.retrieval.attributes.filters import AttributeBinding, Filter
-from runtime.retrieval.attributes.schema import extend_schema
 from runtime.retrieval.collections.sources import Progress, no_progress
 from runtime.retrieval.embedding.embedder import Embedder
 from runtime.retrieval.live import build as building
@@ -34,6 +33,7 @@ from runtime.retrieval.live.storage.manifest import (
 from runtime.retrieval.live.storage.operations import Delete, Operation, PendingWrite, Upsert, WriteGroup, encode
 from runtime.retrieval.live.storage.reader_barrier import ReaderBarrier
 from runtime.retrieval.live.storage.resumable_merge import obsolete_files, resumable_segments
+from runtime.retrieval.live.tenant_attributes import check_introduced, with_bound_attribute
 from runtime.retrieval.live.validation import UpsertDocument, check_batch, check_owner, resolve_vectors, to_stored_value
 from runtime.retrieval.neighbors import Neighbors
 
@@ -57,15 +57,18 @@ class LiveWriter:
         seal_rows: int = SEAL_ROWS,
         threads: int = 1,
         background: bool = True,
+        bound_attributes: Collection[str] = (),
         disk: Disk | None = None,
     ) -> None:
         """Open a collection for writing.
 
         embedder: for documents without a vector. seal_rows: growing rows a shard that are sealed into a segment.
         threads: cores for building segments. background: seal and merge in background processes; else only `flush` and
-        `compact` do. Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
+        `compact` do. bound_attributes: those that API keys are bound to: see `tenant_attributes`.
+        Raises `CollectionBusy` if another process has it open for writing, `CollectionError`, `NoRoom`.
         """
         self.directory, self.repaired = directory, ""
+        self._bound_attributes = bound_attributes
         self._disk, self._embedder, self._seal_rows, self._threads = disk or Disk(), embedder, seal_rows, threads
         read_description(directory)  # first: creates no lock file where there is no live collection
         self.lock_fd = acquire_lock(directory)
@@ -328,9 +331,11 @@ class LiveWriter:
         vectors: NDArray[np.float32],
         owner: AttributeBinding | None,
     ) -> int:
-        schema = group.schema
-        for document in documents:
-            schema = extend_schema(schema, document.attributes)
+        if owner is not None:
+            documents = with_bound_attribute(documents, owner, group.schema)
+        schema = self.state.extended_schema(group.schema, [document.attributes for document in documents])
+        if owner is not None:
+            check_introduced(self.state, owner, documents, schema, self._bound_attributes)
         ids = [document.id for document in documents]
         replaced = self._rows_of(group, ids)
         rows = np.array([*replaced.values()], np.int64)
@@ -455,7 +460,7 @@ class LiveWriter:
                 sequence=max(before.sequence, job.until),
                 next_row=max(before.next_row, job.next_row),
                 next_segment=self._next_segment,
-                schema=dict(self.state.schema),
+                schema=self.state.occurring_schema(),
             )
             try:
                 dead = self.state.dead_rows_in(manifest, fresh)

@@ -7,9 +7,10 @@ replaces this one continues at the end of the log.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +56,7 @@ class WriterService:
     """Writers of the live collections among `directories`, which are given by collection name.
 
     embedder_of: returns a collection's embedder, for documents without vectors. observe: called with the seconds that
-    each write took until it was acknowledged.
+    each write took until it was acknowledged. bound_attributes: by collection, see `LiveWriter`.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class WriterService:
         embed: Embed,
         embedder_of: Callable[[str], Embedder],
         observe: Observe = lambda seconds: None,
+        bound_attributes: Mapping[str, Collection[str]] = {},
     ) -> None:
         self._directories, self._embed, self._embedder_of, self._observe = directories, embed, embedder_of, observe
+        self._bound_attributes = bound_attributes
         self._writers: dict[str, LiveWriter] = {}
         self._opening: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
         self._flushing: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in directories}
@@ -201,8 +204,9 @@ class WriterService:
             writer = self._writers.get(name)
             if writer is None:
                 loop = asyncio.get_running_loop()
+                open_writer = partial(LiveWriter, directory, bound_attributes=self._bound_attributes.get(name, ()))
                 try:
-                    writer = await loop.run_in_executor(self._threads, LiveWriter, directory)
+                    writer = await loop.run_in_executor(self._threads, open_writer)
                 except RuntimeError as error:  # the executor is shut down
                     raise Unavailable("the node is stopping") from error
                 except (NoRoom, CollectionBusy):

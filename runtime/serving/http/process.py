@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 
 from runtime.errors import Unavailable
-from runtime.node.api_keys import read_api_keys
+from runtime.node.api_keys import bound_attributes, read_api_keys
 from runtime.node.engine_config import ServedSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
@@ -139,7 +139,11 @@ async def _serve(worker: Worker, make_engine: EngineFactory) -> None:
     if search is not None:
         places = {collection.name: Path(collection.path) for collection in config.collections}
         writes = WriterService(
-            places, search.embed, registry.embedder, partial(worker.table.observe, FrontendMetrics.WRITE_TIME)
+            places,
+            search.embed,
+            registry.embedder,
+            partial(worker.table.observe, FrontendMetrics.WRITE_TIME),
+            bound_attributes(keys),
         )
     answers = None
     if config.stores_answers:
