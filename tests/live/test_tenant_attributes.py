@@ -1,6 +1,8 @@
 """Attributes that tenants share: none uses up their names, claims the types that others rely on, or keeps a name whose
 last document is gone."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Comparison
 from runtime.retrieval.attributes.schema import MAX_ATTRIBUTES, AttributeType
 from runtime.retrieval.live import collection as live
 from runtime.retrieval.live.reader import LiveReader
+from runtime.retrieval.live.storage.operations import Upsert
 from runtime.retrieval.live.tenant_attributes import MAX_INTRODUCED, MAX_SHARED
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
@@ -175,3 +178,40 @@ def test_errors_name_no_attribute_that_the_filter_does_not(directory: Path) -> N
         with pytest.raises(InvalidFilter) as raised:
             writer.delete_where(Comparison("unknown", "eq", (1,)))
     assert str(raised.value) == "no document has the attribute 'unknown'"
+
+
+def test_writes_that_share_a_record_agree_on_the_type_of_a_free_name(directory: Path) -> None:
+    """A name is free, but still known, when the first write of a record uses it, and another takes it with its type."""
+    with writer_of(directory) as writer, LiveReader(directory) as reader:
+        for first, second in ((1, "text"), ("text", 1)):
+            writer.upsert([document("old", kind=2)])
+            writer.delete(["old"])
+            state = writer.state
+            one = state.extended_schema(state.schema, [{"kind": first}])
+            pending = [Upsert(state.growing.next_row, ["a"], [""], [""], [{"kind": first}], bytes(4 * DIM), [])]
+            with pytest.raises(InvalidDocument, match="'kind' is"):
+                state.extended_schema(one, [{"kind": second}], pending)
+            writer.upsert([document("a", kind=first)])
+            reader.poll()
+            writer.delete(["a"])
+        reader.poll()
+
+
+def test_concurrent_writes_of_different_types_leave_a_log_that_can_be_read(directory: Path) -> None:
+    kinds: list[Any] = [1, "text", 2.5, True, ["list"]]
+
+    def write(number: int) -> None:
+        for turn in range(12):
+            with contextlib.suppress(InvalidDocument):
+                writer.upsert([document(f"{number}-{turn}", kind=kinds[(number + turn) % len(kinds)])])
+                writer.delete([f"{number}-{turn}"])
+
+    with writer_of(directory) as writer, LiveReader(directory) as reader:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(write, range(8)))
+        reader.poll()
+        assert reader.state.count == writer.state.count
+    with writer_of(directory) as writer:
+        writer.upsert([document("last", kind="text")])
+        writer.compact()
+    assert live.verify(directory) == ""

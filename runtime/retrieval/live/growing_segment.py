@@ -92,10 +92,6 @@ class GrowingSegment:
     def held_by(self, owner: AttributeBinding) -> Bits:
         return self.columns.held_by(owner)
 
-    def oldest(self) -> dict[str, int]:
-        """Return the position of the first row that is not deleted of each attribute that one of them has."""
-        return self.columns.oldest(self.alive)
-
     def tail(self, first: int, schema: Schema) -> "GrowingSegment":
         """Return the segment that remains when the rows before `first` are sealed."""
         if first <= self.first:

@@ -83,18 +83,21 @@ class State:
                 segment.delete(rows)
             self.growing.delete(rows)
 
-    def extended_schema(self, schema: Schema, documents: Sequence[Attributes]) -> Schema:
-        """Return the schema with the attributes of more documents.
+    def extended_schema(
+        self, schema: Schema, documents: Sequence[Attributes], pending: Sequence[Operation] = ()
+    ) -> Schema:
+        """Return the schema with the attributes of more documents; `pending` will be applied before these are.
 
         If it has no room for them, names whose last document was deleted become free first. This depends only on the
-        writes so far, so a writer and its readers do the same. Raises `InvalidDocument`.
+        writes so far, so a reader applies whatever its writer has accepted. Raises `InvalidDocument`.
         """
         try:
             return _extended(schema, documents)
         except InvalidDocument:
             with self.lock:
-                known = self.occurring_schema()
-                known |= {name: kind for name, kind in schema.items() if self.schema.get(name) is not kind}
+                known: Schema = self.occurring_schema()
+                for operation in pending:
+                    known = _extended(known, operation.attributes) if isinstance(operation, Upsert) else known
                 extended = _extended(known, documents)
                 self._keep_columns(known)
             return extended
@@ -103,14 +106,17 @@ class State:
         """Return the attributes that were declared, and those that a document has now."""
         with self.lock:
             found = dict(self.description.schema)
-            for segment in self.segments:
-                found |= {name: segment.columns.schema[name] for name in segment.columns.oldest(segment.alive)}
-            return found | {name: self.growing.columns.schema[name] for name in self.growing.oldest()}
+            columns = [(segment.columns, segment.alive) for segment in self.segments]
+            for one, alive in (*columns, (self.growing.columns, self.growing.alive)):
+                kinds = one.schema
+                found |= {name: kinds[name] for name in one.oldest(alive)}
+            return found
 
     def oldest_rows(self, names: Collection[str]) -> dict[str, int]:
         """Return the row of the oldest document that has each of these attributes, if any has it."""
         with self.lock:
-            rows = {name: row + self.growing.first for name, row in self.growing.oldest().items()}
+            growing = self.growing.columns.oldest(self.growing.alive)
+            rows = {name: position + self.growing.first for name, position in growing.items()}
             for segment in self.segments:
                 for name, position in segment.columns.oldest(segment.alive).items():
                     row = int(segment.rows[position])

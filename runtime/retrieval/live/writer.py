@@ -333,7 +333,8 @@ class LiveWriter:
     ) -> int:
         if owner is not None:
             documents = with_bound_attribute(documents, owner, group.schema)
-        schema = self.state.extended_schema(group.schema, [document.attributes for document in documents])
+        attributes = [document.attributes for document in documents]
+        schema = self.state.extended_schema(group.schema, attributes, group.operations)
         if owner is not None:
             check_introduced(self.state, owner, documents, schema, self._bound_attributes)
         ids = [document.id for document in documents]
