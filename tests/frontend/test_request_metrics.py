@@ -135,3 +135,25 @@ def test_a_search_of_a_text_records_the_time_of_its_embedding(asked: dict[str, A
     searches = Searches(FakeSearch(), Traces(8, lambda: 0), 1, 60.0, seconds.append)
     asyncio.run(searches.run(RetrievalBody(**asked), "docs", FULL_ACCESS, "ret-1"))
     assert len(seconds) == observed
+
+
+def test_the_time_that_a_client_takes_to_read_does_not_count() -> None:
+    now_s = 1.0
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"long"})
+
+    async def read(message: Message) -> None:
+        nonlocal now_s
+        now_s += 0.25 if message["type"] == "http.response.start" else 50.0
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    seen: list[tuple[str, int, float]] = []
+    app = RequestContextMiddleware(
+        application, str, lambda: False, lambda *response: seen.append(response), clock=lambda: now_s
+    )
+    asyncio.run(app({"type": "http", "path": "/x", "headers": []}, receive, read))
+    assert seen == [("/x", 200, 0.0)]

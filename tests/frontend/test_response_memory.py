@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import Overloaded, ResponseTooLarge
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -20,6 +21,7 @@ from runtime.serving.http.response_memory import (
     MAX_RESPONSE_BYTES,
     SLOW_BYTES_S,
     ResponseMemory,
+    ResponseMemoryMiddleware,
     UnsentResponse,
 )
 from runtime.serving.http.service import Settings
@@ -194,6 +196,27 @@ def test_large_responses_arrive_complete(cluster: Cluster) -> None:
             response = search(http, k)
             assert int(response.headers["content-length"]) == len(response.content)
             assert [passage["text"] for passage in response.json()["passages"]] == [TEXT] * k
+
+
+def test_a_part_of_a_stream_counts_only_until_it_was_read() -> None:
+    memory, held = ResponseMemory(), list[int]()
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for size in (MIB, 10):
+            await send({"type": "http.response.body", "body": b"x" * size, "more_body": True})
+            held.append(memory.unsent_bytes)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send(message: Message) -> None:
+        held.append(memory.unsent_bytes)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    asyncio.run(ResponseMemoryMiddleware(stream, memory)({"type": "http"}, receive, send))
+    parts = MIB // CONNECTION_BYTES
+    assert held == [*[MIB] * (1 + parts), 0, 0, 0, 0]
 
 
 def test_a_store_searched_for_several_texts_counts_them_all(cluster: Cluster) -> None:

@@ -338,7 +338,7 @@ class RequestContextMiddleware:
 
     While the node drains, responses close their connection, so a load balancer does not send a request over a kept one
     that is just being closed. `on_response` is called with every response's path, status and seconds, from the
-    request's head to the last byte.
+    request's head to that of the response: how fast the client reads does not count.
     """
 
     def __init__(
@@ -356,15 +356,16 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status = self._clock(), 500
+        begin, status, seconds = self._clock(), 500, -1.0
         own_id, client_id = self._new_id(scope["path"]), _client_id(scope)
         scope.setdefault("state", {}).update(request_id=own_id, client_id=client_id)
         trace_context.set(trace_context_of(Headers(scope=scope)))
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, seconds
             if message["type"] == "http.response.start":
                 status, headers = message["status"], MutableHeaders(scope=message)
+                seconds = self._clock() - begin
                 headers[REQUEST_ID_HEADER] = client_id or own_id
                 if self._draining():
                     headers["connection"] = "close"
@@ -373,7 +374,7 @@ class RequestContextMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._on_response(scope["path"], status, self._clock() - begin)
+            self._on_response(scope["path"], status, self._clock() - begin if seconds < 0 else seconds)
 
 
 def _client_id(scope: Scope) -> str:

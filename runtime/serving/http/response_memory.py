@@ -155,6 +155,7 @@ class ResponseMemoryMiddleware:
                 part: Message = {"body": body[begin:end], "more_body": more_body or end < len(body)}
                 await send({"type": "http.response.body", **part})
                 unsent.sent_bytes = begin
+            unsent.release()  # a stream may go on for long
 
         try:
             await self._app(scope, receive, send_in_parts)
