@@ -187,3 +187,12 @@ def test_a_padded_record_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_records_written_by_both_sides_are_whole_cache_lines() -> None:
     for record in (layout.COLLECTION, layout.SLOT, layout.RESULT, layout.PROGRESS):
         assert record.itemsize == 64
+
+
+def test_the_versions_named_in_an_error_are_those_that_ci_compiles_with() -> None:
+    root = Path(__file__).parents[2]
+    ends = (root / "tests/cuda/oldest.txt", root / "launchers/constraints.txt")
+    oldest, newest = (re.search(r"^nvidia-cuda-nvrtc==(\S+)$", end.read_text(), re.MULTILINE) for end in ends)
+    assert oldest is not None
+    assert newest is not None
+    assert f"nvidia-cuda-nvrtc>={oldest[1]},<={newest[1]}" == compiler.TESTED
