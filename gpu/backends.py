@@ -19,18 +19,19 @@ def open_engine(
     max_top_m: int = 512,
     max_k: int | None = None,
     max_search_width: int = 8,
-    extends_per_launch: int = 1,
+    extends_per_launch: int | None = None,
     resident: bool = False,
 ) -> Engine:
     """Open an engine over indexes on a device; see `CpuEngine` and `CudaEngine` for the limits.
 
-    extends_per_launch: see `CudaEngine`; must be 1 on a CPU. resident: run a persistent kernel, on a GPU with no other
-    compute work; falls back to launches where the device has no room for it.
+    extends_per_launch: see `CudaEngine`; 1 on a CPU. None: as many as possible, because where processes share a GPU,
+    each launch waits for its turn. resident: run a persistent kernel, on a GPU with no other compute work; falls back
+    to launches where the device has no room for it.
     Raises DeviceUnavailable, OutOfDeviceMemory, InvalidParams.
     """
     check_device(device)
     if device == CPU:
-        if extends_per_launch != 1:
+        if extends_per_launch not in (None, 1):
             raise InvalidParams(f"extends_per_launch is {extends_per_launch}; on a CPU it is 1")
         return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
     from gpu.cuda.engine import MAX_EXTENDS_PER_LAUNCH, CudaEngine
@@ -42,7 +43,7 @@ def open_engine(
         max_top_m=max_top_m,
         max_k=max_k,
         max_search_width=max_search_width,
-        extends_per_launch=MAX_EXTENDS_PER_LAUNCH if resident else extends_per_launch,
+        extends_per_launch=MAX_EXTENDS_PER_LAUNCH if extends_per_launch is None else extends_per_launch,
         form="resident" if resident else None,
     )
 

@@ -17,7 +17,7 @@ from ipc import IpcError
 from launchers.commands import LAZY_COMMANDS, SELF_PARSING
 from launchers.node_option import NodeArgument, NodeOption, resolve_node
 from launchers.status import show_placement, show_status
-from runtime.checks import preflight
+from runtime.checks import gpu_sharing, preflight
 from runtime.checks.memory_estimate import estimate_device_bytes
 from runtime.errors import EXIT_FAILED, TrinityError
 from runtime.node.config_file import load_config
@@ -84,6 +84,9 @@ def serve(
                 print(line)
             raise typer.Exit(0 if show_placement(plan, machine, estimate_device_bytes(plan, machine)) else 1)
         preflight.check(plan, _logged_once(log), machine)
+        for found in gpu_sharing.findings(plan):
+            if found.level != "ok":
+                log.warning("%s %s; %s", found.subject, found.text, found.advice)
         raise typer.Exit(Supervisor(plan).run(announce))
 
 

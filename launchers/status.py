@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from runtime.checks.gpu_sharing import shared_gpus
 from runtime.node.placement.machine import Machine
 from runtime.node.placement.plan import NodePlan, WorkerPlan
 from runtime.node.run_dir import NodeInfo
@@ -116,6 +117,8 @@ def show_placement(plan: NodePlan, machine: Machine, needed: Mapping[str, int], 
         colour = "red" if needs > free else "default"
         table.add_row(*_where(worker, machine), f"[{colour}]{_mib(needs)}[/{colour}]", _mib(max(0, free)))
     console.print(table)
+    for line in shared_gpus(plan):
+        console.print(f"{line}: without MPS they take turns of about 2 ms there, and a search waits for one or more")
     if not fits:
         console.print("[red]processes that need more than is free cannot run (free: after the rows above)[/red]")
     return fits

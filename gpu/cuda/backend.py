@@ -96,6 +96,9 @@ NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT,
 """Kinds of failure: a failed driver call (three of them); a launch that ended without reporting progress; a launch that
 timed out; a resident launch that ended without a record of every slot that it took."""
 
+INTERRUPT_POLL_NS = 2_000
+"""Interval of interrupt polls, each of which costs twenty polls of the device's words."""
+
 _WORD = 0xFFFFFFFF
 _HEAD_WORDS = layout.SLOT.itemsize // 4
 _FREE, _ACTIVE, _PAUSED = layout.FREE, layout.ACTIVE, layout.PAUSED
@@ -221,13 +224,16 @@ def _launch(words: Any, graph: int) -> Any:
         return failed(words, REPLAY_FAILED, code)
     words[LAUNCHES] = expected = (words[LAUNCHES] + 1) & _WORD
     polls = words[INTERRUPT] != 0 and words[LIMIT] > 1
-    begin = begin_wait(words)
+    begin, elapsed, poll_at = begin_wait(words), 0, 0
     # SYNC POINT: progress. The kernel stores it last, with release at system scope.
     while load_acquire(words[PROGRESS]) != expected:
-        if polls and call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
-            store_release(words[DOORBELL], 1)
-            polls = False
-        if poll_wait(words, begin) < 0:
+        if polls and elapsed >= poll_at:
+            poll_at = elapsed + INTERRUPT_POLL_NS
+            if call(words[INTERRUPT], (words[INTERRUPT_ARGUMENT],)):
+                store_release(words[DOORBELL], 1)
+                polls = False
+        elapsed = poll_wait(words, begin)
+        if elapsed < 0:
             return False
     store_release(words[DOORBELL], 0)
     total = load_acquire(words[PROGRESS] + 4)

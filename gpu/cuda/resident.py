@@ -45,7 +45,6 @@ RESIDENT_WORDS = 10
 # PRIORITIZED: it uses the prefill ring. REACHED: extends of its query so far.
 NEW, DONE, PRIORITIZED, REACHED = range(backend.ON_DEVICE + 1, backend.SLOT_STATE_WORDS)
 
-_INTERRUPT_POLL_NS = 2_000  # interval of interrupt polls, each of which costs twenty polls of the records
 _WORD = 0xFFFFFFFF
 _SLOT_MASK = (1 << SLOT_BITS) - 1
 _UNLIMITED = _WORD  # a goal that no query reaches
@@ -174,7 +173,7 @@ def _wait(words: Any, resident: Any, done: int, all_on_device: bool) -> Any:
         if polls and elapsed >= poll_at:
             if call(words[backend.INTERRUPT], (words[backend.INTERRUPT_ARGUMENT],)):
                 break
-            poll_at = elapsed + _INTERRUPT_POLL_NS
+            poll_at = elapsed + backend.INTERRUPT_POLL_NS
         elapsed = poll_wait(words, begin)
         if elapsed < 0:
             return False

@@ -3,6 +3,7 @@
 Every finding names what was checked, the result, and what to do if it is not "ok".
 """
 
+import contextlib
 import importlib.metadata
 import itertools
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from gpu import DeviceError
 from ipc.memory.compiled import can_cache
-from runtime.checks import permissions, preflight, remote, vllm
+from runtime.checks import gpu_sharing, permissions, preflight, remote, vllm
 from runtime.checks.finding import Finding, Level
 from runtime.engines.openai.capabilities import check_servers
 from runtime.errors import ConfigError, EmbedderUnreachable, TrinityError
@@ -83,6 +84,8 @@ def diagnose(
         yield from permissions.findings(config)
         yield from _port(config)
         yield _files(config, machine)
+        with contextlib.suppress(TrinityError):  # `_files` has reported it
+            yield from gpu_sharing.findings(lay_out(config, machine))
         for line in preflight.unverified_collections(config):
             yield Finding("ok", *line.split(": ", 1))
 

@@ -220,10 +220,8 @@ class PoolSection(WorkerSection, frozen=True):
     Engine and client sessions:
 
     - `form`: "auto" uses a resident kernel on a GPU that no other worker of the node uses: one launch that fetches
-      queries by itself (docs/gpu.md). "launches" has the host launch every extend, as elsewhere; use it for a GPU on
-      which other programs compute.
-    - `extends_per_launch`: maximum number of extends in one launch, on a GPU without the resident kernel. A launch ends
-      early when a query finishes or arrives.
+      queries by itself (docs/gpu.md). "launches", as on other GPUs: launches that end when a query finishes or
+      arrives; use it for a GPU on which other programs compute.
     - `arena_slots`: query vectors that clients on GPUs may store in this GPU's memory, in equal shares.
     - `ring_slots`: slots of the request ring and of the result ring of each client.
     - `doorbell`: how the pool and its clients wake each other: "eventfd", or "zeromq", which is about 100 µs slower and
@@ -233,7 +231,6 @@ class PoolSection(WorkerSection, frozen=True):
     placement: PoolPlacement = "own"
     slots: Literal["auto"] | Annotated[int, Meta(ge=1, le=4096)] = "auto"
     policy: PoolPolicy = "trinity"
-    extends_per_launch: Annotated[int, Meta(ge=1, le=1024)] = 1
     form: Literal["auto", "launches"] = "auto"
     arena_slots: Annotated[int, Meta(ge=0, le=65_536)] = 4096
     queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096

@@ -247,7 +247,6 @@ def _open_engine(worker: Worker, indexes: Mapping[str, GraphIndex], served: Sequ
             max_top_m=limits.max_top_m,
             max_k=limits.max_k,
             max_search_width=max(limits.search_width, _MAX_SEARCH_WIDTH),
-            extends_per_launch=limits.extends_per_launch,
             resident=worker.placement.exclusive_gpu and limits.form == "auto",
         )
     for name in samples:  # they were loaded for the sizes of buffers only

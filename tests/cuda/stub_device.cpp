@@ -1,16 +1,20 @@
 // The kernels' effect on a running batch, without searching, for the stub driver: a query is done after STUB_CUDA_EXTENDS
-// (or `stub_extends`) extends and finds the rows 0, 1, 2 … at these distances. A launch is one extend.
+// (or `stub_extends`) extends and finds the rows 0, 1, 2 … at these distances. A launch makes the extends of its kernels' limit, or
+// ends when a query is done, after STUB_CUDA_TURN_US: the wait for the device's other processes.
 #include "layout.h"
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <unistd.h>
 
 namespace {
 
 Batch batch;
-uintptr_t write_slots;
+uintptr_t write_slots, merge, fused[2];
+unsigned limit = 1;  // extends of a launch
+unsigned turn_us = std::getenv("STUB_CUDA_TURN_US") ? std::atoi(std::getenv("STUB_CUDA_TURN_US")) : 0;
 unsigned slots;  // slots ever written to
 unsigned extends_made;
 unsigned extends_of_a_query = std::getenv("STUB_CUDA_EXTENDS") ? std::atoi(std::getenv("STUB_CUDA_EXTENDS")) : 1;
@@ -27,15 +31,17 @@ T* at(uint64 address, uint64 bytes = 0) {
     return reinterpret_cast<T*>(address + bytes);
 }
 
-void extend(unsigned number, Slot* slot) {
+// Make an extend of a slot. Returns whether its query is done.
+bool extend(unsigned number, Slot* slot) {
     Result* result = at<Result>(batch.results, uint64(number) * batch.result_bytes);
     result->extends = ++slot->extends;
-    if (slot->extends < extends_of_a_query) return;
+    if (slot->extends < extends_of_a_query) return false;
     int* nodes = reinterpret_cast<int*>(result + 1);
     float* distances = reinterpret_cast<float*>(nodes + batch.max_k);
     for (unsigned i = 0; i < slot->k; i++) nodes[i] = i, distances[i] = i;
     slot->status = FINISHED;
     result->ticket = slot->ticket;
+    return true;
 }
 
 }  // namespace
@@ -44,11 +50,16 @@ extern "C" {
 
 void stub_kernel(uintptr_t function, const char* name) {
     if (!std::strcmp(name, "write_slots")) write_slots = function;
+    if (!std::strcmp(name, "merge_and_gather")) merge = function;
+    if (!std::strcmp(name, "extend_fused")) fused[0] = function;
+    if (!std::strcmp(name, "extend_fused_near")) fused[1] = function;
 }
 
 void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
     const uint64 begin = now_ns();
     batch = *static_cast<const Batch*>(arguments[0]);  // the first argument of every kernel
+    if (function == merge || function == fused[0] || function == fused[1])
+        limit = *static_cast<const unsigned*>(arguments[1]);
     if (function != write_slots) return;
     const Command* command = at<const Command>(*static_cast<const uint64*>(arguments[1]));
     for (unsigned i = 0; i < grid; i++, command++) {
@@ -63,11 +74,17 @@ void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
 void stub_replayed() {
     const uint64 begin = now_ns();
     Progress* progress = at<Progress>(batch.progress);
-    for (unsigned i = 0; i < slots; i++) {
-        Slot* slot = at<Slot>(batch.slots, uint64(i) * batch.line_bytes);
-        if (slot->status == ACTIVE) extend(i, slot);
+    if (turn_us) usleep(turn_us);
+    bool active = true, done = false;
+    for (unsigned made = 0; made < limit && active && !done; made++) {
+        active = false;
+        for (unsigned i = 0; i < slots; i++) {
+            Slot* slot = at<Slot>(batch.slots, uint64(i) * batch.line_bytes);
+            if (slot->status == ACTIVE) active = true, done |= extend(i, slot);
+        }
+        extends_made++;
     }
-    progress->extends = ++extends_made;
+    progress->extends = extends_made;
     __atomic_store_n(&progress->launches, progress->launches + 1, __ATOMIC_RELEASE);
     spent_ns += now_ns() - begin;
 }

@@ -90,6 +90,26 @@ def test_an_invalid_query_takes_no_slot(stub: Stub) -> None:
     assert out == ["True True", "True True 4"]
 
 
+def test_a_search_on_a_device_whose_launches_wait_two_milliseconds_for_their_turn_takes_less_than_five(
+    stub: Stub,
+) -> None:
+    script = OPEN + (
+        "import time\n"
+        "engine.close()\n"
+        "engine = CudaEngine(CudaDriver('cuda:0'), b'image', {'docs': index}, slots=4, max_top_m=64,"
+        " extends_per_launch=1024)\n"
+        "handle, times = engine.backend().handle, []\n"
+        "for _ in range(5):\n"
+        "    begin, slot = time.perf_counter(), ask()\n"
+        "    while not step(): pass\n"
+        "    times.append(time.perf_counter() - begin)\n"
+        "    change(handle, slot, RELEASE)\n"
+        "print(min(times))\n"
+    )
+    out, _ = stub.run(script, STUB_CUDA_EXTENDS="41", STUB_CUDA_TURN_US="2000")
+    assert float(out[0]) < 5 * 0.002
+
+
 @pytest.mark.parametrize("call", ["cuGraphLaunch", "cuLaunchKernel"])
 def test_a_failed_driver_call_raises_a_typed_error_with_its_name(stub: Stub, call: str) -> None:
     script = OPEN + (

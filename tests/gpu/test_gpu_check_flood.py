@@ -74,7 +74,7 @@ def test_on_a_gpu_the_plan_selects_the_resident_kernel_and_the_configuration_sel
 ) -> None:
     calls = []
 
-    def open_engine(device: str, collections: Any, *, resident: bool, extends_per_launch: int, **limits: Any) -> Any:
+    def open_engine(device: str, collections: Any, *, resident: bool, **limits: Any) -> Any:
         calls.append((device, resident))
         return CpuEngine(collections, **limits)
 

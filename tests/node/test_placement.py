@@ -377,11 +377,6 @@ def test_kv_blocks_that_cannot_hold_one_whole_context_are_refused(role: str, tmp
     )
 
 
-def test_multi_extend_launches_need_gpus(tmp_path: Path) -> None:
-    assert refusal(tmp_path, pool={"extends_per_launch": 4}) == "pool.extends_per_launch = 4: on a CPU it must be 1"
-    plan(tmp_path, pool={"extends_per_launch": 4, "devices": ["cuda:0"]})
-
-
 def test_an_optional_collection_may_be_missing_or_corrupt(tmp_path: Path) -> None:
     Collection.build(np.eye(8, dtype=np.float32), tmp_path / "docs", degree=2)
     (tmp_path / "docs" / "index" / "codes.npy").write_bytes(b"cut")

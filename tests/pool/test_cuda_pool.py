@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpu import DeviceError, GraphIndex
+from gpu.cuda.backend import LAUNCHES
 from gpu.cuda.engine import CudaEngine
 from gpu.cuda.graphs import LaunchForm
 from runtime.node.metrics.worker_metrics import PoolMetrics
@@ -17,6 +18,8 @@ from runtime.pool import process
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
+from tests.cuda.conftest import NewDriver
+from tests.cuda.conftest import new_driver as new_driver
 from tests.cuda.emulation import LOOK_NS, EmulatedDriver, emulator
 from tests.gpu.datasets import clustered
 from tests.live.small_collections import new_writer
@@ -32,10 +35,8 @@ def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     drivers: list[EmulatedDriver] = []
     engines: list[CudaEngine] = []
 
-    def open_engine(
-        device: str, collections: Any, *, extends_per_launch: int, resident: bool, **limits: Any
-    ) -> CudaEngine:
-        assert (extends_per_launch, resident) == (1, False)
+    def open_engine(device: str, collections: Any, *, resident: bool, **limits: Any) -> CudaEngine:
+        assert not resident
         drivers.append(EmulatedDriver(emulator(), block_threads=64))
         form: LaunchForm | None = "resident" if request.param == "resident" else None
         limits |= {"extends_per_launch": 1024 if form else request.param, "fault_poll_ns": LOOK_NS}
@@ -83,6 +84,29 @@ def test_a_device_failure_ends_the_pool_with_its_error(
         monkeypatch.setattr(EmulatedDriver, "replay", fail)
         with pytest.raises(DeviceError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
             collect(pool, client, 1)
+
+
+def test_a_single_search_on_a_shared_gpu_takes_one_or_two_launches(
+    new_driver: NewDriver, make_pool: MakePool, collection: Path, queries: Vectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each launch waits for its turn there: 2.4 ms beside a model, and a search had one launch an extend."""
+    engines: list[CudaEngine] = []
+    driver = new_driver()
+
+    def open_emulated(device: str, collections: Any, **options: Any) -> CudaEngine:
+        engines.append(CudaEngine(driver, b"", collections, fault_poll_ns=LOOK_NS, **options))
+        return engines[-1]
+
+    monkeypatch.setattr("gpu.backends.check_device", lambda device: None)
+    monkeypatch.setattr(CudaEngine, "open", open_emulated)
+    plan = plan_of(collection, devices=["cuda:0"], slots=4, max_top_m=64, max_k=32, top_m=64, search_width=1)
+    pool = make_pool(plan, make_arena=lambda worker, dim: None)
+    with pool.attach() as client:
+        for query in queries[:3]:
+            before = int(engines[0].handle.words[LAUNCHES])
+            number = ask(client, query, "prefill", top_m=64, search_width=1)
+            assert collect(pool, client, 1)[number].extends > 41
+            assert int(engines[0].handle.words[LAUNCHES]) - before <= 2
 
 
 LIVE: dict[str, Any] = {"devices": ["cuda:0"], "slots": 4, "max_top_m": 128, "max_k": 32, "top_m": 32}

@@ -37,9 +37,7 @@ def _with_exclusive_gpu(worker: WorkerPlan, workers: list[WorkerPlan]) -> Worker
     """Return the worker with `exclusive_gpu`: whether a pool worker is the only worker on its GPU or MIG instance."""
     if worker.role != "pool" or not worker.gpu:
         return worker
-    others = [other for other in workers if other.name != worker.name]
-    exclusive = not any(other.is_on(name) for other in others for name in (worker.gpu, f"cuda:{worker.gpu_index}"))
-    return msgspec.structs.replace(worker, exclusive_gpu=exclusive)
+    return msgspec.structs.replace(worker, exclusive_gpu=not any(map(worker.shares_gpu_with, workers)))
 
 
 def _gpus_of(role: Role, section: WorkerSection, machine: Machine) -> tuple[Gpu | None, ...]:

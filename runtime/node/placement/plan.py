@@ -68,6 +68,11 @@ class WorkerPlan(msgspec.Struct, frozen=True):
         cards = [number.partition(":")[0] for number in self.gpu_numbers or (self.gpu_index,)]
         return bool(self.gpu) and gpu in (self.gpu, self.shown_device, *(f"cuda:{card}" for card in cards))
 
+    def shares_gpu_with(self, other: "WorkerPlan") -> bool:
+        """Whether another worker is on its GPU or MIG instance."""
+        names = (self.gpu, f"cuda:{self.gpu_index}")
+        return bool(self.gpu) and self.name != other.name and any(other.is_on(name) for name in names)
+
     @property
     def visible_devices(self) -> str | None:
         """CUDA_VISIBLE_DEVICES of its process; None leaves it unset.
@@ -264,8 +269,6 @@ def _check_limits(config: NodeConfig) -> None:
             'probes.trigger = "unsure": only the node\'s own engine supports it; with '
             f'{config.model.__struct_config__.tag!r} use "every" or "drift"'
         )
-    if pool.extends_per_launch > 1 and "cpu" in pool.devices:
-        raise ConfigError(f"pool.extends_per_launch = {pool.extends_per_launch}: on a CPU it must be 1")
     for key, value in (("max_k", pool.max_k), ("top_m", pool.top_m)):
         if value > pool.max_top_m:
             raise ConfigError(f"pool.{key} = {value} exceeds pool.max_top_m = {pool.max_top_m}")

@@ -30,7 +30,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `ring_s` | 10 µs | latency through the ring; measured on two CPU cores (4–8 µs busy) |
 | `extend_s` | 30 µs | one captured extend with few slots; an assumption until measured |
 | `extend_slot_s` | 0.1 µs | a slot's 4 · 32 rows of 768 float16 at 60% of 3.35 TB/s |
-| `extend_shared` | 2 | slowdown of an extend while a model is busy on the same GPU (time slices); an assumption |
+| `extend_shared` | 3 | slowdown of an extend beside a busy model: a search of 41 waits 2.4 ms for its turn on the GPU |
 | `query_s` | 0 | time of a query in the pool besides its extends: ring, admission, result; measured by `calibrate` |
 | `round_s` | 0 | time of the pool's loop per extend; measured by `calibrate` |
 | `wake_s` | 0 | wake-up time of a sleeping pool; measured by `calibrate` |
@@ -90,7 +90,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     query_s: _Cost = 0.0
     round_s: _Cost = 0.0
     wake_s: _Cost = 0.0
-    extend_shared: _Factor = 2.0
+    extend_shared: _Factor = 3.0
     gpu_bytes: _Size = 8e10
     weight_bytes: _Size = 1.6e10
     index_bytes: _Size = 1.664e10
