@@ -8,7 +8,7 @@ PROCESS = {
     "benchmarks": ("test_live_node",),
     "cuda": (
         "test_concurrent_blocks", "test_compiled_functions", "test_compiler", "test_kernels", "test_launches",
-        "test_launch_bindings", "test_machine_code", "test_fault_injection", "test_resident", "test_stage_times",
+        "test_launch_bindings", "test_fault_injection", "test_resident", "test_stage_times",
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
     "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_setup", "test_vllm_stages"),

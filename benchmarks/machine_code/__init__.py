@@ -1,1 +1,0 @@
-"""Instruction counts of the kernels' machine code, static and executed, without a GPU."""
