@@ -1,12 +1,11 @@
 // The kernels' effect on a running batch, without searching, for the stub driver: a query is done after STUB_CUDA_EXTENDS
-// (or `stub_extends`) extends and finds the rows 0, 1, 2 … at these distances. A launch makes the extends of its kernels' limit, or
+// extends and finds the rows 0, 1, 2 … at these distances. A launch makes the extends of its kernels' limit, or
 // ends when a query is done, after STUB_CUDA_TURN_US: the wait for the device's other processes.
 #include "layout.h"
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <ctime>
 #include <unistd.h>
 
 namespace {
@@ -18,13 +17,6 @@ unsigned turn_us = std::getenv("STUB_CUDA_TURN_US") ? std::atoi(std::getenv("STU
 unsigned slots;  // slots ever written to
 unsigned extends_made;
 unsigned extends_of_a_query = std::getenv("STUB_CUDA_EXTENDS") ? std::atoi(std::getenv("STUB_CUDA_EXTENDS")) : 1;
-uint64 spent_ns;  // spent here instead of on a device
-
-uint64 now_ns() {
-    timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return 1000000000ull * time.tv_sec + time.tv_nsec;
-}
 
 template <typename T>
 T* at(uint64 address, uint64 bytes = 0) {
@@ -56,7 +48,6 @@ void stub_kernel(uintptr_t function, const char* name) {
 }
 
 void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
-    const uint64 begin = now_ns();
     batch = *static_cast<const Batch*>(arguments[0]);  // the first argument of every kernel
     if (function == merge || function == fused[0] || function == fused[1])
         limit = *static_cast<const unsigned*>(arguments[1]);
@@ -68,11 +59,9 @@ void stub_launched(uintptr_t function, unsigned grid, void** arguments) {
         if (command->line || command->status == FREE || slot->status != FINISHED) slot->status = command->status;
         if (command->slot >= slots) slots = command->slot + 1;
     }
-    spent_ns += now_ns() - begin;
 }
 
 void stub_replayed() {
-    const uint64 begin = now_ns();
     Progress* progress = at<Progress>(batch.progress);
     if (turn_us) usleep(turn_us);
     bool active = true, done = false;
@@ -86,10 +75,5 @@ void stub_replayed() {
     }
     progress->extends = extends_made;
     __atomic_store_n(&progress->launches, progress->launches + 1, __ATOMIC_RELEASE);
-    spent_ns += now_ns() - begin;
 }
-
-void stub_extends(unsigned count) { extends_of_a_query = count; }
-
-uint64 stub_spent_ns() { return spent_ns; }
 }

@@ -1,12 +1,27 @@
 """Tests of the engine's compiled functions over a stub driver library: their driver calls and their results."""
 
 import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from benchmarks.cuda_host import build_stub
+from gpu.cuda.compiler import c_header
 from tests.cuda.test_launch_bindings import Stub
+
+HERE = Path(__file__).parent
+
+
+def build_stub(directory: Path) -> Path:
+    """Compile the stub driver and device as libcuda.so.1 in `directory`. Raises CalledProcessError."""
+    library = directory / "libcuda.so.1"
+    (directory / "layout.h").write_text(c_header())
+    sources = (str(HERE / "stub_driver.c"), str(HERE / "stub_device.cpp"))
+    options = ("-O2", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{directory}", "-o", str(library))
+    compiler = shutil.which("gcc") or shutil.which("cc") or "cc"
+    subprocess.run([compiler, *options, *sources, "-lstdc++", "-ldl"], check=True, timeout=120)
+    return library
 
 
 @pytest.fixture(scope="module")
