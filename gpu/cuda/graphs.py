@@ -8,7 +8,9 @@ A launch covers the slots 0 … bucket - 1; inactive slots among them do nothing
               multiprocessor: otherwise later blocks would wait for the first ones to finish
     resident  a persistent kernel for all slots, whose blocks take slots from rings (`gpu.cuda.resident`)
 
-Loop and fused launches end early when a slot has finished or the doorbell rings.
+Loop and fused launches end early when a slot has finished or the doorbell rings. Where processes share a GPU, every
+launch waits for its turn, so launches of many extends are needed for any number of slots: fused ones up to as many as
+the device has multiprocessors, loops above. Plain launches are for tools that cannot follow a loop.
 """
 
 import ctypes
