@@ -2,21 +2,25 @@
 
 Every run starts the node (by default the demo's), measures the time until all of it is ready, then kills each worker
 once (kill -9) while the node is idle, and measures the time until it is ready again. Prints the median, the fastest and
-the slowest run, with the phases of each worker's startup from its log. `--first` begins with a start without caches of
-compiled code, neither Python's nor numba's. To compare two versions, alternate their runs.
+the slowest run, with the phases of each worker's startup from its log. `--cold` begins with two starts on empty caches
+of compiled code (Python's, numba's, torch's): one as they are, one after `trinity precompile`, whose time is a row too.
+To compare two versions, alternate their runs.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.common.machine import machine_load
@@ -39,11 +43,16 @@ def started_and_killed(config: Path, times: dict[str, list[float]]) -> None:
             times[f"kill -9 {name}"].append(_recovery_s(node, name))
     finally:
         node.stop()
+    add_phases(node, times)
+
+
+def add_phases(node: Node, times: dict[str, list[float]], before: str = "") -> None:
+    """Add the phases of each worker's startup from the node's log, their names behind `before`."""
     for line in node.log.read_text(errors="replace").splitlines():
         if found := _READY.search(line):
             for part in f"all {found[2]}, {found[3]}".split(", "):
                 label, seconds = part.rsplit(" ", 1)
-                times[f"{found[1]}: {label}"].append(float(seconds))
+                times[f"{before}{found[1]}: {label}"].append(float(seconds))
 
 
 def _recovery_s(node: Node, name: str) -> float:
@@ -62,18 +71,33 @@ def _recovery_s(node: Node, name: str) -> float:
     return time.monotonic() - begin
 
 
-def first_start(config: Path) -> float:
-    """Return the seconds of a start without caches of compiled code."""
-    with tempfile.TemporaryDirectory() as empty:
-        caches = {"NUMBA_CACHE_DIR": f"{empty}/numba", "PYTHONPYCACHEPREFIX": f"{empty}/python"}
-        os.environ.update(caches)
-        begin = time.monotonic()
-        node = Node(config)
-        took = time.monotonic() - begin
-        node.stop()
-        for name in caches:
-            del os.environ[name]
-    return took
+def cold_starts(config: Path, times: dict[str, list[float]]) -> None:
+    """Start on empty caches, as they are and after `trinity precompile`, and add the seconds to `times`."""
+    for what in ("cold", "precompiled"):
+        with tempfile.TemporaryDirectory() as empty, _caches(empty):
+            if what == "precompiled":
+                begin = time.monotonic()
+                command = [sys.executable, "-m", "launchers.main", "precompile", "--config", str(config)]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                times["trinity precompile"].append(time.monotonic() - begin)
+            begin = time.monotonic()
+            node = Node(config)
+            times[f"node, {what}"].append(time.monotonic() - begin)
+            node.stop()
+            add_phases(node, times, f"{what}, ")
+        print(f"start, {what}: {times[f'node, {what}'][0]:.1f} s", flush=True)
+
+
+@contextlib.contextmanager
+def _caches(directory: str) -> Iterator[None]:
+    """Put the caches of compiled code into a directory."""
+    names = {"NUMBA_CACHE_DIR": "numba", "PYTHONPYCACHEPREFIX": "python", "TORCHINDUCTOR_CACHE_DIR": "torch"}
+    os.environ.update({variable: f"{directory}/{name}" for variable, name in names.items()})
+    try:
+        yield
+    finally:
+        for variable in names:
+            del os.environ[variable]
 
 
 def demo_config(directory: Path) -> Path:
@@ -96,7 +120,7 @@ def report(times: dict[str, list[float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="configuration of the node; default: the demo's")
-    parser.add_argument("--first", action="store_true", help="begin with a start without caches of compiled code")
+    parser.add_argument("--cold", action="store_true", help="begin with starts on empty caches of compiled code")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write all runs to this file, too")
     options = parser.parse_args()
@@ -104,9 +128,8 @@ def main() -> int:
     times: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:  # the node's log is written beside its file
         config = Path(shutil.copy(options.config, directory)) if options.config else demo_config(Path(directory))
-        if options.first:
-            times["node, first start"].append(first_start(config))
-            print(f"first start: {times['node, first start'][0]:.1f} s", flush=True)
+        if options.cold:
+            cold_starts(config, times)
         for _ in range(options.runs):
             started_and_killed(config, times)
             print(f"start: {times['node'][-1]:.2f} s", flush=True)

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Mapping
 
-from gpu.cpu.engine import CpuEngine
 from gpu.devices import CPU, check_device
 from gpu.engine import Engine
 from gpu.errors import InvalidParams
@@ -33,6 +32,8 @@ def open_engine(
     if device == CPU:
         if extends_per_launch not in (None, 1):
             raise InvalidParams(f"extends_per_launch is {extends_per_launch}; on a CPU it is 1")
+        from gpu.cpu.engine import CpuEngine  # compiled when imported
+
         return CpuEngine(collections, slots=slots, max_top_m=max_top_m, max_k=max_k, max_search_width=max_search_width)
     from gpu.cuda.engine import MAX_EXTENDS_PER_LAUNCH, CudaEngine
 

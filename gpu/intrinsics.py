@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from llvmlite import ir
-from numba import carray, int64, types
+from numba import types
 from numba.extending import intrinsic
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import pointer
+from ipc.native.arrays import int64_at
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _MONOTONIC = 1
@@ -59,10 +59,7 @@ def store_release(_typing: Any, _address: Any, _value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@compiled
-def words_at(address: int, count: int) -> Any:
-    """Return `count` int64 at an address as an array."""
-    return carray(pointer(address), count, int64)
+words_at = int64_at
 
 
 @compiled

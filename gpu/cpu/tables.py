@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
 from gpu.compiled import compiled
-from gpu.cpu.simd import pointer
 from gpu.index.rows import DTYPES, Rows
+from ipc.native.arrays import float32_at, int32_at, int64_at, uint8_at, uint32_at, uint64_at
 
 # Columns of the collection table, int64 [collections, COLLECTION_FIELDS]. *_BYTES are sizes in bytes; QUERY_ROW,
 # QUERY_FULL and QUERY_TABLE byte offsets into a prepared query; FACTOR and OFFSET bits of float64 that convert a raw
@@ -132,18 +131,18 @@ def handle_of(batch: Batch) -> npt.NDArray[np.int64]:
 def batch_at(handle: Any) -> Any:
     """Return the batch that `handle_of` has described."""
     return Batch(
-        carray(pointer(handle[0, 0]), (handle[0, 1], handle[0, 2]), np.int64),
-        carray(pointer(handle[1, 0]), (handle[1, 1], handle[1, 2]), np.int64),
-        carray(pointer(handle[2, 0]), (handle[2, 1], handle[2, 2]), np.int64),
-        carray(pointer(handle[3, 0]), (handle[3, 1], handle[3, 2]), np.uint8),
-        carray(pointer(handle[4, 0]), (handle[4, 1], handle[4, 2]), np.uint64),
-        carray(pointer(handle[5, 0]), (handle[5, 1], handle[5, 2]), np.uint32),
-        carray(pointer(handle[6, 0]), (handle[6, 1], handle[6, 2]), np.int64),
-        carray(pointer(handle[7, 0]), handle[7, 1], np.uint32),
-        carray(pointer(handle[8, 0]), handle[8, 1], np.float32),
-        carray(pointer(handle[9, 0]), handle[9, 1], np.int32),
-        carray(pointer(handle[10, 0]), handle[10, 1], np.int32),
-        carray(pointer(handle[11, 0]), (handle[11, 1], handle[11, 2]), np.int64),
-        carray(pointer(handle[12, 0]), (handle[12, 1], handle[12, 2]), np.float32),
-        carray(pointer(handle[13, 0]), (handle[13, 1], handle[13, 2]), np.uint64),
+        int64_at(handle[0, 0], (handle[0, 1], handle[0, 2])),
+        int64_at(handle[1, 0], (handle[1, 1], handle[1, 2])),
+        int64_at(handle[2, 0], (handle[2, 1], handle[2, 2])),
+        uint8_at(handle[3, 0], (handle[3, 1], handle[3, 2])),
+        uint64_at(handle[4, 0], (handle[4, 1], handle[4, 2])),
+        uint32_at(handle[5, 0], (handle[5, 1], handle[5, 2])),
+        int64_at(handle[6, 0], (handle[6, 1], handle[6, 2])),
+        uint32_at(handle[7, 0], handle[7, 1]),
+        float32_at(handle[8, 0], handle[8, 1]),
+        int32_at(handle[9, 0], handle[9, 1]),
+        int32_at(handle[10, 0], handle[10, 1]),
+        int64_at(handle[11, 0], (handle[11, 1], handle[11, 2])),
+        float32_at(handle[12, 0], (handle[12, 1], handle[12, 2])),
+        uint64_at(handle[13, 0], (handle[13, 1], handle[13, 2])),
     )

@@ -15,10 +15,8 @@ can be woken from Python only), and how often it was woken.
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import numba
-
 from ipc.memory import intrinsics
-from ipc.memory.compiled import entry_point
+from ipc.memory.compiled import compiled, entry_point
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,7 +34,7 @@ _POLLS_PER_YIELD = 32
 
 
 def _helper(function: F) -> F:
-    return cast(F, numba.njit(error_model="numpy", _nrt=False)(function))  # inlined into its callers
+    return cast(F, compiled(function))  # inlined into its callers
 
 
 @entry_point("int64(int64)")

@@ -1,8 +1,8 @@
 """Compilation with numba, and an on-disk cache of machine code that is invalidated by any change of its sources.
 
 numba invalidates a function's cached code when the function's own file changes, but not when a file with inlined
-functions changes. Here the code is bound to all sources of the folders that it may be compiled from. If neither the
-source folders, nor the user's cache, nor NUMBA_CACHE_DIR is writable, every process compiles for itself.
+functions changes. Here the code is bound to all sources of the folders that it may be compiled from. It is cached where
+`ipc.native.machine_code` says.
 """
 
 import hashlib
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from ipc.native.dispatcher import Dispatcher
+from ipc.native.machine_code import MachineCode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,31 +25,27 @@ def compiler_for(*folders: Path) -> Callable[..., Any]:
     in a round of the pool's loop. Compiled functions must not allocate arrays; those that return a view need
     `returns_array`, which enables reference counting.
     """
-    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    stamp = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    stamp = stamp_of(*folders)
 
     def compiled(function: Any, nogil: bool = True, returns_array: bool = False) -> Any:
-        dispatcher = njit(nogil=nogil, error_model="numpy", _nrt=returns_array)(function)
-        file: Any = getattr(dispatcher._cache, "_cache_file", None) if enable_cache(dispatcher) else None
-        if hasattr(file, "_source_stamp"):  # numba's own name for what it compares
-            file._source_stamp = stamp
-        return dispatcher
+        return Dispatcher(function, {"nogil": nogil, "error_model": "numpy", "_nrt": returns_array}, stamp)
 
     return compiled
 
 
-def enable_cache(dispatcher: Any) -> bool:
-    """Enable numba's on-disk cache, before the first compilation. Return whether a cache location is writable."""
-    try:
-        dispatcher.enable_caching()
-    except RuntimeError:  # numba's "no locator available"
-        return False
-    return True
+def stamp_of(*folders: Path) -> str:
+    """Return a digest of all sources below these folders."""
+    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def can_cache() -> bool:
-    """Return whether compiled code of this package can be cached on disk."""
-    return enable_cache(njit(_example))
+    """Return whether compiled code of this package can be cached on disk by this process."""
+    try:
+        MachineCode(_example, "", "")
+    except RuntimeError:
+        return False
+    return True
 
 
 def _example() -> None:

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ipc.native.arrays import float32_at, float64_at, int64_at
+
 _I64 = ir.IntType(64)
 _I32 = ir.IntType(32)
 
@@ -174,27 +176,5 @@ def call(_typing: Any, _address: Any, _arguments: Any) -> Any:
     return types.int64(types.int64, types.UniTuple(types.int64, count)), generate
 
 
-@_intrinsic
-def _pointer_to(_typing: Any, _address: Any) -> Any:
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def words(address: int, shape: int | tuple[int, int]) -> Any:
-    """Return int64 at an address as an array of this shape."""
-    return numba.carray(_pointer_to(address), shape, numba.int64)
-
-
-@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def floats(address: int, shape: int | tuple[int, int]) -> Any:
-    """Return float64 at an address as an array of this shape."""
-    return numba.carray(_pointer_to(address), shape, numba.float64)
-
-
-@numba.njit(error_model="numpy", _nrt=True)  # type: ignore[untyped-decorator]
-def floats32(address: int, count: int) -> Any:
-    """Return `count` float32 at an address as an array."""
-    return numba.carray(_pointer_to(address), count, numba.float32)
+words, floats, floats32 = int64_at, float64_at, float32_at
+"""Views of int64, float64 and float32: `words(address, shape)`."""

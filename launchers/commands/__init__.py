@@ -11,6 +11,7 @@ LAZY_COMMANDS = {  # command or command group → module and attribute, imported
     "demo": ("commands.demo", "demo"),
     "config": ("commands.config", "config"),
     "doctor": ("commands.config", "doctor"),
+    "precompile": ("commands.precompile", "precompile"),
     "trace": ("commands.trace", "trace"),
     "logs": ("commands.logs", "logs"),
     "mcp": ("commands.mcp", "serve_mcp"),

@@ -43,12 +43,12 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
         if loop[layout.RESOLVED]:
             return layout.FILTERS_RESOLVED
         if exchange.any_request(clients):
-            stopped = _receive(loop, t, clients)
+            stopped = receive(loop, t, clients)
             if stopped >= 0:
                 return stopped
             now = _now(loop)  # else the last extend's end is reused: reading the clock costs more than a poll
         policy.schedule(t, now)
-        if not _apply_schedule(loop, t, clients, now):
+        if not apply_schedule(loop, t, clients, now):
             return layout.ENGINE_FAILED
         if t.words[tables.ACTIVE_PREFILL] + t.words[tables.ACTIVE_DECODE] == 0:
             loop[layout.LAST_END_NS] = loop[layout.UNREPORTED_NS] = 0
@@ -57,7 +57,7 @@ def run_loop(loop: Any, handle: Any, until: int, spin_ns: int) -> Any:
             if clients[exchange.PENDING_BELLS] or not _spin(loop, clients, min(until, now + spin_ns)):
                 return layout.IDLE
             continue
-        if not _extend(loop, t, clients):
+        if not extend(loop, t, clients):
             return layout.ENGINE_FAILED
         if loop[layout.EVICT]:
             return layout.EVICTIONS
@@ -87,7 +87,7 @@ def _spin(loop: Any, clients: Any, until: int) -> Any:
 
 
 @compiled
-def _receive(loop: Any, t: Any, clients: Any) -> Any:
+def receive(loop: Any, t: Any, clients: Any) -> Any:
     """Receive requests. Return an exit reason if Python is needed, else -1."""
     for _ in range(_RECEIVE):
         found = exchange.find_request(clients)
@@ -210,7 +210,7 @@ def drop_client(loop: Any, handle: Any, row: int) -> Any:
 
 
 @compiled
-def _apply_schedule(loop: Any, t: Any, clients: Any, now: int) -> Any:
+def apply_schedule(loop: Any, t: Any, clients: Any, now: int) -> Any:
     """Apply the policy's changes: rejections, pauses, resumptions, admissions. Return False if the engine failed."""
     changed = t.words[tables.CHANGED : tables.CHANGED + 4]
     for i in range(changed[tables.LATE]):
@@ -245,7 +245,7 @@ def _apply_schedule(loop: Any, t: Any, clients: Any, now: int) -> Any:
 
 
 @compiled
-def _extend(loop: Any, t: Any, clients: Any) -> Any:
+def extend(loop: Any, t: Any, clients: Any) -> Any:
     """Run one step of the engine and publish the completed queries. Return False if the engine failed."""
     prefill = t.words[tables.ACTIVE_PREFILL]
     active = prefill + t.words[tables.ACTIVE_DECODE]

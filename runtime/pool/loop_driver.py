@@ -303,7 +303,7 @@ def _enqueue(
     loop: npt.NDArray[np.int64], handle: npt.NDArray[np.int64], vector: npt.NDArray[np.float32], now: int
 ) -> None:
     clients = words(loop[layout.CLIENTS], exchange.TABLE_WORDS)
-    enqueue(loop, tables_at(handle), clients, vector.ctypes.data, now)
+    enqueue(loop, tables_at(handle), clients, np.int64(vector.ctypes.data), now)
 
 
 @compiled

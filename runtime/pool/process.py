@@ -19,6 +19,7 @@ from runtime.pool.collections.scopes import Scopes
 from runtime.pool.collections.shard import OpenShard, Shard, collection_number, engine_key, open_shard
 from runtime.pool.collections.updater import CollectionUpdater
 from runtime.pool.loop_driver import SERVER_EVENT, PoolLoop
+from runtime.pool.loop_parts import compiled_in_background
 from runtime.pool.settings import policy_of
 from runtime.pool.sizing import BUDGET_NS, ExtendCost, fewest_slots, measure
 from runtime.retrieval import answer_store
@@ -81,7 +82,8 @@ class Pool:
         worker.startup.mark("collections")
         auto = AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
         most = limits.slots if isinstance(limits.slots, int) else auto
-        self.engine = _open_engine(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
+        with compiled_in_background():
+            self.engine = _open_engine(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()
         self.live = LiveCollections(self.engine, self.scopes, worker.log)

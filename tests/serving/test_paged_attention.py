@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.errors import ConfigError
 from runtime.serving.model.model_info import Kernels, ModelInfo, WeightsType, read_config
 from tests.cuda.emulation import require_compiler
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
+from runtime.serving.model.language_model import LanguageModel  # noqa: E402
+from runtime.serving.network.decode_attention import program_cache  # noqa: E402
 from runtime.serving.network.decode_graphs import Captured, DecodeGraphs, supports_paged_attention  # noqa: E402
 from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span, attend  # noqa: E402
@@ -122,3 +125,21 @@ def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
     assert not supports_paged_attention(kv, 2 * BLOCKS, 2)
     assert "returned a wrong result" in caplog.text
     assert not kv.any()
+
+
+def test_a_model_for_prompts_compiles_no_decode_attention(tiny_directory: Path) -> None:
+    sizes = {"blocks": BLOCKS, "block_tokens": BLOCK, "context_tokens": BLOCK * BLOCKS}
+    model = LanguageModel.load(tiny_directory, **sizes, kernels="paged", prompts_only=True)
+    assert model.kernels == "gathered"
+
+
+def test_torchs_programs_are_cached_where_only_this_user_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = program_cache()
+    assert directory == tmp_path / "trinity" / "torch"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o777)
+    with pytest.raises(ConfigError, match="writable by other users"):
+        program_cache()

@@ -97,7 +97,10 @@ class Lifecycle:
             case Phase.STARTING if now - worker.started > node.start_s:
                 self._abort(worker, f"is not ready after node.start_s = {node.start_s:g} s")
             case Phase.STARTING if now >= worker.due:
-                log.info("%s still starts: the first start compiles code, and large models load slowly", worker.name)
+                log.info(
+                    "%s still starts: large models load slowly, and the first start compiles code (trinity precompile)",
+                    worker.name,
+                )
                 worker.due = float("inf")
             case Phase.READY | Phase.STANDBY | Phase.DRAINING if worker.heartbeat_age_s > node.heartbeat_s:
                 self._abort(worker, f"has no heartbeat for {node.heartbeat_s:g} s")

@@ -148,6 +148,8 @@ class LanguageModel:
         kv = memory.view(getattr(torch, kind)).view(info.kv_shape(blocks, block_tokens))
         stamp("weights")
         identity = model_identity(directory, block_tokens, weights, kind)
+        if kernels == "paged" and prompts_only:
+            kernels = "gathered"  # its few passes of single tokens are not worth seconds of compilation at start
         if kernels == "paged":
             from runtime.serving.network.decode_graphs import supports_paged_attention
 

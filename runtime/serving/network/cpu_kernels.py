@@ -2,25 +2,26 @@
 dominates, as for the few rows of a decode step. They agree with torch to float32 rounding."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from numba import njit
 
-from ipc.memory.compiled import enable_cache
+from ipc.memory.compiled import stamp_of
+from ipc.native.dispatcher import Dispatcher
 
 F = TypeVar("F", bound=Callable[..., None])
 
 # Allows reordered sums, for vectorization; infinities and NaN keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
+_STAMP = stamp_of(Path(__file__).parent)
 
 
 def compiled_kernel(*arguments: str) -> Callable[[F], F]:
     """Return a decorator that compiles a function for these argument types on import, or loads it from the cache."""
 
     def compile_kernel(function: F) -> F:
-        dispatcher = njit(fastmath=_FAST, nogil=True, error_model="numpy")(function)
-        enable_cache(dispatcher)
+        dispatcher = Dispatcher(function, {"fastmath": _FAST, "nogil": True, "error_model": "numpy"}, _STAMP)
         dispatcher.compile(f"void({', '.join(arguments)})")
         dispatcher.disable_compile()
         return cast(F, dispatcher)

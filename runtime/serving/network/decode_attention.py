@@ -8,8 +8,10 @@
   is the fallback where FlexAttention does not work.
 """
 
+import os
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from ipc.native.machine_code import is_private
+from runtime.errors import ConfigError
 from runtime.serving.network.cpu_kernels import attention_scores, weighted_sum
 
 
@@ -138,9 +142,19 @@ def _paged_attention(
     return attended
 
 
+def program_cache() -> Path:
+    """Return the directory of torch's compiled programs, which only this user can write to. Raises ConfigError."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "torch"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(directory):
+        raise ConfigError(f"{directory} is writable by other users, so no code is loaded from it: fix its mode")
+    return directory
+
+
 @cache
 def _compiled() -> Any:
     """Import the compiler. It runs when the returned function is called with new shapes."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(program_cache()))  # torch's default is in /tmp
     import torch._dynamo.config
     import torch._inductor.config
 

@@ -1,0 +1,1 @@
+"""The compiler of both compiled packages, `ipc` and `gpu`."""

@@ -1,0 +1,112 @@
+"""The on-disk cache of a compiled function's machine code.
+
+numba reads and writes one directory: the first that this process can write to, of NUMBA_CACHE_DIR, `__pycache__` beside
+the source, and the user's cache. Here code beside the source is found also where that directory is read-only, as in an
+image whose caches were filled when it was made. Code is loaded from directories of this user or root alone.
+"""
+
+import os
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache
+
+_Files: Any = FunctionCache._impl_class
+
+
+class _Beside:
+    """numba's interface of a location: where Python's own cache of a source file is."""
+
+    def __init__(self, function: Any, source: str) -> None:
+        self._path = os.path.dirname(cache_from_source(os.path.abspath(source)))
+        self._line = function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Any, source: str) -> "_Beside | None":
+        return cls(function, source) if os.path.isfile(source) else None
+
+    def get_cache_path(self) -> str:
+        return self._path
+
+    def get_source_stamp(self) -> str:
+        return ""  # replaced by that of `MachineCode`
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _FilesBeside(_Files):  # type: ignore[misc]
+    _locator_classes = (_Beside,)
+
+
+class MachineCode(FunctionCache):  # type: ignore[misc]
+    """The code of one function, valid for one `stamp` of its sources. `kind` keeps two versions of it apart.
+
+    Raises RuntimeError if there is no directory to write to, or others could write to it.
+    """
+
+    def __init__(self, function: Any, stamp: str, kind: str) -> None:
+        super().__init__(function)
+        if not is_private(Path(self.cache_path)):
+            raise RuntimeError(f"{self.cache_path} is writable by other users, so no code is loaded from it")
+        self._kind = kind
+        self._cache_file._source_stamp = stamp  # numba's is of the function's own file alone
+
+    def has(self, signature: Any, codegen: Any) -> bool:
+        """Whether the code for a signature is in this directory."""
+        return self._index_key(signature, codegen) in self._cache_file._load_index()
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return (*super()._index_key(signature, codegen), self._kind)
+
+
+class _Installed(MachineCode):
+    """The code beside the source, read only."""
+
+    _impl_class = _FilesBeside
+
+    def save_overload(self, signature: Any, code: Any) -> None:
+        pass
+
+
+class _Both(MachineCode):
+    """A cache that this process writes, with the code beside the source in addition."""
+
+    def __init__(self, function: Any, stamp: str, kind: str) -> None:
+        super().__init__(function, stamp, kind)
+        self._installed = _installed(function, stamp, kind)
+        if self._installed is not None and self._installed.cache_path == self.cache_path:
+            self._installed = None
+
+    def has(self, signature: Any, codegen: Any) -> bool:
+        return super().has(signature, codegen) or bool(self._installed and self._installed.has(signature, codegen))
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        found = super().load_overload(signature, context)
+        if found is None and self._installed is not None:
+            found = self._installed.load_overload(signature, context)
+        return found
+
+
+def machine_code(function: Any, stamp: str, kind: str) -> MachineCode | None:
+    """Return a function's cache; None if there is no directory for it."""
+    try:
+        return _Both(function, stamp, kind)
+    except RuntimeError:  # numba's "no locator available" among them
+        return _installed(function, stamp, kind)
+
+
+def _installed(function: Any, stamp: str, kind: str) -> MachineCode | None:
+    try:
+        return _Installed(function, stamp, kind)
+    except (RuntimeError, OSError):
+        return None
+
+
+def is_private(directory: Path) -> bool:
+    """Whether only this user and root can write to a directory, or replace it. Other members of its group may: where
+    each user has a group, that is the default."""
+    own, above = directory.stat(), directory.parent.stat()
+    trusted = all(status.st_uid in (0, os.getuid()) for status in (own, above))
+    return trusted and not own.st_mode & 0o002 and (not above.st_mode & 0o002 or bool(above.st_mode & 0o1000))

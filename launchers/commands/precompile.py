@@ -1,0 +1,128 @@
+"""`trinity precompile`: compile everything that a node compiles at its first start, into the caches."""
+
+import importlib
+import importlib.util
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from gpu.errors import GpuError
+from ipc.memory.compiled import can_cache
+from runtime.errors import ConfigError, UsageError
+from runtime.node.config import NodeConfig
+from runtime.node.config_file import load_config
+from runtime.node.placement.layout import lay_out
+from runtime.node.placement.machine import Machine
+
+
+def precompile(
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="Also compile the kernels for this GPU architecture, such as sm_90; repeatable."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Also compile what torch compiles for this configuration's model on its GPUs.")
+    ] = None,
+) -> None:
+    """Compile the search engine, the pool's loop and the GPU kernels into this user's caches.
+
+    For images and environments: a node of the same user on the same kind of processor then starts without compiling.
+    The kernels are compiled for this machine's GPUs and the named architectures.
+    """
+    if not can_cache():
+        raise ConfigError("compiled code cannot be cached: set NUMBA_CACHE_DIR to a directory of this user")
+    node = load_config(config) if config else None
+    machine = Machine.read()
+    _timed("search engine and pool", _pool)
+    if importlib.util.find_spec("torch"):
+        _timed("model on CPUs", lambda: importlib.import_module("runtime.serving.network.llama"))
+    if importlib.util.find_spec("cuda"):
+        _timed("search engine on GPUs", lambda: importlib.import_module("gpu.cuda.engine"))
+        for name in dict.fromkeys([*(arch or ()), *_architectures(machine)]):
+            _timed(f"kernels for {name}", lambda name=name: _kernels(name))  # type: ignore[misc]
+    elif arch:
+        raise UsageError("--arch needs the extra [cuda]: pip install 'trinity-runtime[cuda]'")
+    if node is not None:
+        _models(node, machine)
+
+
+def _timed(what: str, compile_: Callable[[], object]) -> None:
+    begin = time.monotonic()
+    compile_()
+    print(f"{what}: {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def _pool() -> None:
+    """Start a pool on the CPU, over rows of each data type, without serving."""
+    from runtime.pool.loop_parts import compiled_in_background
+    from runtime.retrieval.collections.collection import Collection
+
+    with compiled_in_background(), tempfile.TemporaryDirectory() as folder:
+        from gpu.index.rows import DTYPES, METRICS
+        from runtime.testing.pool import InProcessPool, plan_of
+
+        vectors = np.random.default_rng(0).normal(size=(400, 32)).astype(np.float32)
+        paths = [Path(folder) / f"{metric}-{dtype}" for metric in METRICS for dtype in DTYPES]
+        for path, (metric, dtype) in zip(paths, itertools.product(METRICS, DTYPES), strict=True):
+            Collection.build(vectors, path, metric=metric, dtype=dtype, degree=16)  # type: ignore[arg-type]
+        pool = InProcessPool(plan_of(paths[0], *({"name": path.name, "path": str(path)} for path in paths[1:])))
+    pool.close()
+    pool.worker.table.close()
+    pool.table.close()
+
+
+def _architectures(machine: Machine) -> list[str]:
+    from gpu.cuda.cuda_driver import CudaDriver
+
+    found = []
+    for gpu in machine.gpus:
+        driver = CudaDriver(gpu.uuid)
+        found.append(driver.arch)
+        driver.close()
+    return found
+
+
+def _kernels(arch: str) -> None:
+    from gpu.cuda.compiler import compile_kernels
+
+    try:
+        compile_kernels(arch)
+    except GpuError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _models(config: NodeConfig, machine: Machine) -> None:
+    """Load the model as each GPU's first decode worker does, which compiles its attention and captures its steps."""
+    from runtime.serving.kv.transport import transport_for
+    from runtime.serving.model.language_model import LanguageModel
+    from runtime.serving.model.model_info import weights_type
+
+    model, plan = config.own_model, lay_out(config, machine)
+    if model is None:
+        return
+    seen = set()
+    for worker in plan.of_role("decode"):
+        if worker.device == "cpu" or worker.device in seen:
+            continue
+        seen.add(worker.device)
+        transport = transport_for(worker.device)
+
+        def load(transport=transport) -> None:  # type: ignore[no-untyped-def]
+            loaded = LanguageModel.load(
+                model.name,
+                blocks=config.decode.blocks(model),
+                block_tokens=model.kv_block_tokens,
+                context_tokens=model.context_tokens,
+                device=transport.device,
+                weights=weights_type(model.weights, transport.device),
+                kernels=transport.kernels,
+            )
+            loaded.warm_up(config.decode.slots)
+
+        _timed(f"model on {worker.device}", load)

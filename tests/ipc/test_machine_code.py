@@ -1,0 +1,114 @@
+"""Compiled functions: one version for compiled code, another for Python; and where their machine code is cached."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numba.core import event
+
+import ipc
+from ipc.memory.compiled import compiled, stamp_of
+from ipc.native.dispatcher import Dispatcher
+from ipc.native.machine_code import is_private
+
+_PROGRAM = """
+from ipc.memory.compiled import compiled
+from ipc.ring import exchange
+print(sum(exchange.any_request.stats.cache_hits.values()) if exchange.any_request.compile("(int64[::1],)") else 0)
+"""
+
+
+class Compilations(event.Listener):  # type: ignore[misc]
+    """Names of the functions that are compiled."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_start(self, event: Any) -> None:
+        self.names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def compilations_of(work: Any) -> list[str]:
+    listener = Compilations()
+    with event.install_listener("numba:compile", listener):
+        work()
+    return listener.names
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def dispatcher(function: Any, stamp: str) -> Any:
+    return Dispatcher(function, {"error_model": "numpy"}, stamp)
+
+
+def test_a_function_is_compiled_once_for_all_literals_of_compiled_code(tmp_path: Path) -> None:
+    called = dispatcher(add, str(tmp_path))
+
+    def caller(a: int) -> Any:
+        return called(a, 1) + called(a, 2) + called(a, a)
+
+    calling = dispatcher(caller, str(tmp_path))
+    assert compilations_of(lambda: calling(1)) == ["caller", "add"]
+
+
+def test_python_may_call_what_compiled_code_has_compiled_or_cached(tmp_path: Path) -> None:
+    for _ in range(2):  # compiled, then from the cache
+        called = dispatcher(add, str(tmp_path))
+        called.compile_inner(*map(dispatcher(add, str(tmp_path)).typeof_pyval, (1, 2)))
+        assert called(1, 2) == 3
+
+
+def run(directory: Path, **variables: str) -> int:
+    """The number of functions that a process with a copy of the sources has found in the cache: 0 or 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], cwd=directory, env=os.environ | variables, capture_output=True, text=True,
+        timeout=200, check=True,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, with their code beside them."""
+    directory = tmp_path_factory.mktemp("copy")
+    shutil.copytree(Path(ipc.__file__).parent, directory / "ipc", ignore=shutil.ignore_patterns("__pycache__"))
+    run(directory)
+    return directory
+
+
+def test_code_beside_the_sources_is_found_where_it_cannot_be_written(copy: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "cache"
+    elsewhere.mkdir(mode=0o700)
+    assert run(copy, NUMBA_CACHE_DIR=str(elsewhere)) == 1
+    assert not list(elsewhere.rglob("*any_request*.nbc"))
+
+
+def test_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_path: Path) -> None:
+    assert is_private(tmp_path)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert not is_private(shared)
+    (shared / "own").mkdir(mode=0o700)
+    assert not is_private(shared / "own"), "others may replace it"
+    shared.chmod(0o1777)
+    assert is_private(shared / "own")
+
+
+def test_a_change_of_any_source_of_a_folder_changes_the_stamp(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("a = 1\n")
+    before = stamp_of(tmp_path)
+    (tmp_path / "two.py").write_text("")
+    assert stamp_of(tmp_path) == before
+    (tmp_path / "two.py").write_text("b = 2\n")
+    assert stamp_of(tmp_path) != before
+    assert compiled(add).is_cached() is False

@@ -1,0 +1,65 @@
+"""The loop's parts that processes of their own compile are those that the loop calls, and with the same types."""
+
+import os
+from typing import Any
+
+import pytest
+from numba import int64
+from numba.core import event
+
+from ipc.native.dispatcher import Dispatcher
+from runtime.pool import loop_parts
+from runtime.pool.loop import run_loop
+from runtime.pool.loop_parts import PARTS, compile_parts, compiled_in_background
+
+
+class Compilations(event.Listener):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_start(self, event: Any) -> None:
+        self.names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def test_after_its_parts_the_loop_compiles_little_else() -> None:
+    compile_parts(list(PARTS))
+    loop = Dispatcher(run_loop.py_func, {"nogil": True, "error_model": "numpy", "_nrt": False}, "another stamp")
+    listener = Compilations()
+    with event.install_listener("numba:compile", listener):
+        loop.compile((int64[::1], int64[:, ::1], int64, int64))
+    assert not {function.py_func.__name__ for function, _ in PARTS.values()} & set(listener.names)
+    assert "run_loop" in listener.names
+
+
+def test_no_process_is_started_where_the_loop_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("runtime.pool.loop_parts.subprocess.Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: True)
+    with compiled_in_background():
+        assert not started
+
+
+def test_the_parts_are_divided_among_processes_on_all_cores_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    class Child:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            started.append(command[3:])
+
+        def wait(self) -> None:
+            pass
+
+        kill = wait
+
+    monkeypatch.setattr("runtime.pool.loop_parts.subprocess.Popen", Child)
+    monkeypatch.setattr(loop_parts, "is_cached", lambda: False)
+    pinned: list[set[int]] = []
+    monkeypatch.setattr("runtime.pool.loop_parts.os.sched_setaffinity", lambda _, cores: pinned.append(set(cores)))
+    with compiled_in_background(cores=range(3)):
+        pass
+    assert pinned == [{0, 1, 2}, os.sched_getaffinity(0)]
+    assert len(started) == 2
+    assert sorted(name for share in started for name in share) == sorted(PARTS)
