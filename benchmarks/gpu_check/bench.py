@@ -10,11 +10,12 @@ float16. DIR contains NAME.base.npy, NAME.query.npy and NAME.truth.npy (`benchma
 directory over that set's base (`trinity index build` writes one to COLLECTION/index). Otherwise graphs are built on the
 GPU, by cuVS and by torch if available, or on the CPU.
 
-Needs numpy and numba, and on a GPU the extra [cuda]. A section whose other packages are missing is skipped with a
-message. Writes gpu-DEVICE.json and gpu-DEVICE.md after every section, with a verdict for each target of
-`benchmarks.gpu_check.targets`. A section that fails or exceeds its time limit keeps its lines. Failed sections and
-missed targets make the exit code 1. No section starts after --seconds; with the sections' time limits a run takes less
-than nine minutes.
+Needs numpy and numba, and on a GPU the extra [cuda]. The first section opens the device, launches each form and
+compares its results with the CPU engine's, in 20 seconds at most; the run ends if it fails. A section whose other
+packages are missing is skipped with a message; one that fails or exceeds its time limit keeps its lines. Writes
+gpu-DEVICE.json and gpu-DEVICE.md after every section, with a verdict for each target of `benchmarks.gpu_check.targets`.
+Failed sections and missed targets make the exit code 1. No section starts after --seconds; with the sections' time
+limits a run takes less than nine minutes.
 """
 
 import argparse
@@ -46,11 +47,13 @@ Check = Callable[[Setup, Outcome], None]
 
 
 class Section(NamedTuple):
-    """A section: its check, its time limit in seconds on a GPU, and whether it runs for each data set."""
+    """A section: its check, its time limit in seconds on a GPU, whether it runs for each data set, and whether it runs
+    first and ends the run if it fails."""
 
     check: Check
     seconds: float
     each_set: bool = False
+    essential: bool = False
 
 
 def _module(name: str) -> Check:
@@ -69,7 +72,8 @@ def _module(name: str) -> Check:
 
 
 SECTIONS = {
-    "data": Section(_module("data"), 70, each_set=True),
+    "forms": Section(_module("forms"), 22, essential=True),
+    "data": Section(_module("data"), 59, each_set=True),
     "steps": Section(_module("steps"), 25, each_set=True),
     "kernels": Section(_module("kernels"), 15, each_set=True),
     "load": Section(_module("load"), 20, each_set=True),
@@ -86,13 +90,16 @@ SECTIONS = {
 
 
 def schedule(setups: Sequence[Setup]) -> Iterator[tuple[str, Section, Setup]]:
-    """Yield sections in order, by name: first those of each data set, set by set, then the others."""
+    """Yield sections in order, by name: essential ones, those of each data set, set by set, then the others."""
+    for name, section in SECTIONS.items():
+        if section.essential:
+            yield name, section, setups[0]
     for setup in setups:
         for name, section in SECTIONS.items():
             if section.each_set:
                 yield f"{name}, {setup.source.name}", section, setup
     for name, section in SECTIONS.items():
-        if not section.each_set:
+        if not section.each_set and not section.essential:
             yield name, section, setups[0]
 
 
@@ -124,6 +131,9 @@ def run(setups: Sequence[Setup], begin: float, seconds: float, path: Path) -> di
         finally:
             outcome.seconds = time.monotonic() - at
             write(setups, outcomes, path)
+        if outcome.failed and section.essential:
+            print("nothing else is measured: the engine does not start on this device", flush=True)
+            break
     return outcomes
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.load_driver import poisson, run_load
 from benchmarks.gpu_check.report import Outcome
-from benchmarks.gpu_check.sections import kernels, peers, profile, small_run
+from benchmarks.gpu_check.sections import forms, kernels, peers, profile, small_run
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.synthetic import synthetic_set
 from benchmarks.gpu_check.targets import verdicts
@@ -33,7 +34,8 @@ def test_a_dry_run_runs_every_section_on_the_cpu_and_reports_what_needs_a_gpu(tm
     each = ["data", "steps", "kernels", "load", "cuvs", "resident", "flood"]
     once = ["correctness", "exchange", "model", "handover", "profile", "sanitizer"]
     sections = record["sections"]
-    assert list(sections) == [f"{name}, {dim} dims" for dim in (32, 48) for name in each] + once
+    assert list(sections) == ["forms", *(f"{name}, {dim} dims" for dim in (32, 48) for name in each), *once]
+    assert sections["forms"]["lines"] == [["cpu", "100.0% of the CPU engine's ids"]]
     for dim in (32, 48):
         settings = record["settings"][f"{dim} dims"]
         assert (settings["set"], settings["vectors"]) == (f"made-{dim}-l2", 900)
@@ -97,6 +99,36 @@ def test_a_failed_or_late_section_keeps_its_results_and_does_not_stop_the_others
     assert "| fourth | speed | 1/s |" in page
     assert gpu_check.main(["--dry-run", "--out", str(tmp_path), "--seconds", "-1"]) == 0
     assert (tmp_path / "gpu-dry-run.md").read_text().count("skipped:") == 4
+
+
+def test_the_run_ends_with_one_line_if_the_engine_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(setup: Any, outcome: Outcome) -> None:
+        raise AssertionError("NVRTC 13.0: offsetof is undefined")
+
+    sections = {"speed": Section(speed, 100.0), "forms": Section(wrong, 100.0, essential=True)}
+    monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    assert gpu_check.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "FAILED: AssertionError: NVRTC 13.0: offsetof is undefined\nnothing else is measured" in told
+    assert list(json.loads((tmp_path / "gpu-dry-run.json").read_text())["sections"]) == ["forms"]
+
+
+def test_an_engine_that_does_not_start_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    endless.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(endless))
+    setup: Any = SimpleNamespace(device="cpu")
+    with pytest.raises(AssertionError, match="has not started on cpu within 0 s"):
+        forms.check(setup, Outcome(), limit_s=0.2)
+
+
+def test_the_last_line_of_an_engine_that_fails_is_the_reason() -> None:
+    setup: Any = SimpleNamespace(device="cuda:99")
+    with pytest.raises(AssertionError, match=r"DeviceUnavailable"):
+        forms.check(setup, Outcome(), limit_s=60.0)
 
 
 def test_a_section_that_exceeds_its_time_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ class FakeCuvs:
 
     def __init__(self, persistent: bool) -> None:
         self.persistent = persistent
+        self.ids_dtype: Any = np.uint32
         self.calls: list[dict[str, Any]] = []
         self.pending: set[int] = set()
         outer = self
@@ -42,9 +43,10 @@ class FakeCuvs:
         class SearchParams:
             def __init__(
                 self, *, itopk_size: int = 64, algo: str = "auto", persistent: bool = False,
-                persistent_lifetime: float | None = None,
+                persistent_lifetime: float | None = None, thread_block_size: int = 0,
             ) -> None:  # fmt: skip
                 self.__dict__ |= {"itopk_size": itopk_size, "algo": algo, "persistent": persistent}
+                self.__dict__ |= {"thread_block_size": thread_block_size}
 
         self.Resources, self.SearchParams = Resources, SearchParams
 
@@ -59,6 +61,8 @@ class FakeCuvs:
         resources: Any = None, filter: Any = None,
     ) -> None:  # fmt: skip
         assert on_device(queries, neighbors, distances)
+        if neighbors.dtype != self.ids_dtype:
+            raise TypeError(f"dtype {neighbors.dtype} not supported")
         if params.persistent and not self.persistent:
             raise RuntimeError("not supported here")
         neighbors[:] = nearest(np.asarray(index, np.float32), np.asarray(queries, np.float32), k)
@@ -101,14 +105,32 @@ def test_searches_reuse_resources_and_result_arrays_and_are_complete_when_they_r
     assert len({(one["resources"], one["into"]) for one in cuvs.calls}) == 1
 
 
-def test_a_single_query_is_timed_in_both_ways_and_the_better_counts(cuvs: FakeCuvs, setup: Any) -> None:
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+def test_ids_have_the_type_that_this_version_of_cuvs_accepts(cuvs: FakeCuvs, setup: Any, dtype: Any) -> None:
+    cuvs.ids_dtype = dtype
+    peer = Peer(setup)
+    queries = peer.put(setup.data.queries)
+    for _ in range(2):
+        assert setup.data.recall(peer.ids(peer.search(queries, 10, 64))) > 0.99
+
+
+def test_an_error_that_no_other_type_of_ids_avoids_is_raised(cuvs: FakeCuvs, setup: Any) -> None:
+    cuvs.ids_dtype = np.float64
+    peer = Peer(setup)
+    with pytest.raises(TypeError, match="int64 not supported"):
+        peer.search(peer.put(setup.data.queries), 10, 64)
+
+
+def test_a_single_query_is_timed_in_every_way_and_the_best_counts(cuvs: FakeCuvs, setup: Any) -> None:
     outcome = Outcome()
     found = peers.one_query(Peer(setup), setup.data.queries, 48, outcome)
-    assert set(found) == ({"a call", "its persistent kernel"} if cuvs.persistent else {"a call"})
+    kernels = [f"its persistent kernel, blocks of {block}" for block in (64, 128)]
+    assert list(found) == ["a call", *(kernels if cuvs.persistent else [])]
     assert cuvs.calls[0] == {**cuvs.calls[0], "itopk_size": 48, "algo": "auto", "persistent": False}
-    told = dict(outcome.lines)["one query alone, p50, cuVS, its persistent kernel"]
+    told = dict(outcome.lines)[f"one query alone, p50, cuVS, {kernels[1]}"]
     if cuvs.persistent:
-        assert cuvs.calls[-1] == {**cuvs.calls[-1], "algo": "single_cta", "persistent": True}
+        last = {"algo": "single_cta", "persistent": True, "thread_block_size": 128}
+        assert cuvs.calls[-1] == {**cuvs.calls[-1], **last}
         assert told.endswith("µs")
     else:
         assert told == "not possible: not supported here"

@@ -1,20 +1,22 @@
 """Comparison with cuVS CAGRA in the same run, over the same graph and vectors, at equal recall.
 
-Three measurements: throughput of one full batch; latency of single queries that arrive at 60% of that rate (cuVS gets
+Four measurements: throughput of one full batch; latency of single queries that arrive at 60% of that rate (cuVS gets
 the arrivals of 1 ms windows as batches); latency of a single query, by a call of cuVS or by its persistent kernel,
-whichever is faster. cuVS runs under its best conditions: queries and results stay on the device, memory and resources
-are reused. Our queries and results are in host memory.
+whichever is faster; and single queries by eight threads through cuVS's C library. cuVS runs under its best conditions:
+queries and results stay on the device, memory and resources are reused. Our queries and results are in host memory.
 """
 
 import contextlib
 import importlib
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.data import nearest
+from benchmarks.gpu_check.cuvs_threads import Rate, ThreadedCuvs
 from benchmarks.gpu_check.load_driver import LoadResult, poisson, run_load
 from benchmarks.gpu_check.report import Outcome, micros, rate
 from benchmarks.gpu_check.sections.load import figures, recall_of, repeated, summary
@@ -26,6 +28,9 @@ _TOP_MS = (16, 32, 48, 64, 96, 128, 192, 256)
 _WINDOW_S = 1e-3
 _ALLOWED = 0.002  # recall by which cuVS may be lower
 _PERSISTENT_S = 0.5  # idle lifetime of its persistent kernel
+_THREADS, _THREADS_S = 8, 1.0
+_IDS_DTYPES = (np.uint32, np.int64)
+_METHODS = {"a call": 0, "its persistent kernel, blocks of 64": 64, "its persistent kernel, blocks of 128": 128}
 
 
 class Peer:
@@ -53,30 +58,52 @@ class Peer:
         self._index = self._cagra.from_graph(*self._held, metric=metric, resources=self._resources)
         self._resources.sync()
         self._results: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self._params: dict[tuple[int, bool], Any] = {}
+        self._params: dict[tuple[int, int], Any] = {}
+        self._ids_dtype: Any = _IDS_DTYPES[0]
+        self._metric = setup.data.metric
+        self._threaded: ThreadedCuvs | None = None
 
     def put(self, queries: np.ndarray) -> Any:
         """Copy queries to the device."""
         return self._cupy.asarray(queries.astype(self._dtype, copy=False))
 
-    def search(self, queries: Any, k: int, top_m: int, persistent: bool = False) -> Any:
-        """Return ids [q, k] on the device; the next search of the same size overwrites them."""
+    def search(self, queries: Any, k: int, top_m: int, block: int = 0) -> Any:
+        """Return ids [q, k] on the device; the next search of the same size overwrites them.
+
+        block: threads of a block of the persistent kernel; 0: a call.
+        """
         count = len(queries)
-        if (count, k) not in self._results:
-            shape = (count, k)
-            self._results[shape] = self._cupy.empty(shape, np.int64), self._cupy.empty(shape, np.float32)
-        nodes, distances = self._results[count, k]
-        if (top_m, persistent) not in self._params:
-            options = (
-                {"algo": "single_cta", "persistent": True, "persistent_lifetime": _PERSISTENT_S} if persistent else {}
-            )
-            self._params[top_m, persistent] = self._cagra.SearchParams(itopk_size=top_m, **options)
-        params = self._params[top_m, persistent]
-        self._cagra.search(
-            params, self._index, queries, k, neighbors=nodes, distances=distances, resources=self._resources
-        )
+        if (top_m, block) not in self._params:
+            options: dict[str, Any] = {}
+            if block:
+                options = {"algo": "single_cta", "persistent": True, "persistent_lifetime": _PERSISTENT_S}
+                options["thread_block_size"] = block
+            self._params[top_m, block] = self._cagra.SearchParams(itopk_size=top_m, **options)
+        while True:
+            if (count, k) not in self._results:
+                shape = (count, k)
+                self._results[shape] = self._cupy.empty(shape, self._ids_dtype), self._cupy.empty(shape, np.float32)
+            nodes, distances = self._results[count, k]
+            try:
+                self._cagra.search(
+                    self._params[top_m, block], self._index, queries, k, neighbors=nodes, distances=distances,
+                    resources=self._resources,
+                )  # fmt: skip
+                break
+            except (TypeError, ValueError) as error:  # 26.6 accepts uint32 only, other versions int64
+                if "dtype" not in str(error) or self._ids_dtype is _IDS_DTYPES[-1]:
+                    raise
+                self._ids_dtype = _IDS_DTYPES[-1]
+                self._results.clear()
         self._resources.sync()
         return nodes
+
+    def threads(self, queries: Any, top_m: int, block: int) -> tuple[Rate, np.ndarray]:
+        """Search single queries in 8 threads through the C library, by calls or with the persistent kernel."""
+        if self._threaded is None:
+            self._threaded = ThreadedCuvs(self._cupy, *self._held, self._metric)
+        params = self._threaded.params(top_m, block, _PERSISTENT_S if block else 0.0)
+        return self._threaded.single_queries(queries, 10, params, threads=_THREADS, seconds=_THREADS_S)
 
     def ids(self, found: Any) -> np.ndarray:
         """Copy ids to the host."""
@@ -96,11 +123,18 @@ class StandIn:
         """See `Peer.put`."""
         return queries
 
-    def search(self, queries: np.ndarray, k: int, top_m: int, persistent: bool = False) -> np.ndarray:
+    def search(self, queries: np.ndarray, k: int, top_m: int, block: int = 0) -> np.ndarray:
         """See `Peer.search`."""
-        if persistent:
+        if block:
             raise Skipped("no persistent kernel")
         return nearest(self._base, queries, k)
+
+    def threads(self, queries: np.ndarray, top_m: int, block: int) -> tuple[Rate, np.ndarray]:
+        """See `Peer.threads`: calls only, one thread."""
+        begin = time.perf_counter()
+        found = np.concatenate([self.search(queries[i : i + 1], 10, top_m, block) for i in range(len(queries))])
+        seconds = time.perf_counter() - begin
+        return Rate(len(queries) / seconds, seconds / len(queries)), found
 
     def ids(self, found: np.ndarray) -> np.ndarray:
         """See `Peer.ids`."""
@@ -146,27 +180,48 @@ def check(setup: Setup, outcome: Outcome) -> None:
         outcome.add(f"… {peer.name}, windows of 1 ms", summary(late))
     # Last: the persistent kernel occupies the device during its lifetime.
     theirs["alone_s"] = min(one_query(peer, queries[:singles], top_m, outcome).values())
+    theirs["threads"] = by_threads(setup, peer, top_m, outcome)
 
 
 def one_query(peer: Any, queries: np.ndarray, top_m: int, outcome: Outcome) -> dict[str, float]:
     """Return the median seconds of one query, by each available method."""
     on_device, found = peer.put(queries), {}
-    for name, persistent in (("a call", False), ("its persistent kernel", True)):
+    for name, block in _METHODS.items():
         what = f"one query alone, p50, {peer.name}, {name}"
-        try:
-            peer.search(on_device[:1], 10, top_m, persistent)
+        with _reported(what, outcome):
+            peer.search(on_device[:1], 10, top_m, block)
             times = [
-                _timed(lambda i=i, how=persistent: peer.search(on_device[i : i + 1], 10, top_m, how))
+                _timed(lambda i=i, block=block: peer.search(on_device[i : i + 1], 10, top_m, block))
                 for i in range(len(on_device))
             ]
-        except Skipped as reason:
-            outcome.add(what, f"skipped: {reason}")
-        except (RuntimeError, TypeError, ValueError) as error:  # cuVS has no exception base class
-            outcome.add(what, f"not possible: {error}")
-        else:
             found[name] = float(np.median(times))
             outcome.add(what, micros(found[name]))
     return found
+
+
+def by_threads(setup: Setup, peer: Any, top_m: int, outcome: Outcome) -> dict[str, Any]:
+    """Return the rate, median seconds and recall of single queries in 8 threads, by each available method."""
+    queries, found = setup.data.queries, {}
+    on_device = peer.put(queries)
+    for name, block in _METHODS.items():
+        what = f"single queries by {_THREADS} threads, {peer.name}'s C library, {name}"
+        with _reported(what, outcome):
+            measured, ids = peer.threads(on_device, top_m, block)
+            recall = setup.data.recall(ids)
+            found[name] = {**measured._asdict(), "recall": recall}
+            outcome.add(what, f"{rate(measured.per_s)}, p50 {micros(measured.p50_s)}, recall@10 {recall:.4f}")
+    return found
+
+
+@contextlib.contextmanager
+def _reported(what: str, outcome: Outcome) -> Iterator[None]:
+    """Report a method that is not available as a line."""
+    try:
+        yield
+    except Skipped as reason:
+        outcome.add(what, f"skipped: {reason}")
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # cuVS has no exception base class
+        outcome.add(what, f"not possible: {error}")
 
 
 def windowed(peer: Any, queries: np.ndarray, top_m: int, arrivals: np.ndarray, limit_s: float) -> LoadResult:
