@@ -165,7 +165,7 @@ def test_it_runs_with_only_numpy_and_numba_and_reports_what_each_section_lacks(t
     assert "| flood, 48 dims | | skipped: msgspec is not installed |" in page
     assert "| exchange | | skipped: ipc needs msgspec |" in page
     assert "| model | | skipped: the model needs torch: the extra [llm] |" in page
-    assert "| handover | | skipped: msgspec is not installed |" in page
+    assert "| handover | | skipped: zmq is not installed |" in page
     assert "| data, 48 dims | graph by torch | skipped: torch " in page
     assert "| data, 48 dims | graph by the CPU |" in page
     assert "| steps, 48 dims | extend of 16 slots |" in page

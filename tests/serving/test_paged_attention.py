@@ -128,8 +128,10 @@ def test_gathered_attention_is_the_fallback_if_compilation_fails_or_is_wrong(
 
 
 def test_a_model_for_prompts_compiles_no_decode_attention(tiny_directory: Path) -> None:
-    sizes = {"blocks": BLOCKS, "block_tokens": BLOCK, "context_tokens": BLOCK * BLOCKS}
-    model = LanguageModel.load(tiny_directory, **sizes, kernels="paged", prompts_only=True)
+    model = LanguageModel.load(
+        tiny_directory, blocks=BLOCKS, block_tokens=BLOCK, context_tokens=BLOCK * BLOCKS, kernels="paged",
+        prompts_only=True,
+    )  # fmt: skip
     assert model.kernels == "gathered"
 
 
