@@ -1,4 +1,4 @@
-"""LangChain's own standard tests of vector stores and retrievers.
+"""LangChain's own standard tests of vector stores and retrievers, on a node.
 
 They need langchain-tests, which brings pytest plugins of its own: install it into another environment than that of the
 other tests, and run `pytest -o asyncio_mode=auto -o asyncio_default_fixture_loop_scope=function` with this file.
@@ -7,6 +7,7 @@ other tests, and run `pytest -o asyncio_mode=auto -o asyncio_default_fixture_loo
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("langchain_tests", reason="langchain-tests is not installed")
@@ -14,8 +15,29 @@ pytest.importorskip("langchain_tests", reason="langchain-tests is not installed"
 from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
+from benchmarks.collections.node import DIM, DOCUMENTS, Live
 from runtime.integrations.langchain import TrinityRetriever, TrinityVectorStore
-from tests.integrations.conftest import KEY
+from runtime.retrieval.attributes.schema import AttributeType
+from runtime.retrieval.live.collection import create
+
+ALL = {"type": "ne", "key": "unused", "value": ""}
+"""A filter that all documents pass."""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a node with the live collection `notes`."""
+    home = tmp_path_factory.mktemp("langchain")
+    create(home / "notes", DIM, embedder=f"hashing-{DIM}", schema={"unused": AttributeType.STRING})
+    with Live(home) as live:
+        yield live.url
+
+
+@pytest.fixture
+def url(node: str) -> Iterator[str]:
+    """The URL of the node, whose collection is empty."""
+    yield node
+    httpx.request("DELETE", node + DOCUMENTS, json={"filter": ALL}, trust_env=False).raise_for_status()
 
 
 class TestVectorStore(VectorStoreIntegrationTests):  # type: ignore[misc]
@@ -27,7 +49,7 @@ class TestVectorStore(VectorStoreIntegrationTests):  # type: ignore[misc]
 
     @pytest.fixture
     def vectorstore(self, url: str) -> Iterator[VectorStore]:
-        store = TrinityVectorStore(url, "notes", KEY)
+        store = TrinityVectorStore(url, "notes")
         yield store
         store.close()
 
@@ -36,7 +58,7 @@ class TestRetriever(RetrieversIntegrationTests):  # type: ignore[misc]
     @pytest.fixture(autouse=True)
     def place(self, url: str) -> Iterator[None]:
         self.url = url
-        store = TrinityVectorStore(url, "notes", KEY)
+        store = TrinityVectorStore(url, "notes")
         store.add_texts(["cats purr", "dogs bark", "birds sing", "fish swim"])
         yield
         store.close()
@@ -47,7 +69,7 @@ class TestRetriever(RetrieversIntegrationTests):  # type: ignore[misc]
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
-        return {"url": self.url, "collection": "notes", "api_key": KEY}
+        return {"url": self.url, "collection": "notes"}
 
     @property
     def retriever_query_example(self) -> str:
