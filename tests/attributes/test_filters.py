@@ -108,7 +108,8 @@ def test_an_owner_holds_the_same_documents_stored_as_it_may_write(
     documents: list[dict[str, Any]], key: str, value: str
 ) -> None:
     owner, stored = AttributeBinding(key, value), Columns.from_documents(documents, SCHEMA)
-    assert stored.held_by(owner).tolist() == [owner.holds(document) for document in documents]
+    for columns in (stored, Columns.decode(stored.encode(), SCHEMA)):
+        assert columns.held_by(owner).tolist() == [owner.holds(document) for document in documents]
     shared = [document for document in documents if len(set(document.get("tags", ()))) > 1]
     assert not any(AttributeBinding("tags", value).holds(document) for document in shared)
 

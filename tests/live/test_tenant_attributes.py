@@ -124,7 +124,7 @@ def test_a_name_changes_its_type_in_every_reader(tmp_path: Path, shards: int) ->
             rows: list[int] = []
             for reader in readers:
                 reader.poll()
-                rows += reader.state.rows_passing(matching)
+                rows += reader.state.rows_passing(matching).tolist()
             assert sorted(rows) == [12, 13]
             with pytest.raises(InvalidFilter, match="'kind' is a string; it cannot be compared with 3"):
                 readers[0].state.rows_passing(Comparison("kind", "eq", (3,)))

@@ -88,8 +88,9 @@ class Column:
     def only(self, value: str, size: int) -> Bits:
         """Return, for each of `size` rows, whether it has this string and no other value."""
         out = np.zeros(size, bool)
-        if self.kind in (AttributeType.STRING, AttributeType.STRINGS):
-            rows, own = self._rows[: self._count], self._values[: self._count] == self._codes.get(value, -1)
+        if self.kind in _STRINGS:
+            rows, values = self._upto(size)
+            own = values == self._code_of(value)
             out[rows[own]] = True
             out[rows[~own]] = False
         return out
@@ -158,6 +159,13 @@ class Column:
             if here.any():
                 return int(rows[here.argmax()])
         return -1
+
+    def _code_of(self, string: str) -> int:
+        """Return the code of a string, -1 for none. A stored dictionary is in order, without `_codes`."""
+        if string in self._codes:
+            return self._codes[string]
+        place = bisect_left(self._ascending, string)
+        return int(self._ascending_codes[place]) if self._ascending[place : place + 1] == [string] else -1
 
     def _code(self, string: str) -> int:
         code = self._codes.setdefault(string, len(self._strings))
