@@ -1,6 +1,8 @@
 """Keyword search of a live collection under writes, deletes, sealing and merging."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from runtime.errors import Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
-from runtime.retrieval.live.reader import LiveDocumentStore
+from runtime.retrieval.live.keyword_search import LiveKeywordSearch
+from runtime.retrieval.live.reader import LiveDocumentStore, LiveReader
+from runtime.retrieval.live.replaced_rows import ReplacedRows
 from runtime.retrieval.live.validation import UpsertDocument
 from runtime.retrieval.live.writer import LiveWriter
 from runtime.testing.waiting import until
@@ -88,6 +92,56 @@ def test_a_large_collection_is_indexed_in_the_background_and_then_followed(harne
     assert harness.find("c") == ["c"]
     harness.upsert(*(f"d{n}" for n in range(1000)))
     until(lambda: harness.find("d999") == ["d999"])
+
+
+MANY = [f"a{n}" for n in range(600)]
+"""Documents that are added to the index in the background."""
+
+
+Find = Callable[..., list[str]]
+
+
+@contextmanager
+def searching(harness: KeywordHarness, clock: Callable[[], float]) -> Iterator[Find]:
+    """Yield a search for the ids of documents with words of a text, by an index with this clock."""
+    with LiveReader(harness.documents.path, replaced=ReplacedRows()) as reader:
+        search = LiveKeywordSearch(reader.state, clock)
+
+        def find(text: str, wanted: dict[str, Any] | None = None) -> list[str]:
+            reader.poll()
+            passing = None if wanted is None else parse_filter(wanted)
+            rows, _ = search.search_keywords(text, vector_of(0), 1000, passing, LATER_NS)
+            return sorted(one.id for one in harness.documents.get(rows.tolist()) if one is not None)
+
+        yield find
+        search.close()
+
+
+def test_a_search_waits_for_documents_that_are_added_in_the_background(harness: KeywordHarness) -> None:
+    with searching(harness, lambda: 0.0) as find:
+        harness.upsert("first")
+        assert find("entry") == ["first"]
+        for words in ("one", "two"):
+            harness.upsert(*MANY, words=words)
+            assert find(words) == sorted(MANY)
+
+
+def test_replaced_documents_are_found_until_their_new_versions_are_in_the_index(harness: KeywordHarness) -> None:
+    now = itertools.count()
+    with searching(harness, lambda: float(next(now))) as find:  # a search never waits
+        harness.upsert("first")
+        assert find("entry") == ["first"]
+        harness.upsert(*MANY, tenant="acme")
+        harness.writer.flush()
+        until(lambda: find("entry") == sorted([*MANY, "first"]))
+        for number in range(2):
+            harness.upsert(*MANY, words=f"entry entry{number}", tenant="acme")
+            if number == 1:
+                harness.writer.delete(["a7"])  # of which the index has an older version
+            expected = sorted(name for name in MANY if number != 1 or name != "a7")
+            assert find("entry", {"type": "eq", "key": "tenant", "value": "acme"}) == expected
+            assert find("entry") == sorted([*expected, "first"])
+            until(lambda number=number, expected=expected: find(f"entry{number}") == expected)  # type: ignore[misc]
 
 
 def test_keyword_search_applies_filters(harness: KeywordHarness) -> None:

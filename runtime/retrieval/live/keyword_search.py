@@ -3,11 +3,15 @@
 The index is built at the first search, in a temporary file, on a background thread if there are many documents. A row
 denotes one text permanently, so neither sealing nor merging changes the index. Deleted rows are not visible to
 searches, and the index is rebuilt when most of its rows are deleted, to release their space.
+
+A search waits briefly for rows that are added in the background. While the newer version of a document is not in the
+index, the older one is found.
 """
 
 import heapq
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
@@ -21,12 +25,14 @@ from runtime.retrieval.attributes.evaluation import BoundedWork, check_deadline
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.background_task import BackgroundTask
 from runtime.retrieval.collections.keyword_index import KeywordIndex, Rows, distances
+from runtime.retrieval.live.growing_segment import GrowingSegment
 from runtime.retrieval.live.state import State
 from runtime.retrieval.live.storage.segment import Segment, locate_rows
 from runtime.retrieval.neighbors import Neighbors
 
 _BATCH_ROWS = 256  # added while a query waits, about 20 ms; more rows are added in the background, in such batches
 _MAX_DELETED = 8192  # deleted rows that never cause a rebuild
+_WAIT_S = 0.25  # how long a search waits for the rows that are added in the background
 
 
 class _Filled(NamedTuple):
@@ -50,11 +56,12 @@ class _Places(NamedTuple):
 class LiveKeywordSearch:
     """Keyword search over a `State` that its owner advances. Thread-safe."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, state: State, clock: Callable[[], float] = time.monotonic) -> None:
+        self._state, self._clock = state, clock
         self._lock = threading.Lock()
         self._filled: _Filled | None = None
-        self._filling: BackgroundTask[_Filled] | None = None
+        self._filling: BackgroundTask[_Filled] | None = None  # adds rows to the index
+        self._rebuilding: BackgroundTask[_Filled] | None = None  # makes another index
         self._places: dict[Segment, _Places] = {}  # of segments all of whose rows are below `next_row`
 
     def search_keywords(
@@ -62,11 +69,12 @@ class LiveKeywordSearch:
     ) -> Neighbors:
         """Search as `KeywordSearch.search_keywords`. Raises `Unavailable` until the index is built."""
         state = self._state
-        snapshot, work = state.snapshot(), BoundedWork(partial(check_deadline, deadline_ns))
-        passing, recent = snapshot.passing(filter, work)
-        growing, segments = snapshot.growing, snapshot.segments
+        work = BoundedWork(partial(check_deadline, deadline_ns))
         with self._lock:
             filled = self._updated()
+            snapshot = state.snapshot()
+            passing, recent = snapshot.passing(filter, work)
+            growing, segments = snapshot.growing, snapshot.segments
             visible = np.zeros(len(filled.rows), bool)
             begin, end = np.searchsorted(filled.rows, [growing.first, growing.first + len(recent)])
             visible[begin:end] = recent[filled.rows[begin:end] - growing.first]
@@ -74,6 +82,8 @@ class LiveKeywordSearch:
             for segment, bits in zip(segments, passing, strict=True):
                 places = self._places_of(segment, filled)
                 visible[places.numbers] = bits[places.here]
+            if filled.next_row < growing.next_row:
+                self._keep_replaced(visible, filled, growing, segments, filter)
         rows = filled.rows[filled.words.search(text, depth, visible, deadline_ns)]
         vectors = np.empty((len(rows), len(vector)), np.float32)
         for segment in segments:
@@ -82,6 +92,24 @@ class LiveKeywordSearch:
         grown = rows >= growing.first
         vectors[grown] = growing.vectors(rows[grown] - growing.first)
         return rows, distances(vectors, vector, state.description.metric)
+
+    def _keep_replaced(
+        self,
+        visible: Bits,
+        filled: _Filled,
+        growing: GrowingSegment,
+        segments: Sequence[Segment],
+        filter: Filter | None,
+    ) -> None:
+        """Keep the rows visible whose newer versions are not in the index yet."""
+        rows = self._state.replaced_by(filled.next_row)
+        here, numbers = locate_rows(filled.rows, rows)
+        rows = rows[here]
+        for segment in segments:
+            inside, at = locate_rows(segment.rows, rows)
+            visible[numbers[inside]] = True if filter is None else segment.passing(filter)[at]
+        inside = rows >= growing.first
+        visible[numbers[inside]] = True if filter is None else growing.passing(filter)[rows[inside] - growing.first]
 
     def _places_of(self, segment: Segment, filled: _Filled) -> _Places:
         places = self._places.get(segment)
@@ -92,27 +120,48 @@ class LiveKeywordSearch:
         return places
 
     def _updated(self) -> _Filled:
-        """Return the index with the current rows; many new rows are added in the background. Raises `Unavailable`."""
-        if self._filling is not None and self._filling.done:
-            done, self._filling = self._filling, None
-            if done.result is None:
-                self._reset()
-                raise Unavailable(f"the keyword index of the live collection failed: {done.error_message}")
-            self._install(done.result)
-        if self._filling is None:
-            self._add_new_rows()
-        if self._filled is None:
-            raise Unavailable("the keyword index of the live collection is being built; try again soon")
-        return self._filled
+        """Return the index with the rows as of now; without some of them if adding them takes longer than `_WAIT_S`.
+
+        Raises `Unavailable`.
+        """
+        wanted, until = self._state.growing.next_row, self._clock() + _WAIT_S
+        while True:
+            if self._rebuilding is not None and self._rebuilding.done:
+                done, self._rebuilding = self._rebuilding, None
+                self._install(self._result(done))
+            if self._filling is not None and self._filling.done:
+                done, self._filling = self._filling, None
+                added = self._result(done)
+                if self._filled is None or added.words is self._filled.words:  # else it was rebuilt meanwhile
+                    self._install(added)
+            if self._filling is None:
+                self._add_new_rows()
+            filled, left_s = self._filled, until - self._clock()
+            if filled is None:
+                raise Unavailable("the keyword index of the live collection is being built; try again soon")
+            if self._filling is None or filled.next_row >= wanted or left_s <= 0:
+                return filled
+            self._filling.join(left_s)
+
+    def _result(self, done: BackgroundTask[_Filled]) -> _Filled:
+        if done.result is None:
+            self._reset()
+            raise Unavailable(f"the keyword index of the live collection failed: {done.error_message}")
+        return done.result
 
     def _add_new_rows(self) -> None:
-        """Add the new rows, in the background if there are many."""
+        """Add the new rows, in the background if there are many. Rebuild the index if most of its rows are deleted."""
         with self._state.lock:
             alive, next_row = self._state.count, self._state.growing.next_row
-        filled = self._filled
-        if filled is None or len(filled.rows) > 2 * alive + _MAX_DELETED:
-            filled = _Filled(KeywordIndex.temporary(), np.empty(0, np.int64), 0)
-        if min(next_row - filled.next_row, alive) <= _BATCH_ROWS:
+        filled, few = self._filled, alive <= _BATCH_ROWS
+        if filled is not None and self._rebuilding is None and len(filled.rows) > 2 * alive + _MAX_DELETED:
+            if few:
+                filled = None
+            else:
+                self._rebuilding = BackgroundTask("keywords", self._rebuilt)
+        if filled is None:
+            filled = _no_rows()
+        if few or next_row - filled.next_row <= _BATCH_ROWS:
             try:
                 self._install(self._fill(filled))
             except CollectionError as error:
@@ -120,6 +169,10 @@ class LiveKeywordSearch:
                 raise Unavailable(f"the keyword index of the live collection failed: {error.message}") from error
         else:
             self._filling = BackgroundTask("keywords", lambda task: self._fill(filled, task.check_cancelled))
+
+    def _rebuilt(self, task: BackgroundTask[_Filled]) -> _Filled:
+        """Return another index, with nearly all rows: the second turn adds those written during the first."""
+        return self._fill(self._fill(_no_rows(), task.check_cancelled), task.check_cancelled)
 
     def _install(self, filled: _Filled) -> None:
         if self._filled is None or filled.words is not self._filled.words:
@@ -148,13 +201,18 @@ class LiveKeywordSearch:
     def close(self) -> None:
         """Cancel a running build and close the index. Idempotent."""
         with self._lock:
-            if self._filling is not None:
-                self._filling.cancel()
-                self._filling.join()
-                self._filling = None
+            for task in (self._filling, self._rebuilding):
+                if task is not None:
+                    task.cancel()
+                    task.join()
+            self._filling = self._rebuilding = None
             if self._filled is not None:
                 self._filled.words.close()
             self._reset()
+
+
+def _no_rows() -> _Filled:
+    return _Filled(KeywordIndex.temporary(), np.empty(0, np.int64), 0)
 
 
 def _texts(segment: Segment, first: int) -> Iterator[tuple[int, str, str]]:

@@ -40,6 +40,11 @@ class ReplacedRows:
         self._forget()
         self._retired.append((self._clock(), lookup))
 
+    @property
+    def rows(self) -> list[int]:
+        """The rows that were replaced."""
+        return list(self._successors)
+
     def newest(self, row: int) -> int:
         """Return the row of the newest version of a row's document; the row itself if it was not replaced."""
         found = row

@@ -295,6 +295,15 @@ class State:
         with self.lock:
             return self._replaced.document(row)
 
+    def replaced_by(self, first: int) -> Rows:
+        """Return the rows that rows from `first` on replaced, as far as `replaced` knows, unless these are deleted."""
+        with self.lock:
+            rows = np.array([] if self._replaced is None else self._replaced.rows, np.int64)
+            newest = np.array(self.newest(rows.tolist()), np.int64)
+            rows, newest = rows[newest >= first], newest[newest >= first]
+            kept: Rows = rows[~np.array(self.deleted(newest.tolist()), bool)]
+            return kept
+
     def newest(self, rows: Sequence[int]) -> list[int]:
         """Return the row of the newest version of each row's document, as far as `replaced` knows it."""
         with self.lock:
