@@ -6,6 +6,7 @@
                                                     (--kills 40, and four times --kills 40 --seed N --add, in pieces)
     python -m benchmarks.collections --beside       a node's searches alone, during 200 upserts/s, during a merge
     python -m benchmarks.collections --replacements a document is replaced while it is searched: none may miss it
+                                                    (--replacements "two shards" "two replicas": only these nodes)
     python -m benchmarks.collections --filter-storm --home DIR
                                                     others' requests during a storm of the worst filters; DIR keeps the
                                                     collection of 300,000 documents for the next run
@@ -35,7 +36,7 @@ from benchmarks.collections.kills import kill  # noqa: E402
 from benchmarks.collections.kills import report as report_of_kills  # noqa: E402
 from benchmarks.collections.node import beside, report_beside  # noqa: E402
 from benchmarks.collections.peers import EXACT, peers, replaced_in_place, versions  # noqa: E402
-from benchmarks.collections.replacements import is_perfect, replacements  # noqa: E402
+from benchmarks.collections.replacements import NODES, is_perfect, replacements  # noqa: E402
 from benchmarks.collections.replacements import report as report_of_replacements  # noqa: E402
 from benchmarks.collections.storm import filter_storm, report_storm  # noqa: E402
 from benchmarks.collections.switch import report_of as report_of_switch  # noqa: E402
@@ -239,7 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=0, help="only kill a node's processes this many times")
     parser.add_argument("--add", action="store_true", help="add to the kills in --out; use another seed")
     parser.add_argument("--beside", action="store_true", help="only measure a node's searches during writes")
-    parser.add_argument("--replacements", action="store_true", help="only search for a document that is replaced")
+    parser.add_argument(
+        "--replacements", nargs="*", choices=tuple(NODES), metavar="NODE",
+        help="only search for a document that is replaced, on these nodes; keep the others of --out",
+    )  # fmt: skip
     parser.add_argument("--filter-storm", action="store_true", help="only measure during storms of filters")
     parser.add_argument("--home", type=Path, help="keep the storms' collection here")
     parser.add_argument(
@@ -251,13 +255,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/collections"))
     options = parser.parse_args(arguments)
-    if options.replacements:
-        load_average = machine_load()
-        with tempfile.TemporaryDirectory() as home:
-            nodes = replacements(Path(home), partial(print, flush=True))
+    if options.replacements is not None:
         out = options.out.with_name(f"{options.out.name}-replacements")
-        kept = {"machine": machine(), "load": load_average, "nodes": nodes}
-        write(kept, report_of_replacements(nodes, load_average), out)
+        nodes = json.loads(out.with_suffix(".json").read_text())["nodes"] if options.replacements else {}
+        with tempfile.TemporaryDirectory() as home:
+            nodes |= replacements(Path(home), options.replacements or NODES, partial(print, flush=True))
+        write({"machine": machine(), "nodes": nodes}, report_of_replacements(nodes), out)
         sys.exit(0 if is_perfect(nodes) else 1)
     if options.filter_storm:
         if options.home is None:

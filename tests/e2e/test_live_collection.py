@@ -1,14 +1,14 @@
 """A live collection in a node: written to, searched, sealed and merged while its processes are killed."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 
 from benchmarks.collections.kills import KILLS, kill
-from benchmarks.collections.node import DIM, DOCUMENTS, Live
+from benchmarks.collections.node import DIM, DOCUMENTS, FLUSH, Live
 from runtime import SearchClient
-from runtime.testing.waiting import until
 
 
 def test_no_acknowledged_write_is_lost_and_no_deleted_document_returns_over_kills(tmp_path: Path) -> None:
@@ -23,11 +23,31 @@ def test_a_search_client_writes_finds_and_deletes_documents(tmp_path: Path) -> N
     with Live(tmp_path), SearchClient.connect(tmp_path / "run") as client:
         documents = [{"id": str(n), "text": "t", "vector": vectors[n], "attributes": {"n": n}} for n in range(8)]
         assert client.upsert(documents) == 8
-        until(lambda: client.search(vectors[3], 1).ids.tolist() == [3])
+        assert client.search(vectors[3], 1).ids.tolist() == [3]
         assert client.delete(["3"]) == 1
         assert 3 not in client.search(vectors[3], 8).ids
         assert client.delete(filter={"type": "lt", "key": "n", "value": 3}) == 3
         assert sorted(client.search(vectors[3], 8).ids) == [4, 5, 6, 7]
+
+
+def test_a_search_after_the_response_to_a_write_finds_the_new_version(tmp_path: Path) -> None:
+    searches: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/retrieval", {"query": "lunch", "k": 1}),
+        ("/v1/retrieval", {"query": "lunch", "k": 1, "filter": {"type": "gte", "key": "version", "value": 0}}),
+        ("/v1/retrieval", {"query": "lunch", "k": 1, "hybrid": True}),
+        ("/v1/vector_stores/notes/search", {"query": "lunch", "max_num_results": 1}),
+    ]
+    with Live(tmp_path) as live, httpx.Client(base_url=live.url, timeout=60, trust_env=False) as http:
+        for version in range(24):
+            document = {"id": "menu", "text": "lunch", "attributes": {"version": version}}
+            stored = http.put(DOCUMENTS, json={"documents": [document]}).json()
+            assert stored == {"object": "documents.stored", "collection": "notes", "count": 1, "visible": True}
+            path, body = searches[version % len(searches)]
+            found = http.post(path, json=body).json()
+            (passage,) = found["data"] if "data" in found else found["passages"]
+            assert passage["attributes"] == {"version": version}
+            if version % 10 == 5:
+                http.post(FLUSH).raise_for_status()
 
 
 def test_a_new_attribute_can_be_filtered_by_at_once(tmp_path: Path) -> None:
