@@ -67,6 +67,12 @@ __device__ inline int add_chunk(int sum, uint4 row, const uint4* query) {
                      __dp2a_lo(static_cast<int>(upper.z), static_cast<int>(row.w), sum));
 }
 
+// The lanes of this thread's team.
+template <uint32 TEAM>
+__device__ inline uint32 team_mask() {
+    return (WHOLE_WARP >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM);
+}
+
 // Reduce over a team; every member gets the sum. `together`: the mask of converged lanes, whole teams.
 template <uint32 TEAM, class Sum>
 __device__ inline Sum team_total(Sum sum, uint32 together) {
@@ -100,7 +106,7 @@ __device__ inline typename SumOf<KIND>::type team_sum(const uint4* row, const ui
     for (uint32 half = LANES / 2; half > 0; half /= 2)
 #pragma unroll
         for (uint32 i = 0; i < half; i++) sums[i] += sums[i + half];
-    return team_total<TEAM>(sums[0], (WHOLE_WARP >> (WARP - TEAM)) << (threadIdx.x % WARP / TEAM * TEAM));
+    return team_total<TEAM>(sums[0], team_mask<TEAM>());
 }
 
 // Distance to an int8 row from its sum and its trailing step and squared norm, for either metric.

@@ -28,6 +28,9 @@ __device__ inline void rescore(const Slot* slot, const Collection& collection, u
     const uint32 k = slot->k, count = min(slot->top_m, 2 * k + 16), first = min(count, max(k, RESCORED_AT_LEAST));
     const uint32 team = threadIdx.x / SLOT_TEAM, teams = blockDim.x / SLOT_TEAM;
     const bool leads = threadIdx.x % SLOT_TEAM == 0;
+    // Every member of a team reads a key before its leader replaces it: the exact distance depends on it, but racecheck
+    // counts barriers only.
+    const uint32 together = team_mask<SLOT_TEAM>();
     if (threadIdx.x == 0) {
         scratch->least = ~0u;
         scratch->most = scratch->worst = 0;
@@ -37,6 +40,7 @@ __device__ inline void rescore(const Slot* slot, const Collection& collection, u
         const uint64 key = keys[i];
         if (key == NO_KEY) break;
         const uint64 exact = exact_key(slot, collection, key);
+        __syncwarp(together);
         if (!leads) continue;
         const uint32 off = ordered_of(distance_of(exact) - distance_of(key));
         atomicMin(&scratch->least, off);
@@ -55,6 +59,7 @@ __device__ inline void rescore(const Slot* slot, const Collection& collection, u
         const uint64 key = keys[i];
         const bool wanted = key != NO_KEY && distance_of(key) + least - (most - least) < worst;
         const uint64 exact = wanted ? exact_key(slot, collection, key) : NO_KEY;
+        __syncwarp(together);
         if (leads) keys[i] = exact;
     }
     fill_keys(keys, count, power_of_two(count));

@@ -77,7 +77,7 @@ T value_of(Bits bits) {
 
 #define __syncthreads() static_cast<void>(emulated::block_barrier(0, __LINE__))
 #define __syncthreads_or(value) emulated::block_barrier(static_cast<int>(value), __LINE__)
-#define __syncwarp() static_cast<void>(emulated::warp_exchange(emulated::Exchange::barrier, ~0u, 0, 0))
+inline void __syncwarp(unsigned mask = ~0u) { emulated::warp_exchange(emulated::Exchange::barrier, mask, 0, 0); }
 
 inline unsigned __ballot_sync(unsigned mask, bool value) {
     return static_cast<unsigned>(emulated::warp_exchange(emulated::Exchange::ballot, mask, value, 0));

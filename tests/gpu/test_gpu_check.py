@@ -17,7 +17,7 @@ from benchmarks.gpu_check import wheels
 from benchmarks.gpu_check.bench import Section
 from benchmarks.gpu_check.load_driver import poisson, run_load
 from benchmarks.gpu_check.report import Outcome
-from benchmarks.gpu_check.sections import forms, kernels, peers, profile, small_run
+from benchmarks.gpu_check.sections import forms, kernels, peers, profile, sanitizer, small_run
 from benchmarks.gpu_check.sections.correctness import poison
 from benchmarks.gpu_check.synthetic import synthetic_set
 from benchmarks.gpu_check.targets import verdicts
@@ -317,6 +317,30 @@ def test_the_small_profiled_run_uses_the_requested_form(
     engine = small_run.engine_of("cuda:0", form, {"docs": index})
     assert {len(graph) for graph in driver.graphs.values()} == {kernels}
     engine.close()
+
+
+def test_the_sanitizer_runs_every_form_and_a_tool_that_cannot_run_the_persistent_kernel_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        tool, form = command[2], command[-1]
+        if (tool, form) == ("racecheck", "resident"):
+            raise subprocess.TimeoutExpired(command, 1)
+        code = 9 if (tool, form) == ("racecheck", "fused") else 0
+        return SimpleNamespace(returncode=code, stdout="========= ERROR SUMMARY: 0 errors\n", stderr="")
+
+    monkeypatch.setattr("benchmarks.gpu_check.sections.sanitizer.subprocess.run", run)
+    monkeypatch.setattr("benchmarks.gpu_check.sections.sanitizer.shutil.which", lambda name, path=None: name)
+    outcome = Outcome()
+    sanitizer.check(SimpleNamespace(device="cuda:0", on_gpu=True), outcome)  # type: ignore[arg-type]
+    lines = dict(outcome.lines)
+    assert list(lines) == [
+        f"{tool}, {form}" for form in ("plain", "fused", "resident") for tool in ("memcheck", "racecheck", "synccheck")
+    ]
+    assert lines["memcheck, resident"] == lines["racecheck, plain"] == "ERROR SUMMARY: 0 errors"
+    assert lines["racecheck, resident"].startswith("skipped: the tool does not end")
+    assert lines["racecheck, fused"].startswith("FAILED: ")
+    assert outcome.failed
 
 
 def test_the_profilers_table_is_parsed_by_kernel_and_counter() -> None:

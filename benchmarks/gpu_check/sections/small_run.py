@@ -1,8 +1,9 @@
 """A few queries over a small index, run under compute-sanitizer and ncu.
 
-python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused
+python -m benchmarks.gpu_check.sections.small_run DEVICE plain|fused|resident
 """
 
+import signal
 import sys
 
 from benchmarks.gpu_check.load_driver import run_load
@@ -17,7 +18,8 @@ def main(device: str, form: str) -> None:
     index = GraphIndex.build(data.base, metric="l2", dtype="int8", degree=8)
     engine = engine_of(device, form, {"docs": index})
     paused = engine.admit(data.queries[0], SearchParams(5, 32, 2), "docs")
-    engine.extend()
+    if form != "resident":  # with which it would finish
+        engine.extend()
     engine.pause(paused)
     found = run_load(engine, data.queries[1:], SearchParams(5, 32, 2))
     engine.resume(paused)
@@ -34,13 +36,13 @@ def engine_of(device: str, form: str, collections: dict[str, GraphIndex]) -> Eng
         return open_engine(device, collections, slots=8, max_top_m=64)
     from gpu.cuda.engine import CudaEngine
 
-    if form == "plain":
-        return CudaEngine.open(device, collections, slots=8, max_top_m=64, form="plain")
-    return CudaEngine.open(device, collections, slots=8, max_top_m=64, extends_per_launch=4, form="fused")
+    per_launch = {"plain": 1, "fused": 4, "resident": 1024}[form]
+    return CudaEngine.open(device, collections, slots=8, max_top_m=64, extends_per_launch=per_launch, form=form)
 
 
 if __name__ == "__main__":
+    signal.alarm(30)  # a tool that is stopped leaves it running
     device, form = sys.argv[1:]
-    if form not in ("plain", "fused"):
+    if form not in ("plain", "fused", "resident"):
         sys.exit(__doc__)
     main(device, form)
