@@ -72,10 +72,10 @@ def test_the_event_loop_goes_on_while_documents_are_read(
 ) -> None:
     released, reading, real = threading.Event(), threading.Event(), DocumentStore.get
 
-    def get(self: DocumentStore, rows: Any) -> Any:
+    def get(self: DocumentStore, rows: Any, on_read: Any) -> Any:
         reading.set()
         assert released.wait(60)
-        return real(self, rows)
+        return real(self, rows, on_read)
 
     async def body() -> None:
         await found(search)
