@@ -1,6 +1,6 @@
 """A passage: a retrieved document."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -28,6 +28,11 @@ class PartialPassages(list[Passage]):
 
 OnRead = Callable[[int], None]
 """Called with the bytes of all passages of a search that were read so far, before the next one is read."""
+
+
+def without_text(passages: Iterable[Passage]) -> tuple[Passage, ...]:
+    """Return the passages as clients receive them as citations: without their texts."""
+    return tuple(msgspec.structs.replace(passage, text="") for passage in passages)
 
 
 def ignore_size(size: int) -> None:

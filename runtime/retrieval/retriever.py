@@ -5,13 +5,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import structs
 
 from ipc import IpcError, SearchSpec, Stage
 from runtime.errors import (
@@ -401,8 +400,3 @@ class Retriever:
         """Stop the threads and close the client; outstanding retrievals never end. Idempotent."""
         self._embedding.close()
         self.client.close()
-
-
-def without_text(passages: Iterable[Passage]) -> tuple[Passage, ...]:
-    """Return the passages as clients receive them as citations: without their texts."""
-    return tuple(structs.replace(passage, text="") for passage in passages)

@@ -251,6 +251,17 @@ def test_passages_are_dropped_until_the_request_fits_the_context() -> None:
     run(test())
 
 
+def test_the_texts_of_passages_are_not_kept_for_the_client() -> None:
+    async def test() -> None:
+        async with running_engine(Behaviour(token_ids=False)) as harness:
+            harness.library.long = 2 << 20  # more than the citations of an answer may have
+            told = await read_answer(harness.chat(retrieval=Retrieval("docs", 2), max_tokens=8))
+            (search,) = told.searches
+            assert [(passage.title, passage.text) for passage in search.passages] == [("T1.0", "")]
+
+    run(test())
+
+
 NONSENSE = [
     {"choices": [7]},
     {"choices": {"a": 1}},

@@ -26,7 +26,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.engine_config import ServedSection
-from runtime.retrieval.passages import Passage, ignore_size
+from runtime.retrieval.passages import Passage, ignore_size, without_text
 from runtime.retrieval.search.query import PassageQuery
 from runtime.serving import stages
 from runtime.serving.frontend.engine import RestartLimits
@@ -131,10 +131,11 @@ class AnswerWriter:
         """Build the request with about this many tokens of passages; the server may still reject it as too long."""
         self._passage_tokens = tokens
         fitted = fit(self._passages, tokens)
+        self._passages = type(self._passages)(fitted.used)  # the others fit no smaller budget either
         retrieval = self._generation.retrieval
         self._body = with_passages(self._original, fitted, retrieval.place if retrieval else "system")
         stamps = dict(self._relay.stamps)
-        self._unreported = Retrieved(self._request.id, fitted.used, stages=stamps, partial=fitted.partial)
+        self._unreported = Retrieved(self._request.id, without_text(fitted.used), stages=stamps, partial=fitted.partial)
 
     def _context(self) -> int:
         """The context in tokens: as configured, else the least that a server reports; 0 if none does."""
@@ -340,7 +341,9 @@ class AnswerWriter:
                 self._deps.balancer.remember(self._backend, self._prefix())  # the next request is routed by it
             self._rollback = (transcript.text, list(transcript.ids))
             transcript.add(inserted_text(fitted), ids)
-            self._unreported = Retrieved(self._request.id, fitted.used, self._relay.sent_tokens, tuple(ids))
+            self._unreported = Retrieved(
+                self._request.id, without_text(fitted.used), self._relay.sent_tokens, tuple(ids)
+            )
 
     async def _fit(self, new: list[Passage]) -> tuple[Fitted, list[int]]:
         """Return the passages that fit; with their token ids, counted exactly, if the answer continues by token ids."""

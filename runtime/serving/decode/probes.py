@@ -9,7 +9,8 @@ from runtime.errors import DeadlineExceeded, TrinityError
 from runtime.node.config import DecodeSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.metrics.worker_metrics import DecodeMetrics
-from runtime.retrieval.retriever import RetrievalResult, Retriever, without_text
+from runtime.retrieval.passages import without_text
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.serving.decode.batch import Row
 from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk

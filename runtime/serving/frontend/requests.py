@@ -226,7 +226,7 @@ class RequestTable:
         if request is None:
             return False
         if isinstance(piece, Retrieved):
-            request.cited_bytes += sum(size_of(one.id, one.title, one.text, one.attributes) for one in piece.passages)
+            request.cited_bytes += sum(size_of(one.id, one.title, "", one.attributes) for one in piece.passages)
             if request.cited_bytes > MAX_CITED_BYTES:
                 raise ResponseTooLarge(
                     f"the ids, titles and attributes of the passages have {request.cited_bytes:,} bytes, the limit of "

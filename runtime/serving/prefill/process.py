@@ -17,7 +17,8 @@ from runtime.node.startup import run_in_background
 from runtime.node.worker import Worker
 from runtime.retrieval.build_follower import BuildFollower
 from runtime.retrieval.collection_registry import CollectionRegistry
-from runtime.retrieval.retriever import RetrievalResult, Retriever, without_text
+from runtime.retrieval.passages import without_text
+from runtime.retrieval.retriever import RetrievalResult, Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.frontend_link import FrontendLink
