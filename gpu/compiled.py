@@ -7,6 +7,7 @@ function changes. Here the cache key covers all sources of `gpu`. Where it is ca
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from numba.core.ccallback import CFunc
@@ -29,18 +30,34 @@ def compiled(function: Any) -> Any:
     return Dispatcher(function, {"nogil": True, "error_model": "numpy"}, _STAMP)
 
 
-def c_function(signature: str) -> Callable[[Callable[..., Any]], int]:
-    """Return a decorator that compiles a C function of this signature immediately and returns its address (int)."""
+class CFunction:
+    """A C function, compiled when its address is first asked for: an engine uses some of a module's functions."""
 
-    def compile_(function: Callable[..., Any]) -> int:
-        made = CFunc(function, normalize_signature(signature), locals={}, options={"error_model": "numpy"})
-        if (cache := machine_code(function, _STAMP, "c")) is not None:
-            made._cache = cache
-        made.compile()
-        _functions.append(made)
-        return int(made.address)
+    def __init__(self, function: Any, signature: str) -> None:
+        self._function, self._signature = function, signature
+        self._made: CFunc | None = None  # owns the machine code
 
-    return compile_
+    @property
+    def address(self) -> int:
+        """The address of its machine code."""
+        if self._made is None:
+            signature = normalize_signature(self._signature)
+            made = CFunc(self._function, signature, locals={}, options={"error_model": "numpy"})
+            if (cache := machine_code(self._function, _STAMP, "c")) is not None:
+                made._cache = cache
+            made.compile()
+            self._made = made
+        return int(self._made.address)
 
 
-_functions: list[Any] = []  # keeps the machine code alive
+def c_function(signature: str) -> Callable[[Callable[..., Any]], CFunction]:
+    """Return a decorator that makes a function a C function of this signature."""
+    return lambda function: CFunction(function, signature)
+
+
+def compile_c_functions(*modules: ModuleType) -> None:
+    """Compile all C functions of modules, or find them in the cache."""
+    for module in modules:
+        for found in vars(module).values():
+            if isinstance(found, CFunction):
+                _ = found.address

@@ -8,19 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-import gpu.cuda.backend  # these compile when imported
-import runtime.serving.network.llama
+import runtime.serving.network.llama  # compiles when imported
 from gpu import GraphIndex
+from gpu.compiled import compile_c_functions
+from gpu.cuda import backend, resident
 from gpu.index.rows import DTYPES, METRICS
 from runtime.retrieval.collections.collection import Collection
 from runtime.simulator.node import Simulation
 from runtime.testing.pool import InProcessPool, plan_of
 from tests.simulator.nodes import poisson, setup
 
-__all__ = ["gpu", "runtime"]
+__all__ = ["runtime"]
 
 
 def main() -> None:
+    compile_c_functions(backend, resident)
     vectors = np.random.default_rng(0).normal(size=(400, 16)).astype(np.float32)
     for metric in METRICS:
         for dtype in DTYPES:

@@ -32,7 +32,7 @@ PROCESS = {
         "test_control", "test_diagnosis", "test_lifecycle", "test_placement", "test_run_dir", "test_scaling",
         "test_standby", "test_supervisor", "test_worker_start",
     ),
-    "pool": ("test_cuda_pool", "test_kills"),
+    "pool": ("test_cuda_pool", "test_kills", "test_loop_parts"),
     "retrieval": ("test_directory", "test_embedder", "test_index_commands", "test_ingestion", "test_isolated_reader"),
     "serving": ("test_model", "test_paged_attention", "test_smollm"),
     "tests": ("test_imports",),

@@ -37,8 +37,8 @@ class CpuEngine(Engine):
         self._allowed: list[npt.NDArray[np.uint64] | None] = [None] * slots  # kept alive for compiled code
         self._handle = backend.Handle()
         functions = Backend(
-            backend.admit, backend.extend, backend.read_result, backend.change_state, self._handle.address,
-            self._collections.number, backend.set_filter,
+            backend.admit.address, backend.extend.address, backend.read_result.address, backend.change_state.address,
+            self._handle.address, self._collections.number, backend.set_filter.address,
         )  # fmt: skip
         self._start(functions, SlotTable(slots))
         self._point_handle()

@@ -29,7 +29,7 @@ _CALLS = {
 _ARRIVED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
-_launch, _stop = c_callable(backend.launch, 2), c_callable(resident.stop, 1)
+_launch, _stop = c_callable(backend.launch.address, 2), c_callable(resident.stop.address, 1)
 
 
 class CudaEngine(Engine):
@@ -133,12 +133,13 @@ class CudaEngine(Engine):
         handle, number = self.handle, self._collections.number
         if self.resident:
             return Backend(
-                resident.admit, resident.extend, backend.read_result, resident.change_state, handle.address, number,
-                resident.set_filter, self._check, resident.prioritize,
+                resident.admit.address, resident.extend.address, backend.read_result.address,
+                resident.change_state.address, handle.address, number, resident.set_filter.address, self._check,
+                resident.prioritize.address,
             )  # fmt: skip
         return Backend(
-            backend.admit, backend.extend, backend.read_result, backend.change_state, handle.address, number,
-            backend.set_filter, self._check,
+            backend.admit.address, backend.extend.address, backend.read_result.address, backend.change_state.address,
+            handle.address, number, backend.set_filter.address, self._check,
         )  # fmt: skip
 
     def load(self, collection: str, index: GraphIndex) -> None:

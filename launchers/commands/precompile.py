@@ -43,7 +43,7 @@ def precompile(
     if importlib.util.find_spec("torch"):
         _timed("model on CPUs", lambda: importlib.import_module("runtime.serving.network.llama"))
     if importlib.util.find_spec("cuda"):
-        _timed("search engine on GPUs", lambda: importlib.import_module("gpu.cuda.engine"))
+        _timed("search engine on GPUs", _cuda_engine)
         for name in dict.fromkeys([*(arch or ()), *_architectures(machine)]):
             _timed(f"kernels for {name}", lambda name=name: _kernels(name))  # type: ignore[misc]
     elif arch:
@@ -75,6 +75,14 @@ def _pool() -> None:
     pool.close()
     pool.worker.table.close()
     pool.table.close()
+
+
+def _cuda_engine() -> None:
+    """Compile the host's part of every form."""
+    from gpu.compiled import compile_c_functions
+    from gpu.cuda import backend, resident
+
+    compile_c_functions(backend, resident)
 
 
 def _architectures(machine: Machine) -> list[str]:

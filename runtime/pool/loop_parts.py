@@ -3,8 +3,8 @@
 The loop takes longer to compile than the engine. Its parts are compiled by processes of their own, which leave the code
 in the cache, while the pool's process compiles the engine:
 
-    pool     engine ───────────────────────▶ the rest of the loop
-    parts    receive ─▶   schedule ─▶   …  ─▶ cache
+    pool     engine ────────────────────▶ the rest of the loop
+    parts    search ─▶ schedule ─▶ … ─▶ cache
 
 `python -m runtime.pool.loop_parts NAME …` compiles these parts.
 """
@@ -15,9 +15,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
-from numba import float32, int64, typeof, types, uint8
+from numba import int64, typeof, types
 
-from gpu.cpu.queries import write_query
+from gpu.cpu import running_batch
 from runtime.pool import loop, loop_driver, policy
 from runtime.pool.settings import Policy
 from runtime.pool.tables import handle_of, new_tables
@@ -27,14 +27,14 @@ _T, _HANDLE = typeof(_TABLES), typeof(handle_of(_TABLES))
 _WORDS = int64[::1]
 
 PARTS = {
+    "search": (running_batch.extend_active, (int64[:, ::1], int64)),
     "schedule": (policy.schedule, (_T, int64)),
     "receive": (loop.receive, (_WORDS, _T, _WORDS)),
     "admit": (loop.apply_schedule, (_WORDS, _T, _WORDS, int64)),
     "extend": (loop.extend, (_WORDS, _T, _WORDS)),
-    "query": (write_query, (float32[::1], int64[::1], uint8[::1])),
 }
-"""Name → a function and the types with which compiled code calls it. `write_query` is part of
-every engine."""
+"""Name → a function and the types with which compiled code calls it. `search` is of the CPU engine, which is compiled
+meanwhile, and reaches it last."""
 
 
 def compile_parts(names: Sequence[str]) -> None:
@@ -50,14 +50,15 @@ def is_cached() -> bool:
 
 
 @contextlib.contextmanager
-def compiled_in_background(cores: Collection[int] | None = None) -> Iterator[None]:
+def compiled_in_background(device: str = "cpu", cores: Collection[int] | None = None) -> Iterator[None]:
     """Compile the parts in processes of their own during the block, and wait for them at its end.
 
-    Does nothing where the loop is cached. `cores`: those to use, by default the parent process's, because a pool worker
-    may have a single one; one is left to this process.
+    Does nothing where the loop is cached. `device`: that of the engine which the block compiles. `cores`: those to use,
+    by default the parent process's, because a pool worker may have a single one; one is left to this process.
     """
     cores = _cores_of_parent() if cores is None else cores
-    count, names = min(len(cores) - 1, len(PARTS)), sorted(PARTS)
+    names = [name for name in PARTS if name != "search" or (device == "cpu" and len(cores) > 2)]
+    count = min(len(cores) - 1, len(names))
     shares = [] if is_cached() else [names[first::count] for first in range(count)]
     if not shares:
         yield

@@ -82,7 +82,7 @@ class Pool:
         worker.startup.mark("collections")
         auto = AUTO_SLOTS.get(worker.placement.device, AUTO_GPU_SLOTS)
         most = limits.slots if isinstance(limits.slots, int) else auto
-        with compiled_in_background():
+        with compiled_in_background(worker.placement.device):
             self.engine = _open_engine(worker, indexes, catalogue.served, min(2 * most, MAX_SLOTS))
         self._backend = backend = self.engine.backend()
         self.scopes = Scopes()

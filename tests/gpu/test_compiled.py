@@ -39,5 +39,5 @@ def test_code_is_compiled_without_a_cache_directory() -> None:
     names: dict[str, Any] = {}
     exec(compile("def add(a, b):\n    return a + b\n", "<nowhere>", "exec"), names)  # numba finds no cache directory
     assert compiled(names["add"])(2, 3) == 5
-    address = c_function("int64(int64, int64)")(names["add"])
+    address = c_function("int64(int64, int64)")(names["add"]).address
     assert CFUNCTYPE(c_int64, c_int64, c_int64)(address)(2, 3) == 5

@@ -63,3 +63,7 @@ def test_the_parts_are_divided_among_processes_on_all_cores_but_one(monkeypatch:
     assert pinned == [{0, 1, 2}, os.sched_getaffinity(0)]
     assert len(started) == 2
     assert sorted(name for share in started for name in share) == sorted(PARTS)
+    started.clear()
+    with compiled_in_background("cuda:0", cores=range(16)):
+        pass
+    assert sorted(started) == [["admit"], ["extend"], ["receive"], ["schedule"]], "no part of the CPU's engine"
