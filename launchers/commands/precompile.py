@@ -97,10 +97,12 @@ def _architectures(machine: Machine) -> list[str]:
 
 
 def _kernels(arch: str) -> None:
+    from gpu.cuda.block_copy import compile_block_copy
     from gpu.cuda.compiler import compile_kernels
 
     try:
         compile_kernels(arch)
+        compile_block_copy(arch)
     except GpuError as error:
         raise ConfigError(str(error)) from error
 
@@ -131,6 +133,6 @@ def _models(config: NodeConfig, machine: Machine) -> None:
                 weights=weights_type(model.weights, transport.device),
                 kernels=transport.kernels,
             )
-            loaded.warm_up(config.decode.slots)
+            loaded.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
 
         _timed(f"model on {worker.device}", load)

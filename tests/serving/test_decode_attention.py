@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
 from runtime.serving.network.cpu_kernels import rotate_and_store, weighted_sum  # noqa: E402
 from runtime.serving.network.decode_attention import CpuAttention, GatheredAttention  # noqa: E402
-from runtime.serving.network.llama import rms_norm  # noqa: E402  (with torch's package)
+from runtime.serving.network.decoder import rms_norm  # noqa: E402  (with torch's package)
 from runtime.serving.network.paged_cache import apply_rope  # noqa: E402
 
 BLOCKS, SIZE = 9, 8

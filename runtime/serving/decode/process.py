@@ -58,7 +58,7 @@ class DecodeWorker:
             kernels=transport.kernels,
             stamp=worker.startup.mark,
         )
-        self._model.warm_up(config.decode.slots)
+        self._model.warm_up(rows=config.decode.slots, tokens=config.decode.slots + config.decode.chunk_tokens)
         worker.startup.mark("first pass")
         registry = loading()
         worker.startup.mark("embedder")

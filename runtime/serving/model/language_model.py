@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from runtime.serving.kv.transport import KvArray
     from runtime.serving.network.decode_graphs import DecodeGraphs
     from runtime.serving.network.llama import Llama
+    from runtime.serving.network.prefill_graphs import PrefillGraphs
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ class LanguageModel:
 
         self._network = network
         self._cache = PagedCache(kv, kernels, -(-context_tokens // int(kv.shape[4])))
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: tuple[DecodeGraphs, PrefillGraphs] | None = None
         if kv.device.type == "cuda":
             from runtime.serving.network.decode_graphs import DecodeGraphs
+            from runtime.serving.network.prefill_graphs import PrefillGraphs
 
-            self._graphs = DecodeGraphs(network, self._cache)
+            network.compile(self._cache)
+            self._graphs = DecodeGraphs(network, self._cache), PrefillGraphs(network, self._cache)
         self.tokenizer = tokenizer
         self.info = info
         self.kv = kv
@@ -156,15 +159,29 @@ class LanguageModel:
             paged = supports_paged_attention(kv, -(-context_tokens // block_tokens), info.heads // info.kv_heads)
             kernels = "paged" if paged else "gathered"
             stamp("attention")
-        return cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
+        model = cls(network, tokenizer(), info, kv, context_tokens, identity, kernels)
+        if kv.device.type == "cuda":
+            stamp("layers")
+        return model
 
-    def warm_up(self, rows: int) -> None:
-        """Run steps of up to `rows` rows, so that no request waits for allocation or, on a GPU, compilation and graph
-        capture. Overwrites KV blocks: call it before any request."""
-        most = min(rows, self.blocks)
-        counts = {1} if self._graphs is None else {min(1 << bit, most) for bit in range(most.bit_length() + 1)}
-        for count in sorted(counts):
+    def warm_up(self, *, rows: int = 0, tokens: int = 0) -> None:
+        """Run steps of up to `rows` rows and passes of up to `tokens` prompt tokens, so that no request waits for
+        allocation or, on a GPU, compilation and graph capture. After `load` and this, torch's caches on disk hold all
+        that a later start compiles. Overwrites KV blocks: call it before any request."""
+        most_rows = min(rows, self.blocks)
+        most_tokens = min(tokens, self.context_tokens, self.blocks * self.block_tokens)
+        if self._graphs is None:
+            counts, sizes = {min(1, most_rows)}, [min(2, most_tokens)]
+        else:
+            from runtime.serving.network.prefill_graphs import sizes_up_to
+
+            counts = {min(1 << bit, most_rows) for bit in range(most_rows.bit_length() + 1)}
+            sizes = sizes_up_to(most_tokens)
+        for count in sorted(counts - {0}):
             self.forward([Chunk([block], 0, [0]) for block in range(count)])
+        for size in sizes:
+            if size:
+                self.forward([Chunk(range(-(-size // self.block_tokens)), 0, [0] * size)])
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run chunks of different sequences in one pass; prompt chunks and single decode tokens may be mixed.
@@ -217,8 +234,14 @@ class LanguageModel:
         self._check(chunks)
         tokens = [token for chunk in chunks for token in chunk.tokens]
         spans = [(chunk.blocks, chunk.start, len(chunk.tokens)) for chunk in chunks]
-        if self._graphs is not None and len(tokens) == len(chunks):
-            return self._graphs.logits(spans, tokens)
+        if self._graphs is not None:
+            from runtime.serving.network.prefill_graphs import MAX_TOKENS
+
+            steps, prompts = self._graphs
+            if len(tokens) == len(chunks):
+                return steps.logits(spans, tokens)
+            if len(tokens) <= MAX_TOKENS:
+                return prompts.logits(spans, tokens)
         return self._network.logits(PagedBatch(self._cache, spans, tokens))
 
     def _check(self, chunks: Sequence[Chunk]) -> None:

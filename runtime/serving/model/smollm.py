@@ -8,7 +8,6 @@ It is published by one rename, so readers never see a partial directory.
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 from runtime.errors import ModelError
 from runtime.files import open_regular
+from runtime.serving.model.cache import private_cache
 from runtime.serving.model.packages import require_packages
 
 NAME = "smollm2-135m-instruct"
@@ -93,18 +93,7 @@ def source_file() -> Path:
 
 def models_directory() -> Path:
     """Return the cache directory of converted models. Raises `ModelError` if other users can write to it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "trinity" / "models"
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise ModelError(
-            f"cannot create the model cache {directory}: {error.strerror}; set XDG_CACHE_HOME to a writable directory"
-        ) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ModelError(f"other users can write to the model cache {directory}: chmod 700 it, or set XDG_CACHE_HOME")
-    return directory
+    return private_cache("models", "model cache")
 
 
 def ensure_converted(progress: Progress | None = None) -> Path:

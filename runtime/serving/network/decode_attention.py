@@ -8,10 +8,8 @@
   is the fallback where FlexAttention does not work.
 """
 
-import os
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ipc.native.machine_code import is_private
-from runtime.errors import ConfigError
+from runtime.serving.network.compiler import prepare_compiler
 from runtime.serving.network.cpu_kernels import attention_scores, weighted_sum
 
 
@@ -84,7 +81,7 @@ class PagedAttention:
     """Page lists of the rows of a batch, and the length of each row's last page, for the kernels "paged"; shared by all
     layers.
 
-    A program is compiled for each power of two of rows, cache shape and `row_blocks`.
+    A program is compiled for each power of two of rows from 2 on, cache shape and `row_blocks`.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class PagedAttention:
         """tables int64 [rows, blocks], padded with valid block numbers; visible int64 [rows], at least 1; no row has
         more than `row_blocks` blocks."""
         self._rows, self._size = len(tables), block_tokens
-        count = power_of_two(self._rows)
+        count = max(2, power_of_two(self._rows))
         self._padded: torch.Tensor | None = None
         if count > self._rows:
             self._padded = torch.arange(count, device=tables.device).clamp_(max=self._rows - 1)
@@ -142,22 +139,7 @@ def _paged_attention(
     return attended
 
 
-def program_cache() -> Path:
-    """Return the directory of torch's compiled programs, which only this user can write to. Raises ConfigError."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trinity" / "torch"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_private(directory):
-        raise ConfigError(f"{directory} is writable by other users, so no code is loaded from it: fix its mode")
-    return directory
-
-
 @cache
 def _compiled() -> Any:
-    """Import the compiler. It runs when the returned function is called with new shapes."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(program_cache()))  # torch's default is in /tmp
-    import torch._dynamo.config
-    import torch._inductor.config
-
-    torch._dynamo.config.recompile_limit = 64  # one program for each power of two of rows
-    torch._inductor.config.compile_threads = 1  # in this process: there is one program to compile at a time
+    prepare_compiler()
     return torch.compile(_paged_attention, dynamic=False, fullgraph=True)

@@ -3,14 +3,18 @@
 A graph is captured for a number of rows, rounded up to a bucket. The batch is padded with copies of its last row, which
 write the same values as that row. Where attention gathers blocks, a graph is also specific to a number of blocks per
 row; in-place attention reads only the blocks that a row has. A graph is captured at the first use of its bucket and
-replayed afterwards: all its inputs are one integer tensor, which is uploaded for each step.
+replayed afterwards: all its inputs are one integer tensor, which is uploaded for each step from pinned memory that the
+graph keeps (a pass is complete before the next one writes to it).
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.serving.network.decode_attention import GatheredAttention, PagedAttention, power_of_two
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
@@ -18,6 +22,7 @@ from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span
 log = logging.getLogger("model")
 
 _MIN_TOKENS = 256  # smallest bucket of tokens per row
+_MIN_ROWS = 2  # smallest bucket of rows: programs are compiled for 2 or more tokens
 
 
 class Network(Protocol):
@@ -30,15 +35,39 @@ class Captured(NamedTuple):
     """A captured pass: `replay` runs it with the current contents of its inputs and writes `output`."""
 
     replay: Callable[[], None]
-    output: torch.Tensor
+    output: Any
 
 
-Capture = Callable[[Callable[[], torch.Tensor]], Captured]
+Capture = Callable[[Callable[[], Any]], Captured]
 
 
-class _Graph(NamedTuple):
+@dataclass
+class _Graph:
+    """A captured pass, its input on the device and the same in pinned memory, and the blocks in each of its lines."""
+
+    sent: torch.Tensor
     numbers: torch.Tensor
-    captured: Captured
+    blocks: list[list[int]]
+    captured: Captured | None = None
+
+    @classmethod
+    def of(cls, rows: int, width: int, device: torch.device) -> "_Graph":
+        numbers = torch.zeros(rows, 2 + width, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return cls(numbers.to(device), numbers, [[]] * rows)
+
+    def write(self, spans: Sequence[Span], tokens: Sequence[int], block_tokens: int) -> None:
+        """Queue the upload of a step. Most rows keep their blocks: only their token and position are written."""
+        lines: NDArray[np.int64] = self.numbers.numpy()
+        for row, ((table, start, _), token) in enumerate(zip(spans, tokens, strict=True)):
+            lines[row, 0], lines[row, 1] = token, start
+            blocks = list(table[: start // block_tokens + 1])
+            if blocks != self.blocks[row]:
+                lines[row, 2 : 2 + len(blocks)] = self.blocks[row] = blocks
+        count = len(spans)
+        lines[count:] = lines[count - 1]
+        self.blocks[count:] = [self.blocks[count - 1]] * (len(lines) - count)
+        used = 2 + max(map(len, self.blocks))  # columns beyond are not read
+        self.sent[:, :used].copy_(self.numbers[:, :used], non_blocking=True)
 
 
 class DecodeGraphs:
@@ -47,7 +76,7 @@ class DecodeGraphs:
     def __init__(self, network: Network, cache: PagedCache, capture: Capture | None = None) -> None:
         """`capture`: CUDA graph capture by default."""
         self._network, self._cache = network, cache
-        self._capture = capture or _CudaCapture()
+        self._capture = capture or CudaCapture()
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._min_blocks = -(-_MIN_TOKENS // cache.block_tokens)
 
@@ -57,42 +86,37 @@ class DecodeGraphs:
         Raises torch's error if a pass cannot be captured.
         """
         size = self._cache.block_tokens
-        rows, needed = power_of_two(len(spans)), max(start // size + 1 for _, start, _ in spans)
+        rows, needed = max(_MIN_ROWS, power_of_two(len(spans))), max(start // size + 1 for _, start, _ in spans)
         width = self._cache.row_blocks
         if self._cache.kernels == "gathered":
             width = power_of_two(max(self._min_blocks, needed))
-        lines = [
-            [token, start, *table[:needed], *[0] * (needed - len(table))]
-            for (table, start, _), token in zip(spans, tokens, strict=True)
-        ]
-        numbers = torch.tensor(lines + lines[-1:] * (rows - len(lines)), dtype=torch.int64)
-        device = self._cache.kv.device
-        if device.type != "cpu":
-            numbers = numbers.pin_memory()
         graph = self._graphs.get((rows, width))
         if graph is None:
-            sent = torch.zeros(rows, 2 + width, dtype=torch.int64, device=device)
-            sent[:, : 2 + needed] = numbers.to(device)
-            captured = self._capture(lambda: self._network.logits(PagedBatch.of_rows(self._cache, sent)))
-            graph = self._graphs[rows, width] = _Graph(sent, captured)
-        graph.numbers[:, : 2 + needed].copy_(numbers, non_blocking=True)  # columns beyond are not read
+            graph = self._graphs[rows, width] = _Graph.of(rows, width, self._cache.kv.device)
+        graph.write(spans, tokens, size)
+        if graph.captured is None:
+            sent = graph.sent
+            graph.captured = self._capture(lambda: self._network.logits(PagedBatch.of_rows(self._cache, sent)))
         graph.captured.replay()
-        return graph.captured.output[: len(spans)]
+        logits: torch.Tensor = graph.captured.output
+        return logits[: len(spans)]
 
 
-class _CudaCapture:
-    """Capture on the current device. The graphs share one memory pool, because each output is consumed before the next
-    replay."""
+class CudaCapture:
+    """Capture on the current device. The graphs share one memory pool: each output is consumed before the graph is
+    replayed again, and intermediate tensors before another one is."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, *, warm_up: bool = True) -> None:
+        """`warm_up`: run before each capture, to keep first-call allocations and algorithm choices out of the graph."""
+        self._pool, self._warm_up = torch.cuda.graph_pool_handle(), warm_up
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Captured:
-        side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(current)
-        with torch.cuda.stream(side):  # warm-up: keeps first-call allocations and algorithm choices out of the graph
-            run()
-        current.wait_stream(side)
+    def __call__(self, run: Callable[[], Any]) -> Captured:
+        if self._warm_up:
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()
+            current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = run()
@@ -126,7 +150,7 @@ def supports_paged_attention(kv: torch.Tensor, row_blocks: int, group: int, capt
 
     try:
         if capture is None and kv.device.type == "cuda":
-            capture = _CudaCapture()
+            capture = CudaCapture()
         with torch.inference_mode():
             captured = capture(paged) if capture else None
             for side in (keys, values):  # after the capture: the graph reads them at replay

@@ -6,23 +6,24 @@ weight twice, as read and in the packed layout. Its tokens equal transformers' `
 """
 
 import json
+import logging
 import math
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding
 
 from runtime.errors import ModelError
 from runtime.files import check_regular, read_regular
 from runtime.serving.model.model_info import ModelInfo, WeightsType
-from runtime.serving.network.cpu_kernels import compiled_kernel
+from runtime.serving.network.decoder import Layer, Norm, Programs, compiled_programs
 from runtime.serving.network.linear import Linear, linear_layer
-from runtime.serving.network.paged_cache import Angles, PagedBatch, attend
+from runtime.serving.network.paged_cache import Angles, PagedBatch, PagedCache, attend, rotate_and_store_on_cpu
+
+log = logging.getLogger("model")
 
 # ---- weight files: safetensors, memory-mapped and read on use
 
@@ -162,55 +163,17 @@ def _sharpened(factor: float, weight: float) -> float:
 # ---- the network
 
 
-@compiled_kernel("float32[:,::1]", "float32[::1]", "float32", "float32[:,::1]")
-def rms_norm(x: Any, weight: Any, epsilon: Any, output: Any) -> None:
-    """output[t] = x[t] · weight / RMS of x[t]."""
-    tokens, hidden = x.shape
-    for token in range(tokens):
-        total = np.float32(0.0)
-        for d in range(hidden):
-            total += x[token, d] * x[token, d]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(hidden) + epsilon)
-        for d in range(hidden):
-            output[token, d] = x[token, d] * scale * weight[d]
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """RMSNorm over the last dimension: x · weight / RMS of x (arXiv 1910.07467)."""
-
-    weight: torch.Tensor
-    epsilon: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon))
-        y = torch.empty_like(x)
-        rms_norm(x.numpy(), self.weight.numpy(), self.epsilon, y.numpy())
-        return y
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A decoder layer. `attention_in` projects queries, keys and values, `mlp_in` gate and up, in one product each."""
-
-    attention_norm: _Norm
-    attention_in: Linear
-    attention_out: Linear
-    mlp_norm: _Norm
-    mlp_in: Linear
-    mlp_out: Linear
-
-
 class Llama:
     """A Llama network with its weights on a device."""
 
     def __init__(
-        self, info: ModelInfo, tokens: torch.Tensor, layers: list[_Layer], norm: _Norm, head: Linear, rope: Rope
+        self, info: ModelInfo, tokens: torch.Tensor, layers: list[Layer], norm: Norm, head: Linear, rope: Rope
     ) -> None:
         """Use `load`. `tokens`: the embedding, float32 [vocabulary, hidden]."""
         self._info = info
         self._tokens, self._layers, self._norm, self._head, self._rope = tokens, layers, norm, head, rope
+        self.programs = Programs()
+        """What runs between attentions, except on CPUs: eager until `compile` succeeds."""
 
     @classmethod
     def load(
@@ -234,19 +197,54 @@ class Llama:
                 Rope(config, info.head_dim, device),
             )
 
-    def logits(self, batch: PagedBatch) -> torch.Tensor:
-        """Run the batch, which writes the K and V of its tokens. Return logits float32 [chunks, vocabulary]."""
-        info = self._info
+    def compile(self, cache: PagedCache) -> bool:
+        """Compile the programs between attentions for `cache`, which is not of the kernels "cpu". Return whether torch
+        can and the result is right; otherwise the log says why not, and they stay eager. Leaves zeros in block 0."""
+        eager, tokens = self.programs, [0, 1, 2, 3]
+        near = 1e-3 if cache.kv.dtype == torch.float32 else 0.1  # of the logits' norm
+        try:
+            with torch.inference_mode():
+                expected = self.logits(PagedBatch(cache, [([0], 0, len(tokens))], tokens)).clone()
+                self.programs = compiled_programs()
+                found = self.logits(PagedBatch(cache, [([0], 0, len(tokens))], tokens))
+                difference = float((found - expected).norm() / expected.norm())
+            reason = "" if difference <= near else f"the logits differ by {difference:.1e} of their norm"
+        except Exception as error:  # a missing compiler, another version of torch: anything
+            reason = str(error)[:300]
+        finally:
+            cache.kv[:, :, 0].zero_()
+        if reason:
+            self.programs = eager
+            log.warning("layers run uncompiled, several times slower, on %s: %s", cache.kv.device, reason)
+        return not reason
+
+    def logits(self, batch: PagedBatch, programs: Programs | None = None) -> torch.Tensor:
+        """Run the batch, which writes the K and V of its tokens. Return logits float32 [chunks, vocabulary].
+
+        `programs`: the network's by default."""
+        if batch.cache.kernels == "cpu":
+            return self._logits_on_cpu(batch)
+        scaling, layers, blocks = 1 / sqrt(self._info.head_dim), self._layers, batch.cache.kv
+        programs = programs or self.programs
+        state = programs.begin(self._tokens, self._rope, layers[0], blocks[0], batch.numbers)
+        attended = attend(batch, 0, state.query, state.fresh, scaling)
+        for number in range(1, len(layers)):
+            programs.proceed(layers[number - 1], layers[number], blocks[number], state, attended)
+            attended = attend(batch, number, state.query, state.fresh, scaling)
+        logits = programs.finish(layers[-1], self._norm, self._head, state.x, attended, batch.last)
+        return logits[: batch.count]
+
+    def _logits_on_cpu(self, batch: PagedBatch) -> torch.Tensor:
+        info, (tokens, positions, *_) = self._info, batch.numbers
         heads, scaling = info.heads + 2 * info.kv_heads, 1 / sqrt(info.head_dim)
-        angles = self._rope.angles(batch.positions)
-        x = embedding(batch.tokens, self._tokens)
+        angles = self._rope.angles(positions)
+        x = embedding(tokens, self._tokens)
         for number, layer in enumerate(self._layers):
-            projected = layer.attention_in(layer.attention_norm(x)).float().view(-1, heads, info.head_dim)
-            attended = attend(batch, number, projected, angles, info.kv_heads, scaling)
-            x = x + layer.attention_out(attended.flatten(1))
-            gate, up = layer.mlp_in(layer.mlp_norm(x)).chunk(2, dim=-1)
-            x = x + layer.mlp_out(silu(gate) * up)
-        return self._head(self._norm(x[batch.last])).float()
+            projected = layer.attention_in(layer.attention_norm.on_cpu(x)).float().view(-1, heads, info.head_dim)
+            query, fresh = rotate_and_store_on_cpu(batch, number, projected, angles, info.kv_heads)
+            x = x + layer.attention_out(attend(batch, number, query, fresh, scaling).flatten(1))
+            x = x + layer.mlp(layer.mlp_norm.on_cpu(x))
+        return self._head(self._norm.on_cpu(x[batch.last])).float()
 
 
 class _Loader:
@@ -270,12 +268,12 @@ class _Loader:
         layers = [f"model.layers.{number}.{part}" for number in range(self._info.layers) for part in parts]
         return ["model.embed_tokens.weight", "model.norm.weight", *layers]
 
-    def layer(self, number: int) -> _Layer:
+    def layer(self, number: int) -> Layer:
         info, mlp, name = self._info, self._info.mlp, f"model.layers.{number}"
         queries, keys = info.heads * info.head_dim, info.kv_heads * info.head_dim
         attention = tuple(f"{name}.self_attn.{part}_proj" for part in "qkv")
         gated = (f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
-        return _Layer(
+        return Layer(
             self.norm(f"{name}.input_layernorm"),
             self.linear(attention, (queries, keys, keys), info.hidden, bias=self._attention_bias),
             self.linear((f"{name}.self_attn.o_proj",), (info.hidden,), queries, bias=self._attention_bias),
@@ -284,8 +282,8 @@ class _Loader:
             self.linear((f"{name}.mlp.down_proj",), (info.hidden,), mlp, bias=self._mlp_bias),
         )
 
-    def norm(self, name: str) -> _Norm:
-        return _Norm(self.tensor(f"{name}.weight", self._info.hidden).clone(), self._epsilon)
+    def norm(self, name: str) -> Norm:
+        return Norm(self.tensor(f"{name}.weight", self._info.hidden).clone(), self._epsilon)
 
     def linear(self, names: tuple[str, ...], sizes: tuple[int, ...], inside: int, *, bias: bool) -> Linear:
         """Return one layer with the concatenated outputs of the named layers."""

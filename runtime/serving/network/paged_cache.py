@@ -29,6 +29,7 @@ from runtime.serving.network.decode_attention import CpuAttention, GatheredAtten
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
+_MIN_TOKENS = 2  # of a compiled program: torch compiles other programs for 1
 _PIECE_TOKENS = 64  # attention piece of a chunk on CPUs: 15 to 37% faster than whole chunks of 512
 
 Span = tuple[Sequence[int], int, int]
@@ -44,11 +45,8 @@ class PagedCache:
         self.kernels = kernels
         self.blocks, self.kv_heads, self.block_tokens = (int(size) for size in kv.shape[2:5])
         self.row_blocks = row_blocks or self.blocks
-        # K and V of each layer, as tensors [blocks, kv_heads, block_tokens, head_dim] …
+        # K and V of each layer [blocks, kv_heads, block_tokens, head_dim], and in the form for decode attention.
         self.layers = [(layer[0], layer[1]) for layer in kv]
-        # … as views [blocks, block_tokens, kv_heads, head_dim], to write tokens by (block, offset) …
-        self.by_position = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in self.layers]
-        # … and in the form for decode attention.
         self.for_rows: list[tuple[Any, Any]] = self.layers
         if kernels == "cpu":
             self.for_rows = [(keys.numpy(), values.numpy()) for keys, values in self.layers]
@@ -82,19 +80,28 @@ class _Piece:
 
 
 class PagedBatch:
-    """Token positions, block tables and masks of one forward pass, shared by all layers."""
+    """Token positions, block tables and masks of one forward pass, shared by all layers.
 
-    def __init__(self, cache: PagedCache, spans: Sequence[Span], tokens: Sequence[int]) -> None:
-        """`spans` are validated against the cache's shape; `tokens` are their tokens, concatenated."""
+    `numbers` int64 [5, tokens]: each token, its position, the block and the offset in it of its K and V, and itself, or
+    the token that it repeats. `last`: the last tokens of the `count` chunks, padded like the tokens. `output`: memory
+    for the attention of each layer, made for the first one if it is not given.
+    """
+
+    def __init__(self, cache: PagedCache, spans: Sequence[Span], tokens: Sequence[int], pad_to: int = 0) -> None:
+        """`spans` are validated against the cache's shape; `tokens` are their tokens, concatenated.
+
+        Except for the kernels "cpu", the batch is padded to `pad_to` tokens, at least 2, with copies of its last token:
+        compiled programs take any number from 2 on.
+        """
         self.cache = cache
-        device, size = cache.kv.device, cache.block_tokens
+        device, size, on_cpu = cache.kv.device, cache.block_tokens, cache.kernels == "cpu"
         uploads = Uploads()
         blocks: list[int] = []
         positions: list[int] = []
         last: list[int] = []
         rows: list[tuple[Sequence[int], int]] = []
         row_tokens: list[int] = []
-        chunks: list[tuple[int, int, int, slice | None]] = []
+        chunks: list[tuple[int, int, int, Sequence[int]]] = []
         for table, start, count in spans:
             begin = len(positions)
             positions += range(start, start + count)
@@ -104,44 +111,47 @@ class PagedBatch:
                 rows.append((table, start + 1))
                 row_tokens.append(begin)
             else:
-                seen = uploads.add(table[: -(-(start + count) // size)]) if start else None
-                chunks.append((begin, start, count, seen))
-        slices = [uploads.add(values) for values in (tokens, positions, blocks, last, row_tokens)]
+                chunks.append((begin, start, count, table[: -(-(start + count) // size)] if start else ()))
+        padding = 0 if on_cpu else max(pad_to, _MIN_TOKENS) - len(positions)
+        numbers = (tokens, positions, blocks, [position % size for position in positions], range(len(positions)))
+        for values in numbers:
+            uploads.add([*values, *[values[-1]] * padding])
+        count = uploads.count // len(numbers)
+        ends = uploads.add(last if on_cpu else [*last, *last[-1:] * (_MIN_TOKENS - len(last))])
+        alone = uploads.add(row_tokens)
+        seen = [uploads.add(table) for *_, table in chunks]
         longest = max((visible for _, visible in rows), default=0)
         width = -(-longest // size)
-        if cache.kernels != "cpu":
+        if not on_cpu:
             padded = uploads.add(block for table, _ in rows for block in (*table, *[0] * width)[:width])
             visible = uploads.add(visible for _, visible in rows)
         sent = uploads.send(device)
-        self.tokens, self.positions, in_block, self.last, self.row_tokens = (sent[part] for part in slices)
-        self.places = (in_block, self.positions % size)
+        self.numbers = sent[: len(numbers) * count].view(len(numbers), count)
+        self.output: torch.Tensor | None = None
+        self.last, self.row_tokens, self.count = sent[ends], sent[alone], len(spans)
         self.rows: CpuAttention | GatheredAttention | PagedAttention | None = None
-        if rows and cache.kernels == "cpu":
+        if rows and on_cpu:
             self.rows = CpuAttention(rows, size)
         elif rows:
             self.rows = cache.rows(sent[padded].view(len(rows), width), sent[visible], longest)
-        cut = _PIECE_TOKENS if cache.kernels == "cpu" else None
+        cut = _PIECE_TOKENS if on_cpu else None
         self.chunks = [
-            _Chunk(
-                begin,
-                begin + count,
-                None if seen is None else sent[seen],
-                tuple(_pieces(begin, start, count, cut)),
-            )
-            for begin, start, count, seen in chunks
+            _Chunk(begin, begin + count, sent[part] if start else None, tuple(_pieces(begin, start, count, cut)))
+            for (begin, start, count, _), part in zip(chunks, seen, strict=True)
         ]
 
     @classmethod
-    def of_rows(cls, cache: PagedCache, numbers: torch.Tensor) -> Self:
+    def of_rows(cls, cache: PagedCache, lines: torch.Tensor) -> Self:
         """Return a batch of single tokens from a device tensor int64 [rows, 2 + blocks] of token, position and block
         table of each row. Not for the kernels "cpu". Never synchronizes with the device."""
         batch, size = cls.__new__(cls), cache.block_tokens
         batch.cache = cache
-        batch.tokens, batch.positions, tables = numbers[:, 0], numbers[:, 1], numbers[:, 2:]
-        in_block = tables.gather(1, batch.positions[:, None] // size).squeeze(1)
-        batch.places = (in_block, batch.positions % size)
-        batch.last = batch.row_tokens = torch.arange(len(numbers), device=numbers.device)
-        batch.rows = cache.rows(tables, batch.positions + 1, size * tables.shape[1])
+        tokens, positions, tables = lines[:, 0], lines[:, 1], lines[:, 2:]
+        blocks = tables.gather(1, positions[:, None] // size).squeeze(1)
+        batch.last = batch.row_tokens = torch.arange(len(lines), device=lines.device)
+        batch.count, batch.output = len(lines), None
+        batch.numbers = torch.stack((tokens, positions, blocks, positions % size, batch.last))
+        batch.rows = cache.rows(tables, positions + 1, size * tables.shape[1])
         batch.chunks = []
         return batch
 
@@ -179,45 +189,48 @@ def apply_rope(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
-def attend(
-    batch: PagedBatch, layer: int, projected: torch.Tensor, angles: Angles, kv_heads: int, scaling: float
-) -> torch.Tensor:
-    """Compute one layer's attention. `projected` float32 [tokens, heads + 2 · kv_heads, head_dim] contains each token's
-    queries, keys and values, and is overwritten.
+def store(stored: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Write `fresh` [tokens, 2 · kv_heads, head_dim], K and V of tokens, to a layer's blocks `stored` [2, blocks,
+    kv_heads, block_tokens, head_dim]."""
+    by_position = stored.permute(1, 3, 0, 2, 4)
+    by_position.index_put_((blocks, offsets), fresh.view(-1, *by_position.shape[2:]))
 
-    Rotates queries and keys, writes K and V to the blocks, then attends. Returns [tokens, heads, head_dim], of KV's
-    type.
+
+def rotate_and_store_on_cpu(
+    batch: "PagedBatch", layer: int, projected: torch.Tensor, angles: Angles, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys of `projected` float32 [tokens, heads + 2 · kv_heads, head_dim], in place, and write K
+    and V to the blocks of one layer. Return the views for `attend`. For the kernels "cpu"."""
+    (cosines, sines), (blocks, offsets) = angles, batch.numbers[2:4]
+    keys, values = batch.cache.for_rows[layer]
+    rotate_and_store(projected.numpy(), cosines.numpy(), sines.numpy(), blocks.numpy(), offsets.numpy(), keys, values)
+    return projected[:, : -2 * kv_heads], projected[:, -2 * kv_heads :]
+
+
+def attend(batch: PagedBatch, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Compute one layer's attention: rotated queries [tokens, heads, head_dim] and `fresh` [tokens, 2 · kv_heads,
+    head_dim], the tokens' K and V, all of KV's type and already written to the blocks.
+
+    Returns [tokens, heads, head_dim], of that type, valid until the batch's next layer; undefined for tokens that pad
+    the batch.
     """
-    cache, group = batch.cache, projected.shape[1] // kv_heads - 2
-    heads, head_dim = kv_heads * group, projected.shape[2]
-    if cache.kernels == "cpu":
-        (cosines, sines), (blocks, offsets) = angles, batch.places
-        keys, values = cache.for_rows[layer]
-        rotate_and_store(
-            projected.numpy(), cosines.numpy(), sines.numpy(), blocks.numpy(), offsets.numpy(), keys, values
-        )
-    else:
-        projected[:, :-kv_heads] = apply_rope(projected[:, :-kv_heads], angles)
-        projected = projected.to(cache.kv.dtype)
-        # A sequence's NaN must not affect later owners of its blocks: masked values are still multiplied.
-        projected[:, heads:].nan_to_num_()
-        for stored, new in zip(
-            cache.by_position[layer], (projected[:, heads:-kv_heads], projected[:, -kv_heads:]), strict=True
-        ):
-            stored.index_put_(batch.places, new)
-    query, key, value = projected[:, :heads], projected[:, heads:-kv_heads], projected[:, -kv_heads:]
-
-    output = query.new_empty(*query.shape)
+    cache, heads, head_dim = batch.cache, query.shape[1], query.shape[2]
+    kv_heads = cache.kv_heads
+    group, key, value = heads // kv_heads, fresh[:, :kv_heads], fresh[:, kv_heads:]
+    if batch.output is None:
+        batch.output = query.new_empty(*query.shape)
+    output = batch.output
     if batch.rows:
         # A single token attends to all positions, so the query heads of a group can take the place of several tokens.
-        alone = query[batch.row_tokens] if batch.chunks else query.contiguous()
+        only_rows = len(batch.row_tokens) == len(query)
+        alone = query.contiguous() if only_rows else query[batch.row_tokens]
         attended = batch.rows.attend(alone.view(-1, kv_heads, group, head_dim), *cache.for_rows[layer], scaling)
-        if not batch.chunks:
+        if only_rows:
             return attended.view(-1, heads, head_dim)
         output[batch.row_tokens] = attended.view(-1, heads, head_dim)
-    queries, fresh = _by_head(query), (_by_head(key), _by_head(value))
+    queries, own = _by_head(query), (_by_head(key), _by_head(value))
     for chunk in batch.chunks:
-        keys, values = _visible_kv(chunk, cache.layers[layer], *fresh)
+        keys, values = _visible_kv(chunk, cache.layers[layer], *own)
         for piece in chunk.pieces:
             attended = scaled_dot_product_attention(
                 queries[:, :, piece.begin : piece.end],
@@ -259,6 +272,11 @@ class Uploads:
         begin = len(self._values)
         self._values += values
         return slice(begin, len(self._values))
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return len(self._values)
 
     def send(self, device: torch.device) -> torch.Tensor:
         """Return all values on the device. Pinned: a copy from pageable memory would wait for the device's queue."""

@@ -76,8 +76,9 @@ class PrefillWorker:
         )
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, self._model.kv_array)
-        self._model.forward([Chunk([0], 0, [0, 0])])  # warm-up: the first pass allocates
+        self._model.warm_up(tokens=2)  # the first pass allocates
         self.chunk_tokens = resolve_chunk_tokens(config.prefill.chunk_tokens, self._model)
+        self._model.warm_up(tokens=self.chunk_tokens)
         worker.startup.mark("first pass")
         worker.log.info("chunks of %d tokens", self.chunk_tokens)
         registry = loading()

@@ -1,0 +1,132 @@
+"""Tests of the programs between attentions as torch compiles them for this processor: the operations that are fused are
+those on a GPU, the code differs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.model.reference import Reference
+from runtime.serving.model.model_info import ModelInfo, WeightsType, read_config
+from runtime.testing.tiny_model import make_tiny_llama
+from tests.cuda.emulation import require_compiler
+
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from torch import _dynamo as dynamo  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+from torch._inductor import metrics  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from runtime.serving.network import decoder  # noqa: E402
+from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
+BLOCK, BLOCKS = 16, 60
+LENGTHS = [1, 50, 31]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    require_compiler()
+
+
+def loaded(directory: Path, kind: WeightsType = "float32") -> tuple[Llama, PagedCache]:
+    info = ModelInfo.read(directory)
+    network = Llama.load(read_config(directory), info, WeightFiles(directory), "cpu", kind)
+    return network, PagedCache(torch.zeros(info.kv_shape(BLOCKS, BLOCK), dtype=getattr(torch, kind)), "gathered")
+
+
+def greedy(network: Llama, cache: PagedCache, steps: int, follow: list[list[int]] | None = None) -> list[list[int]]:
+    """Return greedy tokens of three rows in scattered blocks; with `follow`, each after the given ones."""
+    random = np.random.default_rng(4)
+    order = random.permutation(BLOCKS).tolist()
+    tables, prompts = [order[6 * row : 6 * row + 6] for row in range(3)], prompts_of(random)
+    spans: list[Span] = [(table, 0, len(prompt)) for table, prompt in zip(tables, prompts, strict=True)]
+    with torch.inference_mode():
+        logits = network.logits(PagedBatch(cache, spans, [token for prompt in prompts for token in prompt]))
+        found = [[int(token)] for token in logits.argmax(-1)]
+        for step in range(steps - 1):
+            spans = [(table, len(prompt) + step, 1) for table, prompt in zip(tables, prompts, strict=True)]
+            logits = network.logits(PagedBatch(cache, spans, [row[step] for row in follow or found]))
+            for row, token in zip(found, logits.argmax(-1), strict=True):
+                row.append(int(token))
+    return found
+
+
+def prompts_of(random: Any) -> list[list[int]]:
+    return [random.integers(0, 259, length).tolist() for length in LENGTHS]
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    dynamo.reset()
+    counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_three_programs_serve_all_layers_and_sizes_with_transformers_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # a kernel from a cache is not counted
+    directory = make_tiny_llama(tmp_path / "model", layers=6)
+    (network, cache), random = loaded(directory), np.random.default_rng(4)
+    with Operations() as eager, torch.inference_mode():
+        network.logits(PagedBatch(cache, [([0], 0, 9)], [1] * 9))
+    metrics.reset()
+    assert network.compile(cache)
+    assert not cache.kv.any()
+    answers = greedy(network, cache, 12)
+    assert counters["stats"]["unique_graphs"] == 3
+    fused = metrics.generated_kernel_count
+    assert eager.count >= 40 * 6, "operations a layer"
+    assert fused <= 40, "kernels of all three programs, most of them in loops of one"
+    random.permutation(BLOCKS)
+    reference = Reference(directory)
+    assert answers == [reference.generate(prompt, 12) for prompt in prompts_of(random)]
+
+
+def test_bfloat16_gives_nearly_all_of_float32s_greedy_tokens(tiny_directory: Path) -> None:
+    exact = greedy(*loaded(tiny_directory), 40)
+    network, cache = loaded(tiny_directory, "bfloat16")
+    assert network.compile(cache)
+    found = greedy(network, cache, 40, exact)
+    same = (np.array(found) == np.array(exact)).sum()
+    assert same >= 0.95 * 40 * len(LENGTHS)
+
+
+def test_layers_stay_eager_if_compilation_fails_or_is_wrong(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    network, cache = loaded(tiny_directory)
+    eager = network.programs
+
+    def failing() -> decoder.Programs:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", failing)
+    assert not network.compile(cache)
+    assert "layers run uncompiled, several times slower, on cpu: no compiler here" in caplog.text
+    wrong = eager._replace(finish=lambda *arguments: eager.finish(*arguments) * 1.1)
+    monkeypatch.setattr("runtime.serving.network.llama.compiled_programs", lambda: wrong)
+    assert not network.compile(cache)
+    assert "the logits differ by 1.0e-01 of their norm" in caplog.text
+    assert network.programs == eager
+    assert not cache.kv.any()

@@ -1,0 +1,131 @@
+"""Tests of passes with prompts by captured graphs, over CPU tensors, where replaying a graph runs its program again."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.model.reference import Reference
+from runtime.serving.model.model_info import ModelInfo, read_config
+
+torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
+
+from runtime.serving.network.decode_graphs import Captured  # noqa: E402
+from runtime.serving.network.llama import Llama, WeightFiles  # noqa: E402
+from runtime.serving.network.paged_cache import PagedBatch, PagedCache, Span  # noqa: E402
+from runtime.serving.network.prefill_graphs import MAX_TOKENS, PrefillGraphs, sizes_up_to  # noqa: E402
+
+BLOCK, BLOCKS = 16, 160
+
+
+class Again:
+    """Fake CUDA graph capture: a replay runs the program again into the same output tensors."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, run: Callable[[], Any]) -> Captured:
+        self.captures += 1
+        output = run()
+
+        def replay() -> None:
+            self.replays += 1
+            for kept, new in zip(_tensors(output), _tensors(run()), strict=True):
+                kept.copy_(new)
+
+        return Captured(replay, output)
+
+
+def _tensors(value: Any) -> list[Any]:
+    if value is None or isinstance(value, torch.Tensor):
+        return [] if value is None else [value]
+    return [tensor for part in value for tensor in _tensors(part)]
+
+
+@pytest.fixture
+def network(tiny_directory: Path) -> Llama:
+    info = ModelInfo.read(tiny_directory)
+    return Llama.load(read_config(tiny_directory), info, WeightFiles(tiny_directory), "cpu")
+
+
+@pytest.fixture
+def cache(tiny_directory: Path) -> PagedCache:
+    random = torch.Generator().manual_seed(1)
+    shape = ModelInfo.read(tiny_directory).kv_shape(BLOCKS, BLOCK)
+    return PagedCache(torch.randn(shape, generator=random), "gathered")
+
+
+def pass_of(seed: int, parts: list[tuple[int, int]]) -> tuple[list[Span], list[int]]:
+    """Return chunks of (start, tokens), each in blocks of its own, and their tokens."""
+    random = np.random.default_rng(seed)
+    order, spans = random.permutation(BLOCKS).tolist(), list[Span]()
+    for start, count in parts:
+        blocks = -(-(start + count) // BLOCK)
+        spans.append((order[:blocks], start, count))
+        order = order[blocks:]
+    return spans, random.integers(0, 259, sum(count for _, count in parts)).tolist()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(0, 2)],
+        [(0, 64)],
+        [(0, 65)],
+        [(40, 33)],
+        [(0, 20), (7, 30), (64, 2)],
+        [(5, 1), (0, 90), (31, 1), (16, 40)],
+    ],
+    ids=str,
+)
+def test_replays_return_the_logits_of_the_pass_and_write_the_same_keys(
+    network: Llama, cache: PagedCache, parts: list[tuple[int, int]]
+) -> None:
+    graphs, before = PrefillGraphs(network, cache, Again()), cache.kv.clone()
+    with torch.inference_mode():
+        for seed in range(3):  # the first one captures
+            spans, tokens = pass_of(seed, parts)
+            cache.kv.copy_(before)
+            expected = network.logits(PagedBatch(cache, spans, tokens))
+            written = cache.kv.clone()
+            cache.kv.copy_(before)
+            found = graphs.logits(spans, tokens)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(cache.kv, written, rtol=1e-5, atol=1e-5)
+            assert (cache.kv != before).any()
+
+
+def test_a_size_is_captured_once_a_layer_and_replayed_for_any_chunks(network: Llama, cache: PagedCache) -> None:
+    capture = Again()
+    graphs, layers = PrefillGraphs(network, cache, capture), len(cache.layers)
+    with torch.inference_mode():
+        for step, (parts, sizes, replayed) in enumerate(
+            [([(0, 40)], 1, 0), ([(16, 64)], 1, 1), ([(0, 9), (3, 1)], 1, 2), ([(0, 70)], 2, 2), ([(9, 96)], 2, 3)]
+        ):
+            graphs.logits(*pass_of(step, parts))
+            assert (capture.captures, capture.replays) == (sizes * layers, replayed * layers)
+
+
+def test_greedy_tokens_equal_those_of_transformers(network: Llama, cache: PagedCache, reference: Reference) -> None:
+    graphs, random = PrefillGraphs(network, cache, Again()), np.random.default_rng(3)
+    with torch.inference_mode():
+        for length in (2, 63, 100, 129, 130):
+            prompt, table = random.integers(0, 259, length).tolist(), random.permutation(BLOCKS).tolist()
+            half = length // 2
+            graphs.logits([(table, 0, half)], prompt[:half]) if half > 1 else network.logits(
+                PagedBatch(cache, [(table, 0, half)], prompt[:half])
+            )
+            logits = graphs.logits([(table, half, length - half)], prompt[half:])
+            assert logits.argmax(-1).tolist() == reference.generate(prompt, 1)
+
+
+def test_padding_is_at_most_half_and_every_size_is_warmed_up() -> None:
+    sizes = sizes_up_to(MAX_TOKENS)
+    assert sizes[-1] == MAX_TOKENS
+    assert all(larger <= 1.5 * size for size, larger in pairwise(sizes))
+    assert sizes_up_to(200) == [64, 96, 128, 192, 200]
+    assert sizes_up_to(2) == [2]
+    assert sizes_up_to(0) == []
