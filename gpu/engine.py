@@ -30,8 +30,8 @@ class Backend(NamedTuple):
             Advance every running slot. Returns the number of finished slots. Writes to `report`: [0] the extends made,
             [1] the padded slots, those covered beyond the running ones, and from [2] on pairs (finished slot, its
             extends), in admission order. Resident engines, whose slots advance on their own, return when a slot has
-            finished or on an interrupt; one extend is counted for every [running slots] extends of single slots, so
-            the count may be 0.
+            finished or on an interrupt, and report slots in the order in which they finished; one extend is counted
+            for every [running slots] extends of single slots, so the count may be 0.
         read_result(handle, slot, ids, distances)
             Write a finished slot's ids (int64) and distances (float32), nearest first. Returns their number.
         change_state(handle, slot, action)
@@ -159,7 +159,8 @@ class Engine(ABC):
     def extend(self) -> npt.NDArray[np.int32]:
         """Advance every active slot by one extend and return the slots that it finished, in admission order.
 
-        A backend with several extends per launch stops at the first one that finishes a slot.
+        A resident backend returns them in the order in which they finished. A backend with several extends per launch
+        stops at the first one that finishes a slot.
         """
         self._check_open()
         if not self._slots.active_count:

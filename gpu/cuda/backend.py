@@ -90,7 +90,7 @@ from gpu.slots import ACTIVE_COUNT, MAX_COLLECTIONS, STATES
     CODE,
 ) = range(43)
 HANDLE_WORDS = 43
-ON_DEVICE, SLOT_STATE_WORDS = 0, 5
+ON_DEVICE, SLOT_STATE_WORDS = 0, 8  # a cache line
 
 NO_FAILURE, LAUNCH_FAILED, REPLAY_FAILED, QUERY_FAILED, NOT_REPORTED, TIMED_OUT, RECORDS_MISSING = range(7)
 """Kinds of failure: a failed driver call (three of them); a launch that ended without reporting progress; a launch that
@@ -319,11 +319,18 @@ def _scan_step(words: Any, scans: Any, slot: int) -> Any:
 @compiled
 def _graph_search_done(words: Any, scans: Any, slot: int) -> Any:
     """Return whether a slot that the device searches is finished. Falls back to a scan if it found too few rows."""
-    result, search = _result(words, slot), scans.slots[slot]
+    result = _result(words, slot)
     if words_at(words[SLOT_STATES] + 8 * SLOT_STATE_WORDS * slot, SLOT_STATE_WORDS)[ON_DEVICE]:
         return False
     if load_acquire(result + _TICKET_OFFSET) != _head(words, slot)[layout.TICKET]:
         return False
+    return found_enough(words, scans, slot)
+
+
+@compiled
+def found_enough(words: Any, scans: Any, slot: int) -> Any:
+    """Return whether a finished graph search found enough allowed rows. If not, it falls back to a scan."""
+    result, search = _result(words, slot), scans.slots[slot]
     if search[ALLOWED] == 0:
         return True
     found_nodes = _nodes(words, slot)[: np.int64(_head(words, slot)[layout.K])]

@@ -42,6 +42,10 @@ class Handle:
         self._resident[resident.AT_GOALS] = memory.goals.ctypes.data
         self._resident[resident.AT_RECORDS] = memory.records.ctypes.data
         self._resident[resident.ENTRIES] = len(memory.records) // layout.RECORD.itemsize
+        self._queue = np.zeros(slots, np.int64)
+        self._finished = np.zeros(resident.FINISHED_PER_SLOT * slots, np.int64)
+        self._resident[resident.AT_QUEUE] = self._queue.ctypes.data
+        self._resident[resident.AT_FINISHED] = self._finished.ctypes.data
         self._batch = np.frombuffer(bytes(batch), np.uint8).copy()
         self._arguments = np.array([self._batch.ctypes.data, self._commands_address.ctypes.data], np.int64)
         self._alive: dict[int, tuple[IndexData, QueryEncoding]] = {}
