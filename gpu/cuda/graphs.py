@@ -61,7 +61,7 @@ class Kernels:
         module = driver.load_module(image)
         self._distances = layout.COMPUTE_DISTANCES[team]
         self.write_slots = driver.kernel(module, layout.WRITE_SLOTS.name)
-        self._compute = driver.kernel(module, self._distances.name, layout.distance_shared_bytes(shape.slots))
+        self._compute = driver.kernel(module, self._distances.name, layout.distance_shared_bytes(shape.slots, team))
         self._merge = driver.kernel(module, layout.MERGE_AND_GATHER.name, shape.merge_shared_bytes)
         self._module = module
         self._fused: tuple[int, int, int] | None = None  # kernel, shared memory, row places per thread
@@ -95,7 +95,11 @@ class Kernels:
         shape, batch = self._shape, self._batch
         blocks = layout.distance_blocks(shape, bucket, self._team, self._driver.multiprocessors)
         first, last = (batch, ctypes.c_uint32(bucket)), (batch, ctypes.c_uint32(limit), ctypes.c_uint64(condition))
-        compute, merge, sums_bytes = self._distances, layout.MERGE_AND_GATHER, layout.distance_shared_bytes(bucket)
+        compute, merge, sums_bytes = (
+            self._distances,
+            layout.MERGE_AND_GATHER,
+            layout.distance_shared_bytes(bucket, self._team),
+        )
         return (
             Stage(compute.name, self._compute, blocks, compute.threads, first, sums_bytes),
             Stage(merge.name, self._merge, bucket, merge.threads, last, shape.merge_shared_bytes),

@@ -62,6 +62,7 @@ RESIDENT_THREADS = 256  # of extend_resident, at most; with fewer, more blocks a
 WRITE_THREADS = 256  # of write_slots: fetches a line of 4 KiB over the bus in one round trip
 MERGE_KEYS = 512  # maximum of new keys sorted and merged at once
 RING_PLACES = (8, 4)  # in-flight row chunks per thread, where a block serves a slot: the first that fits
+DISTANCE_PLACES = 8  # the same in compute_distances_8
 SCRATCH_BYTES = 176  # shared memory in front of the arrays, for a block's counts and parents
 TEAMS = (8, 16, 32)  # threads per vector
 TASK_BITS = 22  # of a word of `due`: the task count of an active slot, with the collection's number above
@@ -408,9 +409,11 @@ def distance_blocks(shape: BatchShape, bucket: int, team: int, multiprocessors: 
     return max(1, min(most, 4 * multiprocessors))
 
 
-def distance_shared_bytes(bucket: int) -> int:
-    """Return the shared memory of compute_distances: prefix sums of the slots' tasks, in bytes."""
-    return SCRATCH_BYTES + 4 * bucket
+def distance_shared_bytes(bucket: int, team: int) -> int:
+    """Return the shared memory of compute_distances, in bytes: prefix sums of the slots' tasks, and for teams of 8 a
+    node and in-flight rows per thread."""
+    ring = DISTANCE_THREADS * (4 + DISTANCE_PLACES * CHUNK_BYTES) if team == TEAMS[0] else 0
+    return SCRATCH_BYTES + 4 * -(-bucket // 4) * 4 + ring
 
 
 def argument(record: npt.NDArray[Any]) -> Any:

@@ -1,5 +1,5 @@
-// Distances of a slot's query to the rows of an extend, by the block that serves the slot: rows are copied asynchronously
-// into a ring in shared memory, far ahead of their use.
+// Distances of a slot's query to rows, by the block that serves the slot, or by one warp (compute_distances_8): rows are
+// copied asynchronously into a ring in shared memory, far ahead of their use.
 //
 // Floor: the rows' bytes, and one memory latency. A memory of 4.8 TB/s with a latency of 0.65 µs is saturated by 3.1 MB in
 // flight, 24 KB for each of 132 multiprocessors. A team of 8 that loads up to four chunks per thread, adds them and then
@@ -20,9 +20,19 @@ struct Ring {
     uint32 places;
 };
 
+// The rows of a slot are shared by all warps of the block, or are those of one warp.
+template <bool ONE_WARP>
+__device__ inline uint32 first_row(uint32 thread) {
+    return ONE_WARP ? 0 : thread / WARP * (WARP / SLOT_TEAM);
+}
+template <bool ONE_WARP>
+__device__ inline uint32 rows_at_once() {
+    return ONE_WARP ? WARP / SLOT_TEAM : blockDim.x / SLOT_TEAM;
+}
+
 // A warp's position in the rows; each of its teams processes one row at a time: the first team's row, and the first chunk of
 // a piece of it, which has PIECE chunks per thread.
-template <uint32 PIECE>
+template <uint32 PIECE, bool ONE_WARP>
 struct RowCursor {
     uint32 row, piece;
 
@@ -31,7 +41,7 @@ struct RowCursor {
         piece += PIECE * SLOT_TEAM;
         if (PIECE == LANES && piece < chunks) return false;
         piece = 0;
-        row += blockDim.x / SLOT_TEAM;
+        row += rows_at_once<ONE_WARP>();
         return true;
     }
 };
@@ -39,7 +49,7 @@ struct RowCursor {
 // The ring has two halves: one is in flight while the other is added. LONG: rows of several pieces of LANES chunks per
 // thread, one piece per half; a ring too small for two pieces has one half. Other rows are one piece of PAIR chunks per
 // thread or one, and a half holds as many rows as fit.
-template <uint32 KIND, bool LONG>
+template <uint32 KIND, bool LONG, bool ONE_WARP>
 __device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                       float* distances, Ring ring) {
     using Sum = typename SumOf<KIND>::type;
@@ -47,7 +57,7 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     const uint32 thread = computed_here(threadIdx.x), lane = thread % SLOT_TEAM, team = thread % WARP / SLOT_TEAM;
     const uint32 chunks = collection.row_chunks;
     const uint32 writer = KIND == I8_DOT ? (chunks - 1) % SLOT_TEAM : 0;  // has the trailing step and norm of an int8 row
-    RowCursor<PIECE> fetched = {thread / WARP * (WARP / SLOT_TEAM), 0}, added = fetched;
+    RowCursor<PIECE, ONE_WARP> fetched = {first_row<ONE_WARP>(thread), 0}, added = fetched;
     if (added.row >= count) return;
     const unsigned char* rows = at<const unsigned char>(collection.rows) + lane * CHUNK_BYTES;
     const uint4* query = query_at(slot, collection.query_row) + lane * QUERY_CHUNKS;
@@ -127,23 +137,24 @@ __device__ inline void ring_distances(const Collection& collection, const Slot* 
     }
 }
 
-template <uint32 KIND>
+template <uint32 KIND, bool ONE_WARP>
 __device__ inline void ring_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                       float* distances, Ring ring) {
     if (collection.row_chunks > PAIR * SLOT_TEAM)
-        ring_distances<KIND, true>(collection, slot, nodes, count, distances, ring);
+        ring_distances<KIND, true, ONE_WARP>(collection, slot, nodes, count, distances, ring);
     else
-        ring_distances<KIND, false>(collection, slot, nodes, count, distances, ring);
+        ring_distances<KIND, false, ONE_WARP>(collection, slot, nodes, count, distances, ring);
 }
 
-// Distances of the slot's query to the rows of `count` nodes, equal to row_distance. All threads of the block.
+// Distances of the slot's query to the rows of `count` nodes, equal to row_distance. All threads of the block or the warp.
+template <bool ONE_WARP = false>
 __device__ inline void row_distances(const Collection& collection, const Slot* slot, const uint32* nodes, uint32 count,
                                      float* distances, Ring ring) {
     switch (collection.kind) {
-        case F32_L2: return ring_distances<F32_L2>(collection, slot, nodes, count, distances, ring);
-        case F32_DOT: return ring_distances<F32_DOT>(collection, slot, nodes, count, distances, ring);
-        case F16_L2: return ring_distances<F16_L2>(collection, slot, nodes, count, distances, ring);
-        case F16_DOT: return ring_distances<F16_DOT>(collection, slot, nodes, count, distances, ring);
-        default: return ring_distances<I8_DOT>(collection, slot, nodes, count, distances, ring);
+        case F32_L2: return ring_distances<F32_L2, ONE_WARP>(collection, slot, nodes, count, distances, ring);
+        case F32_DOT: return ring_distances<F32_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
+        case F16_L2: return ring_distances<F16_L2, ONE_WARP>(collection, slot, nodes, count, distances, ring);
+        case F16_DOT: return ring_distances<F16_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
+        default: return ring_distances<I8_DOT, ONE_WARP>(collection, slot, nodes, count, distances, ring);
     }
 }

@@ -5,6 +5,7 @@
 // merge kernel has a warp per slot, which also gathers the neighbours of the parents that it has selected. Inactive slots
 // have no tasks, so one captured graph serves any set of active slots.
 #include "finish.cuh"
+#include "ring.cuh"
 
 // Execute one command per block: copy the staged line of a new query, set the status. A slot that has just finished stays
 // finished.
@@ -25,6 +26,11 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Ba
         set_due(batch, command.slot, slot->collection, command.status == ACTIVE ? slot->task_count : 0);
     }
 }
+
+// compute_distances_8, for rows of up to 512 bytes. Floor: the rows' bytes; to saturate the memory, 24 KB in flight per
+// multiprocessor (ring.cuh). A team that loads one row at a time waits for a chain of latencies per row (node, collection,
+// query, row), and has its row, 192 bytes at 96 dims in float16, in flight for one of them. Here a warp loads the nodes of up
+// to 32 tasks of a slot at once and then keeps four such rows per team in flight: 3 KB per warp, 96 KB for 1,024 threads.
 
 // Blocks per multiprocessor: with 64 registers per thread, all loads of a round are in flight before the first is used. On
 // sm_100 so few registers would spill.
@@ -65,24 +71,63 @@ __device__ inline uint32 slot_of(const uint32* sums, uint32 slots, uint32 task) 
     return slot;
 }
 
-// Every block computes the prefix sums; every warp processes an equal, contiguous share of the tasks.
+// A warp's equal, contiguous share of all tasks. Every block computes the prefix sums.
+struct Share {
+    uint32 begin, end;
+};
+
+__device__ inline Share share_of_warp(const uint32* due, uint32 slots, uint32* sums, unsigned char* shared) {
+    sum_tasks(due, slots, sums, reinterpret_cast<uint32*>(shared));
+    const uint32 total = sums[slots - 1], warps = gridDim.x * blockDim.x / WARP, share = (total + warps - 1) / warps;
+    const uint32 begin = min((blockIdx.x * blockDim.x + threadIdx.x) / WARP * share, total);
+    return {begin, min(begin + share, total)};
+}
+
 template <uint32 TEAM>
 __device__ inline void compute_distances(const Batch& batch, uint32 slots, unsigned char* shared) {
     constexpr uint32 TEAMS = WARP / TEAM;
     const uint32 *due = at<const uint32>(batch.due), *nodes = at<const uint32>(batch.nodes);
     uint32* sums = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
-    sum_tasks(due, slots, sums, reinterpret_cast<uint32*>(shared));
-    const uint32 total = sums[slots - 1], warps = gridDim.x * blockDim.x / WARP, share = (total + warps - 1) / warps;
-    const uint32 begin = (blockIdx.x * blockDim.x + threadIdx.x) / WARP * share, end = min(begin + share, total);
+    const Share share = share_of_warp(due, slots, sums, shared);
     uint32 slot = 0, next = NO_NODE;
     const auto place_of = [&](uint32 task) { return slot * batch.slot_tasks + task - (slot > 0 ? sums[slot - 1] : 0); };
-    for (uint32 i = begin + threadIdx.x % WARP / TEAM; i < end; i += TEAMS) {
+    for (uint32 i = share.begin + threadIdx.x % WARP / TEAM; i < share.end; i += TEAMS) {
         if (sums[slot] <= i) slot = slot_of(sums, slots, i);
         const uint32 node = next != NO_NODE ? next : nodes[place_of(i)];
-        next = i + TEAMS < min(end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // loaded while the row is in flight
+        next = i + TEAMS < min(share.end, sums[slot]) ? nodes[place_of(i) + TEAMS] : NO_NODE;  // while the row is in flight
         const Collection& collection = collection_at(batch, due[slot] >> TASK_BITS);
         const float distance = row_distance<TEAM, 4>(collection, slot_at(batch, slot), node);
         if (threadIdx.x % TEAM == 0) at<float>(batch.distances)[place_of(i)] = distance;
+    }
+}
+
+// Tasks of one slot that a warp processes together: the first one's place in `nodes` and `distances`, and their number.
+// The nodes of the next group are not loaded ahead: NVRTC 13.0 does not end on that for sm_90.
+struct Group {
+    uint32 slot, place, count;
+};
+
+template <>
+__device__ inline void compute_distances<SLOT_TEAM>(const Batch& batch, uint32 slots, unsigned char* shared) {
+    const uint32 *due = at<const uint32>(batch.due), *nodes = at<const uint32>(batch.nodes);
+    const uint32 lane = threadIdx.x % WARP;
+    uint32* sums = reinterpret_cast<uint32*>(shared + SCRATCH_BYTES);
+    uint32* own = sums + (slots + 3) / 4 * 4 + threadIdx.x / WARP * WARP;  // the nodes of this warp's group
+    const Ring ring = {reinterpret_cast<uint4*>(sums + (slots + 3) / 4 * 4 + blockDim.x), DISTANCE_PLACES};
+    const Share share = share_of_warp(due, slots, sums, shared);
+    const auto group_at = [&](uint32 task) -> Group {
+        const uint32 slot = slot_of(sums, slots, task);
+        return {slot, slot * batch.slot_tasks + task - (slot > 0 ? sums[slot - 1] : 0),
+                min(min(sums[slot], share.end) - task, WARP)};
+    };
+    for (uint32 task = share.begin; task < share.end;) {
+        const Group group = group_at(task);
+        own[lane] = lane < group.count ? nodes[group.place + lane] : 0;
+        __syncwarp();
+        row_distances<true>(collection_at(batch, due[group.slot] >> TASK_BITS), slot_at(batch, group.slot), own, group.count,
+                            at<float>(batch.distances) + group.place, ring);
+        __syncwarp();
+        task += group.count;
     }
 }
 

@@ -33,6 +33,7 @@ BARRIERS = {
     "sorting steps overtake each other": "max(stride, next) > WARP)\n        __syncthreads();",
     "lanes overtake each other": "else\n        __syncwarp();",
     "duplicates are searched for before keys are written": "fresh[lane + WARP * j] = keys[j];\n        __syncwarp();",
+    "a group's rows are fetched before its nodes are written": "[group.place + lane] : 0;\n        __syncwarp();",
 }
 
 

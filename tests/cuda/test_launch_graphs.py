@@ -45,7 +45,7 @@ def test_each_bucket_has_a_graph_of_the_two_kernels(index: GraphIndex) -> None:
         blocks = layout.distance_blocks(shape, bucket, 8, driver.multiprocessors)
         assert (distances.grid.x, merge.grid.x, distances.arguments[1].value) == (blocks, bucket, bucket)
         assert (distances.block.x, merge.block.x) == (layout.DISTANCE_THREADS, layout.MERGE_THREADS)
-        shared_bytes = (layout.distance_shared_bytes(bucket), shape.merge_shared_bytes)
+        shared_bytes = (layout.distance_shared_bytes(bucket, 8), shape.merge_shared_bytes)
         assert (distances.shared_bytes, merge.shared_bytes) == shared_bytes
         assert [argument.value for argument in merge.arguments[1:]] == [1, 0]
 
@@ -107,7 +107,7 @@ def test_a_bucket_is_fused_if_each_slot_has_its_own_multiprocessor(
 
 @pytest.mark.parametrize("form", ["loop", "fused", None])
 def test_plain_replay_is_the_fallback_on_a_limited_device(index: GraphIndex, form: Any) -> None:
-    driver = RecordingDriver(can_loop=False, max_shared_bytes=9_000)
+    driver = RecordingDriver(can_loop=False, max_shared_bytes=35_000)
     engine = opened(index, driver, slots=8, max_top_m=64, extends_per_launch=4, form=form)
     assert (engine.forms, engine.extends_per_launch) == ({1: "plain", 8: "plain"}, 1)
     assert [len(graph) for graph in graphs(driver)] == [2, 2]

@@ -112,7 +112,7 @@ class Workbench:
         distances, merge = layout.COMPUTE_DISTANCES[team], layout.MERGE_AND_GATHER
         slots, ends = distances.argument_values(slots=bucket), merge.argument_values(limit=limit, condition=condition)
         return [
-            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket), *slots),
+            partial(self.launch, distances, blocks, layout.distance_shared_bytes(bucket, team), *slots),
             partial(self.launch, merge, bucket, self.shape.merge_shared_bytes, *ends),
         ]
 
