@@ -291,3 +291,38 @@ def test_the_run_under_the_sanitizer_ends_in_every_form(
     monkeypatch.setattr(compiler, "compile_kernels", lambda arch: b"image")
     small_run.main("cuda:0", form)
     assert capsys.readouterr().out.startswith("23 queries in ")
+
+
+def test_the_host_writes_nothing_for_queries_that_merely_run(new_driver: NewDriver) -> None:
+    """A pass over all running queries in every call would bound the rate when hundreds run."""
+    engine = opened(one_block(new_driver()), slots=12)
+    engine.interrupt_when(lambda: True)
+    slots = [engine.admit(query, LONG, "docs") for query in queries(12)]
+    done = engine.extend().tolist()
+    goals, unwritten = engine.batch_memory().goals.view(np.uint32), 0xFFFFFFF0  # no query reaches this goal either
+    goals[slots] = unwritten
+    while len(done) < 11:
+        done += engine.extend().tolist()
+    (last,) = {*slots} - {*done}
+    assert (goals[slots] == unwritten).all()
+    engine.pause(last)
+    engine.resume(last)
+    done += engine.extend().tolist()
+    assert goals[last] != unwritten
+    while last not in done:
+        done += engine.extend().tolist()
+    engine.close()
+
+
+def test_queries_are_reported_in_the_order_in_which_they_finish(new_driver: NewDriver) -> None:
+    engine = opened(one_block(new_driver()), slots=8)
+    long = [engine.admit(query, LONG, "docs") for query in queries(2)]
+    compiled = Compiled(engine, 8)
+    short = compiled.ask(queries(3)[2], None, 0)
+    compiled.prioritize(compiled.handle, short)
+    order: list[int] = []
+    while len(order) < 3:
+        order += engine.extend().tolist()
+    assert order[0] == first_recorded(engine) == short
+    assert {*order} == {*long, short}
+    engine.close()
