@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -170,12 +170,16 @@ class Request:
         answer = self._connection.getresponse()
         return answer.status, answer.read()
 
+    def close(self) -> None:
+        self._connection.close()
+
 
 class Others:
     """The other users: each measurement sends requests one after another, with pauses of 20 ms."""
 
     def __init__(self, url: str) -> None:
         self._numbers, self._url = random.Random(7), url
+        self._requests: list[Request] = []
         self.measurements: dict[str, Callable[[], None]] = {
             "search": self._sender(_READER, "POST", SEARCH, self._search),
             "search of a tenant": self._sender(_TENANT, "POST", SEARCH, self._search),
@@ -195,6 +199,7 @@ class Others:
 
     def _sender(self, key: str, method: str, path: str, body: Callable[[], bytes]) -> Callable[[], None]:
         request = Request(self._url, key)
+        self._requests.append(request)
 
         def send() -> None:
             status, answer = request(method, path, body())
@@ -202,6 +207,10 @@ class Others:
                 raise RuntimeError(f"{method} {path}: {status} {answer[:200]!r}")
 
         return send
+
+    def close(self) -> None:
+        for request in self._requests:
+            request.close()
 
     def measure(self, seconds: float) -> dict[str, list[float]]:
         """Return the milliseconds of the requests of each measurement, all of them at the same time."""
@@ -258,31 +267,35 @@ def filter_storm(
     (home / "node.toml").write_text(_CONFIG)
     node = Node(home / "node.toml")
     try:
-        others, pids = Others(node.info.url), node.pids()
-        others.measure(_WARM_UP_S)
-        if "hybrid searches" in kinds:
-            _wait_for_keywords(node.info.url)
-        found: dict[str, Any] = {"rows": rows, "alone": _percentiles(others.measure(seconds)), "storms": []}
-        for kind, clients in itertools.product(kinds, CLIENTS):
-            with _storming(node.info.url, kind, clients) as end:
-                time.sleep(_PAUSE_S)
-                latencies = _percentiles(others.measure(seconds))
-                sent = end()
-            restarts = [name for name, pid in pids.items() if node.pids().get(name) != pid]
-            found["storms"].append(
-                {"kind": kind, "clients": clients, **sent, "others": latencies, "restarts": restarts}
-            )
-            print(found["storms"][-1], flush=True)
-        return found
+        with closing(Others(node.info.url)) as others:
+            return _measured(node, others, rows, seconds, kinds)
     finally:
         node.stop()
 
 
+def _measured(node: Node, others: Others, rows: int, seconds: float, kinds: Sequence[str]) -> dict[str, Any]:
+    pids = node.pids()
+    others.measure(_WARM_UP_S)
+    if "hybrid searches" in kinds:
+        _wait_for_keywords(node.info.url)
+    found: dict[str, Any] = {"rows": rows, "alone": _percentiles(others.measure(seconds)), "storms": []}
+    for kind, clients in itertools.product(kinds, CLIENTS):
+        with _storming(node.info.url, kind, clients) as end:
+            time.sleep(_PAUSE_S)
+            latencies = _percentiles(others.measure(seconds))
+            sent = end()
+        restarts = [name for name, pid in pids.items() if node.pids().get(name) != pid]
+        found["storms"].append({"kind": kind, "clients": clients, **sent, "others": latencies, "restarts": restarts})
+        print(found["storms"][-1], flush=True)
+    return found
+
+
 def _wait_for_keywords(url: str) -> None:
     """Wait until the keyword index, which the first hybrid search begins to build, is ready."""
-    request, body = Request(url, _READER), json.dumps({"query": "words", "k": 1, "hybrid": 0.5}).encode()
-    while request("POST", SEARCH, body)[0] != 200:
-        time.sleep(0.2)
+    body = json.dumps({"query": "words", "k": 1, "hybrid": 0.5}).encode()
+    with closing(Request(url, _READER)) as request:
+        while request("POST", SEARCH, body)[0] != 200:
+            time.sleep(0.2)
 
 
 def _percentiles(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
