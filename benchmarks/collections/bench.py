@@ -257,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.replacements is not None:
         out = options.out.with_name(f"{options.out.name}-replacements")
-        nodes = json.loads(out.with_suffix(".json").read_text())["nodes"] if options.replacements else {}
+        before = out.with_suffix(".json")
+        nodes = json.loads(before.read_text())["nodes"] if options.replacements and before.exists() else {}
         with tempfile.TemporaryDirectory() as home:
             nodes |= replacements(Path(home), options.replacements or NODES, partial(print, flush=True))
         write({"machine": machine(), "nodes": nodes}, report_of_replacements(nodes), out)
