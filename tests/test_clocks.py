@@ -13,7 +13,6 @@ WALL_CLOCK = {
 }
 ALLOWED = {
     "runtime/serving/http/app.py": "the time that an answer shows as `created`",
-    "launchers/commands/dashboards.py": "which times to ask Prometheus for",
     "runtime/engines/vllm/plugins/trinity_kv_files.py": "how old files are, whose dates are the wall clock's",
     "runtime/serving/frontend/spans.py": "when a span began, for who reads it among those of others",
     "runtime/testing/tiny_node.py": "to have it jump, for a supervisor that is to take no notice",
