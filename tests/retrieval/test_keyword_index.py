@@ -124,6 +124,15 @@ def test_results_depend_on_visible_documents_only(
         alone.close()
 
 
+def test_documents_without_words_are_counted_and_never_found() -> None:
+    index = KeywordIndex.temporary()
+    index.add([("", "")])
+    assert search(index, "cat") == []
+    index.add([("", "?!"), ("", "cat")])
+    assert (index.size, search(index, "cat")) == (3, [2])
+    index.close()
+
+
 def test_documents_are_ranked_by_bm25() -> None:
     index = KeywordIndex.temporary()
     texts = ["cat", "cat cat", "cat dog", "dog", "cat and many other words of no interest to this query"]

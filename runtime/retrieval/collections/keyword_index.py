@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +90,8 @@ class _Chunk:
         stems = pairs >> np.uint64(32)
         begins = np.flatnonzero(np.diff(stems, prepend=np.uint64(1 << 32)))
         self._entries += [array("I") for _ in range(len(self._stems) - len(self._entries))]
-        ends = [*begins[1:].tolist(), len(entries)]
-        for number, begin, end in zip(stems[begins].tolist(), begins.tolist(), ends, strict=True):
-            self._entries[number].frombytes(entries[begin:end].tobytes())
+        for begin, end in pairwise([*begins.tolist(), len(entries)]):
+            self._entries[int(stems[begin])].frombytes(entries[begin:end].tobytes())
         self._pending, self._inverted = array("I"), len(self.lengths)
 
 
