@@ -78,8 +78,12 @@ def test_a_large_collection_is_indexed_in_the_background_and_then_followed(harne
     harness.writer.flush()
     harness.upsert(*(f"b{n}" for n in range(500)))
     harness.writer.delete([f"a{n}" for n in range(1, 1000)])
-    with pytest.raises(Unavailable, match="is being built"):
-        harness.find("entry")
+    now = itertools.count(0, 2)
+    with (
+        searching(harness, lambda: float(next(now))) as find,  # a search never waits
+        pytest.raises(Unavailable, match="is being built"),
+    ):
+        find("entry")
 
     def searched() -> bool:
         try:
@@ -124,6 +128,16 @@ def test_a_search_waits_for_documents_that_are_added_in_the_background(harness: 
         for words in ("one", "two"):
             harness.upsert(*MANY, words=words)
             assert find(words) == sorted(MANY)
+
+
+def test_a_long_text_is_added_in_the_background_and_delays_no_search_of_others(harness: KeywordHarness) -> None:
+    now = itertools.count(0, 2)
+    with searching(harness, lambda: float(next(now))) as find:  # a search never waits
+        harness.upsert("first")
+        assert find("entry") == ["first"]
+        harness.upsert("long", words=" ".join(f"q{number}" for number in range(100_000)))
+        assert find("entry") == ["first"]
+        until(lambda: find("q0") == ["long"])
 
 
 def test_replaced_documents_are_found_until_their_new_versions_are_in_the_index(harness: KeywordHarness) -> None:

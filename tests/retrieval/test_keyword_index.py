@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from gpu import GraphIndex
 from runtime.errors import CollectionError, CollectionReplaced, DeadlineExceeded
 from runtime.retrieval.collections.collection import Metric
-from runtime.retrieval.collections.keyword_index import CHUNK, MAX_ROWS, MAX_WORDS, KeywordIndex, distances
+from runtime.retrieval.collections.keyword_index import (
+    CHUNK,
+    MAX_DOCUMENT_WORDS,
+    MAX_ROWS,
+    MAX_WORDS,
+    KeywordIndex,
+    distances,
+)
 from runtime.retrieval.collections.words import stem, words_of
 
 LATER_NS = 1 << 62
@@ -47,6 +54,15 @@ def test_the_row_with_the_rarer_stems_comes_first(index: KeywordIndex) -> None:
 @pytest.mark.parametrize("text", ["", "?!", "xylophone", "__", "\0"])
 def test_a_text_without_known_words_finds_nothing(index: KeywordIndex, text: str) -> None:
     assert search(index, text) == []
+
+
+def test_of_long_words_and_long_texts_the_beginning_is_indexed(index: KeywordIndex) -> None:
+    """A word of a megabyte would take minutes to stem."""
+    assert words_of("y" * 1_000_000 + " next") == ["y" * 64, "next"]
+    index.add([("", " ".join(f"q{number}" for number in range(MAX_DOCUMENT_WORDS + 1))), ("", "y" * 1_000_000)])
+    assert search(index, f"q{MAX_DOCUMENT_WORDS - 1}") == [4]
+    assert search(index, f"q{MAX_DOCUMENT_WORDS}") == []
+    assert search(index, "y" * 100) == [5]
 
 
 SYNTAX = ['"', "'", "*", "^", "(", ")", ":", "-", "+", "{", "}", ",", "\0", ";", "--", "%", "\ud800"]

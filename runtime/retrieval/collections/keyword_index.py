@@ -34,8 +34,9 @@ _POSTINGS = (
 )
 CHUNK = 1 << 14  # documents
 _MAX_PENDING = 1 << 16  # words
-_MAX_CHARACTERS = 64  # longer words are cut
+MAX_DOCUMENT_WORDS = 1 << 15  # of a document that are indexed: 0.3 s if all are different
 _MAX_READ = 16 * MAX_WORDS  # words of a query, to find different ones
+_MAX_QUERY_CHARACTERS = 64 * _MAX_READ
 _K1, _B = 1.2, 0.75  # of BM25
 
 Rows = NDArray[np.int64]
@@ -174,8 +175,8 @@ class KeywordIndex:
         frequent words add little to the rank and take long. Raises `DeadlineExceeded`, `CollectionError`, and
         `CollectionReplaced` if the index is closed.
         """
-        words = words_of(text[: _MAX_READ * _MAX_CHARACTERS])[:_MAX_READ]
-        stems = dict.fromkeys(stem(word[:_MAX_CHARACTERS]) for word in words)
+        words = words_of(text[:_MAX_QUERY_CHARACTERS])[:_MAX_READ]
+        stems = dict.fromkeys(stem(word) for word in words)
         with self._lock:
             lengths = np.concatenate([self._lengths, np.array(self._recent.lengths, np.uint32)])
             shown = np.ones(self.size, bool) if visible is None else np.zeros(self.size, bool)
@@ -203,7 +204,7 @@ class KeywordIndex:
 
     def _insert(self, texts: Texts) -> None:
         for title, text in texts:
-            self._recent.add(words_of(f"{title}\n{text}"))
+            self._recent.add(words_of(f"{title}\n{text}")[:MAX_DOCUMENT_WORDS])
             if len(self._recent.lengths) == CHUNK:
                 self._write_chunk()
 

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Mapping
 from functools import lru_cache
 
-_WORD = re.compile(r"[^\W_]+")
+_WORD = re.compile(r"([^\W_]{1,64})[^\W_]*")  # of longer words the beginning
 _ACCENT = re.compile("[\u0300-\u036f]")
 _STEMS_KEPT = 1 << 17
 _ENDINGS_2 = {
@@ -31,7 +31,7 @@ _KINDS = _Kinds({ord(letter): "v" for letter in "aeiou"} | {ord("y"): "y"})
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text, runs of letters and digits, in order."""
+    """Return the words of a text, runs of letters and digits, in order, cut to 64 characters."""
     if not text.isascii():
         text = _ACCENT.sub("", unicodedata.normalize("NFD", text))
     return _WORD.findall(text.lower())

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +31,10 @@ from runtime.retrieval.live.storage.segment import Segment, locate_rows
 from runtime.retrieval.neighbors import Neighbors
 
 _BATCH_ROWS = 256  # added while a query waits, about 20 ms; more rows are added in the background, in such batches
+_BATCH_CHARACTERS = 1 << 18  # the same, of rows with long texts
 _MAX_DELETED = 8192  # deleted rows that never cause a rebuild
 _WAIT_S = 0.25  # how long a search waits for the rows that are added in the background
+_FIRST_WAIT_S = 1.0  # the same, of the first ones: a small collection is searched at once
 
 
 class _Filled(NamedTuple):
@@ -124,7 +126,7 @@ class LiveKeywordSearch:
 
         Raises `Unavailable`.
         """
-        wanted, until = self._state.growing.next_row, self._clock() + _WAIT_S
+        wanted, until = self._state.growing.next_row, self._clock() + (_WAIT_S if self._filled else _FIRST_WAIT_S)
         while True:
             if self._rebuilding is not None and self._rebuilding.done:
                 done, self._rebuilding = self._rebuilding, None
@@ -137,10 +139,10 @@ class LiveKeywordSearch:
             if self._filling is None:
                 self._add_new_rows()
             filled, left_s = self._filled, until - self._clock()
-            if filled is None:
-                raise Unavailable("the keyword index of the live collection is being built; try again soon")
-            if self._filling is None or filled.next_row >= wanted or left_s <= 0:
+            if filled is not None and (self._filling is None or filled.next_row >= wanted or left_s <= 0):
                 return filled
+            if left_s <= 0 or self._filling is None:
+                raise Unavailable("the keyword index of the live collection is being built; try again soon")
             self._filling.join(left_s)
 
     def _result(self, done: BackgroundTask[_Filled]) -> _Filled:
@@ -152,7 +154,7 @@ class LiveKeywordSearch:
     def _add_new_rows(self) -> None:
         """Add the new rows, in the background if there are many. Rebuild the index if most of its rows are deleted."""
         with self._state.lock:
-            alive, next_row = self._state.count, self._state.growing.next_row
+            alive, growing = self._state.count, self._state.growing
         filled, few = self._filled, alive <= _BATCH_ROWS
         if filled is not None and self._rebuilding is None and len(filled.rows) > 2 * alive + _MAX_DELETED:
             if few:
@@ -161,7 +163,7 @@ class LiveKeywordSearch:
                 self._rebuilding = BackgroundTask("keywords", self._rebuilt)
         if filled is None:
             filled = _no_rows()
-        if few or next_row - filled.next_row <= _BATCH_ROWS:
+        if filled.next_row >= growing.first and _is_short(growing, filled.next_row):
             try:
                 self._install(self._fill(filled))
             except CollectionError as error:
@@ -188,7 +190,7 @@ class LiveKeywordSearch:
         grown = ((one.row, one.title, one.text) for one in growing.documents[begin:count])
         added = [filled.rows]
         texts = chain(heapq.merge(*(_texts(one, filled.next_row) for one in segments)), grown)
-        while batch := list(islice(texts, _BATCH_ROWS)):
+        for batch in _batches(texts):
             check(len(batch))
             alive = [one for one in batch if one[0] not in dead]
             filled.words.add((title, text) for _, title, text in alive)
@@ -213,6 +215,26 @@ class LiveKeywordSearch:
 
 def _no_rows() -> _Filled:
     return _Filled(KeywordIndex.temporary(), np.empty(0, np.int64), 0)
+
+
+def _is_short(growing: GrowingSegment, first: int) -> bool:
+    """Return whether the growing rows from `first` on are so few, and their texts so short, that a query may wait."""
+    new = growing.documents[first - growing.first : growing.count]
+    return len(new) <= _BATCH_ROWS and sum(len(one.title) + len(one.text) for one in new) <= _BATCH_CHARACTERS
+
+
+def _batches(texts: Iterator[tuple[int, str, str]]) -> Iterator[list[tuple[int, str, str]]]:
+    """Yield the rows in batches for which searches can wait; a row with a long text is a batch of its own."""
+    batch: list[tuple[int, str, str]] = []
+    characters = 0
+    for row in texts:
+        batch.append(row)
+        characters += len(row[1]) + len(row[2])
+        if len(batch) == _BATCH_ROWS or characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _texts(segment: Segment, first: int) -> Iterator[tuple[int, str, str]]:
