@@ -188,7 +188,8 @@ def nvrtc_version() -> str:
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise DeviceUnavailable(
-            f"compiling kernels needs the extra [cuda] ({reason}): pip install 'trinity-runtime[cuda]'"
+            f"NVRTC, which compiles the kernels, cannot be loaded ({reason}): pip install 'trinity-runtime[cuda]' "
+            "in this environment"
         ) from None
     return f"{major}.{minor}"
 

@@ -160,7 +160,7 @@ class ControlLaw:
         return None
 
     def _set_reserve(self, value: float, cause: str) -> Change | None:
-        after = min(max(value, self._reserve_min), RESERVE_MAX)
+        after = round(min(max(value, self._reserve_min), RESERVE_MAX), 9)  # else sums of steps differ by a last bit
         if after == self.reserve:
             return None
         change = Change("reserve", self.reserve, after, cause)
