@@ -159,7 +159,7 @@ def test_the_cache_directory_is_private_to_the_user(tmp_path: Path, counted: lis
 
 
 def test_every_header_is_included_once() -> None:
-    source = kernel_source()
+    source = kernel_source((*compiler.UNITS, "copy.cu"))
     assert not re.search("^#include", source, re.MULTILINE)
     for header in ("layout.cuh", *(path.name for path in compiler.KERNELS.glob("*.cu*"))):
         assert source.count(f'#line 1 "{header}"\n') == 1, header

@@ -29,7 +29,7 @@ FAULTS = {
         "({selected} ? counters->left++ < gridDim.x - 1 : atomicInc(&counters->left, gridDim.x - 1) != gridDim.x - 1)",
     ),
     "shares of tasks overlap": (
-        "/ WARP * share, end = min(begin", "/ WARP * share / ({selected} ? 2 : 1), end = min(begin",
+        "/ WARP * share, total);", "/ WARP * share / ({selected} ? 2 : 1), total);",
     ),
     "reasons to stop are read by a plain load": (
         "others = load_system(&at<Counters>(batch.counters)->stop);",
