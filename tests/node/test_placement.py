@@ -66,7 +66,7 @@ def test_a_gateway_node_has_no_model_workers(tmp_path: Path) -> None:
         ({"url": "http://me:secret@host/v1"}, "model.url contains a user or password"),
         ({"url": ["http://a/v1", "http://a/v1/"]}, "model.url lists a server twice"),
         ({"api_key_file": "/nowhere"}, "model.api_key_file: cannot read /nowhere: No such file or directory"),
-        ({"api_key_file": os.devnull}, "model.api_key_file: /dev/null has no key"),
+        ({"api_key_file": os.devnull}, "model.api_key_file: cannot read /dev/null: it is a device, not a regular file"),
     ],
 )
 def test_an_unusable_server_url_is_refused(tmp_path: Path, more: dict[str, Any], says: str) -> None:
