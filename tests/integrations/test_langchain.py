@@ -38,7 +38,7 @@ def test_a_filter_is_applied_and_an_invalid_one_is_the_nodes_error(store: Trinit
     two_legs = {"type": "eq", "key": "legs", "value": 2}
     assert [one.id for one in store.similarity_search("dogs bark", k=3, filter=two_legs)] == ["birds"]
     assert [one.id for one in store.as_retriever(search_kwargs={"filter": two_legs}).invoke("dogs")] == ["birds"]
-    with pytest.raises(InvalidFilter, match="legs"):
+    with pytest.raises(InvalidFilter, match="no document has the attribute 'feet'"):
         store.similarity_search("dogs", filter={"type": "eq", "key": "feet", "value": 2})
 
 

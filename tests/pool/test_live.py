@@ -93,7 +93,7 @@ def test_a_write_is_applied_when_it_is_made_and_updates_leave_time_for_queries(
     harness.upsert("a")
     assert pool.server.has_events  # a sleeping pool wakes up
     pool.live.look()
-    assert now < pool.live.due_ns < now + POLL_NS
+    assert now < pool.live.due_ns <= now + POLL_NS  # later where the last update took longer
     assert not pool.server.has_events
     pool.live.step(pool.live.due_ns, pool.loop.parts_in_use, pool.loop.filters_changed)
     assert harness.writer.wait_visible()
