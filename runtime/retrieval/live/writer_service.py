@@ -162,7 +162,9 @@ class WriterService:
         """
         writer = await self._writer(name)
         async with self._filter_turns.place(flow):
+            begin = time.monotonic()
             await asyncio.get_running_loop().run_in_executor(self._threads, writer.state.rows_passing, filter)
+            await asyncio.sleep(time.monotonic() - begin)  # half of the time is left to searches in this process
 
     async def _with_vectors(self, name: str, documents: Sequence[UpsertDocument]) -> Sequence[UpsertDocument]:
         missing = [number for number, document in enumerate(documents) if document.vector is None]
