@@ -140,6 +140,22 @@ def test_a_long_text_is_added_in_the_background_and_delays_no_search_of_others(h
         until(lambda: find("q0") == ["long"])
 
 
+def test_a_collection_of_which_few_documents_are_left_is_followed_while_its_index_is_rebuilt(
+    harness: KeywordHarness,
+) -> None:
+    many = [f"a{number}" for number in range(8800)]
+    with searching(harness, lambda: 0.0) as find:
+        for begin in range(0, len(many), 800):
+            harness.upsert(*many[begin : begin + 800])
+        harness.writer.flush()
+        assert len(find("a1")) == 1
+        harness.writer.delete(many[1:])
+        for name in ("late", "later"):
+            harness.upsert(name)
+            assert find(name) == [name]
+        assert find("a0 late later") == ["a0", "late", "later"]
+
+
 def test_replaced_documents_are_found_until_their_new_versions_are_in_the_index(harness: KeywordHarness) -> None:
     now = itertools.count()
     with searching(harness, lambda: float(next(now))) as find:  # a search never waits

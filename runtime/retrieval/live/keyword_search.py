@@ -155,14 +155,9 @@ class LiveKeywordSearch:
         """Add the new rows, in the background if there are many. Rebuild the index if most of its rows are deleted."""
         with self._state.lock:
             alive, growing = self._state.count, self._state.growing
-        filled, few = self._filled, alive <= _BATCH_ROWS
-        if filled is not None and self._rebuilding is None and len(filled.rows) > 2 * alive + _MAX_DELETED:
-            if few:
-                filled = None
-            else:
-                self._rebuilding = BackgroundTask("keywords", self._rebuilt)
-        if filled is None:
-            filled = _no_rows()
+        filled = self._filled or _no_rows()
+        if self._filled and self._rebuilding is None and len(filled.rows) > 2 * alive + _MAX_DELETED:
+            self._rebuilding = BackgroundTask("keywords", self._rebuilt)
         if filled.next_row >= growing.first and _is_short(growing, filled.next_row):
             try:
                 self._install(self._fill(filled))
