@@ -89,7 +89,10 @@ class AsyncRetriever:
                     result = await search
                 else:
                     result, found = await asyncio.gather(search, self._search_keywords(keywords, vector, request.flow))
-                    result = self.registry.fuse(request.collection, result, found, request.k, request.hybrid)
+                    fuse = partial(  # reads the log of a live collection
+                        self.registry.fuse, request.collection, result, found, request.k, request.hybrid
+                    )
+                    result = await self._read(fuse)
                 lookup = self.registry.lookup(request.collection, result)
                 documents = await self._read(partial(lookup.read, on_read))
                 return list(self.registry.found(request.collection, result, lookup, documents))
