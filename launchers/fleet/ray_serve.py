@@ -111,7 +111,7 @@ class _Node:
         self._client = aiohttp.ClientSession(
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),  # below the node's idle_timeout_s
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),  # below the node's 75 s
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._url = await self._wait_ready(load_config(Path(config), name).node.run_dir or default_run_dir(name))

@@ -53,14 +53,13 @@ class LogSection(Section, frozen=True):
     - `level`: lowest level that is logged.
     - `directory`: directory of the log files, one per process. "" selects the run directory, which is removed when the
       node stops in order. The node does not start if it cannot create files there.
-    - `max_bytes`, `files`: each process rotates its log file at `max_bytes` and keeps `files` files.
+
+    Each process keeps two files of at most 2 MiB.
     """
 
     format: Literal["text", "json"] = "text"
     level: Literal["debug", "info", "warning", "error"] = "info"
     directory: str = ""
-    max_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)] = 2 << 20
-    files: Annotated[int, Meta(ge=1, le=100)] = 2
 
 
 class HttpSection(Section, frozen=True):
@@ -82,9 +81,6 @@ class HttpSection(Section, frozen=True):
     - `overlap_weight`: routing picks the worker, or model server, with the fewest requests. One that recently received
       the whole prompt counts `overlap_weight` requests fewer, one that received a prefix of it a share of that. 0: load
       only.
-    - `header_timeout_s`: time to receive a request's head, from its first byte or the start of the connection.
-    - `idle_timeout_s`: a connection without a request is closed after this time.
-    - `send_timeout_s`: a connection whose client reads nothing of an answer for this time is closed.
     - `max_connections`, `max_connections_per_peer`: maximum number of open connections in all and per client address.
       All connections through a proxy have one address: behind a proxy, set both to the same value.
     - `drain_notice_s`: a stopping node first fails /health and accepts requests for this time, so that load balancers
@@ -102,9 +98,6 @@ class HttpSection(Section, frozen=True):
     restart_wait_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
     traces: Annotated[int, Meta(ge=0, le=100_000)] = 512
     overlap_weight: Annotated[float, Meta(ge=0, le=1_000)] = 1.0
-    header_timeout_s: Seconds = 10.0
-    idle_timeout_s: Seconds = 75.0
-    send_timeout_s: Seconds = 60.0
     max_connections: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_connections_per_peer: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
     drain_notice_s: Annotated[float, Meta(ge=0, le=600)] = 5.0
@@ -170,7 +163,6 @@ class DecodeSection(KvWorkerSection, frozen=True):
     - `slots`: rows of the running batch, one per request.
     - `chunk_tokens`: tokens per step of what a row must compute besides its next token, such as a prompt or passages.
     - `probe_tokens`: maximum number of tokens of the passages that a probe inserts.
-    - `probe_window_tokens`: the text of a probe's query is that of the row's last tokens, so many of them.
 
     When KV blocks run out, the youngest row is preempted. Later its KV is loaded from the tiers of `[kv]`, and the rest
     is recomputed.
@@ -179,7 +171,6 @@ class DecodeSection(KvWorkerSection, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=512)] = 8
     chunk_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 256
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
-    probe_window_tokens: Annotated[int, Meta(ge=4, le=512)] = 48
 
 
 Doorbell = Literal["eventfd", "zeromq"]
@@ -262,21 +253,14 @@ class HandoverSection(Section, frozen=True):
     - `disaggregate`: which prompts prefill workers compute. "auto": those that a decode worker would not finish as
       soon, in steps that keep `slo.tpot_s`. "never": none; prefill workers only retrieve, and decode workers compute
       the prompts.
-    - `lease_s`: a hand-over fails if decode refuses it, dies, or sends nothing for this time (it reports every 5 s
-      while the hand-over waits for room).
     - `failure_policy`: after a failed hand-over, "recompute" restarts the request elsewhere (`http.restarts`), "fail"
-      ends it.
-    - `slice_s`: time that decode spends on copying between two steps of a running batch, at most a thirtieth of a step.
-    - `waiting_share`: decode accepts another prompt while requests that wait for the batch hold less than this share of
-      its KV blocks.
+      ends it. A hand-over fails if decode refuses it, dies, or sends nothing for 30 s (it reports every 5 s while the
+      hand-over waits for room).
     """
 
     order: Literal["prefill_first", "decode_first"] = "prefill_first"
     disaggregate: Disaggregate = "auto"
-    lease_s: Annotated[float, Meta(ge=10, le=86_400)] = 30.0
     failure_policy: Literal["recompute", "fail"] = "recompute"
-    slice_s: Annotated[float, Meta(gt=0, le=1)] = 0.002
-    waiting_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
 
 class KvSection(Section, frozen=True):

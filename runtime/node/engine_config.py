@@ -59,14 +59,12 @@ class ServedSection(Section, frozen=True):
     - `passage_tokens`: maximum number of tokens of the passages that are inserted before the first token.
     - `probe_tokens`: maximum number of tokens of the passages that a probe inserts. The node has no tokenizer here:
       both limits are estimated from bytes.
-    - `connect_s`: timeout of opening a connection.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     context_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
     passage_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 768
     probe_tokens: Annotated[int, Meta(ge=16, le=65_536)] = 192
-    connect_s: Seconds = 5.0
 
 
 class OpenAiSection(ServedSection, frozen=True, kw_only=True, tag_field="engine", tag="openai"):

@@ -120,7 +120,7 @@ class Simulation:
         for i in range(len(decode_gpus)):
             kv = KvRows(config.decode.kv_blocks, self._block_tokens, self.tiers) if config.decode.kv_blocks else None
             decode = SimDecode(
-                f"decode-{i}", self.events, setup.times, config.decode, config.handover.slice_s, batches,
+                f"decode-{i}", self.events, setup.times, config.decode, batches,
                 self._roles.report, partial(self._end_once, outcome=FINISHED), kv, self._prompts(config.decode),
             )  # fmt: skip
             self.decodes[decode.name] = decode

@@ -128,7 +128,7 @@ async def running_engine(
             continue
         path = str(sockets / f"{len(listening)}.sock")
         listening.append(await asyncio.start_unix_server(HttpFront(fake).connected, path))
-        networks.append(AioHttp(5.0, path))
+        networks.append(AioHttp(path))
     everything: list[Stage] = [""] * len(urls)
     servers = LoadBalancer(
         [

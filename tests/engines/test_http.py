@@ -29,7 +29,7 @@ async def asked(serve: Serve) -> AsyncIterator[tuple[AioHttp, str]]:
             writer.close()
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    http = AioHttp(connect_s=5.0)
+    http = AioHttp()
     try:
         yield http, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     finally:
@@ -93,7 +93,7 @@ def test_an_unreachable_server_raises_an_error() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        http = AioHttp(connect_s=5.0)
+        http = AioHttp()
         with pytest.raises(Disconnected, match=r"^Connection refused$"):
             await http.request("GET", f"http://127.0.0.1:{port}/v1", {}, None)
         await http.close()

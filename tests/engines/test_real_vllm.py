@@ -124,7 +124,7 @@ class Direct:
 async def direct(node: VllmNode) -> AsyncIterator[Direct]:
     section = VllmSection(name=NAME)
     made = [
-        Server(f"http://{name}/v1", http=AioHttp(5.0, str(node.home / "run" / f"{name}.sock")), stage=stage)
+        Server(f"http://{name}/v1", http=AioHttp(str(node.home / "run" / f"{name}.sock")), stage=stage)
         for name, stage in stages_of(node).items()
     ]
     servers = LoadBalancer(made, partial(detect_capabilities, section=section))

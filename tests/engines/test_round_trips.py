@@ -52,7 +52,7 @@ def test_a_connection_is_reused_if_the_body_ends_after_the_done_event(tmp_path: 
 
     async def test() -> None:
         async with await asyncio.start_unix_server(serve, tmp_path / "socket"):
-            server = Server("http://fake/v1", http=AioHttp(5.0, str(tmp_path / "socket")))
+            server = Server("http://fake/v1", http=AioHttp(str(tmp_path / "socket")))
             for _ in range(3):
                 async with server.stream("/chat/completions", {}) as chunks:
                     assert [chunk async for chunk in chunks] == [{"choices": []}]
@@ -80,7 +80,7 @@ def test_closing_the_client_before_a_body_ends_closes_its_connection() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        http = AioHttp(5.0)
+        http = AioHttp()
         reply = await http.request("GET", f"http://127.0.0.1:{port}/", {}, None)
         async for _ in reply.iter_bytes():
             break

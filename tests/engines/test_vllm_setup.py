@@ -240,8 +240,8 @@ def test_a_draining_instance_ends_after_two_polls_without_requests(tmp_path: Pat
 def test_a_renamed_socket_accepts_no_new_connections(tmp_path: Path) -> None:
     socket = tmp_path / "x.sock"
     socket.touch()
-    http = AioHttp(1.0, str(socket))
+    http = AioHttp(str(socket))
     assert http.accepting
     socket.rename(tmp_path / "x.sock.old")
     assert not http.accepting
-    assert AioHttp(1.0).accepting
+    assert AioHttp().accepting

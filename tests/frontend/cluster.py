@@ -21,7 +21,7 @@ from runtime.serving.frontend.requests import RequestOutcome
 from runtime.serving.frontend.router import Router
 from runtime.serving.frontend.worker_link import WorkerLink
 from runtime.serving.http.app import create_app
-from runtime.serving.http.connections import HttpConfig
+from runtime.serving.http.connections import HttpConfig, Timeouts
 from runtime.serving.http.middleware import id_source
 from runtime.serving.http.routes.drain import Readiness
 from runtime.serving.http.service import CollectionCatalogue, NoCollections, SearchSource, Service, Settings
@@ -94,12 +94,13 @@ class Cluster:
         catalogue: CollectionCatalogue | None = None,
         writes: WriterService | None = None,
         limits: HttpSection = HttpSection(),  # noqa: B008
+        timeouts: Timeouts = Timeouts(),  # noqa: B008
         readiness: Readiness | None = None,
         send_buffer: int = 0,
     ) -> None:
         self._answers = answers
         self._catalogue, self._writes = catalogue or NoCollections(), writes
-        self.limits = limits
+        self.limits, self.timeouts = limits, timeouts
         self.readiness = readiness or Readiness()
         self.drain_requests: list[bool] = []  # what the supervisor would receive
         self.settings = settings or Settings(model="tiny", collections={"docs": 4})
@@ -206,7 +207,7 @@ class Cluster:
             readiness=self.readiness, drain=self._drain,
         )  # fmt: skip
         app = create_app(service, self.settings, new_id)
-        self._http = HttpConfig(app, self.limits, new_id, drain_s=1)
+        self._http = HttpConfig(app, self.limits, new_id, drain_s=1, timeouts=self.timeouts)
         server = _Server(self._http, self._stop)
         self.protocols = server.server_state.connections
         for role, name in self._worker_names():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import cast, get_type_hints
 
@@ -16,6 +17,8 @@ from runtime.node.config import HttpSection
 from runtime.retrieval.live.writer_service import WriterService
 from runtime.serving.frontend.requests import ClientDisconnected
 from runtime.serving.http.api_types import ChatBody, CompletionBody, GenerateBody, RetrievalBody
+from runtime.serving.http.connections import Timeouts
+from runtime.serving.http.service import Settings
 from runtime.serving.http.unsupported_fields import IGNORED, UNSUPPORTED, ignored_table, unsupported_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
@@ -81,9 +84,10 @@ def _family(root: type[TrinityError]) -> set[type[TrinityError]]:
 
 
 def test_the_connection_defaults_are_documented() -> None:
-    for key, default, _ in cells("Connections"):
-        if key.startswith("`"):
-            assert getattr(HttpSection(), key.strip("`")) == float(default), key
+    timeouts = {f"({field.name.removesuffix('_s')})": field.default for field in fields(Timeouts)}
+    keys = {f"`[http] {key}`": getattr(HttpSection(), key) for key in ("max_connections", "max_connections_per_peer")}
+    said = {key: float(default.removesuffix(" s")) for key, default, _ in cells("Connections")}
+    assert said == timeouts | keys | {"(body)": Settings().body_timeout_s}
 
 
 async def _drain(wanted: bool) -> None:
@@ -92,7 +96,7 @@ async def _drain(wanted: bool) -> None:
 
 def test_every_endpoint_is_documented() -> None:
     from runtime.serving.http.app import create_app
-    from runtime.serving.http.service import Service, Settings
+    from runtime.serving.http.service import Service
     from tests.frontend.cluster import FakeSearch, metrics
     from tests.frontend.link_harness import LinkHarness
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpu.cuda.compiler import kernel_source
 from ipc import HandoverSource
+from ipc.handover.source import LEASE_MS
 from ipc.memory.device import CudaReference
 from runtime.serving.kv.transport import CudaTransport
 from runtime.serving.model.model_info import Kernels
@@ -67,7 +68,9 @@ class EmulatedTransport(CudaTransport):
     def _compile(self) -> bytes:
         return bytes(compiled_block_copy())
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
+    def source(
+        self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
+    ) -> HandoverSource:
         made = super().source(name, leases=leases, kv_bytes=kv_bytes, epoch=epoch, lease_ms=lease_ms)
         address = made.memory.__cuda_array_interface__["data"][0]
         made.memory = memoryview((ctypes.c_uint8 * kv_bytes).from_address(address)).cast("B")

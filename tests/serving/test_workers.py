@@ -41,6 +41,7 @@ def answers(workers: Workers, prompts: list[list[int]], max_tokens: int) -> list
     return [workers.outputs[f"r{number}"].tokens for number in range(len(prompts))]
 
 
+@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize(
     ("start", "order", "host_mib"),
     [
@@ -58,7 +59,7 @@ def test_answers_equal_generate_when_blocks_run_out_and_rows_are_preempted(
         context=320,
         prefill={"slots": 3, "chunk_tokens": 48, "kv_blocks": 60},
         decode={"slots": 6, "kv_blocks": 44, "chunk_tokens": 32},
-        handover={"order": order, "waiting_share": 0.7, "slice_s": 1e-6},
+        handover={"order": order},
     )
     random = np.random.default_rng(2)
     crowd = [random.integers(0, VOCABULARY, 100).tolist() for _ in range(3)]  # 3 * 140 tokens: more than 44 blocks
@@ -233,12 +234,13 @@ def test_the_first_and_the_last_piece_carry_timestamps(start: Start) -> None:
     assert len(output.stages) == 2
 
 
+@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize(
     "handover", [{"order": "prefill_first"}, {"order": "decode_first"}, {"disaggregate": "never"}], ids=str
 )
 def test_a_cancelled_request_releases_all_resources(start: Start, handover: dict[str, Any], rounds: int) -> None:
-    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover={"slice_s": 1e-6} | handover)
+    workers = start(prefill={"chunk_tokens": 32}, decode={"chunk_tokens": 32}, handover=handover)
     workers.submit("stays", [1, 2, 3], 60)
     for number in range(3):
         workers.submit(f"r{number}", list(range(3, 150)), 200)
@@ -280,8 +282,11 @@ def test_a_max_tokens_of_one_gives_one_token(start: Start, reference: Reference)
     workers.assert_nothing_held()
 
 
-def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(start: Start) -> None:
-    workers = start(handover={"slice_s": 1e-9})
+def test_a_long_hand_over_is_pulled_in_slices_while_the_batch_continues(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.serving.decode.process.SLICE_NS", 1)
+    workers = start()
     workers.submit("short", [1, 2, 3], 200)
     while not workers.outputs["short"].tokens:
         workers.round()
@@ -412,6 +417,7 @@ def test_a_probe_outstanding_at_its_workers_death_is_retried_without_changing_a_
     workers.assert_nothing_held()
 
 
+@pytest.mark.usefixtures("tight_decode")
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
     start: Start, reference: Reference, order: str, tmp_path: Path
@@ -426,7 +432,7 @@ def test_two_hundred_ragged_prompts_equal_generate_through_all_paths_combined(
         decode={"slots": 8, "kv_blocks": 44, "chunk_tokens": 48},
         node={"run_dir": str(tmp_path)},
         kv={"host_mib": 1},
-        handover={"order": order, "waiting_share": 0.9, "slice_s": 1e-5},
+        handover={"order": order},
     )
     prompts = ragged(100, seed=5)
     for number, size in zip((0, 2, 4, 6), (130, 130, 40, 10), strict=True):  # these are preempted for the former

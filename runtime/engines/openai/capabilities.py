@@ -230,7 +230,7 @@ def check_servers(section: OpenAiSection) -> list[tuple[str, Capabilities | Trin
     key = read_engine_key(section)
 
     async def check(url: str) -> Capabilities | TrinityError:
-        server = Server(url, key, section.connect_s)
+        server = Server(url, key)
         try:
             return await detect_capabilities(server, section)
         except TrinityError as error:

@@ -181,7 +181,7 @@ async def openai_engine(
     """Create the engine over the servers at the section's URLs. Raises as `engine_over`."""
     key = read_engine_key(section)
     balancer = LoadBalancer(
-        [Server(url, key, section.connect_s) for url in section.urls],
+        [Server(url, key) for url in section.urls],
         partial(detect_capabilities, section=section),
         advice="start it, or correct model.url",
         overlap_weight=worker.plan.config.http.overlap_weight,

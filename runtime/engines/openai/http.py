@@ -10,6 +10,7 @@ import aiohttp
 
 _MAX_ERROR_CHARS = 200  # aiohttp's error for a malformed response contains all of it
 _BODY_END_TIMEOUT_S = 1.0  # for the end of a body after its last event: servers send it as a separate chunk
+_CONNECT_S = 5.0
 _KEEPALIVE_S = 4.0  # shorter than servers' own (uvicorn 5 s), so that no connection closes under a request
 
 
@@ -48,11 +49,10 @@ class Http(Protocol):
 
 
 class AioHttp:
-    """`Http` over TCP, or over the Unix socket at the path `socket`. `connect_s` limits connecting, nothing limits the
-    response."""
+    """`Http` over TCP, or over the Unix socket at the path `socket`. Connecting has a time limit, the response none."""
 
-    def __init__(self, connect_s: float, socket: str = "") -> None:
-        self._connect_s, self._socket = connect_s, socket
+    def __init__(self, socket: str = "") -> None:
+        self._socket = socket
         self._client: aiohttp.ClientSession | None = None
         self._tails: set[asyncio.Task[None]] = set()
 
@@ -83,7 +83,7 @@ class AioHttp:
                 connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEPALIVE_S)
             self._client = aiohttp.ClientSession(
                 connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
             )

@@ -66,12 +66,10 @@ class StreamBroken(EngineFailed):
 class Server:
     """A server at `url` (with its /v1). `stage`: "prefill", "decode" or "" for both. Tests replace `http`."""
 
-    def __init__(
-        self, url: str, key: str = "", connect_s: float = 5.0, http: Http | None = None, stage: Stage = ""
-    ) -> None:
+    def __init__(self, url: str, key: str = "", http: Http | None = None, stage: Stage = "") -> None:
         self.url, self.stage = url, stage
         self._root = _without_version(url)
-        self._http = http or AioHttp(connect_s)
+        self._http = http or AioHttp()
         # No compression: it would delay a stream's chunks, and hide a body's size until it is decompressed.
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if key:

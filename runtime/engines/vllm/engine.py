@@ -22,7 +22,7 @@ async def vllm_engine(
     instances = [
         Server(
             f"http://{place.name}/v1",
-            http=AioHttp(section.connect_s, worker.plan.engine_socket(place.name)),
+            http=AioHttp(worker.plan.engine_socket(place.name)),
             stage=place.stage,
         )
         for place in worker.plan.of_role("engine")

@@ -23,6 +23,8 @@ from runtime.serving.kv.tiers import Load, Tiers
 from runtime.serving.kv.transport import KvArray, KvSink, Transfer
 from runtime.serving.messages import Decode, Reserve, decode_handover
 
+SLICE_NS = 2_000_000  # copying between two steps of a running batch, at most a thirtieth of a step
+WAITING_SHARE = 0.1  # of the KV blocks: while waiting requests hold less, another prompt is accepted
 _MAX_CANCELLED = 4096  # remembered ids of cancelled requests
 
 

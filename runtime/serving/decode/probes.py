@@ -16,6 +16,7 @@ from runtime.serving.messages import Probe, ProbeOutcome, Retrieved
 from runtime.serving.model.text import passages_chunk
 from runtime.serving.model.tokenizer import Tokenizer
 
+_WINDOW_TOKENS = 48  # of the text that is the query: a row's latest
 _TIMEOUT_NS = 2_000_000_000  # a row waits at most this long for passages, then continues without them
 
 
@@ -40,7 +41,7 @@ class Probes:
         """Embed the row's latest text and query the pool. If the query cannot be sent, the row continues without it."""
         retrieval = row.request.retrieval
         assert retrieval is not None, "only rows with retrieval probe"
-        window = self._tokenizer.decode(row.context[-self._limits.probe_window_tokens :])
+        window = self._tokenizer.decode(row.context[-_WINDOW_TOKENS:])
         row.last_probe_at, row.probe_sent_ns = row.generated, self.clock()
         try:
             row.ticket = self.retriever.submit(

@@ -20,7 +20,7 @@ from runtime.retrieval.retriever import Retriever
 from runtime.retrieval.search.client import SearchClient
 from runtime.serving import stages
 from runtime.serving.decode.batch import Batch, Row
-from runtime.serving.decode.handover_queue import HandoverQueue
+from runtime.serving.decode.handover_queue import SLICE_NS, WAITING_SHARE, HandoverQueue
 from runtime.serving.decode.probes import Probes
 from runtime.serving.frontend_link import FrontendLink
 from runtime.serving.kv.blocks import BlockManager, BlockTable
@@ -43,7 +43,7 @@ class DecodeWorker:
         self._idle_ms = idle_ms
         config, model = worker.plan.config, worker.plan.config.own_model
         assert model is not None
-        self._worker, self._limits, self._slice_ns = worker, config.decode, int(config.handover.slice_s * 1e9)
+        self._worker, self._limits, self._slice_ns = worker, config.decode, SLICE_NS
         blocks, block_tokens = config.decode.blocks(model), model.kv_block_tokens
         transport = transport or transport_for(worker.placement.device)
         loading = run_in_background(lambda: CollectionRegistry.warm(worker.plan, threads=config.decode.threads))
@@ -75,7 +75,7 @@ class DecodeWorker:
         self._blocks = BlockManager(blocks, block_tokens, self._model.identity)
         self._tiers = Tiers.of_plan(worker.plan, self._blocks, kv)
         self.handovers = HandoverQueue(
-            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=config.handover.waiting_share
+            self._sink, self._blocks, kv, self._tiers, self._model.identity, waiting_share=WAITING_SHARE
         )
         self._batch = Batch(config.decode.slots, self._blocks, self._tiers, self.handovers)
         self.probes = Probes(

@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -34,6 +35,16 @@ CODES = {431: "header_too_large", 501: "not_implemented", 505: "http_version_not
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#@]*@)?([^/?#@]+)(/[^?#]*)?(.*)", re.IGNORECASE | re.DOTALL)
 
 
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds after which a connection is closed: without a request (a balancer's must be shorter), with an incomplete
+    head of one, and while its client reads nothing of a response."""
+
+    idle_s: float = 75.0
+    head_s: float = 10.0
+    send_s: float = 60.0
+
+
 class HttpConfig(uvicorn.Config):
     """uvicorn's configuration with our `limits`. `new_id` generates ids for malformed requests, with the path "";
     `on_refused` is called with the status of their response."""
@@ -45,6 +56,7 @@ class HttpConfig(uvicorn.Config):
         new_id: Callable[[str], str],
         drain_s: float,
         on_refused: Callable[[int], None] = lambda status: None,
+        timeouts: Timeouts = Timeouts(),
     ) -> None:
         super().__init__(
             app,
@@ -57,8 +69,9 @@ class HttpConfig(uvicorn.Config):
             h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_graceful_shutdown=math.ceil(drain_s),
         )
-        self.timeout_keep_alive = limits.idle_timeout_s  # type: ignore[assignment]  # passed to call_later
+        self.timeout_keep_alive = timeouts.idle_s  # type: ignore[assignment]  # passed to call_later
         self.limits = limits
+        self.timeouts = timeouts
         self.new_id = new_id
         self.on_refused = on_refused
         self.peers: Counter[str] = Counter()  # open connections by peer
@@ -79,8 +92,8 @@ class BoundedConnection(H11Protocol):
         self.conn = _Parser(h11.SERVER, _HEADER_BYTES)
         self._config = config
         self._peer = ""
-        self._head_timer = _Timer(self.loop, config.limits.header_timeout_s, self._head_timed_out)
-        self._send_timer = _Timer(self.loop, config.limits.send_timeout_s, lambda: self.transport.abort())
+        self._head_timer = _Timer(self.loop, config.timeouts.head_s, self._head_timed_out)
+        self._send_timer = _Timer(self.loop, config.timeouts.send_s, lambda: self.transport.abort())
 
     # ---- limits on connections
 
@@ -123,7 +136,7 @@ class BoundedConnection(H11Protocol):
 
     def _head_timed_out(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            seconds = self._config.limits.header_timeout_s
+            seconds = self._config.timeouts.head_s
             self._refuse(RequestTooSlow(f"the request's head did not arrive within {seconds:g} s"))
         else:
             self.transport.close()  # no request begun on this connection, or none since the last response

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from gpu import DeviceError
 from gpu.cuda import block_copy
 from ipc import HandoverSink, HandoverSource, IpcError, KvArena, Offer
+from ipc.handover.source import LEASE_MS
 from ipc.memory.device import CudaReference, DeviceMemory
 from runtime.errors import ConfigError
 
@@ -272,7 +273,9 @@ class Transport(Protocol):
     def kernels(self) -> Kernels:
         """See `LanguageModel.load`."""
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
+    def source(
+        self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
+    ) -> HandoverSource:
         """Create prefill's end, for `leases` prompts at once and `kv_bytes` of memory. Raises ConfigError if allocation
         fails."""
 
@@ -291,7 +294,9 @@ class HostTransport:
     device = "cpu"
     kernels: Kernels = "cpu"
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
+    def source(
+        self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
+    ) -> HandoverSource:
         arena = KvArena.create(leases + 1, kv_bytes, epoch)
         return HandoverSource(name, arena, lease_ms=lease_ms)
 
@@ -316,7 +321,9 @@ class CudaTransport:
         self.device = device
         self._memory = CudaMemory
 
-    def source(self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float) -> HandoverSource:
+    def source(
+        self, name: str, *, leases: int, kv_bytes: int, epoch: int, lease_ms: float = LEASE_MS
+    ) -> HandoverSource:
         try:
             memory = self._memory.create(kv_bytes, self.device)
             arena = KvArena.create_on(memory, leases + 1, epoch)

@@ -59,7 +59,6 @@ class PrefillWorker:
             leases=config.prefill.slots,
             kv_bytes=ModelInfo.read(config.own_model.name).kv_bytes(blocks, block_tokens, kind),
             epoch=worker.epoch,
-            lease_ms=config.handover.lease_s * 1e3,
         )
         self._model = LanguageModel.load(
             config.own_model.name,

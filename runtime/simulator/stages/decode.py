@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from runtime.node.config import DecodeSection
+from runtime.serving.decode.handover_queue import SLICE_NS
 from runtime.serving.kv.tiers import BUSY_SHARE
 from runtime.serving.messages import Report
 from runtime.simulator.events import NEVER_NS, Events, ns
@@ -49,7 +50,6 @@ class SimDecode:
         events: Events,
         times: ServiceTimes,
         limits: DecodeSection,
-        slice_s: float,
         batches: Batches,
         report: Callable[[Report], None],
         finish: Callable[[SimRequest], None],
@@ -67,10 +67,7 @@ class SimDecode:
         self._computed: list[SimRequest] = []  # complete with the current step
         self._chunk_tokens = limits.chunk_tokens
         self._link_ns = ns(times.link_s)
-        self._load_slice_ns = ns(slice_s)
-        self._slice_ns = (
-            0 if limits.devices[0] != "cpu" else self._load_slice_ns
-        )  # 0: copies run concurrently with steps
+        self._slice_ns = 0 if limits.devices[0] != "cpu" else SLICE_NS  # 0: copies run concurrently with steps
         self.slots = self.free = limits.slots
         self.kv, self.prompts = kv, prompts
         self.early = EarlyPulls(kv, prompts)
@@ -238,7 +235,7 @@ class SimDecode:
         if pull.end_ns:
             return pull.end_ns <= now
         if (self._slice_ns or pull.min_slice_ns) and self._running:
-            slice_ns = max(min(self._load_slice_ns, self.batch.step_ns() // BUSY_SHARE), pull.min_slice_ns)
+            slice_ns = max(min(SLICE_NS, self.batch.step_ns() // BUSY_SHARE), pull.min_slice_ns)
             copied = min(pull.left_ns, slice_ns)
             pull.left_ns -= copied
             self.batch.delay_next_step(copied / 1e9)
