@@ -1,1 +1,0 @@
-"""Overhead of a node per chunk of another server's stream: `python -m benchmarks.gateway`."""
