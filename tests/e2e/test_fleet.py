@@ -14,12 +14,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from benchmarks.fleet.balancers import BALANCERS, balancing, free_port
 from runtime.retrieval.live.collection import create
 from runtime.testing.node import Node
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import CONFIG
-from tests.fleet.balancers import program
+from tests.fleet.balancers import BALANCERS, balancing, free_port, program
 from tests.fleet.load import Outcomes, load, more, takes_part
 from tests.fleet.manifests import picker_metrics
 

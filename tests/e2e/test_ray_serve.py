@@ -16,13 +16,13 @@ pytest.importorskip("ray", reason="pip install 'trinity-runtime[ray]'")
 import ray
 from ray import serve
 
-from benchmarks.fleet.balancers import free_port
 from launchers.fleet.ray_serve import Fleet, by_load, nodes
 from runtime.errors import ConfigError, Unavailable
 from runtime.node.placement.plan import nodes_dir
 from runtime.node.run_dir import NodeInfo, find_node
 from runtime.testing.waiting import eventually, until
 from tests.e2e.conftest import CONFIG
+from tests.fleet.balancers import free_port
 from tests.fleet.load import load, more
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own

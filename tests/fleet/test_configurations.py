@@ -13,9 +13,8 @@ from typing import ClassVar, get_args
 import httpx
 import pytest
 
-from benchmarks.fleet.balancers import EXAMPLES, Affinity, balancing, configuration, free_port
 from runtime.testing.waiting import eventually
-from tests.fleet.balancers import program
+from tests.fleet.balancers import EXAMPLES, Affinity, balancing, configuration, free_port, program
 
 NODES = ("http://127.0.0.1:8081", "http://[::1]:8082")
 LISTEN = "127.0.0.1:9000"
