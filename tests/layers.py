@@ -11,7 +11,7 @@ PROCESS = {
         "test_launch_bindings", "test_fault_injection", "test_resident", "test_stage_times",
     ),
     "dashboards": ("test_fleet", "test_metric_window", "test_rules", "test_top"),
-    "engines": ("test_real_vllm", "test_vllm", "test_vllm_kills", "test_vllm_setup", "test_vllm_stages"),
+    "engines": ("test_real_vllm", "test_vllm", "test_vllm_setup", "test_vllm_stages"),
     "fleet": ("test_configurations", "test_kubernetes"),
     "fuzz": ("test_collections",),
     "gpu": (

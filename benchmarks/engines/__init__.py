@@ -1,1 +1,1 @@
-"""Overhead and fault tolerance of a node in front of a server: `python -m benchmarks.engines`."""
+"""Overhead of a node in front of a server: `python -m benchmarks.engines`."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,15 +34,14 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer: seconds to the first token and from there to the last, the longest pause between two chunks,
-    the tokens reported in its usage, its text and its timings."""
+    """One streamed answer: seconds to the first token and from there to the last, the tokens reported in its usage, its
+    text and its timings."""
 
     ttft_s: float
     rest_s: float
     tokens: int
     text: str
     timings: dict[str, float]
-    longest_s: float = 0.0
 
     @property
     def token_s(self) -> float:
@@ -63,23 +61,11 @@ class Round:
         """Tokens per second."""
         return sum(answer.tokens for answer in self.answers) / self.seconds
 
-    def ttft_ms(self) -> float:
-        """Median TTFT."""
-        return statistics.median(answer.ttft_s for answer in self.answers) * 1e3
-
-    def token_ms(self) -> float:
-        """Median time per token over the answers."""
-        return statistics.median(answer.token_s for answer in self.answers) * 1e3
-
-    def longest_ms(self) -> float:
-        """Median of the answers' longest pauses."""
-        return statistics.median(answer.longest_s for answer in self.answers) * 1e3
-
 
 async def stream_chat(client: ClientSession, url: str, body: Json) -> Answer:
     """Stream a chat. Raises RuntimeError for an error response."""
     begin = time.perf_counter()
-    first, last, longest, text, tokens, timings = 0.0, 0.0, 0.0, "", 0, dict[str, float]()
+    first, last, text, tokens, timings = 0.0, 0.0, "", 0, dict[str, float]()
     async with client.post(f"{url}/chat/completions", json=body | {"stream": True}) as answer:
         async for line in answer.content:
             if not line.startswith(b"data: {"):
@@ -93,10 +79,9 @@ async def stream_chat(client: ClientSession, url: str, body: Json) -> Answer:
                 piece = choice["delta"].get("content") or ""
                 if piece or choice["finish_reason"]:  # a token may have no text
                     now = time.perf_counter()
-                    longest = max(longest, now - last) if first else 0.0
                     first, last = first or now, now
                     text += piece
-    return Answer(first - begin, last - first, tokens, text, timings, longest)
+    return Answer(first - begin, last - first, tokens, text, timings)
 
 
 class Targets:

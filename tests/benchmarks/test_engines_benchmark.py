@@ -1,4 +1,4 @@
-"""Tests of `benchmarks.engines` over a fake server: equal numbers of requests per target, one report line each."""
+"""Tests of `benchmarks.engines` over a fake server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines import layouts, overhead
+from benchmarks.engines import overhead
 from benchmarks.engines.overhead import Delay
 from benchmarks.engines.targets import Address, Answer, Targets
 from runtime.node.engine_config import OpenAiSection
@@ -24,21 +24,6 @@ async def targets(home: Path, *names: str) -> AsyncIterator[tuple[Targets, FakeS
     server = await asyncio.start_unix_server(HttpFront(fake).connected, socket)
     async with server, Targets(addresses, MODEL, 1, salted=True) as made:
         yield made, fake
-
-
-def test_layouts_receive_the_same_requests_alternately_and_are_reported_together(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with targets(tmp_path, *layouts.LABELS) as (made, fake):
-            found = await layouts.compare(made, rounds=2, tokens=4, prompt_tokens=40)
-        assert len(fake.asked) == 3 * 2 * (1 + 4 + 16)  # warm-up, sequential, eight at a time
-        assert len({body.get("cache_salt") for _, body in fake.asked[6:]}) == len(fake.asked) - 6
-        assert {len(values["rate"]) for values in found["ways"].values()} == {2}
-        lines = layouts.report(found)
-        assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:][-3:] == [
-            *layouts.LABELS.values()
-        ]
-
-    run(test())
 
 
 def test_only_the_requested_parts_are_measured_and_each_has_its_bar(tmp_path: Path) -> None:

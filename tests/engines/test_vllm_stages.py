@@ -1,9 +1,12 @@
 """Separate prefill and decode instances of a fake vLLM that rejects what vLLM's connectors would reject."""
 
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from runtime.engines.vllm.command import check_arguments, command, environment
@@ -11,9 +14,9 @@ from runtime.engines.vllm.transfer import check_transfer, transfer_config
 from runtime.errors import ConfigError
 from runtime.node.placement.layout import lay_out
 from runtime.node.placement.machine import Machine
-from runtime.node.supervisor.admin import restart_node, stop_node
+from runtime.node.supervisor.admin import restart_node
 from runtime.testing.waiting import eventually
-from tests.engines.test_vllm import VllmNode, all_whole, asked, body, config, expected, fake_python
+from tests.engines.test_vllm import VllmNode, all_whole, asked, config, fake_python, gone
 from tests.engines.test_vllm_setup import section
 
 CONFIG = """
@@ -28,7 +31,7 @@ engine = "vllm"
 name = "fake"
 python = "./python"
 devices = ["cpu"]
-environment = {{ FAKE_PACE_S = "{pace}" }}
+environment = { FAKE_PACE_S = "0.02" }
 [model.prefill]
 instances = 2
 [model.decode]
@@ -37,19 +40,14 @@ instances = 2
 NAMES = ("engine-prefill-0", "engine-prefill-1", "engine-decode-2", "engine-decode-3")
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], VllmNode]]:
-    nodes: list[VllmNode] = []
-
-    def start(pace: str = "0") -> VllmNode:
-        fake_python(tmp_path)
-        nodes.append(VllmNode(tmp_path, CONFIG.format(pace=pace)))
-        nodes[-1].ready()
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        node.end()
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmNode]:
+    home = tmp_path_factory.mktemp("split")
+    fake_python(home)
+    node = VllmNode(home, CONFIG)
+    node.ready()
+    yield node
+    node.end()
 
 
 def handed_over(node: VllmNode) -> dict[str, int]:
@@ -62,28 +60,34 @@ def handed_over(node: VllmNode) -> dict[str, int]:
     return found
 
 
-def test_prefill_instances_compute_prompts_and_decode_instances_generate(
-    start: Callable[..., VllmNode],
-) -> None:
-    node = start()
-    for number in range(6):
-        answer = httpx.post(f"{node.info.url}/v1/chat/completions", json=body(number)).json()
-        assert answer["choices"][0]["message"]["content"] == expected(number)
+def test_prefill_instances_compute_prompts_and_decode_instances_generate(node: VllmNode) -> None:
+    all_whole(asked(node, 6, tokens=50))
     eventually(lambda: sum(handed_over(node).values()) == 12, 60, "the metrics of 6 hand-overs")
     assert all(count for count in handed_over(node).values())
     log = (node.home / "run" / "logs" / "engine-prefill-0.log").read_text()
     assert "--enable-prompt-tokens-details" in log
-    stop_node(node.info, timeout_s=60)
 
 
-def test_a_rolling_restart_of_both_stages_loses_no_request(start: Callable[..., VllmNode]) -> None:
-    node = start("0.02")
-    cores = {node.core(name) for name in NAMES}
+def test_a_rolling_restart_of_both_stages_loses_no_request(node: VllmNode) -> None:
+    restarted = NAMES[::2]
+    cores = {node.core(name) for name in restarted}
     askers = asked(node, 12, tokens=100)
-    for name in NAMES:
+    for name in restarted:
         restart_node(node.info, name, timeout_s=120)
     all_whole(askers)
-    assert not cores & {node.core(name) for name in NAMES}
+    assert not cores & {node.core(name) for name in restarted}
+
+
+def test_killing_any_process_of_either_stage_loses_no_request_and_leaves_no_process(node: VllmNode) -> None:
+    for name, victim in zip(NAMES, ("server", "watchdog", "core", "worker"), strict=True):
+        worker = node.worker(name).pid
+        watchdog = next(child.pid for child in psutil.Process(worker).children() if child.name() == "sh")
+        pids = {"server": node.server(name), "watchdog": watchdog, "core": node.core(name), "worker": worker}
+        askers = asked(node, 12, tokens=100)
+        os.kill(pids[victim], signal.SIGKILL)
+        all_whole(askers)
+        eventually(lambda pids=pids: all(map(gone, pids.values())), 60, "the old processes to be gone")  # type: ignore[misc]
+        node.ready()
 
 
 # ---- the plan

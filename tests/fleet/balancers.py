@@ -1,4 +1,4 @@
-"""The load balancers of docs/examples/fleet. Without a program its tests skip, except HAProxy's in CI, which installs it."""
+"""The load balancers of docs/examples/fleet. Tests of a missing program skip; HAProxy's fail in CI."""
 
 import os
 import re
