@@ -1,13 +1,12 @@
 """The search engine against other libraries: recall@10 and queries per second on real data, in one run.
 
     python -m benchmarks.engine --data DIR [--sets NAME …] [--engines NAME …] [--threads 1]
-        [--rounds 5] [--clock wall|cpu] [--no-avx512] [--quick] [--keep DIR] [--out benchmarks/results/engine]
+        [--rounds 5] [--clock wall|cpu] [--quick] [--keep DIR] [--out benchmarks/results/engine]
 
 Every engine answers all queries at every setting of its search parameter. The settings of all engines are interleaved
 within a round, and a setting's speed is the median over rounds. Ratios compare speeds at equal recall: the logarithm of
 the speed is interpolated between two settings; below the lowest setting its speed is used.
 --clock cpu measures processor time instead of wall-clock time, for one thread on a shared machine.
---no-avx512 runs this engine and SymphonyQG as on a processor without it (`benchmarks/engine/avx512.py`).
 --keep saves indexes with their build times, and loads them in later runs.
 --quick uses the first 10,000 rows and 300 queries, and takes two minutes.
 Writes OUT-t1.json, OUT-t1.md and, with matplotlib, OUT-t1.png (t2 for two threads). Results of other data sets from the
@@ -30,7 +29,6 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 from benchmarks.common.data import DataSet, data_sets, load  # noqa: E402
 from benchmarks.common.machine import machine  # noqa: E402
 from benchmarks.common.report import keep  # noqa: E402
-from benchmarks.engine.avx512 import mask_avx512  # noqa: E402
 from benchmarks.engine.peers import EFFORTS, Contender, contenders  # noqa: E402
 from benchmarks.engine.report import draw, report, targets  # noqa: E402
 
@@ -132,15 +130,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
-    parser.add_argument("--no-avx512", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--keep", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine"))
     options = parser.parse_args()
     if options.clock == "cpu" and options.threads > 1:
         parser.error("--clock cpu adds up the threads' time; use --clock wall for more than one thread")
-    if options.no_avx512:
-        mask_avx512("benchmarks.engine")
     names = options.sets or data_sets(options.data)
     if not names:
         parser.error(f"{options.data} contains no NAME.base.npy")
@@ -154,10 +149,9 @@ def main() -> None:
         "clock": options.clock,
         "rounds": 2 if options.quick else options.rounds,
         "quick": options.quick,
-        "no_avx512": options.no_avx512,
         "sets": {},
     }
-    suffix = f"{'-quick' if options.quick else ''}{'-no-avx512' if options.no_avx512 else ''}"
+    suffix = "-quick" if options.quick else ""
     out = options.out.with_name(f"{options.out.name}{suffix}-t{options.threads}")
     result["sets"] = earlier(out.with_suffix(".json"), result)
     for name in names:

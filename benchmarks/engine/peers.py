@@ -1,23 +1,19 @@
 """The engines under comparison, behind one interface. Peers that are not installed are skipped.
 
-All graphs have 32 edges per node in the bottom layer: hnswlib, faiss and usearch with M=16 and efConstruction=200,
-Vamana with degree 32, window 200, SymphonyQG with degree 32, ef 200, VSAG with degree 32, ef 300. ScaNN has no graph:
-it searches effort / 4 leaves.
+All graphs have 32 edges per node in the bottom layer: hnswlib and faiss with M=16 and efConstruction=200, Vamana
+with degree 32, window 200, SymphonyQG with degree 32, ef 200.
 """
 
 import importlib
 import importlib.metadata
-import json
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.common.data import Array, DataSet
-from benchmarks.engine.avx512 import MASKED_PEERS, is_masked
 from benchmarks.engine.trinity import Trinity, TrinityStepwise
 
 EFFORTS = (10, 12, 14, 17, 20, 24, 28, 34, 40, 50, 64, 80, 100, 130, 160, 200, 260, 340, 440, 600)
@@ -122,58 +118,19 @@ class Faiss:
         return np.asarray(self._index.search(queries, 10)[1])
 
 
-class Usearch:
-    """usearch over float32 or float16 rows."""
-
-    def __init__(self, dtype: str) -> None:
-        self._dtype, self.compressed = dtype, dtype != "f32"
-        self.label = f"usearch {dtype}"
-
-    def build(self, data: DataSet, threads: int) -> None:
-        from usearch.index import Index
-
-        self._index = Index(
-            ndim=data.base.shape[1],
-            metric="l2sq" if data.metric == "l2" else "ip",
-            dtype=self._dtype,
-            connectivity=16,
-            expansion_add=200,
-        )
-        self._index.add(np.arange(len(data.base)), data.base, threads=threads)
-
-    def save(self, directory: Path) -> None:
-        self._index.save(str(directory / "index"))
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        from usearch.index import Index
-
-        self._index = Index.restore(str(directory / "index"), view=False)
-
-    def bytes(self) -> int:
-        return int(self._index.memory_usage)
-
-    def search(self, queries: Array, effort: int, threads: int) -> Array:
-        self._index.expansion_search = effort
-        return np.asarray(self._index.search(queries, 10, threads=threads).keys).astype(np.int64)
-
-
 class Vamana:
     """Intel's scalable-vs over float32."""
 
     label, compressed = "scalable-vs Vamana", False
-    _index: Any
 
     def build(self, data: DataSet, threads: int) -> None:
-        self._make(data, data.base, threads)
-
-    def _make(self, data: DataSet, rows: Any, threads: int) -> None:
         import svs
 
         parameters = svs.VamanaBuildParameters(
             alpha=1.2 if data.metric == "l2" else 0.95, graph_max_degree=32, window_size=200, prune_to=28
         )
-        self._size = data.base.nbytes + len(data.base) * 33 * 4
-        self._index = svs.Vamana.build(parameters, rows, self._distance(data), num_threads=threads)
+        self._size = _vamana_bytes(data)
+        self._index: Any = svs.Vamana.build(parameters, data.base, _svs_distance(data), num_threads=threads)
 
     def save(self, directory: Path) -> None:
         self._index.save(*(str(directory / part) for part in ("config", "graph", "data")))
@@ -181,20 +138,10 @@ class Vamana:
     def load(self, directory: Path, data: DataSet) -> None:
         import svs
 
-        self._open(directory, data, svs.VectorDataLoader(str(directory / "data"), svs.DataType.float32))
-
-    def _open(self, directory: Path, data: DataSet, rows: Any) -> None:
-        import svs
-
-        self._size = data.base.nbytes + len(data.base) * 33 * 4
+        self._size = _vamana_bytes(data)
+        rows = svs.VectorDataLoader(str(directory / "data"), svs.DataType.float32)
         graph = svs.GraphLoader(str(directory / "graph"))
-        self._index = svs.Vamana(str(directory / "config"), graph, rows, self._distance(data))
-
-    @staticmethod
-    def _distance(data: DataSet) -> Any:
-        import svs
-
-        return svs.DistanceType.L2 if data.metric == "l2" else svs.DistanceType.MIP
+        self._index = svs.Vamana(str(directory / "config"), graph, rows, _svs_distance(data))
 
     def bytes(self) -> int:
         return self._size
@@ -205,74 +152,14 @@ class Vamana:
         return np.asarray(self._index.search(queries, 10)[0]).astype(np.int64)
 
 
-class VamanaLVQ(Vamana):
-    """The same over LVQ codes: 4 bits per component, and 8 bits of the residual for reranking."""
-
-    label, compressed = "scalable-vs LVQ4x8", True
-
-    def build(self, data: DataSet, threads: int) -> None:
-        import svs
-
-        with tempfile.TemporaryDirectory() as folder:
-            svs.write_vecs(data.base, f"{folder}/base.fvecs")
-            rows = svs.VectorDataLoader(f"{folder}/base.fvecs", svs.DataType.float32, data.base.shape[1])
-            self._make(data, svs.LVQLoader(rows, primary=4, residual=8), threads)
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        import svs
-
-        self._open(directory, data, svs.LVQLoader(str(directory / "data")))
-
-    def bytes(self) -> int:
-        with tempfile.TemporaryDirectory() as folder:
-            self.save(Path(folder))
-            return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+def _vamana_bytes(data: DataSet) -> int:
+    return data.base.nbytes + len(data.base) * 33 * 4
 
 
-class Vsag:
-    """VSAG's HGraph over 8-bit codes, with float32 reranking. Its package takes one query per call."""
+def _svs_distance(data: DataSet) -> Any:
+    import svs
 
-    label, compressed = "VSAG HGraph SQ8", True
-
-    def _new(self, data: DataSet, threads: int) -> Any:
-        pyvsag = importlib.import_module("pyvsag")
-        index_params = {
-            "base_quantization_type": "sq8_uniform",
-            "use_reorder": True,
-            "precise_quantization_type": "fp32",
-            "max_degree": 32,
-            "ef_construction": 300,
-            "build_thread_count": threads,
-        }
-        metric = "l2" if data.metric == "l2" else "cosine"
-        params = {"dtype": "float32", "metric_type": metric, "dim": data.base.shape[1], "index_param": index_params}
-        return pyvsag.Index("hgraph", json.dumps(params))
-
-    def build(self, data: DataSet, threads: int) -> None:
-        self._index = self._new(data, threads)
-        count, dim = data.base.shape
-        self._index.build(np.ascontiguousarray(data.base).ravel(), np.arange(count, dtype=np.int64), count, dim)
-
-    def save(self, directory: Path) -> None:
-        self._index.save(str(directory / "index"))
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        self._index = self._new(data, 1)
-        self._index.load(str(directory / "index"))
-
-    def bytes(self) -> int:
-        with tempfile.TemporaryDirectory() as folder:
-            self._index.save(f"{folder}/index")
-            return (Path(folder) / "index").stat().st_size
-
-    def search(self, queries: Array, effort: int, threads: int) -> Array:
-        search_params = json.dumps({"hgraph": {"ef_search": effort}})
-
-        def ids(query: Array) -> Array:
-            return np.asarray(self._index.knn_search(query, 10, search_params)[0])
-
-        with ThreadPoolExecutor(threads) as pool:
-            return np.stack(list(pool.map(ids, queries) if threads > 1 else map(ids, queries))).astype(np.int64)
+    return svs.DistanceType.L2 if data.metric == "l2" else svs.DistanceType.MIP
 
 
 class SymphonyQG:
@@ -309,36 +196,6 @@ class SymphonyQG:
         return ids.astype(np.int64)
 
 
-class Scann:
-    """ScaNN with its recommended settings: √N leaves, anisotropic 4-bit codes of two dimensions, exact reranking."""
-
-    label, compressed = "ScaNN", True
-
-    def build(self, data: DataSet, threads: int) -> None:
-        scann = importlib.import_module("scann").scann_ops_pybind
-        metric, threshold = ("squared_l2", float("nan")) if data.metric == "l2" else ("dot_product", 0.2)
-        leaves = int(len(data.base) ** 0.5)
-        tree = scann.builder(data.base, 10, metric).set_n_training_threads(threads)
-        tree = tree.tree(leaves, max(1, leaves // 20), training_sample_size=min(len(data.base), 100_000))
-        coded = tree.score_ah(2, anisotropic_quantization_threshold=threshold)
-        self._index: Any = coded.reorder(100).build()
-
-    def save(self, directory: Path) -> None:
-        self._index.serialize(str(directory))
-
-    def load(self, directory: Path, data: DataSet) -> None:
-        self._index = importlib.import_module("scann").scann_ops_pybind.load_searcher(str(directory))
-
-    def bytes(self) -> int:
-        with tempfile.TemporaryDirectory() as folder:
-            self._index.serialize(folder)
-            return sum(path.stat().st_size for path in Path(folder).iterdir())
-
-    def search(self, queries: Array, effort: int, threads: int) -> Array:
-        found = self._index.search_batched(queries, 10, max(30, effort), max(1, effort // 4))[0]
-        return np.asarray(found).astype(np.int64)
-
-
 def contenders() -> tuple[list[Contender], dict[str, str]]:
     """Return the available engines, and the versions of the peers."""
     whole = Trinity("float32")
@@ -348,16 +205,11 @@ def contenders() -> tuple[list[Contender], dict[str, str]]:
     peers: Sequence[tuple[str, str, Callable[[], list[Any]]]] = (
         ("hnswlib", "hnswlib", lambda: [Hnswlib()]),
         ("faiss", "faiss-cpu", lambda: [Faiss(codes=False), Faiss(codes=True)]),
-        ("usearch", "usearch", lambda: [Usearch("f32"), Usearch("f16")]),
-        ("svs", "scalable-vs", lambda: [Vamana(), VamanaLVQ()]),
+        ("svs", "scalable-vs", lambda: [Vamana()]),
         ("rabitqlib", "rabitqlib", lambda: [SymphonyQG(), SymphonyQG(8)]),
-        ("scann", "scann", lambda: [Scann()]),
-        ("pyvsag", "pyvsag", lambda: [Vsag()]),
     )
     versions = {}
     for module, package, make in peers:
-        if is_masked() and module not in MASKED_PEERS:
-            continue
         try:
             importlib.import_module(module)
         except ImportError as error:

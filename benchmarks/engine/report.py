@@ -44,7 +44,6 @@ def report(result: Record) -> str:
     lines = [
         f"{machine['processor']}, {machine['cores']} cores; Python {machine['python']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + ("; AVX-512 masked off" if result.get("no_avx512") else "")
         + f"; {result['threads']} thread(s), {clock}, median of {result['rounds']} rounds"
         + ("; first 10,000 rows only" if result["quick"] else "")
         + ".",
