@@ -41,7 +41,6 @@ import numpy as np
 
 from benchmarks.common.machine import machine
 from benchmarks.common.report import keep, table
-from benchmarks.common.standalone_pool import Query, run_pool
 from benchmarks.policy.bench import TRACES, node, scarce_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig
@@ -51,6 +50,7 @@ from runtime.simulator.setup import Setup
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival, at_rate, load_trace
+from runtime.testing.standalone_pool import Query, run_pool
 
 ROOT = Path(__file__).parents[1]
 CPU = ServiceTimes(extend_s=0.3e-6, extend_slot_s=4.5e-6, round_s=0.5e-6, query_s=2e-6)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import plot, table
-from benchmarks.common.standalone_pool import Query, QueryOutcome, run_pool
 from benchmarks.policy import bench
 from benchmarks.policy.records import SHIPPED
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes
+from runtime.testing.standalone_pool import Query, QueryOutcome, run_pool
 
 Draw = Callable[[Path], None]
 Result = tuple[Any, list[str], Draw]

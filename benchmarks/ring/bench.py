@@ -8,11 +8,9 @@ are taken within rounds. Busy: the next request follows immediately. Idle: both 
 and child are pinned to one core each (with their ZeroMQ threads), if there are two.
 
 - ring: `RingProducer`/`RingConsumer`, 1,536 bytes each way, spin with yield, eventfd when asleep;
-- session: `RingClient.submit` → `RingServer.receive` → `publish` → `poll`, 384 floats out, 10 ids and distances back;
 - pyzmq: PUSH/PULL over ipc, 1,536 bytes each way.
 
-Vectors/s: 1,536 bytes one way, written and read one by one (for `session`: searches answered per second, both ways,
-with up to 200 outstanding, submitted 32 or more together, so its ratio is a lower bound).
+Vectors/s: 1,536 bytes one way, written and read one by one.
 """
 
 import argparse
@@ -34,14 +32,12 @@ from benchmarks.ring.transports import (
     pin,
     ring_one_way,
     ring_round_trips,
-    session_round_trips,
-    session_searches_per_second,
     zmq_one_way,
     zmq_round_trips,
 )
 
-ROUND_TRIPS = {"ring": ring_round_trips, "session": session_round_trips, "pyzmq": zmq_round_trips}
-ONE_WAY = {"ring": ring_one_way, "session": session_searches_per_second, "pyzmq": zmq_one_way}
+ROUND_TRIPS = {"ring": ring_round_trips, "pyzmq": zmq_round_trips}
+ONE_WAY = {"ring": ring_one_way, "pyzmq": zmq_one_way}
 
 
 def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
@@ -64,8 +60,9 @@ def measure(rounds: int, busy: int, idle: int, one_way: int) -> dict[str, Any]:
         for name in ROUND_TRIPS
     }
     ratios = {
-        name: {column: float(np.median([_ratio_to_zmq(this, name, column) for this in found])) for column in columns}
-        for name in ("ring", "session")
+        "ring": {
+            column: float(np.median([_ratio_to_zmq(this, "ring", column) for this in found])) for column in columns
+        }
     }
     quietest = {
         name: {column: _best(column)(this[name][column] for this in found) for column in columns}

@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from benchmarks.common.ring_server import RingServer
 from ipc import (
-    RingClient,
     RingConsumer,
     RingLayout,
     RingProducer,
-    SearchSpec,
     SharedMemory,
     bind,
     connect,
@@ -34,8 +31,6 @@ BYTES = 4 * DIM
 SPIN_NS = 200_000
 LAYOUT = RingLayout(256, BYTES)
 EPOCH = 1
-K = 10
-MIN_BATCH = 32  # searches submitted in one call
 MESSAGE, LAST = bytes(BYTES), b"\1" * BYTES
 
 Nanoseconds = list[int]
@@ -163,60 +158,6 @@ def ring_one_way(count: int) -> float:
                 end.ringer.ring()
             left -= run
         end.receive()
-        return count / (time.perf_counter_ns() - begin) * 1e9
-
-
-# ---- session
-
-
-def _session_child(endpoint: str) -> None:
-    pin(1)
-    ids, distances = np.arange(K), np.linspace(0, 1, K, dtype=np.float32)
-    with RingServer(endpoint, {"docs": DIM}, epoch=EPOCH, spin_us=SPIN_NS / 1e3) as server:
-        while True:
-            server.wait(1000)
-            for request in server.receive():
-                server.publish(request.client, request.request_id, "ok", ids, distances)
-            if server.statistics().lost:
-                return
-
-
-@contextmanager
-def _session_pair() -> Iterator[RingClient]:
-    endpoint = private_endpoint(new_token(), "bench")
-    child = context.Process(target=_session_child, args=(endpoint,), daemon=True)
-    child.start()
-    with RingClient(endpoint, "bench", timeout_ms=20_000, spin_us=SPIN_NS / 1e3) as client:
-        yield client
-    _join(child)
-
-
-def session_round_trips(busy: int, idle: int) -> tuple[Nanoseconds, Nanoseconds]:
-    vector = np.ones(DIM, np.float32)
-    with _session_pair() as client:
-
-        def trip() -> None:
-            client.submit(vector, SearchSpec("docs", K, "prefill"))
-            while not (client.wait(1000) and client.poll()):
-                pass
-
-        return _busy(trip, busy), _idle(trip, idle)
-
-
-def session_searches_per_second(count: int) -> float:
-    """Return requests answered per second with many outstanding, for one client; both directions of the session."""
-    vectors = np.ones((200, DIM), np.float32)
-    with _session_pair() as client:
-        begin = time.perf_counter_ns()
-        submitted = answered = 0
-        while answered < count:
-            room = min(count - submitted, 200 - client.outstanding, len(vectors))
-            if room >= MIN_BATCH or room == count - submitted > 0:
-                submitted += len(client.submit_many(vectors[:room], SearchSpec("docs", K, "prefill")))
-            found = len(client.poll())
-            answered += found
-            if not found:
-                client.wait(1000)
         return count / (time.perf_counter_ns() - begin) * 1e9
 
 

@@ -21,32 +21,23 @@ from benchmarks.serve.report import Section, about, markdown, write
 from benchmarks.serve.sections import (
     agreement,
     changes,
-    curves,
     disaggregation,
     goodput,
     handover,
-    orders,
-    placements,
     probes,
-    step,
     tpot,
     ttft,
 )
 
 SECTIONS: dict[str, Callable[[Bench], Section]] = {
     "tpot": tpot.run,
-    "step": step.run,
     "handover": handover.run,
     "ttft": ttft.run,
     "probes": probes.run,
     "goodput": goodput.run,
     "disaggregation": disaggregation.chats,
     "documents": disaggregation.documents,
-    "curves": curves.run,
-    "placements": placements.shipped,
-    "placements-dear": placements.dear,
     "changes": changes.run,
-    "orders": orders.run,
     "agreement": agreement.run,
 }
 

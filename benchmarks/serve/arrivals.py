@@ -1,4 +1,4 @@
-"""Arrival times and lengths of requests: from a real trace, scaled, or from a seeded gamma process."""
+"""Arrival times and lengths of requests: from a real trace, scaled, or from a seeded Poisson process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,16 +20,14 @@ class Shape:
     most_output_tokens: int = 64
 
 
-def arrivals(
-    data: Path | None, rate: float, seconds: float, seed: int, shape: Shape, burstiness: float = 1.0
-) -> list[Arrival]:
-    """Return arrivals for `seconds` at `rate` per second. `burstiness` 1: Poisson; above 1: gamma, in bursts.
+def arrivals(data: Path | None, rate: float, seconds: float, seed: int, shape: Shape) -> list[Arrival]:
+    """Return arrivals for `seconds` at `rate` per second, Poisson without a trace.
 
     A trace (a file, or azure-2023-conv.csv in a directory) determines the order, the bursts and the ratios of lengths;
     rate and mean lengths are scaled.
     """
     if data is None:
-        return list(_drawn(rate, seconds, np.random.default_rng(seed), shape, burstiness))
+        return list(_drawn(rate, seconds, np.random.default_rng(seed), shape))
     path = data / "azure-2023-conv.csv" if data.is_dir() else data
     count = max(1, round(rate * seconds))
     found = load_trace(path, limit=count * 50)
@@ -41,12 +39,10 @@ def arrivals(
     return [_bounded(a.at_s, a.prompt_tokens * prompt, a.output_tokens * output, shape) for a in at_rate(window, rate)]
 
 
-def _drawn(
-    rate: float, seconds: float, random: np.random.Generator, shape: Shape, burstiness: float
-) -> Iterator[Arrival]:
+def _drawn(rate: float, seconds: float, random: np.random.Generator, shape: Shape) -> Iterator[Arrival]:
     at_s = 0.0
     while True:
-        at_s += random.gamma(1 / burstiness, burstiness / rate)
+        at_s += random.exponential(1 / rate)
         if at_s > seconds:
             return
         prompt, output = random.lognormal(-0.32, 0.8, 2)  # mean 1: many short ones, a few long ones

@@ -77,11 +77,10 @@ class Bench:
         parts: SystemParts | None = None,
         *,
         models_last: bool = False,
-        light_core: int | None = None,
         **more: dict[str, Any],
     ) -> Iterator[System]:
         """Start a system for one section, with other `parts` if given."""
-        with System(parts or self.parts, kind, models_last=models_last, light_core=light_core, **more) as system:
+        with System(parts or self.parts, kind, models_last=models_last, **more) as system:
             self._warm(system)
             yield system
 

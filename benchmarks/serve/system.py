@@ -71,14 +71,11 @@ class System:
         kind: Kind = "node",
         *,
         models_last: bool = False,
-        light_core: int | None = None,
         **more: dict[str, Any],
     ) -> None:
         """`models_last`: frontend, pool and client have priority over prefill and decode, as if they had cores of their
         own, and all have real-time priority over other processes. If that is not permitted, prefill and decode run with
-        SCHED_IDLE instead (which also delays their wake-ups: a probe took 2 ms longer). `light_core`: the core of
-        frontend, pool and this process; by default Linux chooses."""
-        self._light_core, self._cores = light_core, os.sched_getaffinity(0)
+        SCHED_IDLE instead (which also delays their wake-ups: a probe took 2 ms longer)."""
         self.kind, self._models_last, self._real_time = kind, models_last, models_last and use_realtime_priority()
         self.plan = lay_out(parse_config(parts.config(kind, more)))
         self.tables = {
@@ -95,8 +92,6 @@ class System:
         self._tuning = threading.Thread(target=self._tune, daemon=True)
 
     def __enter__(self) -> Self:
-        if self._light_core is not None:
-            os.sched_setaffinity(0, {self._light_core})
         try:
             for worker in self.plan.workers:
                 if self.kind == "node" or worker.role not in ("prefill", "decode"):
@@ -112,7 +107,6 @@ class System:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        os.sched_setaffinity(0, self._cores)
         if self._real_time:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         for process in self._processes:
@@ -122,18 +116,8 @@ class System:
         self._listener.close()
         self._log.close()
 
-    def counter(self, role: str, name: str) -> float:
-        """Return the sum of a counter over a role's workers."""
-        return sum(
-            table.read(metric)[0]
-            for table in self.tables.values()
-            if table.role == role
-            for metric in table.metrics
-            if metric.name == name
-        )
-
     def labelled(self, role: str, name: str, label: str) -> float:
-        """Return `counter` for one value of its label."""
+        """Return the sum of a counter with this value of its label over a role's workers."""
         return sum(
             table.read(metric)[0]
             for table in self.tables.values()
@@ -156,11 +140,6 @@ class System:
                 light += used
         user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         return models, light, (user + nice + system + irq + soft + steal) / tick - models - light
-
-    @property
-    def reserve(self) -> float:
-        """The reserve r currently set by the control loop."""
-        return self._control.law.reserve
 
     def _start(self, module: str, *workers: str) -> None:
         fd = self._listener.fileno() if workers == ("frontend-0",) else -1

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import RingClient
 from tests.fuzz.peers import pool
 from tests.ipc.processes import attach
+from tests.ipc.ring_server import RingServer
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from benchmarks.common.ring_server import RingServer
 from ipc import RingClient
 from ipc.memory.device import HostMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from tests.ipc.processes import endpoint
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, ask
 
 WORDS = st.sampled_from(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from benchmarks.common.ring_server import RingServer
 from ipc import IpcError, RingClient, SharedMemory
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import SMALL, WORDS, answer, expect_served, scribbles
 from tests.ipc.processes import attach
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, ask
 
 MOVES = st.lists(st.sampled_from(["ask", "forge", "scribble", "cancel", "answer", "poll"]), min_size=1, max_size=8)

@@ -12,7 +12,6 @@ import zmq
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from benchmarks.common.ring_server import RingServer
 from ipc import AttachTimeout, IpcError, RingClient, bind, connect
 from ipc.endpoints import receive_all
 from ipc.server.server import JOIN_NS
@@ -20,6 +19,7 @@ from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attached
 from tests.fuzz.budget import fuzzed
 from tests.fuzz.peers import OWN, SMALL, VALUES, answer, expect_served, fits, packed
 from tests.ipc.processes import attach, endpoint
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import ask
 
 ATTACH: dict[str, st.SearchStrategy[Any]] = {

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import HandoverSink, HandoverSource, KvArena, RingClient
 from ipc.memory.device import HostMemory
 from ipc.session.device_arena import DeviceArena, arena_bytes
 from tests.ipc.handovers import address, make_arena, open_device
 from tests.ipc.processes import attach, endpoint
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS
 
 

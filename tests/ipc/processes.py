@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-from benchmarks.common.ring_server import RingServer
 from ipc import RingClient, new_token, private_endpoint
+from tests.ipc.ring_server import RingServer
 from tests.process_context import FORKSERVER
 
 JOIN_S = 60.0

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.ring_server import RingServer
 from ipc import RingClient, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from ipc.server.client_table import AttachedClient
+from tests.ipc.ring_server import RingServer
 
 DIM = 8
 SLOTS = 4

@@ -8,11 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import AttachTimeout, Draining, PeerLost, Result, RingClient, RingFull, SearchSpec
 from ipc.ring.descriptors import PARAMETERS, REQUEST_HEADER
 from tests.ipc.leaks import settled
 from tests.ipc.processes import attach, child, endpoint
+from tests.ipc.ring_server import RingServer
 
 DIM = 16
 ROUNDS = 100

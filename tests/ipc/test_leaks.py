@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import HandoverSink, HandoverSource, KvArena, SearchSpec, SharedMemory, new_token, private_endpoint
 from tests.ipc.leaks import Holdings, settled
 from tests.ipc.processes import attach, endpoint
+from tests.ipc.ring_server import RingServer
 
 
 @pytest.mark.parametrize("doorbell", ["eventfd", "zeromq"])

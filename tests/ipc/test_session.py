@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.ring_server import Cancel, RingServer, UnknownRequest
 from ipc import Draining, InvalidArgument, Result, RingClient, RingFull, SearchSpec
 from tests.ipc.processes import attach
+from tests.ipc.ring_server import Cancel, RingServer, UnknownRequest
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, vector
 
 

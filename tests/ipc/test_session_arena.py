@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import InvalidArgument, MemoryRefused, PeerLost, RingClient, SearchSpec
 from ipc.memory.device import CudaReference, DeviceMemory, DeviceSpan, HostMemory
 from ipc.ring.descriptors import SEARCH_ARENA
@@ -17,6 +16,7 @@ from ipc.session.device_arena import DeviceArena, Lease, SlotHandle, arena_bytes
 from ipc.session.messages import Grant
 from tests.ipc.fake_cuda import FakeCuda, from_elsewhere
 from tests.ipc.processes import attach, child, endpoint
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, SLOTS, ask, forge_requests, vector
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import InvalidArgument, RingClient, RingFull, SearchSpec
 from ipc.ring.filters import FILTER_SLOTS, MAX_FILTER_BYTES
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import answer, ask, forge_requests, vector
 
 

@@ -16,7 +16,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common.ring_server import Cancel, RingServer
 from ipc import (
     AttachTimeout,
     MemoryReference,
@@ -33,6 +32,7 @@ from ipc.ring.doorbell import FdMailbox
 from ipc.server.server import JOIN_NS
 from ipc.session.messages import MAX_MESSAGE_BYTES, VERSION, Attach, Attached, encode
 from tests.ipc.processes import attach, child, endpoint, served, succeeded
+from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import DIM, SLOTS, answer, ask, forge_requests, place_of, void
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.ring_server import Cancel, RingServer
 from ipc import AttachRefused, AttachTimeout, Draining, InvalidArgument, PeerLost, Result, RingClient
 from tests.ipc.processes import attach, endpoint
+from tests.ipc.ring_server import Cancel, RingServer
 from tests.ipc.sessions import DIM, answer, ask
 
 

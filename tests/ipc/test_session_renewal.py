@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import Catalogue, Draining, InvalidArgument, RingClient, SearchSpec, Served, Unserved
 from ipc.server.server import RENEW_NS
 from tests.ipc.conftest import WAYS
 from tests.ipc.processes import attach
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import DIM, answer, ask, vector
 
 REBUILT = Catalogue((Served("docs", DIM, identity="second"), Served("code", 3)))

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.common.ring_server import RingServer
 from ipc import Result, RingClient, RingFull
 from ipc.client import client as client_module
 from ipc.client.client import COLD_NS, prefetch_result
 from tests.ipc.processes import readable, served
+from tests.ipc.ring_server import RingServer
 from tests.ipc.sessions import SLOTS, answer, ask, vector, void
 
 

@@ -10,7 +10,6 @@ import pytest
 import zmq
 from numba import njit
 
-from benchmarks.common.standalone_pool import Query
 from ipc.endpoints import connect
 from runtime.node.config import NodeConfig
 from runtime.node.metrics.worker_metrics import Histogram, Metric, PoolMetrics
@@ -18,6 +17,7 @@ from runtime.pool.loop import run_loop
 from runtime.pool.loop_driver import SERVER_EVENT
 from runtime.pool.loop_layout import CLOCK
 from runtime.pool.settings import Policy, policy_of
+from runtime.testing.standalone_pool import Query
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED, EACH = 500, 4_500

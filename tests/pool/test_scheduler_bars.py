@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from benchmarks.ablation import CPU
-from benchmarks.common.standalone_pool import Query, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.simulator.times.service import ServiceTimes
+from runtime.testing.standalone_pool import Query, run_pool
 
 SLOWER_CALLS = msgspec.structs.replace(CPU, extend_s=2.5e-6)
 SMALL, USUAL, LARGE = 64, 128, 512  # top_m

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.standalone_pool import Query, QueryOutcome
 from gpu import SearchParams
 from gpu.slots import Collections
 from ipc import RingClient, SearchSpec, SessionServer, new_token, private_endpoint
@@ -18,6 +17,7 @@ from runtime.node.metrics.table import WorkerTable
 from runtime.pool.loop_driver import PoolLoop
 from runtime.pool.loop_layout import IDLE
 from runtime.pool.settings import Policy
+from runtime.testing.standalone_pool import Query, QueryOutcome
 from tests.pool.callbacks import Callbacks
 
 _FOREVER = 1 << 62

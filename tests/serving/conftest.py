@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.model.reference import Reference
+from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 from tests.ipc.fake_cuda import FakeCuda
 from tests.serving.workers import Start, Workers

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.model.reference import Reference
 from runtime.serving.model.model_info import ModelInfo, WeightsType, read_config
+from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 from tests.cuda.emulation import require_compiler
 

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from benchmarks.model.reference import Reference
 from runtime.node.metrics.worker_metrics import DecodeMetrics, Histogram, PrefillMetrics
 from runtime.retrieval.passages import Passage
 from runtime.serving import stages
 from runtime.serving.messages import DecodeLoad, Retrieval
 from runtime.serving.prefill.job import Disaggregation, should_prefill_on_decode, virtual_deadline_ns
+from runtime.testing.reference import Reference
 from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError, ModelError
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import weights_type
+from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 transformers = pytest.importorskip("transformers", reason="the reference needs the extra [test]")

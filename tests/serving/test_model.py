@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelError
 from runtime.serving.kv.transport import Transfer, kv_array
 from runtime.serving.messages import Sampling
 from runtime.serving.model.language_model import Chunk, LanguageModel, Sampler
 from runtime.serving.model.model_info import ModelInfo, model_identity
+from runtime.testing.reference import Reference
 from runtime.testing.tiny_model import make_tiny_llama
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.model.reference import Reference
 from runtime.serving.model.model_info import ModelInfo, read_config
+from runtime.testing.reference import Reference
 
 torch = pytest.importorskip("torch", reason="the model needs the extra [llm]")
 

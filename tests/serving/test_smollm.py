@@ -170,8 +170,8 @@ def test_the_converted_tokenizer_knows_the_special_tokens_and_splits_digits(conv
 
 
 def test_the_converted_model_generates_the_tokens_of_transformers(converted: Path) -> None:
-    from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import Chunk, LanguageModel
+    from runtime.testing.reference import Reference
 
     model = LanguageModel.load(smollm.NAME, blocks=12, block_tokens=32, context_tokens=128)
     reference = Reference(converted)

@@ -14,12 +14,12 @@ pytest.importorskip("torch", reason="the model needs the extra [llm]")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.model.reference import Reference
 from runtime.errors import ConfigError
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.serving.kv.blocks import BlockManager
 from runtime.serving.kv.file_tier import FileTier
 from runtime.serving.kv.tiers import Tiers
+from runtime.testing.reference import Reference
 from tests.serving.workers import Workers
 
 SIZE = 4096

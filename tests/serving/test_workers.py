@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("torch", reason="the model needs the extra [llm]")
 
-from benchmarks.model.reference import Reference
 from runtime.errors import Unavailable
 from runtime.node.metrics.worker_metrics import DecodeMetrics, PrefillMetrics
 from runtime.retrieval.passages import Passage
@@ -16,6 +15,7 @@ from runtime.serving import stages
 from runtime.serving.messages import Retrieval
 from runtime.serving.model.language_model import Chunk, LanguageModel
 from runtime.serving.model.model_info import ModelInfo
+from runtime.testing.reference import Reference
 from tests.serving.workers import FakePool, Start, Workers
 
 VOCABULARY = 259

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from benchmarks.common.stepped_workers import EPOCH, SteppedWorkers
 from runtime.errors import TrinityError, error_from_code
 from runtime.retrieval.passages import Passage
 from runtime.retrieval.retriever import RetrievalResult
 from runtime.serving.frontend.requests import ClientDisconnected, Piece, Request, RequestTable
 from runtime.serving.frontend.router import Placement
 from runtime.serving.messages import Cancel, Failed, Hello, Prefill, Probe, Report, Retrieved, ToFrontend, Tokens
+from runtime.testing.stepped_workers import EPOCH, SteppedWorkers
 
 _MOST_ROUNDS = 50_000
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.standalone_pool import Query, QueryOutcome, run_pool
 from ipc import Stage
 from runtime.node.config import NodeConfig, PoolSection
 from runtime.pool.settings import policy_of
 from runtime.simulator.stages.pool import slots_of
 from runtime.simulator.times.service import ServiceTimes
+from runtime.testing.standalone_pool import Query, QueryOutcome, run_pool
 from tests.pool.virtual_engine import VirtualPool
 
 FIXED_NS, EACH_NS, QUERY_NS = 10_000, 60_000, 5_000

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.virtual_workers import run_workers, spans
 from runtime.node.config import parse_config
 from runtime.serving import stages
 from runtime.simulator.node import Simulation
@@ -17,6 +16,7 @@ from runtime.simulator.times.service import ServiceTimes
 from runtime.simulator.traces import Arrival
 from runtime.simulator.workload import Slos, Workload
 from runtime.testing.tiny_model import make_tiny_llama
+from runtime.testing.virtual_workers import run_workers, spans
 
 EXTEND_S = 10e-6  # 42 to 44 extends per query
 TIMES = ServiceTimes(

@@ -20,8 +20,8 @@ _TOLERANCE = 1e-3  # of logits, relative to the largest
 def check(setup: Setup, outcome: Outcome) -> None:
     """Serve ragged prompts in chunks, batched, with a random Llama. Raises AssertionError if tokens differ."""
     device = torch_device(setup)
-    from benchmarks.model.reference import Reference
     from runtime.serving.model.language_model import LanguageModel
+    from runtime.testing.reference import Reference
     from runtime.testing.tiny_model import make_tiny_llama
 
     random = np.random.default_rng(0)

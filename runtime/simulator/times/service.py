@@ -19,7 +19,7 @@ The defaults describe one H100 (SXM, 989 dense bfloat16 TFLOP/s, 3.35 TB/s) that
 | `tier_write_bytes_s` | 2e9 | write bandwidth with checksum and copies; measured on two CPU cores, not next to a GPU |
 | `tier_load_bytes_s` | 2e9 | the same for loading |
 | `frontend_s` | 0 | latency from the frontend to a prefill worker; measured by `benchmarks.serve` |
-| `request_core_s` | 0 | time of frontend and client per request on decode's core; measured by `benchmarks.serve` |
+| `request_core_s` | 0 | time of frontend and client per request on decode's core |
 | `prompt_s` | 0 | time of prefill's loop for a request's passages and prompt; measured by `benchmarks.serve` |
 | `prefill_beside` | 1 | slowdown of a pass while decode is busy; measured by `benchmarks.serve` |
 | `decode_beside` | 1 | slowdown of a step while prefill is busy; measured by `benchmarks.serve` |
